@@ -1,0 +1,238 @@
+"""Forward and backward over a plan: one loop over blocks each, whatever the rule, the backend or the masks.
+
+The backward needs nothing of the forward but the merged out and lse: fed with those, the ordinary flash backward of
+each block gives its exact share of the gradients.
+
+Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), True = ignore; group = H // Hk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dilated_attention._plan import Block, Plan, folds, plan
+from dilated_attention.backends import choose, sdpa
+from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
+from dilated_attention.dropout import Dropout, row_words
+from dilated_attention.merge import add_zero_keys_, merge_
+from dilated_attention.pattern import DilatedPattern
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything about a call that is no tensor."""
+
+    pattern: DilatedPattern
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    backend: str
+
+    def request(self, query: Tensor, has_padding: bool) -> Request:
+        return Request(
+            query.device,
+            compute_dtype(query),
+            query.shape[-1],
+            self.is_causal,
+            has_padding,
+            self.dropout_p > 0,
+        )
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Half precision is computed in float32 on a CPU without instructions for it: 200 times faster, and nearer."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
+        return x.dtype
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    # measured: AMX makes bfloat16 2.6 times faster than float32; no CPU was found where float16 gains
+    return x.dtype if x.dtype is torch.bfloat16 and capabilities.get("amx_bf16") else torch.float32
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    with _no_autocast(q.device):
+        work = Work.prepare(q, k, v, padding, seed, settings)
+        out, lse = work.forward()
+    return out[..., : q.shape[-1]].to(q.dtype).contiguous(), lse.contiguous()
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with _no_autocast(q.device):
+        work = Work.prepare(q, k, v, padding, seed, settings)
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = work.backward(work.usable(dout).contiguous(), dlse, work.usable(out), lse)
+    dq, dk, dv = (grad[..., : q.shape[-1]].to(q.dtype).contiguous() for grad in grads)
+    return dq, dk, dv
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call with its tensors made usable for the chosen backend, and its plan."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    padding: Tensor | None
+    seed: Tensor | None
+    settings: Settings
+    backend: ModuleType
+    request: Request
+    plan: Plan
+
+    @staticmethod
+    def prepare(
+        q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
+    ) -> Work:
+        request = settings.request(q, padding is not None)
+        backend = choose.choose(settings.backend, request)
+        if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
+            padding = padding.contiguous()
+            k, v = (x.masked_fill(padding[:, :, None, None], 0.0) for x in (k, v))
+        q, k, v = (_usable(x, backend, request) for x in (q, k, v))
+        samples, tokens, heads, _ = q.shape
+        work = plan(settings.pattern, samples, tokens, k.shape[2], heads // k.shape[2], folds(q, k, v))
+        return Work(q, k, v, padding, seed, settings, backend, request, work)
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k.shape[2]
+
+    def usable(self, x: Tensor) -> Tensor:
+        return _usable(x, self.backend, self.request)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        out = lse = None
+        for block in self.plan.blocks:
+            q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
+            part, part_lse = self.backend.forward(q, k, v, self.masking(block), self.request)
+            log_zeros = self.log_zero_keys(block)
+            if log_zeros is not None:
+                add_zero_keys_(part, part_lse, log_zeros)
+            if out is None or lse is None:
+                if block.covers(self.k):
+                    out, lse = part.reshape(self.q.shape).contiguous(), part_lse.reshape(self.q.shape[:3]).contiguous()
+                    continue
+                out, lse = self.empty_result()
+            if block.first:
+                block.view(out, self.group).copy_(part)
+                block.view(lse, self.group).copy_(part_lse)
+            else:
+                merge_(block.view(out, self.group), block.view(lse, self.group), part, part_lse)
+        return self.empty_result() if out is None or lse is None else (out, lse)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads: list[Tensor] = []
+        groups = (self.group, 1, 1)
+        for block in self.plan.blocks:
+            k, v = block.view(self.k), block.view(self.v)
+            q, dout_part, out_part, lse_part = (block.view(x, self.group) for x in (self.q, dout, out, lse))
+            dlse_part = None if dlse is None else block.view(dlse.contiguous(), self.group)
+            parts = self.backend.backward(
+                dout_part, q, k, v, out_part, lse_part, dlse_part, self.masking(block), self.request
+            )
+            if not grads:
+                if block.covers(self.k):
+                    grads = [p.reshape(x.shape).contiguous() for p, x in zip(parts, self.inputs, strict=True)]
+                    continue
+                grads = self.empty_grads()
+            for grad, part, group in zip(grads, parts, groups, strict=True):
+                view = block.view(grad, group)
+                _ = view.copy_(part) if block.first else view.add_(part)
+        dq, dk, dv = grads or self.empty_grads()
+        return dq, dk, dv
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        out = self.q.new_empty(self.q.shape)
+        lse = self.q.new_empty(self.q.shape[:3], dtype=accumulate_dtype(self.q.dtype))
+        if self.plan.leaves_rows:
+            out.zero_()
+            lse.fill_(-torch.inf)
+        return out, lse
+
+    def empty_grads(self) -> list[Tensor]:
+        make = torch.zeros if self.plan.leaves_rows else torch.empty
+        return [make(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]
+
+    def masking(self, block: Block) -> Masking:
+        padding = dropout = None
+        if self.padding is not None:
+            padding = block.view(self.padding.unsqueeze(2).expand(-1, -1, self.k.shape[2]))
+        if self.seed is not None:
+            dropout = self.dropout(block, self.seed)
+        return Masking(self.settings.scale, self.settings.is_causal, padding, dropout)
+
+    def dropout(self, block: Block, seed: Tensor) -> Dropout:
+        """The words and positions of the block's rows, all by global index."""
+        samples, tokens, heads, _ = self.q.shape
+        count = torch.arange(max(samples, tokens, heads), device=self.q.device)
+        sample = count[:samples, None].expand(-1, tokens).contiguous().unsqueeze(2)
+        token = count[:tokens].expand(samples, -1).contiguous().unsqueeze(2)
+        head = count[:heads].expand(samples, tokens, -1)
+        sample, query = (block.view(x.expand(-1, -1, heads), self.group) for x in (sample, token))
+        words = row_words(seed, block.branch, sample, block.view(head, self.group), query)
+        key = block.view(token.expand(-1, -1, self.k.shape[2])).repeat_interleave(self.group, dim=2)
+        return Dropout(self.settings.dropout_p, *words, key)
+
+    def log_zero_keys(self, block: Block) -> Tensor | float | None:
+        """Log of how many appended zero keys each row attends to; with padding, a sample ends at its last token."""
+        pattern, rate = self.settings.pattern, block.dilation
+        if pattern.rule != "torchscale" or self.settings.is_causal:
+            return None
+        if self.padding is None:
+            return math.log(block.zeros) if block.zeros else None
+        count = torch.arange(self.q.shape[1], device=self.q.device)
+        ends = torch.where(self.padding, 0, count + 1).amax(1)[block.sample : block.sample + block.samples, None]
+        starts = block.start + block.segment_length * count[: block.segments]
+        real = (ends - starts).clamp(0, block.segment_length).flatten()[:, None]  # (b, 1)
+        width = ends.clamp(max=pattern.segment_lengths[block.branch]).expand(-1, block.segments).flatten()[:, None]
+        offset = block.offset + block.offset_step * torch.arange(block.heads, device=self.q.device)
+        zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
+        zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.group, dim=1)
+        return zeros.unsqueeze(1).to(accumulate_dtype(self.q.dtype)).log()
+
+
+def _usable(x: Tensor, backend: ModuleType, request: Request) -> Tensor:
+    """x as the kernels can read it: the dtype computed in, unit last stride, and on CUDA 16-byte aligned rows."""
+    x = x.to(request.dtype)
+    if backend is sdpa and x.shape[-1] % sdpa.pad_multiple(request):
+        x = F.pad(x, (0, -x.shape[-1] % sdpa.pad_multiple(request)))
+    aligned = x.device.type != "cuda" or not (
+        x.data_ptr() % 16 or any(stride * x.itemsize % 16 for stride in x.stride()[:-1])
+    )
+    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def _no_autocast(device: torch.device) -> Iterator[None]:
+    """Our products run in the dtype they are given; the caller's autocast was applied at the door."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield

@@ -1,0 +1,130 @@
+"""Attention as matrix products, step by step: any device, any dtype, dropout. Tiled, so the scores stay small.
+
+Half precision is computed in float32.
+
+Legend: tiles of scores (b, hk, g, i, j): g query heads per key/value head, i query rows, j key rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends.problem import Masking, Request, accumulate_dtype, backward_lse
+
+TILE_ELEMENTS = 1 << 22  # scores held at once
+
+
+def unsupported(request: Request) -> list[str]:
+    """Eager runs everything."""
+    return []
+
+
+def kernel(request: Request) -> str:
+    return "matmul, softmax, matmul in tiles"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, masking: Masking, request: Request) -> tuple[Tensor, Tensor]:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
+    for samples, rows, keys in _tiles(q, k, masking):
+        scores = _scores(q[samples, rows], k[samples, keys], masking, samples, rows, keys)
+        top = scores.amax(-1, keepdim=True)
+        top.masked_fill_(top == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) = 0
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        lse[samples, rows] = _rows_first((top + total.log()).squeeze(-1))
+        if masking.dropout is not None:
+            weights *= _keep(masking, samples, rows, keys, weights)
+        weights /= total.masked_fill_(total == 0, 1.0)
+        value = v[samples, keys].to(lse.dtype)
+        out[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", weights, value).flatten(2, 3).to(out.dtype)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    masking: Masking,
+    request: Request,
+) -> tuple[Tensor, Tensor, Tensor]:
+    exact = lse.dtype
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk = torch.zeros(k.shape, dtype=exact, device=k.device)
+    dv = torch.zeros(v.shape, dtype=exact, device=v.device)
+    heads = k.shape[2]
+    lse = backward_lse(lse)
+    # d score = weight * (d weight - slope): slope collects what the normalisation and lse give back
+    slope = (dout.to(exact) * out.to(exact)).sum(-1)
+    if dlse is not None:
+        slope -= dlse
+    for samples, rows, keys in _tiles(q, k, masking):
+        query, key, value, grad = (
+            x.to(exact) for x in (q[samples, rows], k[samples, keys], v[samples, keys], dout[samples, rows])
+        )
+        scores = _scores(query, key, masking, samples, rows, keys)
+        weights = scores.sub_(_columns(lse[samples, rows], heads)).exp_()
+        query, grad = query.unflatten(2, (heads, -1)), grad.unflatten(2, (heads, -1))
+        dweights = torch.einsum("bihgd,bjhd->bhgij", grad, value)
+        kept = weights
+        if masking.dropout is not None:
+            keep = _keep(masking, samples, rows, keys, weights)
+            kept, dweights = weights * keep, dweights * keep
+        dv[samples, keys] += torch.einsum("bhgij,bihgd->bjhd", kept, grad)
+        dscores = dweights.sub_(_columns(slope[samples, rows], heads)).mul_(weights).mul_(masking.scale)
+        dq[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", dscores, key).flatten(2, 3).to(dq.dtype)
+        dk[samples, keys] += torch.einsum("bhgij,bihgd->bjhd", dscores, query)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _tiles(q: Tensor, k: Tensor, masking: Masking) -> Iterator[tuple[slice, slice, slice]]:
+    """(samples, query rows, key rows) of each tile; when causal, keys after the tile's last row are left out."""
+    samples, rows, heads, _ = q.shape
+    keys = k.shape[1]
+    sample_step = max(1, TILE_ELEMENTS // max(1, heads * rows * keys))
+    row_step = max(1, TILE_ELEMENTS // max(1, sample_step * heads * keys))
+    for first in range(0, samples, sample_step):
+        for row in range(0, rows, row_step):
+            last_row = min(rows, row + row_step)
+            yield (
+                slice(first, min(samples, first + sample_step)),
+                slice(row, last_row),
+                slice(0, last_row if masking.is_causal else keys),
+            )
+
+
+def _scores(query: Tensor, key: Tensor, masking: Masking, samples: slice, rows: slice, keys: slice) -> Tensor:
+    exact = accumulate_dtype(query.dtype)
+    query = query.to(exact).unflatten(2, (key.shape[2], -1))
+    scores = torch.einsum("bihgd,bjhd->bhgij", query, key.to(exact)).mul_(masking.scale)
+    if masking.is_causal:
+        row = torch.arange(rows.start, rows.stop, device=query.device).unsqueeze(1)
+        scores.masked_fill_(torch.arange(keys.stop, device=query.device) > row, -torch.inf)
+    if masking.padding is not None:
+        ignored = masking.padding[samples, keys].transpose(1, 2)  # (b, hk, j)
+        scores.masked_fill_(ignored[:, :, None, None, :], -torch.inf)
+    return scores
+
+
+def _keep(masking: Masking, samples: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
+    """What dropout multiplies the weights of a tile with, (b, hk, g, i, j)."""
+    assert masking.dropout is not None
+    dropout = masking.dropout.rows(samples, rows, keys)
+    return dropout.keep().unflatten(1, like.shape[1:3]).to(like.dtype).mul_(dropout.factor)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """(b, hk, g, i) to (b, i, h)."""
+    return x.flatten(1, 2).transpose(1, 2)
+
+
+def _columns(x: Tensor, heads: int) -> Tensor:
+    """(b, i, h) to (b, hk, g, i, 1)."""
+    return x.transpose(1, 2).unflatten(1, (heads, -1)).unsqueeze(-1)

@@ -1,0 +1,60 @@
+"""What a backend is asked: the kind of call (to say whether it can run) and the masks of one dense problem.
+
+A backend is a module with
+    unsupported(request) -> list of sentences, empty when it can run
+    kernel(request) -> the name of the kernel that runs, for people
+    forward(q, k, v, masking, request) -> (out, lse)
+    backward(dout, q, k, v, out, lse, dlse, masking, request) -> (dq, dk, dv)
+where out and lse in the backward are the final merged ones, which makes each block's gradients exact.
+
+Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h); h a multiple of hk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention.dropout import Dropout
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The properties of a call that decide which backend can run it."""
+
+    device: torch.device
+    dtype: torch.dtype  # the one computed in
+    head_dim: int
+    is_causal: bool = False
+    has_padding: bool = False
+    has_dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """How one dense problem is scaled, masked and dropped."""
+
+    scale: float
+    is_causal: bool = False  # query row i sees key rows up to i
+    padding: Tensor | None = None  # (b, Lk, hk) bool, True = ignore this key
+    dropout: Dropout | None = None
+
+    def rows_without_keys(self, rows: int) -> Tensor | None:
+        """(b, rows, hk or 1) bool, True where every visible key is ignored; None when no key ever is."""
+        if self.padding is None:
+            return None
+        if self.is_causal:
+            return (~self.padding).cumsum(1) == 0
+        return self.padding.all(1, keepdim=True).expand(-1, rows, -1)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse and of sums: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def backward_lse(lse: Tensor) -> Tensor:
+    """lse with +inf for -inf: rows without keys then get weights exp(s - inf) = 0 instead of NaN."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)

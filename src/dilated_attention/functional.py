@@ -1,0 +1,222 @@
+"""dilated_attention(): check, resolve, apply; and explain(), which says what would run and why.
+
+Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from dilated_attention import _ops
+from dilated_attention._engine import Settings
+from dilated_attention.backends import choose
+from dilated_attention.pattern import DilatedPattern
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    enable_gqa: bool = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    enable_gqa: bool = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention in which each head sees the tokens of ``pattern``: one exact softmax over all its branches.
+
+    Args:
+        query, key, value: (B, N, H, D), any strides; with ``enable_gqa`` key and value may have fewer heads.
+        pattern: which head sees which tokens, see :class:`DilatedPattern`. A key seen by m branches counts m times.
+        is_causal: a query sees no later token.
+        scale: multiplies the scores; 1/sqrt(D) by default.
+        dropout_p: the share of (query, key) pairs dropped; give 0 outside training.
+        key_padding_mask: (B, N) bool, True = ignore this key, as in ``nn.MultiheadAttention``.
+        enable_gqa: key/value head h serves the query heads h*G to (h+1)*G - 1, G = H // Hk.
+        backend: "auto", "sdpa" (PyTorch's kernels) or "eager" (matrix products). One asked for by name runs or raises.
+        return_lse: also return the log-sum-exp of each row's scores, (B, N, H), differentiable.
+
+    Returns:
+        (B, N, H, D), or that and lse. A row with no key to see gets 0 and -inf.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value, pattern, key_padding_mask, enable_gqa)
+    scale = _checked_scale(scale, query.shape[-1])
+    _check_options(dropout_p, backend)
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=query.device)
+    out, lse = _ops.forward(
+        query,
+        key,
+        value,
+        key_padding_mask,
+        seed,
+        pattern.rule,
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        is_causal,
+        scale,
+        dropout_p,
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a call would run, and for everything else why it does not."""
+
+    backend: str
+    kernel: str
+    why_not: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [f"runs: {self.backend}, kernel: {self.kernel}"]
+        lines += [f"not {name}: {'; '.join(reasons)}" for name, reasons in self.why_not.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend and kernel `dilated_attention` with the same arguments runs, and why no other. Computes nothing."""
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value, pattern, key_padding_mask, enable_gqa)
+    _check_options(dropout_p, backend)
+    settings = Settings(pattern, is_causal, _checked_scale(scale, query.shape[-1]), dropout_p, backend)
+    request = settings.request(query, key_padding_mask is not None)
+    module = choose.choose(backend, request)
+    name = next(name for name, candidate in choose.BACKENDS.items() if candidate is module)
+    return Explanation(name, module.kernel(request), choose.why_not(name, request))
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, what F.scaled_dot_product_attention would compute in; float64 is left alone."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    key_padding_mask: Tensor | None,
+    enable_gqa: bool,
+) -> None:
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+        if x.dtype != query.dtype or x.device != query.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: make them alike"
+            )
+    if key.shape != value.shape:
+        raise ValueError(f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}")
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} tokens and key {key.shape[1]}: dilated attention is self-attention and "
+            "needs equal lengths"
+        )
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            f"query and key must agree in batch and head_dim, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        raise ValueError(
+            f"query has {query.shape[2]} heads and key {key.shape[2]}: give them equally many, or set enable_gqa=True"
+        )
+    if query.shape[3] < 1:
+        raise ValueError("head_dim must be 1 or more, got 0")
+    pattern.check_heads(query.shape[2], key.shape[2])
+    if key_padding_mask is not None:
+        check_padding_mask(key_padding_mask, query)
+
+
+def check_padding_mask(mask: Tensor, query: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool with True = ignore this key, got {mask.dtype}")
+    if mask.shape != query.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must be (batch, tokens) = {tuple(query.shape[:2])}, got {tuple(mask.shape)}"
+        )
+    if mask.device != query.device:
+        raise ValueError(f"key_padding_mask is on {mask.device} and query on {query.device}: move it")
+
+
+def _check_options(dropout_p: float, backend: str) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
+    if backend not in choose.NAMES:
+        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(choose.NAMES)}")
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not 0.0 <= scale < math.inf:  # false for NaN too
+        raise ValueError(f"scale must be a number of 0 or more, got {scale}")
+    return float(scale)

@@ -1,0 +1,28 @@
+"""(out, lse) pairs: partial softmax results and how to put them together.
+
+A pair stands for a softmax over some multiset of keys: ``out`` is the mean of their values, ``lse`` the log of their
+weight. Merging is a commutative monoid with identity (0, -inf), so branches and ranks may come in any order.
+
+Legend: out (..., D), lse (...), natural log.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge (part, part_lse) into (out, lse) in place; total at -inf, and one pass over ``out``."""
+    # sigmoid(-inf - -inf) is NaN: where the part is empty its weight is selected, not computed
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part, weight.unsqueeze(-1).to(out.dtype))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def add_zero_keys_(out: Tensor, lse: Tensor, log_count: Tensor | float) -> None:
+    """Merge with exp(log_count) keys of score 0 and value 0, the state (0, log_count), in place."""
+    log_count = torch.as_tensor(log_count, dtype=lse.dtype, device=lse.device)
+    weight = torch.sigmoid(lse - log_count).masked_fill_(lse == -torch.inf, 0.0)
+    out.mul_(weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, log_count))

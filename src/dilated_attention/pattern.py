@@ -1,0 +1,250 @@
+"""What the user means: which head attends to which tokens. Pure integers; nothing here touches a device.
+
+A branch is a pair (segment length w, dilation rate r). It cuts the tokens into segments of w, and in each of them
+head h takes part with the tokens p where (p - segment start) mod r equals the head's offset, as queries and as keys.
+
+Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H // Hk query heads follow each).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+RULES = ("longnet", "torchscale", "head_groups")
+MAX_BRANCHES = 64
+
+
+def rows_at_offset(length: int, dilation: int, offset: int) -> int:
+    """How many p in [0, length) have p mod dilation == offset."""
+    return max(0, -((offset - length) // dilation))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DilatedPattern:
+    """Segment lengths, dilation rates and the rule that deals them to heads. Frozen, hashable, no tensors.
+
+    Make one with :meth:`longnet`, :meth:`torchscale` or :meth:`head_groups`; the three differ in the offsets, in
+    whether every head runs every branch, and in what happens at the end of a sequence.
+    """
+
+    rule: str
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"unknown rule {self.rule!r}: use one of {', '.join(RULES)}")
+        lengths = _whole_numbers("segment_lengths", self.segment_lengths)
+        rates = _whole_numbers("dilation_rates", self.dilation_rates)
+        if len(lengths) != len(rates):
+            raise ValueError(
+                f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: "
+                f"give one rate per length, got {list(lengths)} and {list(rates)}"
+            )
+        if len(lengths) > MAX_BRANCHES:
+            raise ValueError(f"a pattern has at most {MAX_BRANCHES} branches, got {len(lengths)}")
+        object.__setattr__(self, "segment_lengths", lengths)
+        object.__setattr__(self, "dilation_rates", rates)
+
+    @classmethod
+    def longnet(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """The LongNet paper: every head runs every branch, head h at offset h mod r; a shorter last segment."""
+        return cls("longnet", tuple(segment_lengths), tuple(dilation_rates))
+
+    @classmethod
+    def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """The released LongNet code and checkpoints: offset h // ceil(H / r); zero keys fill up the last segment.
+
+        Those zero keys are attended (not when causal, where they come after every query).
+        """
+        return cls("torchscale", tuple(segment_lengths), tuple(dilation_rates))
+
+    @classmethod
+    def head_groups(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """Heads are divided among branches; all heads of branch i share offset i mod r; a shorter last segment."""
+        return cls("head_groups", tuple(segment_lengths), tuple(dilation_rates))
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """The (segment length, dilation rate) pairs."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def __repr__(self) -> str:
+        return (
+            f"DilatedPattern.{self.rule}(segment_lengths={list(self.segment_lengths)}, "
+            f"dilation_rates={list(self.dilation_rates)})"
+        )
+
+    # --- which head runs what -----------------------------------------------------------------------------------
+
+    def heads(self, branch: int, num_heads: int) -> range:
+        """The (key/value) heads that run a branch."""
+        if self.rule != "head_groups":
+            return range(num_heads)
+        count, extra = divmod(num_heads, len(self.segment_lengths))
+        start = branch * count + min(branch, extra)
+        return range(start, start + count + (branch < extra))
+
+    def offset(self, branch: int, head: int, num_heads: int) -> int:
+        """The offset of a (key/value) head in a branch."""
+        rate = self.dilation_rates[branch]
+        if self.rule == "longnet":
+            return head % rate
+        if self.rule == "torchscale":
+            return head // -(-num_heads // rate)
+        return branch % rate
+
+    def check_heads(self, num_heads: int, num_kv_heads: int | None = None) -> int:
+        """Raise if these head counts do not fit the rule; return the number of query heads per key/value head."""
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(
+                f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
+                "make the first a positive multiple of the second"
+            )
+        if self.rule == "head_groups" and kv_heads < len(self.segment_lengths):
+            raise ValueError(
+                f"head_groups deals {len(self.segment_lengths)} branches to {kv_heads} key/value heads: it needs at "
+                "least one head per branch; use fewer branches, more heads, or rule 'longnet'"
+            )
+        return num_heads // kv_heads
+
+    # --- questions ----------------------------------------------------------------------------------------------
+
+    def keys(
+        self,
+        query: int,
+        head: int,
+        *,
+        num_tokens: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> tuple[int, ...]:
+        """The tokens that ``query`` sees in (query) head ``head``, sorted; one seen by m branches stands m times.
+
+        Torchscale's appended zero keys are no tokens: :meth:`zero_keys` counts them.
+        """
+        seen: list[int] = []
+        for branch, first, length, offset in self._branches_of(query, head, num_tokens, num_heads, num_kv_heads):
+            last = query + 1 if is_causal else first + length
+            seen.extend(range(first + offset, last, self.dilation_rates[branch]))
+        return tuple(sorted(seen))
+
+    def zero_keys(
+        self,
+        query: int,
+        head: int,
+        *,
+        num_tokens: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> int:
+        """How many appended zero keys the query attends to: torchscale's filling, 0 for the other rules."""
+        if is_causal:
+            return 0
+        return sum(
+            self.zeros_in_segment(branch, length, offset, num_tokens)
+            for branch, _, length, offset in self._branches_of(query, head, num_tokens, num_heads, num_kv_heads)
+        )
+
+    def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
+        """Zero keys of a segment with ``length`` real tokens for a head at ``offset``, causality aside."""
+        if self.rule != "torchscale":
+            return 0
+        rate = self.dilation_rates[branch]
+        return -(-min(self.segment_lengths[branch], num_tokens) // rate) - rows_at_offset(length, rate, offset)
+
+    def pairs(
+        self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
+    ) -> int:
+        """The (query, key) pairs of one sample over all heads, repeated keys counted each time."""
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        group = self.check_heads(num_heads, kv_heads)
+        total = 0
+        for branch, (width, rate) in enumerate(self.branches):
+            width = min(width, num_tokens)
+            segments = [(num_tokens // width, width), (1, num_tokens % width)] if width else []
+            for head in self.heads(branch, kv_heads):
+                offset = self.offset(branch, head, kv_heads)
+                for count, length in segments:
+                    rows = rows_at_offset(length, rate, offset)
+                    total += count * (rows * (rows + 1) // 2 if is_causal else rows * rows)
+        return total * group
+
+    def flops(
+        self,
+        num_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        is_causal: bool = False,
+        backward: bool = False,
+    ) -> int:
+        """Multiply-adds of one sample counted as two: 4 D per pair forward, 10 D more for the backward pass."""
+        pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
+        return pairs * head_dim * (14 if backward else 4)
+
+    def saved_bytes(
+        self,
+        num_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> int:
+        """What one sample keeps for the backward pass: q, k, v, out and lse, whatever the number of branches."""
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        lse_bytes = 8 if dtype is torch.float64 else 4
+        per_token = (2 * num_heads + 2 * kv_heads) * head_dim * dtype.itemsize + num_heads * lse_bytes
+        return num_tokens * per_token
+
+    def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
+        """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf."""
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        group = self.check_heads(num_heads, kv_heads)
+        position = torch.arange(num_tokens)
+        covered = torch.zeros(num_tokens, kv_heads, dtype=torch.bool)
+        for branch, (width, rate) in enumerate(self.branches):
+            for head in self.heads(branch, kv_heads):
+                covered[:, head] |= position % width % rate == self.offset(branch, head, kv_heads)
+        return covered.repeat_interleave(group, dim=1)
+
+    def _branches_of(
+        self, query: int, head: int, num_tokens: int, num_heads: int, num_kv_heads: int | None
+    ) -> list[tuple[int, int, int, int]]:
+        """(branch, first token, length, offset) of each segment in which this row of this head takes part."""
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        group = self.check_heads(num_heads, kv_heads)
+        if not 0 <= query < num_tokens or not 0 <= head < num_heads:
+            raise ValueError(f"no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads")
+        found = []
+        for branch, (width, rate) in enumerate(self.branches):
+            if head // group not in self.heads(branch, kv_heads):
+                continue
+            offset = self.offset(branch, head // group, kv_heads)
+            first = query - query % width
+            if (query - first) % rate == offset:
+                found.append((branch, first, min(width, num_tokens - first), offset))
+        return found
+
+
+def _whole_numbers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    numbers = []
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must hold whole numbers, got {value!r} in {list(values)}")
+        number = operator.index(value)
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or more, got {number} in {list(values)}")
+        numbers.append(number)
+    if not numbers:
+        raise ValueError(f"{name} is empty: a pattern needs at least one branch")
+    return tuple(numbers)

@@ -1,0 +1,101 @@
+"""The oracle: dense attention with the pattern as a count matrix, in float64. It defines the operation.
+
+    softmax(Q K^T * scale + log(count)) V,   count[h, i, j] = how many branches show key j to query i in head h
+
+Quadratic in N, differentiable by plain autograd, and sharing no code with plans, engine or backends.
+
+Legend: query (B, N, H, D); key, value (B, N, Hk, D); scores (B, H, N, N).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dilated_attention.dropout import Dropout, row_words
+from dilated_attention.pattern import DilatedPattern
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dtype: torch.dtype | None = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `dilated_attention`, computed the plain way in ``dtype`` (None: the inputs')."""
+    query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
+    samples, tokens, heads, dim = query.shape
+    group = heads // key.shape[2]
+    if key_padding_mask is not None:
+        key, value = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (key, value))
+    key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
+    scores = torch.einsum("bihd,bjhd->bhij", query, key) * (1 / math.sqrt(dim) if scale is None else scale)
+
+    counts, zeros = key_counts(pattern, tokens, heads, key_padding_mask, is_causal, group, query)
+    count = counts.sum(0)  # (B or 1, H, N, N)
+    scores = scores.masked_fill(count == 0, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True) if tokens else scores.new_zeros(*scores.shape[:3], 1)
+    top = torch.maximum(top, torch.where(zeros > 0, 0.0, -torch.inf).to(top.dtype))
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = (scores - top).exp()
+    total = (count * weights).sum(-1, keepdim=True) + zeros * (-top).exp()
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (top + total.log()).masked_fill(empty, -torch.inf).squeeze(-1).transpose(1, 2)
+    if dropout_p > 0:
+        assert seed is not None
+        counts = counts * _kept(seed, dropout_p, len(pattern.branches), samples, heads, tokens, counts.dtype)
+        count = counts.sum(0)
+    out = torch.einsum("bhij,bjhd->bihd", count * weights / total, value)
+    return out, lse
+
+
+def key_counts(
+    pattern: DilatedPattern,
+    tokens: int,
+    heads: int,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    group: int,
+    like: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Which keys each branch shows, (branches, B or 1, H, N, N), and each row's zero keys, (B or 1, H, N, 1)."""
+    position = torch.arange(tokens, device=like.device)
+    head = torch.arange(heads, device=like.device) // group
+    visible = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=like.device)
+    if is_causal:
+        visible = visible & (position <= position[:, None])
+    ends = torch.tensor([tokens], device=like.device)
+    if key_padding_mask is not None:
+        visible = visible & ~key_padding_mask[:, None, None, :]
+        ends = torch.where(key_padding_mask, 0, position + 1).amax(1)
+    counts, zeros = [], like.new_zeros(len(ends), heads, tokens, 1)
+    for branch, (width, rate) in enumerate(pattern.branches):
+        runs = [h in pattern.heads(branch, heads // group) for h in head.tolist()]
+        offset = torch.tensor([pattern.offset(branch, h, heads // group) for h in head.tolist()], device=like.device)
+        takes_part = (position % width % rate == offset[:, None]) & torch.tensor(runs, device=like.device)[:, None]
+        same_segment = position // width == position[:, None] // width
+        counts.append(takes_part[:, :, None] & takes_part[:, None, :] & same_segment & visible)
+        if pattern.rule == "torchscale" and not is_causal:
+            real = (ends[:, None, None] - position // width * width).clamp(0, width)  # of each row's segment
+            rows = ((real - offset[:, None] + rate - 1) // rate).clamp(min=0)
+            filled = (ends.clamp(max=width)[:, None, None] + rate - 1) // rate - rows
+            zeros += torch.where(takes_part & (real > 0), filled, 0).unsqueeze(-1).to(zeros.dtype)
+    return torch.stack(counts).to(like.dtype), zeros
+
+
+def _kept(seed: Tensor, p: float, branches: int, samples: int, heads: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    """(branches, B, H, N, N): 0 where dropout drops, 1 / (1 - p) elsewhere."""
+    index = [torch.arange(n, device=seed.device) for n in (samples, tokens, heads)]
+    sample, token, head = torch.meshgrid(*index, indexing="ij")
+    drops = [Dropout(p, *row_words(seed, branch, sample, head, token), token) for branch in range(branches)]
+    return torch.stack([drop.keep().to(dtype) * drop.factor for drop in drops])
