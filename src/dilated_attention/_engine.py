@@ -12,14 +12,14 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dilated_attention._plan import Block, Plan, folds, plan
-from dilated_attention.backends import choose, sdpa
+from dilated_attention.backends import sdpa
+from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -37,14 +37,7 @@ class Settings:
     backend: str
 
     def request(self, query: Tensor, has_padding: bool) -> Request:
-        return Request(
-            query.device,
-            compute_dtype(query),
-            query.shape[-1],
-            self.is_causal,
-            has_padding,
-            self.dropout_p > 0,
-        )
+        return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -95,7 +88,7 @@ class Work:
     padding: Tensor | None
     seed: Tensor | None
     settings: Settings
-    backend: ModuleType
+    choice: Choice
     request: Request
     plan: Plan
 
@@ -104,27 +97,27 @@ class Work:
         q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
     ) -> Work:
         request = settings.request(q, padding is not None)
-        backend = choose.choose(settings.backend, request)
+        choice = choose(settings.backend, request)
         if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
             padding = padding.contiguous()
             k, v = (x.masked_fill(padding[:, :, None, None], 0.0) for x in (k, v))
-        q, k, v = (_usable(x, backend, request) for x in (q, k, v))
+        q, k, v = (_usable(x, choice, request) for x in (q, k, v))
         samples, tokens, heads, _ = q.shape
         work = plan(settings.pattern, samples, tokens, k.shape[2], heads // k.shape[2], folds(q, k, v))
-        return Work(q, k, v, padding, seed, settings, backend, request, work)
+        return Work(q, k, v, padding, seed, settings, choice, request, work)
 
     @property
     def group(self) -> int:
         return self.q.shape[2] // self.k.shape[2]
 
     def usable(self, x: Tensor) -> Tensor:
-        return _usable(x, self.backend, self.request)
+        return _usable(x, self.choice, self.request)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
         for block in self.plan.blocks:
             q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
-            part, part_lse = self.backend.forward(q, k, v, self.masking(block), self.request)
+            part, part_lse = self.choice.module.forward(self.choice.kernels, q, k, v, self.masking(block))
             log_zeros = self.log_zero_keys(block)
             if log_zeros is not None:
                 add_zero_keys_(part, part_lse, log_zeros)
@@ -149,8 +142,8 @@ class Work:
             k, v = block.view(self.k), block.view(self.v)
             q, dout_part, out_part, lse_part = (block.view(x, self.group) for x in (self.q, dout, out, lse))
             dlse_part = None if dlse is None else block.view(dlse.contiguous(), self.group)
-            parts = self.backend.backward(
-                dout_part, q, k, v, out_part, lse_part, dlse_part, self.masking(block), self.request
+            parts = self.choice.module.backward(
+                self.choice.kernels, dout_part, q, k, v, out_part, lse_part, dlse_part, self.masking(block)
             )
             if not grads:
                 if block.covers(self.k):
@@ -217,10 +210,10 @@ class Work:
         return zeros.unsqueeze(1).to(accumulate_dtype(self.q.dtype)).log()
 
 
-def _usable(x: Tensor, backend: ModuleType, request: Request) -> Tensor:
+def _usable(x: Tensor, choice: Choice, request: Request) -> Tensor:
     """x as the kernels can read it: the dtype computed in, unit last stride, and on CUDA 16-byte aligned rows."""
     x = x.to(request.dtype)
-    if backend is sdpa and x.shape[-1] % sdpa.pad_multiple(request):
+    if choice.module is sdpa and x.shape[-1] % sdpa.pad_multiple(request):
         x = F.pad(x, (0, -x.shape[-1] % sdpa.pad_multiple(request)))
     aligned = x.device.type != "cuda" or not (
         x.data_ptr() % 16 or any(stride * x.itemsize % 16 for stride in x.stride()[:-1])

@@ -5,6 +5,7 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,13 @@ def backward(
 def _settings(
     rule: str, lengths: Sequence[int], rates: Sequence[int], is_causal: bool, scale: float, p: float, backend: str
 ) -> _engine.Settings:
-    return _engine.Settings(DilatedPattern(rule, tuple(lengths), tuple(rates)), is_causal, scale, p, backend)
+    return _engine.Settings(_pattern(rule, tuple(lengths), tuple(rates)), is_causal, scale, p, backend)
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(rule: str, lengths: tuple[int, ...], rates: tuple[int, ...]) -> DilatedPattern:
+    """An op takes no objects, so the pattern travels as numbers; it is checked once."""
+    return DilatedPattern(rule, lengths, rates)
 
 
 @forward.register_fake

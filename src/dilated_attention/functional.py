@@ -141,9 +141,8 @@ def explain(
     _check_options(dropout_p, backend)
     settings = Settings(pattern, is_causal, _checked_scale(scale, query.shape[-1]), dropout_p, backend)
     request = settings.request(query, key_padding_mask is not None)
-    module = choose.choose(backend, request)
-    name = next(name for name, candidate in choose.BACKENDS.items() if candidate is module)
-    return Explanation(name, module.kernel(request), choose.why_not(name, request))
+    choice = choose.choose(backend, request)
+    return Explanation(choice.name, str(choice.kernels[0]), choose.why_not(choice, request))
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from dilated_attention.backends import eager, sdpa
 from dilated_attention.backends.problem import Request
@@ -11,28 +13,32 @@ BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "eager": eager}  # fastest firs
 NAMES = ("auto", *BACKENDS)
 
 
-def choose(name: str, request: Request) -> ModuleType:
-    """The module that runs the call. A backend asked for by name runs or raises; it never gives way to another."""
+class Choice(NamedTuple):
+    """A backend and those of its kernels that can run the call, first choice first."""
+
+    name: str
+    module: ModuleType
+    kernels: tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(name: str, request: Request) -> Choice:
+    """What runs the call. A backend asked for by name runs or raises; it never gives way to another."""
     if name == "auto":
-        return next(module for module in BACKENDS.values() if not module.unsupported(request))
+        name = next(name for name, module in BACKENDS.items() if not module.unsupported(request))
     reasons = BACKENDS[name].unsupported(request)
     if reasons:
         raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. Use backend='auto'")
-    return BACKENDS[name]
+    return Choice(name, BACKENDS[name], BACKENDS[name].kernels(request))
 
 
-def why_not(chosen: str, request: Request) -> dict[str, list[str]]:
-    """For every kernel that does not run: why."""
-    reasons: dict[str, list[str]] = {}
-    running = BACKENDS[chosen].kernel(request)
-    for name, module in BACKENDS.items():
-        later = [f"it could run, but {chosen} ({running}) comes first on this device"]
-        if module is sdpa:
-            for kernel, why in sdpa.why_not(request).items():
-                if not (chosen == "sdpa" and running.startswith(kernel)):
-                    reasons[f"sdpa/{kernel}"] = why or later
-            if not sdpa.why_not(request):
-                reasons["sdpa"] = sdpa.unsupported(request)
-        elif name != chosen:
-            reasons[name] = module.unsupported(request) or later
-    return reasons
+def why_not(choice: Choice, request: Request) -> dict[str, list[str]]:
+    """For every backend and kernel that does not run: why."""
+    running = f"{choice.name} ({choice.kernels[0]})"
+    reasons = {f"sdpa/{kernel}": why for kernel, why in sdpa.why_not(request).items()} or {
+        "sdpa": sdpa.unsupported(request)
+    }
+    reasons["eager"] = eager.unsupported(request)
+    later = [f"it could run, but {running} was chosen"]
+    runs = "eager" if choice.name == "eager" else f"sdpa/{choice.kernels[0]}"
+    return {name: why or later for name, why in reasons.items() if name != runs}

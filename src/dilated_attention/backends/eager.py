@@ -22,11 +22,13 @@ def unsupported(request: Request) -> list[str]:
     return []
 
 
-def kernel(request: Request) -> str:
-    return "matmul, softmax, matmul in tiles"
+def kernels(request: Request) -> tuple[str, ...]:
+    return ("matmul, softmax, matmul in tiles",)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, masking: Masking, request: Request) -> tuple[Tensor, Tensor]:
+def forward(
+    kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking
+) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
     for samples, rows, keys in _tiles(q, k, masking):
@@ -45,6 +47,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, masking: Masking, request: Request)
 
 
 def backward(
+    kernels: tuple[str, ...],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -53,7 +56,6 @@ def backward(
     lse: Tensor,
     dlse: Tensor | None,
     masking: Masking,
-    request: Request,
 ) -> tuple[Tensor, Tensor, Tensor]:
     exact = lse.dtype
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -2,9 +2,9 @@
 
 A backend is a module with
     unsupported(request) -> list of sentences, empty when it can run
-    kernel(request) -> the name of the kernel that runs, for people
-    forward(q, k, v, masking, request) -> (out, lse)
-    backward(dout, q, k, v, out, lse, dlse, masking, request) -> (dq, dk, dv)
+    kernels(request) -> the kernels that can run it, first choice first
+    forward(kernels, q, k, v, masking) -> (out, lse)
+    backward(kernels, dout, q, k, v, out, lse, dlse, masking) -> (dq, dk, dv)
 where out and lse in the backward are the final merged ones, which makes each block's gradients exact.
 
 Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h); h a multiple of hk.
@@ -13,23 +13,44 @@ Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h); h a mul
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from dilated_attention.dropout import Dropout
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The properties of a call that decide which backend can run it."""
+class Request(NamedTuple):
+    """The properties of a call, and the torch settings at its time, that decide which backend can run it."""
 
     device: torch.device
     dtype: torch.dtype  # the one computed in
     head_dim: int
-    is_causal: bool = False
-    has_padding: bool = False
-    has_dropout: bool = False
+    is_causal: bool
+    has_padding: bool
+    has_dropout: bool
+    deterministic: bool
+    switched_off: tuple[str, ...]  # CUDA kernels that the user switched off, as sdpa_kernel(...) does
+    flash: str | None  # the flash implementation that the user activated in torch
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype, is_causal: bool, has_padding: bool, has_dropout: bool) -> Request:
+        off: tuple[str, ...] = ()
+        flash = None
+        if x.device.type == "cuda":
+            off = tuple(name for name, enabled in _SWITCHES if not enabled())
+            flash = torch.nn.attention.current_flash_attention_impl()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(x.device, dtype, x.shape[-1], is_causal, has_padding, has_dropout, deterministic, off, flash)
+
+
+_SWITCHES = (
+    ("flash", torch.backends.cuda.flash_sdp_enabled),
+    ("cudnn", torch.backends.cuda.cudnn_sdp_enabled),
+    ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled),
+)
 
 
 @dataclass(frozen=True, slots=True)

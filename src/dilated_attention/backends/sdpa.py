@@ -8,8 +8,6 @@ Legend: q, out (b, L, h, D) here; the kernels see (b, h, L, D), a transposed vie
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.nn import functional as F
 
+from dilated_attention.backends import eager
 from dilated_attention.backends.problem import Masking, Request, backward_lse
 
 aten = torch.ops.aten
@@ -32,11 +31,16 @@ Backward = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
+    """One kernel: how it is called and why it cannot run a request."""
+
     name: str
     unsupported: Callable[[Request], list[str]]
     forward: Forward
     backward: Backward
     min_rows: int = 1
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def unsupported(request: Request) -> list[str]:
@@ -47,16 +51,14 @@ def unsupported(request: Request) -> list[str]:
     return [] if any(not r for r in reasons.values()) else [f"{name}: {r}" for name, rs in reasons.items() for r in rs]
 
 
-def kernel(request: Request) -> str:
-    return _describe(_runnable(request)[0], request)
+def kernels(request: Request) -> tuple[Kernel, ...]:
+    """The kernels that can run, fastest first."""
+    return tuple(kernel for kernel, reasons in _reasons(request) if not reasons)
 
 
 def why_not(request: Request) -> dict[str, list[str]]:
     """Each kernel's reasons, in the order in which they are tried."""
-    if request.has_dropout:
-        reason = "its dropout cannot follow the seeded mask that all backends share"
-        return {candidate.name: [reason] for candidate in _candidates(request)}
-    return {candidate.name: candidate.unsupported(request) for candidate in _candidates(request)}
+    return {str(kernel): reasons for kernel, reasons in _reasons(request)}
 
 
 def pad_multiple(request: Request) -> int:
@@ -64,8 +66,12 @@ def pad_multiple(request: Request) -> int:
     return 8 if request.device.type == "cuda" else 1
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, masking: Masking, request: Request) -> tuple[Tensor, Tensor]:
-    chosen = _kernel_for(q, request)
+def forward(
+    kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking
+) -> tuple[Tensor, Tensor]:
+    chosen = _kernel_for(q, kernels)
+    if chosen is None:
+        return eager.forward((), q, k, v, masking)
     bias = _bias(masking, q)
     parts = [
         chosen.forward(*(x.transpose(1, 2) for x in (q[s], k[s], v[s])), None if bias is None else bias[s], masking)
@@ -82,6 +88,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, masking: Masking, request: Request)
 
 
 def backward(
+    kernels: tuple[Kernel, ...],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -90,10 +97,12 @@ def backward(
     lse: Tensor,
     dlse: Tensor | None,
     masking: Masking,
-    request: Request,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = _kernel_for(q, kernels)
+    if chosen is None:
+        return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
     lse = backward_lse(lse)
-    dq, dk, dv = _backward_once(dout, q, k, v, out, lse, masking, request)
+    dq, dk, dv = _backward_once(chosen, dout, q, k, v, out, lse, masking)
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
         # gives exactly the part that lse sends back; dlse is split in two columns so that it keeps its digits.
@@ -101,15 +110,14 @@ def backward(
         columns = torch.stack([high, (dlse - high).to(q.dtype)], -1)[..., : q.shape[-1]]
         rest = q.shape[-1] - columns.shape[-1]
         ones, minus = F.pad(torch.ones_like(columns), (0, rest)), F.pad(-columns, (0, rest))
-        dq_lse, dk_lse, _ = _backward_once(ones, q, k, torch.zeros_like(v), minus, lse, masking, request)
+        dq_lse, dk_lse, _ = _backward_once(chosen, ones, q, k, torch.zeros_like(v), minus, lse, masking)
         dq, dk = dq + dq_lse, dk + dk_lse
     return dq, dk, dv
 
 
 def _backward_once(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masking: Masking, request: Request
+    chosen: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masking: Masking
 ) -> tuple[Tensor, Tensor, Tensor]:
-    chosen = _kernel_for(q, request)
     bias = _bias(masking, q)
     parts = [
         chosen.backward(
@@ -223,6 +231,7 @@ def _efficient_backward(
         return dq, dk, dv
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes out's row stride for granted
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, _full_bias(bias, q, k), out, lse, unused, unused, 0.0, [True, True, True, False],
@@ -254,30 +263,36 @@ def _flash_cpu_unsupported(request: Request) -> list[str]:
 
 
 def _flash_unsupported(request: Request) -> list[str]:
-    reasons = ["it takes no key_padding_mask"] if request.has_padding else []
-    return reasons or _torch_refuses(
-        "flash", request, torch.nn.attention.current_flash_attention_impl(), cuda_backends.flash_sdp_enabled()
-    )
+    return ["it takes no key_padding_mask"] if request.has_padding else _refusals("flash", request)
 
 
 def _cudnn_unsupported(request: Request) -> list[str]:
-    reasons = []
     if request.has_padding:
-        reasons.append("it takes no key_padding_mask")
-    if torch.are_deterministic_algorithms_enabled():
-        reasons.append("it is not repeatable and torch.use_deterministic_algorithms is on")
-    return reasons or _torch_refuses("cudnn", request, None, cuda_backends.cudnn_sdp_enabled())
+        return ["it takes no key_padding_mask"]
+    if request.deterministic:
+        return ["it is not repeatable and torch.use_deterministic_algorithms is on"]
+    return _refusals("cudnn", request)
 
 
 def _efficient_unsupported(request: Request) -> list[str]:
-    return _torch_refuses("efficient", request, None, cuda_backends.mem_efficient_sdp_enabled())
+    return _refusals("efficient", request)
 
 
-@functools.lru_cache(maxsize=256)
-def _torch_refuses(name: str, request: Request, implementation: str | None, enabled: bool) -> list[str]:
-    """torch's own reasons why its kernel cannot run, from the warnings of its check on a small problem."""
-    if not enabled:
+def _refusals(name: str, request: Request) -> list[str]:
+    """Why torch would not run its kernel on such tensors; its own check, asked with a small problem, has the last word.
+
+    The check knows torch's build, the device and every shape rule, but says its reasons to stderr only.
+    """
+    if name in request.switched_off:
         return [f"torch.backends.cuda has the {name} kernel switched off"]
+    reasons = []
+    if name != "efficient" and request.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"it computes in float16 and bfloat16, not {request.dtype}")
+    if name == "efficient" and request.dtype is torch.float64:
+        reasons.append("it does not compute in float64")
+    capability = torch.cuda.get_device_capability(request.device)
+    if name != "efficient" and capability < (8, 0):
+        reasons.append(f"it needs compute capability 8.0, this device has {capability[0]}.{capability[1]}")
     check = {
         "flash": cuda_backends.can_use_flash_attention,
         "cudnn": cuda_backends.can_use_cudnn_attention,
@@ -285,16 +300,14 @@ def _torch_refuses(name: str, request: Request, implementation: str | None, enab
     }[name]
     width = -(-request.head_dim // pad_multiple(request)) * pad_multiple(request)
     probe = torch.empty((1, 1, 64, width), dtype=request.dtype, device=request.device, requires_grad=True)
-    params = cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, request.is_causal, False)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        if check(params, debug=True):
-            return []
-    return [str(warning.message).split(" (Triggered")[0] for warning in said] or ["torch refuses without a reason"]
+    if not reasons and not check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, request.is_causal, False)):
+        reasons.append(
+            f"torch.backends.cuda.can_use_{name}_attention refuses {request.dtype} with head_dim {request.head_dim}"
+        )
+    return reasons
 
 
 _FLASH_CPU = Kernel("flash on CPU", _flash_cpu_unsupported, _flash_cpu_forward, _flash_cpu_backward)
-_FLASH = Kernel("flash", _flash_unsupported, _flash_forward, _flash_backward)
 _CUDNN = Kernel("cudnn", _cudnn_unsupported, _cudnn_forward, _cudnn_backward, min_rows=2)
 _EFFICIENT = Kernel("efficient", _efficient_unsupported, _efficient_forward, _efficient_backward)
 
@@ -305,28 +318,21 @@ def _candidates(request: Request) -> tuple[Kernel, ...]:
         return (_FLASH_CPU,)
     if request.device.type != "cuda":
         return ()
-    if torch.nn.attention.current_flash_attention_impl() is not None:  # the user asked for it
-        return (_FLASH, _CUDNN, _EFFICIENT)
+    flash = Kernel(f"flash ({request.flash or 'FA2'})", _flash_unsupported, _flash_forward, _flash_backward)
+    if request.flash is not None:  # the user asked for it
+        return (flash, _CUDNN, _EFFICIENT)
     if torch.cuda.get_device_capability(request.device) >= (9, 0):
-        return (_CUDNN, _FLASH, _EFFICIENT)
-    return (_FLASH, _EFFICIENT, _CUDNN)
+        return (_CUDNN, flash, _EFFICIENT)
+    return (flash, _EFFICIENT, _CUDNN)
 
 
-def _runnable(request: Request) -> list[Kernel]:
+def _reasons(request: Request) -> list[tuple[Kernel, list[str]]]:
     if request.has_dropout:
-        return []
-    return [candidate for candidate in _candidates(request) if not candidate.unsupported(request)]
+        why = ["its dropout cannot follow the seeded mask that all backends share"]
+        return [(kernel, why) for kernel in _candidates(request)]
+    return [(kernel, kernel.unsupported(request)) for kernel in _candidates(request)]
 
 
-def _kernel_for(q: Tensor, request: Request) -> Kernel:
-    """The first kernel that takes these rows; a block of a single row may need another one than the rest."""
-    runnable = _runnable(request)
-    return next((candidate for candidate in runnable if q.shape[1] >= candidate.min_rows), runnable[-1])
-
-
-def _describe(chosen: Kernel, request: Request) -> str:
-    if chosen is _FLASH:
-        return f"flash ({torch.nn.attention.current_flash_attention_impl() or 'FA2'})"
-    if chosen is _CUDNN:
-        return f"cudnn ({torch.backends.cudnn.version()})"
-    return chosen.name
+def _kernel_for(q: Tensor, kernels: tuple[Kernel, ...]) -> Kernel | None:
+    """The first kernel that takes these rows; None: a block so short that no kernel takes it, a few eager products."""
+    return next((kernel for kernel in kernels if q.shape[1] >= kernel.min_rows), None)

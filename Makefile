@@ -1,0 +1,54 @@
+# ARGS goes to the tool: make test ARGS="-k merge -x"
+# PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
+ARGS   ?=
+PYTHON ?=
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+
+.DEFAULT_GOAL := bench
+.PHONY: bench test test-all lint format clean help
+
+bench: $(STAMP) ## run the benchmark (the default)
+	$(PY) -m dilated_attention.bench $(ARGS)
+
+test: $(STAMP) ## run the tests, less the slow ones
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP) ## run all tests
+	$(PY) -m pytest $(ARGS)
+
+lint: $(STAMP) ## check style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(STAMP) ## format the code and apply safe fixes
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean: ## remove reports, builds and caches (.venv stays: it is slow to make)
+	rm -rf report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# The stamp is written last: without it .venv is half-made and starts over, with an old one it is updated in place.
+# The candidates are run, not just looked up: a version manager's shim can exist without its interpreter.
+# -qq keeps errors. The constraints matter: they are what keeps torch at a known build.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ ! -e $@ ]; then \
+		for py in $(or $(PYTHON),python3 python3.11 python3.12 python3.13); do \
+			"$$py" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+			py=; \
+		done; \
+		[ -n "$$py" ] || { echo "error: no Python >= 3.11 with venv found; name one: make PYTHON=..." >&2; exit 1; }; \
+		echo "setting up $(VENV) with $$py (about a minute, plus the download of torch) ..."; \
+		"$$py" -m venv --clear $(VENV); \
+	else \
+		echo "updating $(VENV) ..."; \
+	fi
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

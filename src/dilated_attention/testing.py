@@ -1,0 +1,160 @@
+"""Holding any implementation against the oracle: input makers, one way to run, one rule for tolerances.
+
+The rule: float64 within 1e-12 and float32 within 5e-6 of max(1, max|reference|); lower precision at most twice
+(gradients three times) the error of plain PyTorch in the same dtype. Legend as in `functional`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention import reference
+from dilated_attention.functional import dilated_attention
+from dilated_attention.pattern import DilatedPattern
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
+
+Attention = Callable[..., Any]  # (query, key, value) -> out or (out, lse)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one forward and backward gives; lse is None where an implementation has none to give."""
+
+    out: Tensor
+    lse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, value) for name, value in named if value is not None]
+
+
+def make_qkv(
+    samples: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    *,
+    kv_heads: int | None = None,
+    layout: str = "contiguous",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k, v; layouts: contiguous, fused (slices of one projection), transposed, expanded, odd."""
+    generator = torch.Generator(device).manual_seed(seed)
+    kv_heads = heads if kv_heads is None else kv_heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
+
+    counts = (heads, kv_heads, kv_heads)
+    if layout == "contiguous":
+        q, k, v = (normal(samples, tokens, h, head_dim) for h in counts)
+    elif layout == "fused":
+        q, k, v = normal(samples, tokens, sum(counts), head_dim).split(counts, dim=2)
+    elif layout == "transposed":  # stored as (B, H, N, D)
+        q, k, v = (normal(samples, h, tokens, head_dim).transpose(1, 2) for h in counts)
+    elif layout == "expanded":  # one sample and one head seen many times
+        q, k, v = (normal(1, tokens, 1, head_dim).expand(samples, -1, h, -1) for h in counts)
+    elif layout == "odd":  # last dimension strided, start not aligned
+        q, k, v = (normal(samples, tokens, h, 2 * head_dim + 1)[..., 1::2] for h in counts)
+    else:
+        raise ValueError(f"unknown layout {layout!r}")
+    return q, k, v
+
+
+def run(attention: Attention, qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None = None) -> Results:
+    """Forward and backward. Rows without keys have lse -inf, through which no gradient is sent."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    result = attention(*leaves)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    outputs, grads = [out], [dout.to(out.dtype)]
+    if lse is not None and dlse is not None:
+        outputs.append(lse)
+        grads.append(dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0))
+    dq, dk, dv = torch.autograd.grad(outputs, leaves, grads)
+    return Results(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)
+
+
+def oracle(
+    qkv: tuple[Tensor, ...],
+    pattern: DilatedPattern,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    **options: Any,
+) -> Results:
+    """The reference results in float64; with dtype=None those of plain PyTorch in the inputs' own dtype."""
+    qkv = tuple(x if dtype is None else x.to(dtype) for x in qkv)
+    return run(lambda *x: reference.attention(*x, pattern, dtype=None, **options), qkv, dout, dlse)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """max|got - expected| / max(1, max|expected|); infinities must agree, and NaN anywhere is infinite."""
+    if got.shape != expected.shape or not torch.equal(got.isinf(), expected.isinf()):
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    got, expected = (x.double().masked_fill(x.isinf(), 0.0) for x in (got, expected))
+    value = ((got - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
+    return float("inf") if value != value else value
+
+
+def errors(got: Results, expected: Results) -> dict[str, float]:
+    wanted = dict(expected.items())
+    return {name: error(value, wanted[name]) for name, value in got.items()}
+
+
+def limits(expected: Results, plain: Results | None, dtype: torch.dtype) -> dict[str, float]:
+    """The largest error allowed for each result, by the rule at the top of this file."""
+    if dtype in TOLERANCE:
+        return {name: TOLERANCE[dtype] for name, _ in expected.items()}
+    assert plain is not None, f"{dtype} needs the results of plain PyTorch to compare with"
+    floor = torch.finfo(dtype).eps / 4  # half a rounding step: what no implementation can avoid
+    return {
+        name: max((3 if name in ("dq", "dk", "dv") else 2) * value, floor)
+        for name, value in errors(plain, expected).items()
+    }
+
+
+def assert_exact(got: Results, expected: Results, plain: Results | None = None) -> None:
+    """Raise AssertionError naming every result that is further from the oracle than the rule allows."""
+    allowed = limits(expected, plain, got.out.dtype)
+    found = errors(got, expected)
+    wrong = [f"{name} is off by {found[name]:.2e}, allowed {allowed[name]:.2e}" for name in found
+             if not found[name] <= allowed[name]]  # fmt: skip
+    assert not wrong, "; ".join(wrong)
+
+
+def check(
+    qkv: tuple[Tensor, ...],
+    pattern: DilatedPattern,
+    *,
+    lse_gradient: bool = True,
+    seed: int = 0,
+    backend: str = "auto",
+    **options: Any,
+) -> None:
+    """Hold `dilated_attention` on these inputs against the oracle: out, lse and every gradient."""
+    query = qkv[0]
+    generator = torch.Generator(query.device).manual_seed(seed)
+    dout = torch.randn(query.shape, generator=generator, device=query.device).to(query.dtype)
+    dlse = torch.randn(query.shape[:3], generator=generator, device=query.device) if lse_gradient else None
+    got = run(
+        lambda *x: dilated_attention(*x, pattern, enable_gqa=True, return_lse=True, backend=backend, **options),
+        qkv,
+        dout,
+        dlse,
+    )
+    plain = None if query.dtype in TOLERANCE else oracle(qkv, pattern, dout, dlse, dtype=None, **options)
+    assert_exact(got, oracle(qkv, pattern, dout, dlse, **options), plain)

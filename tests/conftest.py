@@ -1,0 +1,20 @@
+"""Set-up of all tests. Helpers that tests share live in ``dilated_attention.testing``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The first call of an operator can take a second: a time limit per example would fail at random.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
