@@ -133,9 +133,7 @@ class Work:
                 merge_(block.view(out, self.group), block.view(lse, self.group), part, part_lse)
         return self.empty_result() if out is None or lse is None else (out, lse)
 
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grads: list[Tensor] = []
         groups = (self.group, 1, 1)
         for block in self.plan.blocks:

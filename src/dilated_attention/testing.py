@@ -56,11 +56,11 @@ def make_qkv(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
 
-    counts = (heads, kv_heads, kv_heads)
+    counts = [heads, kv_heads, kv_heads]
     if layout == "contiguous":
         q, k, v = (normal(samples, tokens, h, head_dim) for h in counts)
     elif layout == "fused":
-        q, k, v = normal(samples, tokens, sum(counts), head_dim).split(counts, dim=2)
+        q, k, v = torch.split(normal(samples, tokens, sum(counts), head_dim), counts, dim=2)
     elif layout == "transposed":  # stored as (B, H, N, D)
         q, k, v = (normal(samples, h, tokens, head_dim).transpose(1, 2) for h in counts)
     elif layout == "expanded":  # one sample and one head seen many times
@@ -96,7 +96,11 @@ def oracle(
 ) -> Results:
     """The reference results in float64; with dtype=None those of plain PyTorch in the inputs' own dtype."""
     qkv = tuple(x if dtype is None else x.to(dtype) for x in qkv)
-    return run(lambda *x: reference.attention(*x, pattern, dtype=None, **options), qkv, dout, dlse)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attention(query, key, value, pattern, dtype=None, **options)
+
+    return run(attention, qkv, dout, dlse)
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -150,11 +154,11 @@ def check(
     generator = torch.Generator(query.device).manual_seed(seed)
     dout = torch.randn(query.shape, generator=generator, device=query.device).to(query.dtype)
     dlse = torch.randn(query.shape[:3], generator=generator, device=query.device) if lse_gradient else None
-    got = run(
-        lambda *x: dilated_attention(*x, pattern, enable_gqa=True, return_lse=True, backend=backend, **options),
-        qkv,
-        dout,
-        dlse,
-    )
+    fixed: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": backend}
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return dilated_attention(query, key, value, pattern, **fixed, **options)
+
+    got = run(attention, qkv, dout, dlse)
     plain = None if query.dtype in TOLERANCE else oracle(qkv, pattern, dout, dlse, dtype=None, **options)
     assert_exact(got, oracle(qkv, pattern, dout, dlse, **options), plain)

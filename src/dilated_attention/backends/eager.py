@@ -26,9 +26,7 @@ def kernels(request: Request) -> tuple[str, ...]:
     return ("matmul, softmax, matmul in tiles",)
 
 
-def forward(
-    kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking
-) -> tuple[Tensor, Tensor]:
+def forward(kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
     for samples, rows, keys in _tiles(q, k, masking):
@@ -73,7 +71,7 @@ def backward(
         )
         scores = _scores(query, key, masking, samples, rows, keys)
         weights = scores.sub_(_columns(lse[samples, rows], heads)).exp_()
-        query, grad = query.unflatten(2, (heads, -1)), grad.unflatten(2, (heads, -1))
+        query, grad = _split_heads(query, heads), _split_heads(grad, heads)
         dweights = torch.einsum("bihgd,bjhd->bhgij", grad, value)
         kept = weights
         if masking.dropout is not None:
@@ -104,7 +102,7 @@ def _tiles(q: Tensor, k: Tensor, masking: Masking) -> Iterator[tuple[slice, slic
 
 def _scores(query: Tensor, key: Tensor, masking: Masking, samples: slice, rows: slice, keys: slice) -> Tensor:
     exact = accumulate_dtype(query.dtype)
-    query = query.to(exact).unflatten(2, (key.shape[2], -1))
+    query = _split_heads(query.to(exact), key.shape[2])
     scores = torch.einsum("bihgd,bjhd->bhgij", query, key.to(exact)).mul_(masking.scale)
     if masking.is_causal:
         row = torch.arange(rows.start, rows.stop, device=query.device).unsqueeze(1)
@@ -119,7 +117,12 @@ def _keep(masking: Masking, samples: slice, rows: slice, keys: slice, like: Tens
     """What dropout multiplies the weights of a tile with, (b, hk, g, i, j)."""
     assert masking.dropout is not None
     dropout = masking.dropout.rows(samples, rows, keys)
-    return dropout.keep().unflatten(1, like.shape[1:3]).to(like.dtype).mul_(dropout.factor)
+    return dropout.keep().reshape(like.shape).to(like.dtype).mul_(dropout.factor)
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """(b, i, h, ...) to (b, i, hk, g, ...)."""
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads, *x.shape[3:])
 
 
 def _rows_first(x: Tensor) -> Tensor:
@@ -129,4 +132,4 @@ def _rows_first(x: Tensor) -> Tensor:
 
 def _columns(x: Tensor, heads: int) -> Tensor:
     """(b, i, h) to (b, hk, g, i, 1)."""
-    return x.transpose(1, 2).unflatten(1, (heads, -1)).unsqueeze(-1)
+    return _split_heads(x, heads).permute(0, 2, 3, 1).unsqueeze(-1)

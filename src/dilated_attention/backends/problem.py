@@ -12,6 +12,7 @@ Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h); h a mul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,17 +41,17 @@ class Request(NamedTuple):
         off: tuple[str, ...] = ()
         flash = None
         if x.device.type == "cuda":
-            off = tuple(name for name, enabled in _SWITCHES if not enabled())
+            off = tuple(name for name, is_on in _SWITCHES.items() if not is_on())
             flash = torch.nn.attention.current_flash_attention_impl()
         deterministic = torch.are_deterministic_algorithms_enabled()
         return cls(x.device, dtype, x.shape[-1], is_causal, has_padding, has_dropout, deterministic, off, flash)
 
 
-_SWITCHES = (
-    ("flash", torch.backends.cuda.flash_sdp_enabled),
-    ("cudnn", torch.backends.cuda.cudnn_sdp_enabled),
-    ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled),
-)
+_SWITCHES: dict[str, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+}
 
 
 @dataclass(frozen=True, slots=True)
