@@ -9,6 +9,7 @@ Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,12 +74,13 @@ def backward(
     with _no_autocast(q.device):
         work = Work.prepare(q, k, v, padding, seed, settings)
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = None if dlse is None else dlse.contiguous()
         grads = work.backward(work.usable(dout).contiguous(), dlse, work.usable(out), lse)
     dq, dk, dv = (grad[..., : q.shape[-1]].to(q.dtype).contiguous() for grad in grads)
     return dq, dk, dv
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Work:
     """One call with its tensors made usable for the chosen backend, and its plan."""
 
@@ -139,7 +141,7 @@ class Work:
         for block in self.plan.blocks:
             k, v = block.view(self.k), block.view(self.v)
             q, dout_part, out_part, lse_part = (block.view(x, self.group) for x in (self.q, dout, out, lse))
-            dlse_part = None if dlse is None else block.view(dlse.contiguous(), self.group)
+            dlse_part = None if dlse is None else block.view(dlse, self.group)
             parts = self.choice.module.backward(
                 self.choice.kernels, dout_part, q, k, v, out_part, lse_part, dlse_part, self.masking(block)
             )
@@ -178,31 +180,40 @@ class Work:
             dropout = self.dropout(block, self.seed)
         return Masking(self.settings.scale, self.settings.is_causal, padding, dropout)
 
+    @functools.cached_property
+    def index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sample, token and head of each row, (B, N, H) each; (B, N) is one stride, so that blocks can fold it."""
+        samples, tokens, heads, _ = self.q.shape
+        row = torch.arange(samples * tokens, device=self.q.device).view(samples, tokens, 1)
+        head = torch.arange(heads, device=self.q.device)
+        sample, token, head = (x.expand(samples, tokens, heads) for x in (row // tokens, row % tokens, head))
+        return sample, token, head
+
     def dropout(self, block: Block, seed: Tensor) -> Dropout:
         """The words and positions of the block's rows, all by global index."""
-        samples, tokens, heads, _ = self.q.shape
-        count = torch.arange(max(samples, tokens, heads), device=self.q.device)
-        sample = count[:samples, None].expand(-1, tokens).contiguous().unsqueeze(2)
-        token = count[:tokens].expand(samples, -1).contiguous().unsqueeze(2)
-        head = count[:heads].expand(samples, tokens, -1)
-        sample, query = (block.view(x.expand(-1, -1, heads), self.group) for x in (sample, token))
-        words = row_words(seed, block.branch, sample, block.view(head, self.group), query)
-        key = block.view(token.expand(-1, -1, self.k.shape[2])).repeat_interleave(self.group, dim=2)
-        return Dropout(self.settings.dropout_p, *words, key)
+        sample, token, head = (block.view(x, self.group) for x in self.index)
+        key = block.view(self.index[1][:, :, : self.k.shape[2]]).repeat_interleave(self.group, dim=2)
+        return Dropout(self.settings.dropout_p, *row_words(seed, block.branch, sample, head, token), key)
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """(B,) where each sample ends: after its last token that is not padding."""
+        assert self.padding is not None
+        count = torch.arange(1, self.q.shape[1] + 1, device=self.q.device)
+        return torch.where(self.padding, 0, count).amax(1)
 
     def log_zero_keys(self, block: Block) -> Tensor | float | None:
         """Log of how many appended zero keys each row attends to; with padding, a sample ends at its last token."""
-        pattern, rate = self.settings.pattern, block.dilation
+        pattern, rate, device = self.settings.pattern, block.dilation, self.q.device
         if pattern.rule != "torchscale" or self.settings.is_causal:
             return None
         if self.padding is None:
             return math.log(block.zeros) if block.zeros else None
-        count = torch.arange(self.q.shape[1], device=self.q.device)
-        ends = torch.where(self.padding, 0, count + 1).amax(1)[block.sample : block.sample + block.samples, None]
-        starts = block.start + block.segment_length * count[: block.segments]
+        ends = self.ends[block.sample : block.sample + block.samples, None]
+        starts = block.start + block.segment_length * torch.arange(block.segments, device=device)
         real = (ends - starts).clamp(0, block.segment_length).flatten()[:, None]  # (b, 1)
         width = ends.clamp(max=pattern.segment_lengths[block.branch]).expand(-1, block.segments).flatten()[:, None]
-        offset = block.offset + block.offset_step * torch.arange(block.heads, device=self.q.device)
+        offset = block.offset + block.offset_step * torch.arange(block.heads, device=device)
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
         zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.group, dim=1)
         return zeros.unsqueeze(1).to(accumulate_dtype(self.q.dtype)).log()

@@ -58,7 +58,7 @@ class Block:
             self.dilation == 1
             and self.samples == x.shape[0]
             and self.segments * self.segment_length == x.shape[1]
-            and (self.head, self.head_step * self.heads) == (0, x.shape[2])
+            and (self.head, self.head_step, self.heads) == (0, 1, x.shape[2])
         )
 
 

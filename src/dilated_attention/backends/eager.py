@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dilated_attention.backends.problem import Masking, Request, accumulate_dtype, backward_lse
 
-TILE_ELEMENTS = 1 << 22  # scores held at once
+TILE_ELEMENTS = {"cpu": 1 << 22}  # scores held at once: what a cache keeps on a CPU,
+TILE_ELEMENTS_ELSEWHERE = 1 << 25  # and what keeps a GPU busy
 
 
 def unsupported(request: Request) -> list[str]:
@@ -88,8 +89,9 @@ def _tiles(q: Tensor, k: Tensor, masking: Masking) -> Iterator[tuple[slice, slic
     """(samples, query rows, key rows) of each tile; when causal, keys after the tile's last row are left out."""
     samples, rows, heads, _ = q.shape
     keys = k.shape[1]
-    sample_step = max(1, TILE_ELEMENTS // max(1, heads * rows * keys))
-    row_step = max(1, TILE_ELEMENTS // max(1, sample_step * heads * keys))
+    most = TILE_ELEMENTS.get(q.device.type, TILE_ELEMENTS_ELSEWHERE)
+    sample_step = max(1, most // (heads * rows * keys))
+    row_step = max(1, most // (sample_step * heads * keys))
     for first in range(0, samples, sample_step):
         for row in range(0, rows, row_step):
             last_row = min(rows, row + row_step)
