@@ -1,0 +1,28 @@
+"""Every Python block in the documentation runs, in order, page by page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_blocks_run(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert blocks, f"{page.name} shows no code"
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), names)
+
+
+def test_readme_is_short_and_its_map_true() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    listed = set(re.findall(r"^\| `([\w./]+)` \|", text, re.MULTILINE))
+    source = ROOT / "src/dilated_attention"
+    there = {p.name for p in source.glob("*.py") if p.name != "__init__.py"}
+    there |= {f"{p.name}/" for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert listed == there
