@@ -86,8 +86,9 @@ def dilated_attention(
     """
     query, key, value = _autocast(query, key, value)
     _check(query, key, value, pattern, key_padding_mask, enable_gqa)
-    scale = _checked_scale(scale, query.shape[-1])
-    _check_options(dropout_p, backend)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
+    dropout_p = checked_probability(dropout_p)
+    check_backend(backend)
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=query.device)
@@ -138,8 +139,9 @@ def explain(
     """Which backend and kernel `dilated_attention` with the same arguments runs, and why no other. Computes nothing."""
     query, key, value = _autocast(query, key, value)
     _check(query, key, value, pattern, key_padding_mask, enable_gqa)
-    _check_options(dropout_p, backend)
-    settings = Settings(pattern, is_causal, _checked_scale(scale, query.shape[-1]), dropout_p, backend)
+    check_backend(backend)
+    scale = 1.0 if scale is None else checked_scale(scale)
+    settings = Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend)
     request = settings.request(query, key_padding_mask is not None)
     choice = choose.choose(backend, request)
     return Explanation(choice.name, str(choice.kernels[0]), choose.why_not(choice, request))
@@ -148,7 +150,7 @@ def explain(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, what F.scaled_dot_product_attention would compute in; float64 is left alone."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -206,16 +208,18 @@ def check_padding_mask(mask: Tensor, query: Tensor) -> None:
         raise ValueError(f"key_padding_mask is on {mask.device} and query on {query.device}: move it")
 
 
-def _check_options(dropout_p: float, backend: str) -> None:
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
+def check_backend(backend: str) -> None:
     if backend not in choose.NAMES:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(choose.NAMES)}")
 
 
-def _checked_scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if not 0.0 <= scale < math.inf:  # false for NaN too
-        raise ValueError(f"scale must be a number of 0 or more, got {scale}")
+def checked_probability(p: float, name: str = "dropout_p") -> float:
+    if not isinstance(p, (int, float)) or not 0.0 <= p <= 1.0:  # false for NaN too
+        raise ValueError(f"{name} must be a number in [0, 1], got {p!r}")
+    return float(p)
+
+
+def checked_scale(scale: float, name: str = "scale") -> float:
+    if not isinstance(scale, (int, float)) or not 0.0 <= scale < math.inf:
+        raise ValueError(f"{name} must be a finite number of 0 or more, got {scale!r}")
     return float(scale)

@@ -9,8 +9,9 @@ Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
@@ -38,8 +39,8 @@ class DilatedPattern:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}: use one of {', '.join(RULES)}")
-        lengths = _whole_numbers("segment_lengths", self.segment_lengths)
-        rates = _whole_numbers("dilation_rates", self.dilation_rates)
+        lengths = _branch_numbers("segment_lengths", self.segment_lengths)
+        rates = _branch_numbers("dilation_rates", self.dilation_rates)
         if len(lengths) != len(rates):
             raise ValueError(
                 f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: "
@@ -51,9 +52,14 @@ class DilatedPattern:
         object.__setattr__(self, "dilation_rates", rates)
 
     @classmethod
+    def of(cls, rule: str, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """The pattern of a rule given by name."""
+        return cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+
+    @classmethod
     def longnet(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """The LongNet paper: every head runs every branch, head h at offset h mod r; a shorter last segment."""
-        return cls("longnet", tuple(segment_lengths), tuple(dilation_rates))
+        return cls.of("longnet", segment_lengths, dilation_rates)
 
     @classmethod
     def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
@@ -61,12 +67,12 @@ class DilatedPattern:
 
         Those zero keys are attended (not when causal, where they come after every query).
         """
-        return cls("torchscale", tuple(segment_lengths), tuple(dilation_rates))
+        return cls.of("torchscale", segment_lengths, dilation_rates)
 
     @classmethod
     def head_groups(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """Heads are divided among branches; all heads of branch i share offset i mod r; a shorter last segment."""
-        return cls("head_groups", tuple(segment_lengths), tuple(dilation_rates))
+        return cls.of("head_groups", segment_lengths, dilation_rates)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
@@ -236,15 +242,20 @@ class DilatedPattern:
         return found
 
 
-def _whole_numbers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    numbers = []
-    for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must hold whole numbers, got {value!r} in {list(values)}")
-        number = operator.index(value)
-        if number < 1:
-            raise ValueError(f"{name} must be 1 or more, got {number} in {list(values)}")
-        numbers.append(number)
+def whole_number(name: str, value: object) -> int:
+    """value as an int of 1 or more, or an error that says what it should have been."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    number = operator.index(value)
+    if number < 1:
+        raise ValueError(f"{name} must be 1 or more, got {number}")
+    return number
+
+
+def _branch_numbers(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of whole numbers, one per branch, got {values!r}")
+    numbers = tuple(whole_number(f"every entry of {name}", value) for value in values)
     if not numbers:
         raise ValueError(f"{name} is empty: a pattern needs at least one branch")
-    return tuple(numbers)
+    return numbers
