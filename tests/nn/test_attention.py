@@ -225,8 +225,8 @@ def test_repr() -> None:
         (([4], [1, 2]), {}, ValueError, "1 entries and dilation_rates 2"),
         (([4, 0], RATES), {}, ValueError, "segment_lengths must be 1 or more, got 0"),
         ((LENGTHS, [1, -2]), {}, ValueError, "dilation_rates must be 1 or more, got -2"),
-        (([4, 8.0], RATES), {}, TypeError, "segment_lengths must hold whole numbers, got 8.0"),
-        ((LENGTHS, [True, 2]), {}, TypeError, "dilation_rates must hold whole numbers, got True"),
+        (([4, 8.0], RATES), {}, TypeError, "every entry of segment_lengths must be a whole number, got 8.0"),
+        ((LENGTHS, [True, 2]), {}, TypeError, "every entry of dilation_rates must be a whole number, got True"),
         ((range(1, 66), range(1, 66)), {}, ValueError, "at most 64 branches, got 65"),
         ((LENGTHS, RATES), {"rule": "fixed"}, ValueError, "unknown rule 'fixed': use one of longnet"),
         ((LENGTHS, RATES), {"backend": "fast"}, ValueError, "unknown backend 'fast': use one of auto"),
@@ -241,15 +241,15 @@ def test_constructor_errors(
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf")])
 def test_dropout_errors(value: float) -> None:
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got"):
+    with pytest.raises(ValueError, match=r"must be a number in \[0, 1\], got"):
         DilatedAttention(LENGTHS, RATES, attention_dropout=value)
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got"):
+    with pytest.raises(ValueError, match=r"must be a number in \[0, 1\], got"):
         ImprovedDilatedAttention(LENGTHS, RATES, dropout=value)
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_scale_errors(value: float) -> None:
-    with pytest.raises(ValueError, match="scale must be a number of 0 or more, got"):
+    with pytest.raises(ValueError, match="scale must be a finite number of 0 or more, got"):
         DilatedAttention(LENGTHS, RATES, softmax_scale=value)
 
 

@@ -1,0 +1,317 @@
+"""The figures of one GPU: python benchmarks/h200.py [--out DIR]. Runs from the source tree with torch alone.
+
+Each implementation is held against the float64 oracle at a short length of the same shape, and at full length on rows
+drawn at random; only then is it timed. The results are written after every measurement.
+
+Legend: N tokens, H heads, D head dim, w segment lengths, r dilation rates; q, k, v, out (1, N, H, D), lse (1, N, H).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from dilated_attention import DilatedPattern, dilated_attention, explain
+from dilated_attention.bench import baselines, machine, probes, run
+from dilated_attention.testing import make_qkv
+
+TARGETS_MS = {"head_groups": 40.0, "longnet": 140.0}  # case A, forward + backward, not causal
+CHECK_TOKENS, CHECK_CUT = 4096, 16  # the check runs on this many tokens and some, with segments cut by this factor
+MIB = 1 << 20
+# fastest first here: what public SDPA, and with it copy and gather, is to choose from; nothing is switched off
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+COPIES = ("index", "gather", "scatter", "copy", "memcpy", "elementwise")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    tokens: int
+    heads: int
+    dim: int
+    lengths: tuple[int, ...]
+    rates: tuple[int, ...]
+
+    def pattern(self, rule: str, cut: int = 1) -> DilatedPattern:
+        """With segments shorter by a factor, though never too short for their rate."""
+        lengths = (max(w // cut, 2 * r) for w, r in zip(self.lengths, self.rates, strict=True))
+        return DilatedPattern(rule, tuple(lengths), self.rates)
+
+
+CASES = (
+    Case("A", 1 << 20, 12, 64, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
+    Case("B", 1 << 17, 16, 128, (2048, 8192, 32768), (1, 4, 16)),
+    Case("C", 1 << 13, 8, 64, (2048, 4096, 8192), (1, 2, 4)),
+)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    name: str
+    rule: str
+    function: Any  # (q, k, v, pattern, is_causal=...) -> out
+    ours: bool = False
+
+    def attention(self, pattern: DilatedPattern, is_causal: bool) -> run.Attention:
+        return lambda *qkv: self.function(*qkv, pattern, is_causal=is_causal)
+
+
+def implementations(backend: str, device: torch.device) -> list[Implementation]:
+    ours = partial(dilated_attention, backend=backend)
+    scatter = baselines.gather_pad_scatter
+    kernels = ("flash", "cudnn") if device.type == "cuda" else ("flash",)
+    return [
+        Implementation("dilated_attention", "head_groups", ours, ours=True),
+        Implementation("dilated_attention", "longnet", ours, ours=True),
+        Implementation("copy and gather", "head_groups", baselines.copy_and_gather),
+        *(Implementation(f"gather-pad-scatter {k}", "torchscale", partial(scatter, kernel=k)) for k in kernels),
+    ]
+
+
+class Bench:
+    """One run: its settings, its results so far and the file they are in."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.scale, self.seconds, self.backend = options.scale, options.seconds, options.backend
+        self.file = Path(options.out) / "h200.json"
+        self.wrong = False
+        self.results: dict[str, Any] = {
+            "machine": machine.describe(self.device, options.commit),
+            "dtype": str(self.dtype),
+            "scale": self.scale,
+            "targets_ms": TARGETS_MS,
+            **{kind: [] for kind in ("ceilings", "dense", "cases", "profiles")},
+        }
+
+    def add(self, kind: str, record: dict[str, Any]) -> None:
+        self.results[kind].append(record)
+        machine.write_json(self.file, self.results)
+
+    def attempt(self, kind: str, record: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Fill a record and write it; what does not fit into memory is recorded as such, and the run goes on."""
+        try:
+            record |= measure()
+        except torch.OutOfMemoryError as problem:
+            record["out_of_memory"] = str(problem)
+        self.release()
+        self.add(kind, record)
+        return record
+
+    def time(self, call: run.Call) -> run.Timing:
+        warmups = 5 if self.device.type == "cuda" else 1
+        return run.time_calls({"": call}, self.device, seconds=self.seconds, warmups=warmups)[""]
+
+    # --- right ---
+
+    def expected(self, case: Case, rule: str, is_causal: bool) -> run.Expected:
+        """The oracle at the short length: odd, so that every branch ends in a shorter segment."""
+        tokens = CHECK_TOKENS // self.scale + 37
+        qkv = make_qkv(1, tokens, case.heads, case.dim, dtype=self.dtype, device=self.device)
+        dout = _normal_like(qkv[0], seed=1)
+        return run.Expected.of(run.oracle(case.pattern(rule, CHECK_CUT * self.scale), is_causal), qkv, dout)
+
+    # --- fast ---
+
+    def measure(self, case: Case, one: Implementation, is_causal: bool, qkv: tuple[Tensor, ...]) -> dict[str, Any]:
+        """All figures of one implementation; one that is wrong gets no time, wrong gradients no backward time."""
+        expected = self.expected(case, one.rule, is_causal)
+        check = expected.check(one.attention(case.pattern(one.rule, CHECK_CUT * self.scale), is_causal))
+        pattern = case.pattern(one.rule, self.scale)
+        attention = one.attention(pattern, is_causal)
+        del expected
+        self.release()
+        record: dict[str, Any] = {"check": check.as_dict()}
+        if not check.right("out"):
+            return record
+        record["rows"] = probes.check_rows(attention(*qkv), qkv, pattern, is_causal)
+        if not record["rows"]["right"]:
+            return record
+        if one.ours:
+            record["kernel"] = explain(*qkv, pattern, is_causal=is_causal, backend=self.backend).kernel
+        flops = partial(pattern.flops, qkv[0].shape[1], case.heads, case.dim, is_causal=is_causal)
+        record["forward"] = self.figures(run.forward(attention, qkv), flops())
+        if check.right():
+            dout = _normal_like(qkv[0], seed=2)
+            call = run.forward_backward(attention, qkv, dout)
+            record["forward_backward"] = self.figures(call, flops(backward=True))
+            record["saved_bytes"] = probes.saved_bytes(attention, qkv)
+            if one.ours:
+                record["saved_bytes_expected"] = pattern.saved_bytes(*qkv[0].shape[1:], dtype=self.dtype)
+        return record
+
+    def figures(self, call: run.Call, flops: int) -> dict[str, Any]:
+        peak = probes.peak_bytes(call, self.device)
+        timing = self.time(call)
+        return {**timing.as_dict(), "tflops": flops / timing.median / 1e9, "peak_bytes": peak}
+
+    def release(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    # --- the parts of a run ---
+
+    def case(self, case: Case) -> None:
+        qkv = make_qkv(1, case.tokens // self.scale, case.heads, case.dim, dtype=self.dtype, device=self.device)
+        for is_causal in (False, True):
+            for one in implementations(self.backend, self.device):
+                record = {"case": case.name, "implementation": one.name, "rule": one.rule, "causal": is_causal}
+                record["shape"] = qkv[0].shape
+                record["pattern"] = repr(case.pattern(one.rule, self.scale))
+                self.attempt("cases", record, partial(self.measure, case, one, is_causal, qkv))
+                self.wrong |= one.ours and "forward_backward" not in record
+                print(row(record), flush=True)
+
+    def dense(self, case: Case) -> None:
+        rows, name = 2048 // self.scale, "dense cuDNN" if self.device.type == "cuda" else "dense"
+        for is_causal in (False, True):
+            record = {"case": case.name, "implementation": f"{name} on {rows} rows", "causal": is_causal}
+            record |= {"rule": "dense", "shape": (case.tokens // self.scale // rows, rows, case.heads, case.dim)}
+            self.attempt("dense", record, partial(self.measure_dense, *record["shape"], is_causal))
+            print(row(record), flush=True)
+
+    def measure_dense(self, segments: int, rows: int, heads: int, dim: int, is_causal: bool) -> dict[str, Any]:
+        """One dense kernel on contiguous segments: what each branch would cost if dilation cost nothing."""
+        pattern, attention = baselines.dense_pattern(rows), partial(baselines.dense, is_causal=is_causal)
+        make = partial(make_qkv, tokens=rows, heads=heads, head_dim=dim, dtype=self.dtype, device=self.device)
+        few = make(2)
+        check = run.Expected.of(run.oracle(pattern, is_causal), few, _normal_like(few[0], seed=1)).check(attention)
+        record: dict[str, Any] = {"check": check.as_dict()}
+        if check.right():
+            qkv = make(segments)
+            flops = partial(pattern.flops, rows, heads, dim, is_causal=is_causal)
+            record["forward"] = self.figures(run.forward(attention, qkv), segments * flops())
+            call = run.forward_backward(attention, qkv, _normal_like(qkv[0], seed=2))
+            record["forward_backward"] = self.figures(call, segments * flops(backward=True))
+        return record
+
+    def ceilings(self) -> None:
+        """What the device can do at most: a large matrix product and a large copy."""
+        size, count = 16384 // self.scale, (4 << 30) // self.scale
+        left, right = torch.randn(2, size, size, device=self.device).to(self.dtype)
+        matmul = self.time(lambda: left @ right)
+        source = torch.ones(count, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        copy = self.time(lambda: target.copy_(source))
+        found = {"matmul_tflops": 2 * size**3 / matmul.median / 1e9, "copy_tb_per_s": 2 * count / copy.median / 1e9}
+        self.add("ceilings", {**found, "matmul": matmul.as_dict(), "copy": copy.as_dict(), "size": size})
+        print(f"ceilings: matmul {found['matmul_tflops']:.0f} TFLOP/s, copy {found['copy_tb_per_s']:.2f} TB/s")
+
+    def profile(self, case: Case) -> None:
+        """Where one forward + backward spends its time, by kernel."""
+        qkv = make_qkv(1, case.tokens // self.scale, case.heads, case.dim, dtype=self.dtype, device=self.device)
+        plain = [r for r in self.results["cases"] if r["case"] == case.name and not r["causal"]]
+        timed = [r["rule"] for r in plain if "forward_backward" in r]
+        for one in (one for one in implementations(self.backend, self.device) if one.ours and one.rule in timed):
+            attention = one.attention(case.pattern(one.rule, self.scale), False)
+            call = run.forward_backward(attention, qkv, _normal_like(qkv[0], seed=2))
+            record = self.attempt("profiles", {"case": case.name, "rule": one.rule}, partial(self.kernels, call))
+            print(f"\nprofile of {case.name} {one.rule}, forward + backward: ", end="")
+            if "out_of_memory" in record:
+                print("out of memory")
+                continue
+            print(f"{record['all_ms']:.2f} ms in kernels, {record['copies_ms']:.2f} ms of it copying or elementwise")
+            for name, calls, ms in record["kernels"]:
+                print(f"  {ms:9.3f} ms {calls:5d} x  {name[:110]}")
+
+    def kernels(self, call: run.Call) -> dict[str, Any]:
+        call()
+        kernels = probes.kernel_times(call, self.device)
+        copies = sum(ms for name, _, ms in kernels if any(word in name.lower() for word in COPIES))
+        return {"all_ms": sum(ms for *_, ms in kernels), "copies_ms": copies, "kernels": kernels[:15]}
+
+
+def _normal_like(x: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+
+
+# --- for people -------------------------------------------------------------------------------------------------
+
+HEADER = (
+    f"{'case':4} {'implementation':27} {'rule':11} {'causal':6} {'verdict':15} {'out':>7} {'grads':>7} {'rows':>7} "
+    f"{'forward ms':>10} {'TFLOP/s':>7} {'fwd+bwd ms':>10} {'TFLOP/s':>7} {'peak MiB':>17} {'saved MiB':>16}"
+)
+
+
+def row(record: dict[str, Any]) -> str:
+    return " ".join(_cells(record))
+
+
+def _cells(record: dict[str, Any]) -> Iterator[str]:
+    yield f"{record['case']:4} {record['implementation']:27} {record['rule']:11} {record['causal']!s:6}"
+    if "out_of_memory" in record:
+        yield "out of memory"
+        return
+    errors = record["check"]["errors"]
+    verdict = record["check"]["verdict"] if record.get("rows", {}).get("right", True) else "wrong rows"
+    yield f"{verdict:15} {errors['out']:7.1e} {max(errors[name] for name in errors if name != 'out'):7.1e}"
+    yield f"{record['rows']['worst']:7.1e}" if "rows" in record else f"{'':7}"
+    for part in ("forward", "forward_backward"):
+        figures = record.get(part)
+        yield f"{figures['median']:10.3f} {figures['tflops']:7.1f}" if figures else f"{'-':>10} {'-':>7}"
+    peaks = [record.get(part, {}).get("peak_bytes") for part in ("forward", "forward_backward")]
+    yield f"{', '.join('-' if peak is None else f'{peak / MIB:.0f}' for peak in peaks):>17}"
+    if "saved_bytes" in record:
+        expected = record.get("saved_bytes_expected")
+        sign = "" if expected is None else " =" if record["saved_bytes"] == expected else f" not {expected / MIB:.1f}"
+        yield f"{record['saved_bytes'] / MIB:9.1f}{sign}"
+
+
+def print_targets(records: list[dict[str, Any]]) -> None:
+    print("\ntargets, case A, forward + backward, not causal:")
+    for record in records:
+        target = TARGETS_MS.get(record["rule"])
+        if record["case"] != "A" or record["causal"] or record["implementation"] != "dilated_attention" or not target:
+            continue
+        found = record.get("forward_backward", {}).get("median")
+        verdict = "not measured" if found is None else f"{found:.1f} ms, {'met' if found <= target else 'missed'}"
+        print(f"  {record['rule']:11} {target:5.0f} ms: {verdict}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check and time dilated attention on one GPU.")
+    parser.add_argument("--out", default="report", metavar="DIR", help="folder of h200.json (default: report)")
+    parser.add_argument("--commit", help="the commit, where the tree has no .git")
+    parser.add_argument("--backend", default="auto", help="of dilated_attention (default: auto)")
+    parser.add_argument("--cases", default="ABC", help="which cases, such as AC (default: ABC)")
+    parser.add_argument("--seconds", type=float, default=0.7, help="measured per timing (default: 0.7)")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script (default: cuda)")
+    parser.add_argument("--scale", type=int, default=1, help="divide all lengths, to try the script")
+    options = parser.parse_args(arguments)
+    bench = Bench(options)
+    print(machine.one_line(bench.results["machine"]))
+    print(f"{bench.results['machine']['command']} | {bench.results['machine']['date']}", flush=True)
+    bench.ceilings()
+    chosen = [case for case in CASES if case.name in options.cases]
+    print(f"\n{HEADER}")
+    only_cudnn = SDPBackend.CUDNN_ATTENTION if bench.device.type == "cuda" else KERNELS
+    for case in chosen:
+        with sdpa_kernel(KERNELS, set_priority=True):
+            bench.case(case)
+        if case.name != "C":
+            with sdpa_kernel(only_cudnn):
+                bench.dense(case)
+    if "A" in options.cases:
+        bench.profile(CASES[0])
+    if bench.scale == 1:
+        print_targets(bench.results["cases"])
+    print(f"\nwritten: {bench.file}" + ("; one of ours is wrong or did not fit" if bench.wrong else ""))
+    return int(bench.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

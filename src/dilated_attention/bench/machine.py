@@ -1,0 +1,124 @@
+"""Where a number comes from: machine, versions, commit and command. A number without these is no result."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dilated_attention
+
+
+def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """Everything a result must carry; ``commit`` is for trees that came without their .git."""
+    found = git_state()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command(),
+        "commit": commit or found["commit"],
+        "dirty": None if commit else found["dirty"],
+        "device": device_name(device),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "versions": versions(device),
+    }
+
+
+def command() -> str:
+    """What was typed, less the folder of the interpreter; `python -m package` is not told apart by sys.argv alone."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = "" if spec is None else spec.name.removesuffix(".__main__")
+    program = ["-m", name] if name.startswith("dilated_attention") else [_relative(sys.argv[0])]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
+def _relative(path: str) -> str:
+    return os.path.relpath(path) if os.path.exists(path) else os.path.basename(path)
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    found = {
+        "dilated_attention": dilated_attention.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        if importlib.util.find_spec("triton"):
+            found["triton"] = _installed("triton")
+    return found
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
+def cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def git_state() -> dict[str, Any]:
+    """The commit of the tree this package runs from, and whether tracked or new files differ from it."""
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain")
+    return {"commit": commit or "unknown", "dirty": None if commit is None else bool(status)}
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(dilated_attention.__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False, timeout=20
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def one_line(machine: dict[str, Any]) -> str:
+    """The machine as people read it."""
+    dirty = " + changes" if machine["dirty"] else ""
+    found = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return f"{machine['device']}, {machine['threads']} threads | {found} | commit {machine['commit'][:12]}{dirty}"
+
+
+def write_json(file: Path, results: dict[str, Any]) -> None:
+    """At once or not at all. JSON has no infinity: an error that large is written as a string."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    half_written = file.with_name(f"{file.name}.part")
+    half_written.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+    half_written.replace(file)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,100 @@
+"""What else is measured of a call: rows at full length, memory, what autograd keeps, and the kernels that ran.
+
+Legend: q, k, v, out (B, N, H, D); rows are checked in the first sample.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from dilated_attention.bench.run import Attention, Call
+from dilated_attention.pattern import DilatedPattern
+
+ROWS = 32
+
+
+def check_rows(out: Tensor, qkv: tuple[Tensor, ...], pattern: DilatedPattern, is_causal: bool) -> dict[str, Any]:
+    """Rows drawn at random against float64: the largest relative error, and rows without keys that are not 0."""
+    _, tokens, heads, _ = out.shape
+    draw, worst, seen, not_zero = random.Random(0), 0.0, 0, 0
+    while seen < ROWS:
+        head, query = draw.randrange(heads), draw.randrange(tokens)
+        exact = exact_row(qkv, pattern, query, head, is_causal)
+        got = out[0, query, head].double()
+        if exact is None:
+            not_zero += bool(got.any())
+            continue
+        seen += 1
+        error = ((got - exact).norm() / exact.norm()).item()
+        worst = max(worst, error if error == error else math.inf)  # NaN is as wrong as can be
+    limit = 1e-2 if out.itemsize == 2 else 1e-4  # in the norm of a row: bfloat16 rounds a number by up to 4e-3
+    right = worst < limit and not not_zero
+    return {"rows": seen, "worst": worst, "limit": limit, "empty_not_zero": not_zero, "right": right}
+
+
+def exact_row(
+    qkv: tuple[Tensor, ...], pattern: DilatedPattern, query: int, head: int, is_causal: bool
+) -> Tensor | None:
+    """(D,) in float64 from the pattern's own list of keys; None for a row that sees nothing."""
+    q, k, v = (x[0, :, head] for x in qkv)
+    shape: dict[str, Any] = {"num_tokens": len(q), "num_heads": qkv[0].shape[2], "is_causal": is_causal}
+    keys = pattern.keys(query, head, **shape)
+    if not keys:
+        return None
+    index = torch.tensor(keys, device=q.device)
+    zeros = q.new_zeros(pattern.zero_keys(query, head, **shape), q.shape[1]).double()
+    key, value = (torch.cat([x[index].double(), zeros]) for x in (k, v))
+    return torch.softmax(key @ q[query].double() / math.sqrt(q.shape[1]), 0) @ value
+
+
+def saved_bytes(attention: Attention, qkv: tuple[Tensor, ...]) -> int:
+    """What autograd keeps between forward and backward, each storage counted once."""
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = attention(*leaves)  # held until counted, or its storage might be given to another tensor
+    total = sum(storages.values())
+    del out
+    return total
+
+
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """The most that a call held beyond what was there before it, its results included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    call()  # what is allocated once and stays is no part of it
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kernel_times(call: Call, device: torch.device) -> list[tuple[str, int, float]]:
+    """(name, calls, milliseconds) of every kernel of one call, slowest first; on a CPU of every operator."""
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities) as recorded:
+        call()
+        if on_cuda:
+            torch.cuda.synchronize()
+    averages: list[Any] = list(recorded.key_averages())
+    events = [event for event in averages if event.device_type.name == device.type.upper()]
+    times = [
+        (event.key, event.count, (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / 1e3)
+        for event in events
+        if not getattr(event, "is_user_annotation", False)  # those enclose kernels that are listed themselves
+    ]
+    return sorted(times, key=lambda entry: -entry[2])

@@ -1,0 +1,220 @@
+"""Check, then time. Whatever fails the check gets no time.
+
+Legend: inputs are what the implementation takes, (B, N, H, D) each for attention; times in milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import timer
+
+from dilated_attention import reference, testing
+from dilated_attention.pattern import DilatedPattern
+
+Attention = Callable[..., Tensor]  # inputs -> out
+Call = Callable[[], Any]
+Key = TypeVar("Key")
+FLUSH_BYTES = 256 << 20  # larger than any L2 cache
+
+
+# --- right or wrong ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far an implementation is from the oracle, and how far it may be."""
+
+    errors: dict[str, float]
+    limits: dict[str, float]
+
+    def right(self, *names: str) -> bool:
+        return all(self.errors[name] <= self.limits[name] for name in names or self.errors)
+
+    @property
+    def gradients(self) -> list[str]:
+        return [name for name in self.errors if name != "out"]
+
+    @property
+    def gradient_error(self) -> float:
+        return max(self.errors[name] for name in self.gradients)
+
+    @property
+    def verdict(self) -> str:
+        if self.right():
+            return "exact"
+        return "wrong gradients" if self.right("out") else "wrong"
+
+    def worse(self, other: Check) -> Check:
+        """Of two checks the larger errors, each with the limit it was held against."""
+        taken = {
+            name: max((self, other), key=lambda check: check.errors[name] / check.limits[name]) for name in self.errors
+        }
+        return Check(
+            {name: check.errors[name] for name, check in taken.items()},
+            {name: check.limits[name] for name, check in taken.items()},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's float64 results on some inputs, and the errors allowed in the inputs' dtype."""
+
+    results: dict[str, Tensor]
+    limits: dict[str, float]
+    inputs: tuple[Tensor, ...]
+    dout: Tensor
+
+    @staticmethod
+    def of(
+        exact: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
+    ) -> Expected:
+        """``exact`` takes the inputs and then the parameters, in whatever dtype they come."""
+        given = {**_named(inputs), **(parameters or {})}
+        results = _results(exact, {name: x.double() for name, x in given.items()}, dout)
+        plain = None if dout.dtype in testing.TOLERANCE and not parameters else _results(exact, given, dout)
+        return Expected(results, _limits(results, plain, dout.dtype), tuple(inputs), dout)
+
+    def check(self, attention: Attention, parameters: Mapping[str, Tensor] | None = None) -> Check:
+        """Out and the gradients of all inputs and parameters. ``attention`` takes the inputs only."""
+        found = _results(attention, _named(self.inputs), self.dout, parameters)
+        errors = {name: testing.error(value, self.results[name]) for name, value in found.items()}
+        return Check(errors, self.limits)
+
+
+def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("q", "k", "v") if len(inputs) == 3 else ("x",), inputs, strict=True))
+
+
+def _results(
+    attention: Attention, inputs: Mapping[str, Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Out and, by name, the gradients of the inputs and the parameters."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    out = attention(*leaves.values())
+    wanted = {**leaves, **(parameters or {})}
+    grads = torch.autograd.grad(out, list(wanted.values()), dout.to(out.dtype))
+    return {"out": out.detach(), **{f"d {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
+
+
+def _limits(expected: dict[str, Tensor], plain: dict[str, Tensor] | None, dtype: torch.dtype) -> dict[str, float]:
+    """The rule of `testing`: fixed for float32 and float64, else 2 (gradients 3) times the error of plain PyTorch.
+
+    With projections around the attention both hold, the larger one: sums over all tokens round more.
+    """
+    fixed = testing.TOLERANCE.get(dtype, torch.finfo(dtype).eps / 4)
+    if plain is None:
+        return dict.fromkeys(expected, fixed)
+    return {
+        name: max((2 if name == "out" else 3) * testing.error(plain[name], value), fixed)
+        for name, value in expected.items()
+    }
+
+
+@functools.cache
+def oracle(pattern: DilatedPattern, is_causal: bool = False) -> Attention:
+    """The reference as a function of q, k, v alone, in the dtype of its inputs."""
+    return lambda q, k, v: reference.attention(q, k, v, pattern, is_causal=is_causal, dtype=None)[0]
+
+
+# --- fast or slow -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and quartiles of some repeats, in milliseconds."""
+
+    median: float
+    lower: float
+    upper: float
+    repeats: int
+
+    @staticmethod
+    def of(milliseconds: Sequence[float]) -> Timing:
+        if len(milliseconds) == 1:
+            return Timing(milliseconds[0], milliseconds[0], milliseconds[0], 1)
+        lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
+        return Timing(median, lower, upper, len(milliseconds))
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def forward(attention: Attention, inputs: Sequence[Tensor]) -> Call:
+    """The forward pass of inference, ready to be timed."""
+
+    @torch.no_grad()
+    def call() -> Tensor:
+        return attention(*inputs)
+
+    return call
+
+
+def forward_backward(
+    attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Iterable[Tensor] = ()
+) -> Call:
+    """Forward and the gradients of all inputs and parameters, ready to be timed."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    wanted = [*leaves, *parameters]
+    return lambda: torch.autograd.grad(attention(*leaves), wanted, dout)
+
+
+def time_calls(
+    calls: Mapping[Key, Call],
+    device: torch.device,
+    *,
+    seconds: float,
+    least: Mapping[Key, int] | int = 3,
+    most: int = 1000,
+    warmups: int = 1,
+    tick: Callable[[Key], None] = lambda key: None,
+) -> dict[Key, Timing]:
+    """Time the calls in turn, round after round, so that a change of the machine meets them all alike.
+
+    A call takes part until it has had ``least`` repeats (1 where a mapping does not say) and its share of
+    ``seconds``, or ``most`` repeats. ``tick`` is told the key before each repeat.
+    """
+    once = _cuda_milliseconds if device.type == "cuda" else _cpu_milliseconds
+    spent: dict[Key, list[float]] = {key: [] for key in calls}
+    wanted = {key: least if isinstance(least, int) else least.get(key, 1) for key in calls}
+    for call in calls.values():
+        for _ in range(warmups):
+            call()
+    share = 1000 * seconds / max(1, len(calls))
+
+    def waits(key: Key) -> bool:
+        had = spent[key]
+        return len(had) < wanted[key] or (sum(had) < share and len(had) < most)
+
+    while waiting := [key for key in calls if waits(key)]:
+        for key in waiting:
+            tick(key)
+            spent[key].append(once(calls[key]))
+    return {key: Timing.of(had) for key, had in spent.items()}
+
+
+def _cpu_milliseconds(call: Call) -> float:
+    """One call by the clock of torch.utils.benchmark, whose Timer would run each call three times to time it once."""
+    start = timer()
+    call()
+    return 1000 * (timer() - start)
+
+
+def _cuda_milliseconds(call: Call) -> float:
+    """One call between two events, with nothing of it left in the L2 cache."""
+    torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))

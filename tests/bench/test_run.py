@@ -1,0 +1,114 @@
+"""Checks, timings, probes and the description of the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.bench import machine, probes
+from dilated_attention.bench.run import Check, Expected, Timing, oracle, time_calls
+from dilated_attention.testing import make_qkv
+
+CPU = torch.device("cpu")
+PATTERN = DilatedPattern.longnet([16, 40], [1, 3])
+
+
+def test_calls_are_timed_in_turn_and_slow_ones_once() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    timings = time_calls(calls, CPU, seconds=0.0, least={"a": 3}, warmups=0)
+    assert order == ["a", "b", "c", "a", "a"]
+    assert [timings[name].repeats for name in "abc"] == [3, 1, 1]
+
+
+def test_repeats_end() -> None:
+    timings = time_calls({"a": lambda: None}, CPU, seconds=3600.0, most=7)
+    assert timings["a"].repeats == 7
+
+
+def test_median_and_quartiles() -> None:
+    assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Timing(3.0, 2.0, 4.0, 5)
+    assert Timing.of([5.0]) == Timing(5.0, 5.0, 5.0, 1)
+
+
+def test_the_worse_of_two_checks_keeps_its_own_limit() -> None:
+    one = Check({"out": 1.0, "d q": 4.0}, {"out": 2.0, "d q": 2.0})
+    other = Check({"out": 3.0, "d q": 1.0}, {"out": 9.0, "d q": 2.0})
+    assert one.worse(other) == other.worse(one) == one
+    assert one.verdict == "wrong gradients"
+
+
+def test_bfloat16_is_held_against_plain_pytorch() -> None:
+    qkv = make_qkv(1, 50, 2, 8, dtype=torch.bfloat16)
+    expected = Expected.of(oracle(PATTERN), qkv, torch.randn(qkv[0].shape).bfloat16())
+    assert expected.check(lambda *x: dilated_attention(*x, PATTERN)).verdict == "exact"
+    assert 1e-4 < expected.limits["out"] < 0.1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
+def test_single_rows_are_those_of_the_oracle(rule: str, is_causal: bool) -> None:
+    pattern = DilatedPattern(rule, PATTERN.segment_lengths, PATTERN.dilation_rates)
+    qkv = make_qkv(1, 59, 2, 8, dtype=torch.float64)
+    out = oracle(pattern, is_causal)(*qkv)
+    for head in range(2):
+        for query in range(59):
+            row = probes.exact_row(qkv, pattern, query, head, is_causal)
+            expected = out[0, query, head]
+            assert torch.allclose(torch.zeros_like(expected) if row is None else row, expected)
+
+
+def test_a_single_wrong_row_is_seen() -> None:
+    qkv = make_qkv(1, 4, 2, 8)
+    out = dilated_attention(*qkv, PATTERN)
+    assert probes.check_rows(out, qkv, PATTERN, False)["right"]
+    out[0, 1, 1] *= 1.01
+    assert not probes.check_rows(out, qkv, PATTERN, False)["right"]
+    out[0, 1, 1] = torch.nan
+    assert not probes.check_rows(out, qkv, PATTERN, False)["right"]
+
+
+def test_a_row_without_keys_must_be_zero() -> None:
+    pattern = DilatedPattern.longnet([8], [2])
+    qkv = make_qkv(1, 8, 1, 8)
+    out = dilated_attention(*qkv, pattern)
+    assert probes.check_rows(out, qkv, pattern, False)["right"]
+    found = probes.check_rows(out + 1e-7 * (out == 0), qkv, pattern, False)
+    assert found["empty_not_zero"]
+    assert not found["right"]
+
+
+def test_what_is_saved_is_counted_once_and_whole() -> None:
+    qkv = make_qkv(1, 48, 4, 8)
+    found = probes.saved_bytes(lambda *x: dilated_attention(*x, PATTERN), qkv)
+    assert found == PATTERN.saved_bytes(48, 4, 8, dtype=torch.float32)
+    assert probes.saved_bytes(lambda q, k, v: q * q, qkv) == qkv[0].nbytes
+
+
+def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:
+    x = torch.randn(64, 64)
+    found = probes.kernel_times(lambda: x @ x, CPU)
+    assert "aten::mm" in [name for name, _, _ in found]
+    times = [ms for *_, ms in found]
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_machine_is_described_in_json() -> None:
+    found = machine.describe(CPU)
+    assert json.loads(json.dumps(found)) == found
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["command"].startswith("python ")
+    assert machine.one_line(found)
+    assert machine.describe(CPU, commit="abc")["commit"] == "abc"
+
+
+def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert machine.git_state() == {"commit": "unknown", "dirty": None}

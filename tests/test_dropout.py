@@ -1,0 +1,266 @@
+"""The dropout hash against a transcription on Python's integers, its statistics, and what the operation makes of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, dilated_attention, reference, testing
+from dilated_attention.backends import eager
+from dilated_attention.dropout import Dropout, mix, row_words
+
+WORD = 2**32
+
+
+def keep_mask(
+    seed: int, *, branch: int = 0, sample: int = 0, head: int = 0, p: float = 0.5, rows: int = 64, keys: int = 64
+) -> Tensor:
+    """(rows, keys) bool of one branch, sample and head."""
+    query = torch.arange(rows).view(1, rows, 1)
+    fixed = torch.zeros_like(query)
+    words = row_words(torch.tensor(seed), branch, fixed + sample, fixed + head, query)
+    return Dropout(p, *words, torch.arange(keys).view(1, keys, 1)).keep()[0, 0]
+
+
+def agreement(one: Tensor, other: Tensor) -> float:
+    return (one == other).double().mean().item()
+
+
+# --- the hash ---------------------------------------------------------------------------------------------------
+
+
+def python_mix(word: int) -> int:
+    word = (word ^ word >> 16) * 0x7FEB352D % WORD
+    word = (word ^ word >> 15) * 0x846CA68B % WORD
+    return word ^ word >> 16
+
+
+def python_keep(seed: int, branch: int, sample: int, head: int, query: int, key: int, p: float) -> bool:
+    low, high = seed % WORD, (seed >> 32) % WORD
+    for index in (branch, sample, head, query):
+        step = index * 0x9E3779B1 % WORD
+        low, high = python_mix(low ^ step), python_mix((high + step) % WORD)
+    word = python_mix((python_mix(key * 0x9E3779B1 % WORD ^ low) + high) % WORD)
+    return word >= round(p * WORD)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 2, -(2**63), 0x0123456789ABCDEF])
+def test_the_hash_is_exact_on_unsigned_words(seed: int) -> None:
+    sample, head, query, key = 3, 11, 2**20 + 7, 2**21 + 5
+    index = [torch.full((1, 1, 1), i) for i in (sample, head, query)]
+    for branch in range(40):
+        drop = Dropout(0.5, *row_words(torch.tensor(seed), branch, *index), torch.full((1, 1, 1), key))
+        assert drop.keep().item() == python_keep(seed, branch, sample, head, query, key, 0.5)
+
+
+def test_mix_is_a_permutation_that_spreads_every_bit() -> None:
+    words = torch.arange(2**12) * 1048573  # all over the 32 bits
+    assert mix(words).unique().numel() == 2**12
+    for bit in range(32):
+        flipped = mix(words) ^ mix(words ^ (1 << bit))
+        ones = sum((flipped >> i & 1).double().mean().item() for i in range(32))
+        assert 15 < ones < 17, f"bit {bit} flips {ones:.1f} of 32 bits"
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_keep_rate_within_five_sigma(p: float) -> None:
+    kept = torch.stack([keep_mask(seed, p=p, rows=128, keys=128) for seed in range(16)]).double()
+    sigma = math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(kept.mean().item() - (1 - p)) < 5 * sigma
+    for axis in (0, 1, 2):  # no seed, row or key is special
+        others = tuple({0, 1, 2} - {axis})
+        rate = kept.mean(others)
+        sigma = math.sqrt(p * (1 - p) * rate.numel() / kept.numel())
+        assert (rate - (1 - p)).abs().max().item() < 5 * sigma
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 1}, {"seed": 1 << 32}, {"seed": -5}, {"branch": 1}, {"sample": 1}, {"head": 1}, {"head": 7, "sample": 7}],
+    ids=str,
+)
+def test_masks_of_another_seed_branch_sample_or_head_are_independent(other: dict[str, int]) -> None:
+    p, rows = 0.3, 256
+    one = keep_mask(0, p=p, rows=rows, keys=rows)
+    two = keep_mask(**{"seed": 0, **other}, p=p, rows=rows, keys=rows)
+    expected = p**2 + (1 - p) ** 2
+    sigma = math.sqrt(expected * (1 - expected) / one.numel())
+    assert abs(agreement(one, two) - expected) < 5 * sigma
+
+
+def test_neighbouring_rows_and_keys_are_independent() -> None:
+    kept = keep_mask(3, rows=512, keys=512)
+    for one, two in ((kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept, kept.T), (kept[1:, 1:], kept[:-1, :-1])):
+        assert abs(agreement(one, two) - 0.5) < 5 * 0.5 / math.sqrt(one.numel()) + 1 / 512  # the diagonal of kept.T
+
+
+def test_a_larger_p_drops_more_of_the_same_pairs() -> None:
+    masks = [keep_mask(5, p=p) for p in (0.0, 0.2, 0.6, 1.0)]
+    assert masks[0].all()
+    assert not masks[-1].any()
+    for more, less in zip(masks, masks[1:], strict=False):
+        assert not (less & ~more).any()
+
+
+@pytest.mark.parametrize(("p", "factor"), [(0.0, 1.0), (0.5, 2.0), (0.75, 4.0), (1.0, 0.0)])
+def test_factor(p: float, factor: float) -> None:
+    one = torch.zeros(1, 1, 1, dtype=torch.int64)
+    assert Dropout(p, one, one, one).factor == factor
+
+
+def test_a_part_of_the_problem_drops_the_same_pairs() -> None:
+    query = torch.arange(10).view(1, 10, 1).expand(3, -1, 2).contiguous()
+    sample = torch.arange(3).view(3, 1, 1).expand_as(query)
+    head = torch.arange(2).expand_as(query)
+    drop = Dropout(0.5, *row_words(torch.tensor(9), 1, sample, head, query), query)
+    part = drop.rows(slice(1, 3), slice(4, 9), slice(2, 7))
+    assert torch.equal(part.keep(), drop.keep()[1:3, :, 4:9, 2:7])
+
+
+# --- in the operation -------------------------------------------------------------------------------------------
+
+PATTERNS = [
+    DilatedPattern.longnet([8, 32], [1, 3]),
+    DilatedPattern.torchscale([8, 20], [1, 2]),
+    DilatedPattern.head_groups([8, 32], [1, 3]),
+]
+
+
+def draw_seed() -> Tensor:
+    """As `dilated_attention` draws its own."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+
+
+def call(qkv: tuple[Tensor, ...], pattern: DilatedPattern, seed: int, p: float = 0.4, **options):
+    torch.manual_seed(seed)
+    return dilated_attention(*qkv, pattern, dropout_p=p, return_lse=True, **options)
+
+
+def weights_of(pattern: DilatedPattern, seed: int, p: float, tokens: int = 32, heads: int = 4) -> Tensor:
+    """(B, N, H, N): with the unit vectors as values, out is the matrix of dropped weights."""
+    q, k, _ = testing.make_qkv(2, tokens, heads, tokens)
+    values = torch.eye(tokens).view(1, tokens, 1, tokens).expand(2, -1, heads, -1)
+    return call((q, k, values), pattern, seed, p)[0]
+
+
+def test_exactly_the_pairs_of_the_hash_are_dropped() -> None:
+    pattern, p, seed = DilatedPattern.longnet([16], [1]), 0.4, 7
+    weights = weights_of(pattern, seed, p)
+    torch.manual_seed(seed)
+    drawn = draw_seed().item()
+    for sample, head in ((0, 0), (1, 3)):
+        for query in range(32):
+            for key in range(query // 16 * 16, query // 16 * 16 + 16):
+                kept = python_keep(drawn, 0, sample, head, query, key, p)
+                assert (weights[sample, query, head, key] != 0).item() == kept
+
+
+def test_kept_weights_are_scaled_up() -> None:
+    pattern, p = DilatedPattern.longnet([16], [1]), 0.4
+    full, dropped = weights_of(pattern, 0, 0.0), weights_of(pattern, 0, p)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], full[kept] / (1 - p))
+
+
+def test_the_rate_in_the_operation() -> None:
+    pattern, p = DilatedPattern.longnet([32], [1]), 0.3
+    kept = torch.cat([weights_of(pattern, seed, p).flatten() != 0 for seed in range(20)]).double()
+    assert abs(kept.mean().item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
+
+
+def test_masks_differ_between_samples_heads_and_branches() -> None:
+    weights = weights_of(DilatedPattern.longnet([32], [1]), 3, 0.5)
+    masks = (weights != 0).transpose(1, 2).flatten(0, 1)  # one per sample and head
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert 0.3 < agreement(one, other) < 0.7
+
+    # two equal branches drop a pair separately: half of the pairs lose exactly one of their two counts
+    single, double = (weights_of(DilatedPattern.longnet([32] * n, [1] * n), 3, 0.5) for n in (1, 2))
+    full = weights_of(DilatedPattern.longnet([32], [1]), 0, 0.0)
+    share = (double / full).round(decimals=3)
+    assert set(share.unique().tolist()) == {0.0, 1.0, 2.0}
+    assert 0.4 < (share == 1.0).double().mean().item() < 0.6
+    assert ((single != 0) <= (share >= 1.0)).all(), "branch 0 drops the same pairs whatever comes after it"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiling_changes_nothing(pattern: DilatedPattern, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = testing.make_qkv(2, 33, 4, 8, dtype=torch.float64)
+    dout = torch.randn(2, 33, 4, 8, dtype=torch.float64)
+
+    def results() -> testing.Results:
+        torch.manual_seed(5)
+        return testing.run(
+            lambda *x: dilated_attention(
+                *x, pattern, dropout_p=0.4, is_causal=is_causal, return_lse=True, backend="eager"
+            ),
+            qkv,
+            dout,
+        )
+
+    whole = results()
+    for size in (1, 64, 300):
+        monkeypatch.setattr(eager, "TILE_ELEMENTS", {"cpu": size})
+        testing.assert_exact(results(), whole)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_same_seed_same_result_and_another_seed_another(pattern: DilatedPattern) -> None:
+    qkv = testing.make_qkv(2, 33, 4, 8)
+    one, again, other = (call(qkv, pattern, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.allclose(one, other)
+    second = dilated_attention(*qkv, pattern, dropout_p=0.4)  # the generator has moved on
+    assert not torch.allclose(other, second)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_lse_is_that_of_the_undropped_softmax(pattern: DilatedPattern) -> None:
+    qkv = testing.make_qkv(2, 33, 4, 8, dtype=torch.float64)
+    _, expected = dilated_attention(*qkv, pattern, return_lse=True)
+    for p in (0.3, 1.0):
+        torch.testing.assert_close(call(qkv, pattern, 0, p)[1], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_p_of_one_gives_zeros_and_no_gradients(pattern: DilatedPattern) -> None:
+    qkv = testing.make_qkv(2, 33, 4, 8)
+    got = testing.run(lambda *x: dilated_attention(*x, pattern, dropout_p=1.0), qkv, torch.randn(2, 33, 4, 8))
+    for name, x in got.items():
+        assert (x == 0).all(), name
+
+
+def test_the_mean_over_seeds_is_the_undropped_result() -> None:
+    pattern, count = DilatedPattern.longnet([8, 16], [1, 2]), 400
+    qkv = testing.make_qkv(1, 16, 2, 4, dtype=torch.float64)
+    outs = torch.stack([call(qkv, pattern, seed, 0.3)[0] for seed in range(count)])
+    sigma = outs.std(0) / math.sqrt(count)
+    assert ((outs.mean(0) - dilated_attention(*qkv, pattern)).abs() < 5 * sigma + 1e-12).all()
+
+
+def test_a_longer_sequence_drops_the_same_pairs() -> None:
+    pattern = DilatedPattern.longnet([8, 16], [1, 2])
+    qkv = testing.make_qkv(2, 48, 4, 8, dtype=torch.float64)
+    whole, part = (call([x[:, :n] for x in qkv], pattern, 11)[0] for n in (48, 32))
+    torch.testing.assert_close(whole[:, :32], part, rtol=0, atol=1e-12)
+
+
+def test_the_oracle_drops_the_same_pairs_of_every_branch() -> None:
+    pattern = DilatedPattern.longnet([8, 16], [1, 3])
+    qkv = testing.make_qkv(2, 16, 4, 16)
+    values = torch.eye(16).view(1, 16, 1, 16).expand(2, -1, 4, -1)
+    out, _ = call((*qkv[:2], values), pattern, 4)
+    torch.manual_seed(4)
+    expected, _ = reference.attention(*qkv[:2], values, pattern, dropout_p=0.4, seed=draw_seed())
+    assert torch.equal(out != 0, expected != 0)
+
+
+def test_without_dropout_the_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    dilated_attention(*testing.make_qkv(1, 8, 2, 4), DilatedPattern.longnet([4], [1]))
+    assert torch.equal(torch.get_rng_state(), before)

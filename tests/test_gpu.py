@@ -1,0 +1,572 @@
+"""Every kernel on a CUDA device against the float64 oracle: at most twice (gradients three times) plain PyTorch's error.
+
+A kernel is forced by switching the others off, as users do. The oracle, and plain PyTorch in the same dtype, run on
+the device too, so lengths stay small except where size itself is the point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention.dropout import Dropout, row_words
+from dilated_attention.pattern import RULES
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+ALL = (*KERNELS, "eager")
+
+
+@contextlib.contextmanager
+def only(kernel: str) -> Iterator[str]:
+    """Switches the other kernels off; gives the name of the backend to ask for."""
+    if kernel == "eager":
+        yield "eager"
+        return
+    with sdpa_kernel([KERNELS[kernel]]):
+        yield "sdpa"
+
+
+def ask(kernel: str, backend: str, qkv: tuple[Tensor, ...], pattern: DilatedPattern, **options: Any) -> None:
+    """Skips where torch has no such kernel for the call on this device; fails if another one would run."""
+    try:
+        told = explain(*qkv, pattern, enable_gqa=True, backend=backend, **options)
+    except ValueError as reasons:
+        pytest.skip(str(reasons))
+    assert told.backend == backend
+    assert backend == "eager" or told.kernel.startswith(kernel), told.kernel
+
+
+def check(kernel: str, qkv: tuple[Tensor, ...], pattern: DilatedPattern, **options: Any) -> None:
+    with only(kernel) as backend:
+        ask(kernel, backend, qkv, pattern, **{k: v for k, v in options.items() if k != "lse_gradient"})
+        testing.check(qkv, pattern, backend=backend, **options)
+
+
+def fitting(dtype: str, masked: bool) -> tuple[str, ...]:
+    """The kernels that take such a call."""
+    return ("efficient", "eager") if dtype == "fp32" or masked else ALL
+
+
+def make_qkv(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return testing.make_qkv(*args, device=DEVICE, **kwargs)
+
+
+def test_a_hopper_has_all_kernels() -> None:
+    """Elsewhere a kernel may be missing and its tests skip; here that would hide a fault."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("not a Hopper")
+    qkv = make_qkv(1, 64, 2, 64, dtype=torch.bfloat16)
+    for kernel in KERNELS:
+        with only(kernel):
+            told = explain(*qkv, DilatedPattern.longnet([16], [1]), backend="sdpa")
+            assert told.kernel.startswith(kernel)
+            assert {"eager", *(f"sdpa/{other}" for other in KERNELS if other != kernel)} <= {
+                name.split(" (")[0] for name in told.why_not
+            }
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+LENGTHS = (1, 2, 3, 17, 64, 65, 129, 1000, 1025)
+PATTERNS = {
+    "dense": ([4096], [1]),
+    "paper": ([32, 64, 256], [1, 2, 4]),
+    "sparse": ([64], [3]),
+    "odd": ([7, 100], [2, 5]),
+    "rate_over_length": ([4, 40], [9, 6]),
+    "gigapath": ([16, 91, 512, 2896, 16384], [1, 2, 4, 8, 16]),
+}
+HEADS = ((2, 2), (3, 3), (4, 4), (6, 6), (4, 2), (6, 3), (10, 5))
+MASKS = ("none", "none", "none", "random", "right")
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    name: str
+    rule: str
+    is_causal: bool
+    samples: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: str
+    dtype: str
+    kernel: str
+
+    @property
+    def id(self) -> str:
+        return (
+            f"n{self.tokens}-{self.rule}-{self.name}-{'causal-' if self.is_causal else ''}b{self.samples}"
+            f"h{self.heads}over{self.kv_heads}d{self.head_dim}-mask_{self.mask}-{self.dtype}-{self.kernel}"
+        )
+
+
+def make_mask(kind: str, samples: int, tokens: int) -> Tensor | None:
+    if kind == "none":
+        return None
+    generator = torch.Generator().manual_seed(tokens)
+    if kind == "random":
+        mask = torch.rand(samples, tokens, generator=generator) < 0.3
+        mask[-1] |= samples > 1  # a sample with nothing to see
+    else:
+        mask = torch.arange(tokens) >= torch.randint(1, tokens + 1, (samples, 1), generator=generator)
+    return mask.to(DEVICE)
+
+
+def make_cases() -> list[Case]:
+    cases = []
+    for tokens, name, rule in itertools.product(LENGTHS, PATTERNS, RULES):
+        draw = random.Random(f"{tokens} {name} {rule}")
+        fits = [heads for heads in HEADS if rule != "head_groups" or heads[1] >= len(PATTERNS[name][0])]
+        samples, (heads, kv_heads), head_dim = draw.choice((1, 2)), draw.choice(fits), draw.choice((8, 64, 64, 128))
+        is_causal, mask = draw.choice((False, True)), draw.choice(MASKS)
+        for dtype in DTYPES:
+            # cuDNN builds a plan for every new shape, which takes longer than all the rest
+            able = [k for k in fitting(dtype, mask != "none") for _ in range(1 if k == "cudnn" else 2)]
+            cases.append(
+                Case(
+                    tokens, name, rule, is_causal, samples, heads, kv_heads, head_dim, mask, dtype, draw.choice(able)
+                )
+            )
+    return cases
+
+
+@pytest.mark.parametrize("case", make_cases(), ids=lambda case: case.id)
+def test_against_the_oracle(case: Case) -> None:
+    widths, rates = PATTERNS[case.name]
+    qkv = make_qkv(
+        case.samples, case.tokens, case.heads, case.head_dim, kv_heads=case.kv_heads, dtype=DTYPES[case.dtype]
+    )
+    check(
+        case.kernel,
+        qkv,
+        DilatedPattern(case.rule, tuple(widths), tuple(rates)),
+        is_causal=case.is_causal,
+        key_padding_mask=make_mask(case.mask, case.samples, case.tokens),
+    )
+
+
+def every_kernel(dtypes: tuple[str, ...] = ("bf16",)) -> list[Any]:
+    return [
+        pytest.param(kernel, DTYPES[dtype], id=f"{kernel}-{dtype}")
+        for dtype in dtypes
+        for kernel in fitting(dtype, masked=False)
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp16", "fp32")))
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_every_kernel_with_every_rule(kernel: str, dtype: torch.dtype, rule: str, is_causal: bool, heads) -> None:
+    qkv = make_qkv(2, 100, heads[0], 64, kv_heads=heads[1], dtype=dtype)
+    check(kernel, qkv, DilatedPattern(rule, (32, 64), (1, 2)), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp32")))
+@pytest.mark.parametrize("lse_gradient", [False, True])
+def test_without_and_with_a_gradient_of_lse(kernel: str, dtype: torch.dtype, lse_gradient: bool) -> None:
+    qkv = make_qkv(2, 96, 4, 64, dtype=dtype)
+    check(kernel, qkv, DilatedPattern.longnet([32, 96], [1, 3]), lse_gradient=lse_gradient)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp32")))
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed", "expanded", "odd"])
+@pytest.mark.parametrize("tokens", [96, 75])
+def test_any_strides(kernel: str, dtype: torch.dtype, layout: str, tokens: int) -> None:
+    qkv = make_qkv(2, tokens, 4, 64, layout=layout, dtype=dtype)
+    check(kernel, qkv, DilatedPattern.longnet([32, 64], [1, 2]))
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp32")))
+def test_an_expanded_gradient(kernel: str, dtype: torch.dtype) -> None:
+    pattern = DilatedPattern.longnet([32, 64], [1, 2])
+    qkv = make_qkv(2, 75, 4, 64, dtype=dtype)
+    dout = torch.ones(1, device=DEVICE, dtype=dtype).expand(2, 75, 4, 64)
+    with only(kernel) as backend:
+        ask(kernel, backend, qkv, pattern)
+        got = testing.run(lambda *x: dilated_attention(*x, pattern, backend=backend), qkv, dout)
+    plain = testing.oracle(qkv, pattern, dout, dtype=None)
+    testing.assert_exact(got, testing.oracle(qkv, pattern, dout), plain)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp16", "fp32")))
+@pytest.mark.parametrize("head_dim", [8, 20, 64, 128])
+def test_head_dims(kernel: str, dtype: torch.dtype, head_dim: int) -> None:
+    check(kernel, make_qkv(1, 96, 4, head_dim, dtype=dtype), DilatedPattern.longnet([32, 96], [1, 3]))
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 256, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_head_dim_finds_a_backend(head_dim: int, dtype: str) -> None:
+    qkv = make_qkv(1, 40, 4, head_dim, dtype=DTYPES[dtype])
+    testing.check(qkv, DilatedPattern.longnet([16, 40], [1, 3]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float64_runs_eager_and_exact(rule: str) -> None:
+    qkv = make_qkv(2, 100, 6, 8, kv_heads=3, dtype=torch.float64)
+    pattern = DilatedPattern(rule, (32, 64), (1, 3))
+    assert explain(*qkv, pattern, enable_gqa=True).backend == "eager"
+    testing.check(qkv, pattern, key_padding_mask=make_mask("random", 2, 100))
+
+
+@pytest.mark.parametrize("shape", [(0, 20), (2, 0)])
+def test_nothing_in_nothing_out(shape: tuple[int, int]) -> None:
+    qkv = [x.requires_grad_() for x in make_qkv(*shape, 4, 64, dtype=torch.bfloat16)]
+    out = dilated_attention(*qkv, DilatedPattern.longnet([8], [2]))
+    out.sum().backward()
+    assert out.shape == (*shape, 4, 64)
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in qkv)
+
+
+# --- masked, unwritten and dropped ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "eager"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_anything_may_stand_in_masked_slots(kernel: str, rule: str, is_causal: bool) -> None:
+    pattern = DilatedPattern(rule, (32, 64), (1, 3))
+    q, k, v = make_qkv(2, 75, 4, 64, dtype=torch.bfloat16)
+    mask = make_mask("random", 2, 75)
+    bad = [x.masked_fill(mask[:, :, None, None], torch.nan) for x in (k, v)]
+    dout = torch.ones_like(q)
+    with only(kernel) as backend:
+        clean, dirty = (
+            testing.run(
+                lambda *x: dilated_attention(
+                    *x, pattern, key_padding_mask=mask, is_causal=is_causal, backend=backend, return_lse=True
+                ),
+                (q, *kv),
+                dout,
+            )
+            for kv in ((k, v), bad)
+        )
+    for (name, x), (_, y) in zip(dirty.items(), clean.items(), strict=True):
+        assert not x.isnan().any(), name
+        assert testing.error(x, y) < 1e-2, name
+    assert (dirty.dk[mask] == 0).all()
+    assert (dirty.dv[mask] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", ALL)
+def test_rows_in_no_branch(kernel: str) -> None:
+    pattern = DilatedPattern.longnet([32, 64], [3, 5])
+    covered = pattern.coverage(75, 4).to(DEVICE)
+    qkv = make_qkv(2, 75, 4, 64, dtype=torch.bfloat16)
+    qkv = tuple(x.masked_fill(~covered[None, :, :, None], torch.nan) for x in qkv)
+    with only(kernel) as backend:
+        ask(kernel, backend, qkv, pattern)
+        got = testing.run(
+            lambda *x: dilated_attention(*x, pattern, backend=backend, return_lse=True),
+            qkv,
+            torch.ones_like(qkv[0]),
+            torch.ones(2, 75, 4, device=DEVICE),
+        )
+    assert (got.lse[:, ~covered] == -torch.inf).all()
+    for name, x in got.items():
+        assert x[:, covered].isfinite().all(), name
+        assert name == "lse" or (x[:, ~covered] == 0).all(), name
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_against_the_oracle(rule: str, dtype: str) -> None:
+    pattern, p = DilatedPattern(rule, (32, 64), (1, 3)), 0.3
+    qkv = make_qkv(2, 75, 6, 8, kv_heads=3, dtype=DTYPES[dtype])
+    dout = torch.ones_like(qkv[0])
+    torch.manual_seed(5)
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=DEVICE)
+    expected, plain = (
+        testing.oracle(qkv, pattern, dout, dropout_p=p, seed=seed, dtype=exact) for exact in (torch.float64, None)
+    )
+    torch.manual_seed(5)
+    got = testing.run(
+        lambda *x: dilated_attention(*x, pattern, dropout_p=p, enable_gqa=True, return_lse=True), qkv, dout
+    )
+    testing.assert_exact(got, expected, plain)
+
+
+def test_both_devices_drop_the_same_pairs() -> None:
+    masks = []
+    for device in ("cpu", DEVICE):
+        query = torch.arange(300, device=device).view(1, 300, 1)
+        words = row_words(torch.tensor(-(2**61) + 12345, device=device), 3, query * 0 + 7, query * 0 + 2, query)
+        masks.append(Dropout(0.4, *words, query).keep().cpu())
+    assert torch.equal(*masks)
+
+
+# --- size -------------------------------------------------------------------------------------------------------
+
+
+def by_segments(attend: Callable[..., testing.Results], width: int, tensors: tuple[Tensor, ...]) -> testing.Results:
+    """One dense branch, its whole segments as samples and its tail alone, put together again; tensors (1, N, ...)."""
+    whole = tensors[0].shape[1] // width * width
+    parts = [[x[:, :whole].reshape(whole // width, width, *x.shape[2:]) for x in tensors]]
+    if whole < tensors[0].shape[1]:
+        parts.append([x[:, whole:] for x in tensors])
+    results = [[x for _, x in attend(*part).items()] for part in parts]
+    return testing.Results(*(torch.cat([x.flatten(0, 1) for x in some]).unsqueeze(0) for some in zip(*results, strict=True)))
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), every_kernel())
+@pytest.mark.parametrize("width", [1, 2, 16])
+@pytest.mark.parametrize("segments", [65535, 65536, 131071])
+def test_more_segments_than_a_grid_takes(kernel: str, dtype: torch.dtype, width: int, segments: int) -> None:
+    pattern, is_causal = DilatedPattern.longnet([width], [1]), segments % 2 == 0
+    tokens = segments * width + width // 2  # a tail where the width leaves room for one
+    qkv = make_qkv(1, tokens, 1, 16, dtype=dtype)
+    dout = make_qkv(1, tokens, 1, 16, dtype=dtype, seed=1)[0]
+    dlse = dout[..., 0].float()
+    with only(kernel) as backend:
+        ask(kernel, backend, qkv, pattern, is_causal=is_causal)
+        got = testing.run(
+            lambda *x: dilated_attention(*x, pattern, is_causal=is_causal, backend=backend, return_lse=True),
+            qkv,
+            dout,
+            dlse,
+        )
+
+    def attend(exact: torch.dtype | None) -> Callable[..., testing.Results]:
+        return lambda *x: testing.oracle(x[:3], pattern, *x[3:], is_causal=is_causal, dtype=exact)
+
+    expected, plain = (by_segments(attend(exact), width, (*qkv, dout, dlse)) for exact in (torch.float64, None))
+    testing.assert_exact(got, expected, plain)
+
+
+def one_row(q: Tensor, k: Tensor, v: Tensor, keys: list[int], head: int, query: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one row in float64; tensors (1, N, H, D)."""
+    scores = k[0, keys, head].double() @ q[0, query, head].double() / q.shape[-1] ** 0.5
+    return scores.softmax(0) @ v[0, keys, head].double(), scores.logsumexp(0)
+
+
+@pytest.mark.parametrize("kernel", ALL)
+def test_more_elements_than_32_bits_count(kernel: str) -> None:
+    tokens, heads, dim, width = 2**20, 17, 128, 1024
+    assert tokens * heads * dim > 2**31
+    if torch.cuda.mem_get_info()[0] < 90 * 2**30:
+        pytest.skip("needs 90 GiB of free device memory")
+    pattern = DilatedPattern.longnet([64, width], [1, 16])
+    qkv = make_big(tokens, heads, dim)
+    with only(kernel) as backend:
+        ask(kernel, backend, qkv, pattern)
+        leaves = [x.requires_grad_() for x in qkv]
+        out, lse = dilated_attention(*leaves, pattern, backend=backend, return_lse=True)
+
+        draw = random.Random(0)
+        with torch.no_grad():
+            for _ in range(64):
+                query, head = draw.randrange(tokens), draw.randrange(heads)
+                keys = list(pattern.keys(query, head, num_tokens=tokens, num_heads=heads))
+                expected, expected_lse = one_row(*leaves, keys, head, query)
+                # the values are of the order of 1: a wrong row is off by tenths, rounding by thousandths
+                assert (out[0, query, head].double() - expected).abs().max() < 1e-2, (query, head)
+                assert (lse[0, query, head].double() - expected_lse).abs() < 1e-3, (query, head)
+
+        # only the last segment gets a gradient, and it comes strided
+        dout = torch.zeros(1, heads, tokens, dim, dtype=out.dtype, device=DEVICE).transpose(1, 2)
+        dout[:, -width:] = make_qkv(1, width, heads, dim, dtype=out.dtype, seed=9)[0]
+        grads = torch.autograd.grad(out, leaves, dout)
+    last = tuple(x.detach()[:, -width:].contiguous() for x in leaves)
+    last_dout = dout[:, -width:].contiguous()
+    got = testing.Results(out.detach()[:, -width:], lse.detach()[:, -width:], *(x[:, -width:] for x in grads))
+    expected, plain = (testing.oracle(last, pattern, last_dout, dtype=exact) for exact in (torch.float64, None))
+    testing.assert_exact(got, expected, plain)
+    for x in grads:
+        assert not any(piece.any().item() for piece in x[:, :-width].split(2**17, dim=1))
+
+
+def make_big(tokens: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+    """Drawn in half precision at once: by way of float32 it would take three times the memory."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return tuple(
+        torch.randn(1, tokens, heads, dim, generator=generator, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)
+    )
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**33:
+        torch.cuda.empty_cache()
+
+
+# --- around the function ----------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "masked": {"masked": True},
+    "dropout": {"dropout_p": 0.2},
+}
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Also fills every uninitialised tensor with NaN."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "eager"])
+@pytest.mark.parametrize("rule", RULES)
+def test_deterministic_algorithms_repeat_every_bit(kernel: str, rule: str) -> None:
+    pattern = DilatedPattern(rule, (128, 1024), (1, 3))
+    qkv = make_qkv(2, 1000, 6, 64, kv_heads=3, dtype=torch.bfloat16)
+    dout, dlse = torch.randn_like(qkv[0]), torch.randn(2, 1000, 6, device=DEVICE)
+
+    def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(*x, pattern, enable_gqa=True, backend=backend, return_lse=True)
+
+    with only(kernel) as backend, deterministic_algorithms():
+        ask(kernel, backend, qkv, pattern)
+        one, two = (testing.run(attend, qkv, dout, dlse) for _ in range(2))
+    for (name, x), (_, y) in zip(one.items(), two.items(), strict=True):
+        assert torch.equal(x, y), name
+    expected, plain = (testing.oracle(qkv, pattern, dout, dlse, dtype=exact) for exact in (torch.float64, None))
+    testing.assert_exact(one, expected, plain)
+
+
+def test_deterministic_algorithms_refuse_cudnn() -> None:
+    qkv = make_qkv(1, 64, 2, 64, dtype=torch.bfloat16)
+    with only("cudnn"), deterministic_algorithms(), pytest.raises(ValueError, match="deterministic"):
+        dilated_attention(*qkv, DilatedPattern.longnet([16], [1]), backend="sdpa")
+
+
+def test_all_kernels_switched_off_leaves_eager() -> None:
+    qkv = make_qkv(1, 64, 2, 64, dtype=torch.bfloat16)
+    pattern = DilatedPattern.longnet([16], [1])
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert explain(*qkv, pattern).backend == "eager"
+        testing.check(qkv, pattern)
+        with pytest.raises(ValueError, match="switched off"):
+            dilated_attention(*qkv, pattern, backend="sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    qkv = [x.requires_grad_() for x in make_qkv(2, 75, 4, 64)]
+    pattern = DilatedPattern.longnet([32, 64], [1, 3])
+    with torch.autocast(DEVICE, dtype):
+        out = dilated_attention(*qkv, pattern)
+    assert out.dtype is dtype
+    out.float().square().sum().backward()
+    assert all(x.grad.dtype is torch.float32 for x in qkv)
+    expected, _ = reference.attention(*(x.detach() for x in qkv), pattern)
+    assert testing.error(out.detach(), expected) < 2e-2
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_no_host_synchronisation(name: str, rule: str) -> None:
+    pattern = DilatedPattern(rule, (32, 64), (1, 3))
+    options = dict(OPTIONS[name])
+    mask = make_mask("random", 2, 75) if options.pop("masked", False) else None
+    qkv = [x.requires_grad_() for x in make_qkv(2, 75, 6, 64, kv_heads=3, dtype=torch.bfloat16)]
+    dout, dlse = torch.ones_like(qkv[0]), torch.zeros(2, 75, 6, device=DEVICE)
+
+    def step() -> None:
+        out, lse = dilated_attention(
+            *qkv, pattern, key_padding_mask=mask, enable_gqa=True, return_lse=True, **options
+        )
+        torch.autograd.grad((out, lse), qkv, (dout, dlse))
+
+    for _ in range(2):  # plans, kernels and torch's own set-up
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_captured_in_a_cuda_graph(name: str, rule: str) -> None:
+    pattern = DilatedPattern(rule, (32, 64), (1, 3))
+    options = dict(OPTIONS[name])
+    masked = options.pop("masked", False)
+    mask = make_mask("random", 2, 75) if masked else None
+    static = make_qkv(2, 75, 4, 64, dtype=torch.bfloat16)
+
+    def attend() -> tuple[Tensor, Tensor]:
+        return dilated_attention(*static, pattern, key_padding_mask=mask, return_lse=True, **options)
+
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                attend()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = attend()
+        for x, new in zip(static, make_qkv(2, 75, 4, 64, dtype=torch.bfloat16, seed=8), strict=True):
+            x.copy_(new)
+        graph.replay()
+        got, got_lse = out.clone(), lse.clone()
+        if "dropout_p" in options:
+            graph.replay()
+            assert not torch.equal(out, got), "every replay drops the same pairs"
+            assert torch.equal(lse, got_lse)
+            return
+        expected, expected_lse = attend()
+    assert testing.error(got, expected) < 1e-2
+    assert testing.error(got_lse, expected_lse) < 1e-3
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic: bool) -> None:
+    pattern = DilatedPattern.longnet([32, 64], [1, 3])
+
+    def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        out, lse = dilated_attention(q * 0.5, k, v, pattern, key_padding_mask=mask, return_lse=True)
+        return out * lse.sigmoid().unsqueeze(-1).to(out.dtype)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
+    for tokens in (96, 75) if dynamic else (96,):
+        qkv = [x.requires_grad_() for x in make_qkv(2, tokens, 4, 64, dtype=torch.bfloat16)]
+        mask = make_mask("right", 2, tokens)
+        outs = [function(*qkv, mask) for function in (compiled, block)]
+        grads = [torch.autograd.grad(out.float().square().sum(), qkv) for out in outs]
+        assert testing.error(outs[0].detach(), outs[1].detach()) < 2e-2
+        for x, y in zip(*grads, strict=True):
+            assert testing.error(x, y) < 3e-2
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_opcheck(name: str) -> None:
+    options = dict(OPTIONS[name])
+    mask = make_mask("random", 2, 40) if options.get("masked") else None
+    seed = torch.tensor(77, device=DEVICE) if "dropout_p" in options else None
+    rest = ("torchscale", [16, 32], [1, 3], options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0), "auto")
+    qkv = [x.requires_grad_() for x in make_qkv(2, 40, 4, 16)]
+    torch.library.opcheck(torch.ops.dilated_attention.forward.default, (*qkv, mask, seed, *rest))

@@ -1,0 +1,215 @@
+"""Blocks read as the pattern says: ids seen through every view are exactly the keys of the pattern.
+
+Legend as in `_plan`. Ids are unique per (sample, token, head), so a view that reads anything else shows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilated_attention import DilatedPattern
+from dilated_attention._plan import Block, Plan, folds, plan
+from dilated_attention.pattern import RULES
+
+FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[DilatedPattern, int, int, int, int, bool]:
+    """Arguments of `plan`: pattern, samples, tokens, kv_heads, group, fold."""
+    rule = draw(st.sampled_from(RULES))
+    branches = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 7)), min_size=1, max_size=3))
+    lengths, rates = zip(*branches, strict=True)
+    fewest = len(branches) if rule == "head_groups" else 1
+    return (
+        DilatedPattern(rule, lengths, rates),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 33)),
+        draw(st.integers(fewest, 8)),
+        draw(st.integers(1, 3)),
+        draw(st.booleans()),
+    )
+
+
+def ids(samples: int, tokens: int, heads: int, fold: bool) -> Tensor:
+    """(B, N, H) of unique numbers; without fold, cut out of a longer tensor so that (B, N) is no single stride."""
+    rows = torch.arange(samples * tokens * heads).view(samples, tokens, heads)
+    if fold:
+        return rows
+    longer = torch.full((samples, tokens + 3, heads + 1), -1)
+    longer[:, 1 : tokens + 1, 1:] = rows
+    return longer[:, 1 : tokens + 1, 1:]
+
+
+def place(number: int, tokens: int, heads: int) -> tuple[int, int, int]:
+    return number // (tokens * heads), number // heads % tokens, number % heads
+
+
+def seen_through(work: Plan, samples: int, tokens: int, kv_heads: int, group: int, fold: bool):
+    """For every (sample, query head, query): the key tokens and zero keys that the blocks show it."""
+    query_ids, key_ids = (ids(samples, tokens, heads, fold) for heads in (kv_heads * group, kv_heads))
+    keys, zeros = defaultdict(list), Counter()
+    for block in work.blocks:
+        q, k = block.view(query_ids, group), block.view(key_ids)
+        assert q.shape == (block.samples * block.segments, block.rows, block.heads * group)
+        assert k.shape == (block.samples * block.segments, block.rows, block.heads)
+        for batch, head in torch.cartesian_prod(torch.arange(k.shape[0]), torch.arange(k.shape[2])).tolist():
+            shown = [place(x, tokens, kv_heads) for x in k[batch, :, head].tolist()]
+            for row in q[batch, :, head * group : (head + 1) * group].reshape(-1).tolist():
+                sample, query, query_head = place(row, tokens, kv_heads * group)
+                assert {(s, h) for s, _, h in shown} == {(sample, query_head // group)}
+                keys[sample, query_head, query] += [token for _, token, _ in shown]
+                zeros[sample, query_head, query] += block.zeros
+    return keys, zeros
+
+
+@FEW
+@given(plans())
+@example((DilatedPattern.longnet([4, 8], [1, 2]), 2, 8, 4, 1, True))
+@example((DilatedPattern.longnet([8], [4]), 3, 19, 8, 1, False))
+@example((DilatedPattern.longnet([8, 4], [4, 3]), 2, 16, 6, 2, True))
+@example((DilatedPattern.torchscale([6, 32], [2, 4]), 2, 21, 8, 1, True))
+@example((DilatedPattern.head_groups([5, 3, 30], [1, 7, 2]), 3, 23, 7, 3, False))
+def test_blocks_show_exactly_the_keys_of_the_pattern(case) -> None:
+    pattern, samples, tokens, kv_heads, group, fold = case
+    keys, zeros = seen_through(plan(*case), samples, tokens, kv_heads, group, fold)
+    for sample in range(samples):
+        for head in range(kv_heads * group):
+            for query in range(tokens):
+                row = {"num_tokens": tokens, "num_heads": kv_heads * group, "num_kv_heads": kv_heads}
+                assert tuple(sorted(keys[sample, head, query])) == pattern.keys(query, head, **row)
+                assert zeros[sample, head, query] == pattern.zero_keys(query, head, **row)
+
+
+@FEW
+@given(plans())
+def test_a_view_is_a_view_and_writes_no_element_twice(case) -> None:
+    _, samples, tokens, kv_heads, group, fold = case
+    for heads, per_head in ((kv_heads * group, group), (kv_heads, 1)):
+        x = ids(samples, tokens, heads, fold)
+        everywhere = set(x.reshape(-1).tolist())
+        for block in plan(*case).blocks:
+            view = block.view(x, per_head)
+            assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            assert view._base is x or view._base is x._base
+            elements = view.reshape(-1).tolist()
+            assert len(elements) == len(set(elements))
+            assert set(elements) <= everywhere
+
+
+@FEW
+@given(plans())
+def test_first_blocks_come_first_and_never_overlap(case) -> None:
+    _, samples, tokens, kv_heads, _, fold = case
+    work = plan(*case)
+    x = ids(samples, tokens, kv_heads, fold)
+    written: set[int] = set()
+    later_heads: set[int] = set()
+    for block in work.blocks:
+        elements = block.view(x).reshape(-1).tolist()
+        heads = {place(number, tokens, kv_heads)[2] for number in elements}
+        if block.first:
+            assert not written.intersection(elements), "a first block overwrites what another one wrote"
+            assert not later_heads & heads, "a first block of a head comes after one that merges into it"
+            written.update(elements)
+        else:
+            later_heads |= heads
+    missing = set(x.reshape(-1).tolist()) - written
+    # Filling rows that need none is only a waste, and happens at most where a segment is a single token.
+    assert work.leaves_rows or not missing
+    one_token = tokens == 1 or 1 in case[0].segment_lengths
+    assert one_token or work.leaves_rows == bool(missing)
+
+
+@FEW
+@given(plans())
+def test_covers_means_the_whole_tensor_in_order(case) -> None:
+    _, samples, tokens, kv_heads, _, fold = case
+    x = ids(samples, tokens, kv_heads, fold)
+    for block in plan(*case).blocks:
+        view = block.view(x)
+        if block.covers(x):
+            assert torch.equal(view.reshape(x.shape), x)
+        elif block.dilation == 1:  # a block with r > 1 may cover a short sequence and is simply merged
+            assert view.numel() < x.numel() or not torch.equal(view.reshape(x.shape), x)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_values_of_any_trailing_shape(rule: str) -> None:
+    pattern = DilatedPattern(rule, (8, 5), (2, 3))
+    x = torch.randn(2, 21, 4, 3, 2)
+    for block in plan(pattern, 2, 21, 4, 1, True).blocks:
+        view = block.view(x)
+        assert view.shape[3:] == (3, 2)
+        for part in range(6):
+            flat = x.flatten(3)[..., part]
+            assert torch.equal(view.flatten(3)[..., part], block.view(flat))
+
+
+def test_writing_through_a_view_reaches_the_tensor() -> None:
+    x = torch.zeros(2, 10, 4, 3)
+    for block in plan(DilatedPattern.longnet([4], [2]), 2, 10, 4, 1, True).blocks:
+        block.view(x).add_(1)
+    covered = DilatedPattern.longnet([4], [2]).coverage(10, 4)
+    assert torch.equal(x, covered[None, :, :, None].expand_as(x).float())
+
+
+# --- few blocks: each costs kernel launches ---------------------------------------------------------------------
+
+
+def blocks_of(pattern: DilatedPattern, *, samples=1, tokens=64, kv_heads=8, group=1, fold=True) -> tuple[Block, ...]:
+    return plan(pattern, samples, tokens, kv_heads, group, fold).blocks
+
+
+def test_one_block_for_a_dense_branch() -> None:
+    assert len(blocks_of(DilatedPattern.longnet([16], [1]), samples=3)) == 1
+    assert len(blocks_of(DilatedPattern.longnet([16], [1]), samples=3, tokens=70)) == 3 + 1  # per sample, and tails
+
+
+def test_heads_on_a_diagonal_share_a_block() -> None:
+    assert len(blocks_of(DilatedPattern.longnet([16], [4]))) == 2  # heads 0-3 and 4-7, offsets 0-3
+    assert len(blocks_of(DilatedPattern.longnet([16], [8]))) == 1
+    assert len(blocks_of(DilatedPattern.torchscale([16], [4]))) == 2  # offsets 0, 0, 1, 1, ...: evens and odds
+    assert len(blocks_of(DilatedPattern.longnet([16], [2]))) == 2  # by offset, four heads each
+
+
+def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
+    few_segments = blocks_of(DilatedPattern.longnet([32], [1]), samples=5, fold=False)
+    assert [(b.samples, b.segments) for b in few_segments] == [(5, 1), (5, 1)]
+    few_samples = blocks_of(DilatedPattern.longnet([4], [1]), samples=2, fold=False)
+    assert [(b.samples, b.segments) for b in few_samples] == [(1, 16), (1, 16)]
+
+
+def test_the_densest_branch_goes_first() -> None:
+    blocks = blocks_of(DilatedPattern.longnet([64, 32, 16], [4, 2, 1]))
+    assert [block.dilation for block in blocks] == sorted(block.dilation for block in blocks)
+    assert not plan(DilatedPattern.longnet([64, 16], [4, 1]), 1, 64, 8, 1, True).leaves_rows
+    assert plan(DilatedPattern.longnet([64, 16], [4, 2]), 1, 64, 8, 1, True).leaves_rows
+
+
+def test_nothing_to_do() -> None:
+    pattern = DilatedPattern.longnet([4], [2])
+    for samples, tokens in ((0, 5), (5, 0), (0, 0)):
+        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), False)
+
+
+def test_plans_are_cached_by_value() -> None:
+    one = plan(DilatedPattern.longnet([4, 8], [1, 2]), 2, 19, 4, 1, True)
+    assert plan(DilatedPattern.longnet((4, 8), (1, 2)), 2, 19, 4, 1, True) is one
+
+
+def test_folds() -> None:
+    x = torch.zeros(3, 8, 2, 4)
+    assert folds(x)
+    assert folds(x, x[..., 1:], x[:, :, :1])
+    assert not folds(x[:, :5])
+    assert folds(x[:1, :5])
+    assert not folds(x, x[:, :5])
+    assert not folds(torch.zeros(1, 8, 2, 4).expand(3, -1, -1, -1))
+    assert not folds(torch.zeros(8, 3, 2, 4).transpose(0, 1))

@@ -1,0 +1,189 @@
+"""What the package shows and what it pulls in: its names, its imports in a fresh process, its layers."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dilated_attention
+
+PACKAGE = Path(dilated_attention.__file__).parent
+NAME = "dilated_attention"
+
+PUBLIC = [
+    "DilatedAttention",
+    "DilatedPattern",
+    "ImprovedDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
+    "MultiheadDilatedAttention",
+    "dilated_attention",
+    "explain",
+]
+
+# A module imports only what stands before it. A new module takes its place here.
+LAYERS = [
+    "pattern",
+    "dropout",
+    "merge",
+    "backends",
+    "_plan",
+    "reference",
+    "_engine",
+    "_ops",
+    "functional",
+    "testing",
+    "nn",
+    "bench",
+]
+
+OPTIONAL = ["matplotlib", "rich", "typer", "transformers", "safetensors", "triton", "pytest", "hypothesis"]
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(dilated_attention.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(dilated_attention, name).__module__.startswith(NAME)
+    assert dilated_attention.__version__
+
+
+def test_the_public_names_are_documented() -> None:
+    for name in PUBLIC:
+        assert getattr(dilated_attention, name).__doc__, name
+
+
+def test_types_are_shipped() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+# --- imports in a fresh process ---------------------------------------------------------------------------------
+
+
+def fresh_process(code: str) -> str:
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_brings_in_nothing_optional() -> None:
+    """Beyond what `import torch` itself brings in."""
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import {NAME}
+print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
+"""
+    new = set(fresh_process(code).split())
+    assert NAME in new
+    assert not new.intersection(OPTIONAL)
+    outside = {name for name in new if name not in sys.stdlib_module_names} - {NAME, "torch"}
+    assert outside <= {"numpy"}, f"imports {outside}"
+
+
+def test_it_works_where_nothing_optional_is_installed() -> None:
+    code = f"""
+import sys, torch
+for name in {OPTIONAL!r}:
+    if name not in sys.modules:
+        sys.modules[name] = None
+from {NAME} import DilatedPattern, dilated_attention
+from {NAME} import testing
+q, k, v = testing.make_qkv(2, 20, 4, 8)
+testing.check((q, k, v), DilatedPattern.torchscale([8, 16], [1, 3]))
+print(dilated_attention(q, k, v, DilatedPattern.longnet([8], [1])).shape)
+"""
+    assert "[2, 20, 4, 8]" in fresh_process(code)
+
+
+def test_importing_changes_no_setting_of_torch() -> None:
+    code = f"""
+import torch, warnings
+def settings():
+    return (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.initial_seed(),
+            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cudnn.allow_tf32, len(warnings.filters))
+torch.manual_seed(0)
+before, state = settings(), torch.get_rng_state()
+import {NAME}
+assert settings() == before, (before, settings())
+assert torch.equal(state, torch.get_rng_state())
+"""
+    fresh_process(code)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name without the package's to file, e.g. backends.sdpa; the package itself is ''."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports_of(module: str, file: Path, known: set[str]) -> set[str]:
+    """The modules of this package that a file imports, wherever in the file and however written."""
+    found: set[str] = set()
+
+    def add(dotted: str) -> None:
+        if dotted == NAME or dotted.startswith(NAME + "."):
+            found.add(dotted[len(NAME) + 1 :])
+
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                add(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} imports relatively"
+            for alias in node.names:
+                one = f"{node.module}.{alias.name}"
+                add(one if one[len(NAME) + 1 :] in known else str(node.module))
+    return found & known
+
+
+def graph() -> dict[str, set[str]]:
+    files = modules()
+    return {module: imports_of(module, file, set(files)) for module, file in files.items()}
+
+
+def test_the_graph_is_read_right() -> None:
+    found = graph()
+    assert "_ops" in found["functional"]
+    assert "backends.sdpa" in found["backends.choose"]
+    assert found["pattern"] == set()
+
+
+def test_there_are_no_circles() -> None:
+    # a package's __init__ may import its own modules, and those name the package only by importing from it
+    graphlib.TopologicalSorter(graph()).prepare()
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - {""}))
+def test_a_module_imports_only_what_is_above_it(module: str) -> None:
+    layer = module.split(".")[0]
+    assert layer in LAYERS, f"{layer} has no place in the order of modules"
+    for other in graph()[module]:
+        if other == "":  # the package itself stands above nn
+            assert LAYERS.index(layer) > LAYERS.index("nn"), f"{module} imports the package itself"
+        elif other.split(".")[0] != layer:
+            assert LAYERS.index(other.split(".")[0]) < LAYERS.index(layer), f"{module} imports {other}"
+
+
+def test_backends_know_nothing_of_patterns() -> None:
+    for module, found in graph().items():
+        if module.startswith("backends"):
+            assert not found & {"pattern", "_plan"}, module
+
+
+def test_the_oracle_shares_no_code_with_what_it_checks() -> None:
+    assert graph()["reference"] <= {"pattern", "dropout"}
