@@ -125,7 +125,8 @@ class Work:
                 add_zero_keys_(part, part_lse, log_zeros)
             if out is None or lse is None:
                 if block.covers(self.k):
-                    out, lse = part.reshape(self.q.shape).contiguous(), part_lse.reshape(self.q.shape[:3]).contiguous()
+                    out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
+                    lse = part_lse.reshape(self.q.shape[:3]).contiguous()
                     continue
                 out, lse = self.empty_result()
             if block.first:
@@ -147,7 +148,9 @@ class Work:
             )
             if not grads:
                 if block.covers(self.k):
-                    grads = [p.reshape(x.shape).contiguous() for p, x in zip(parts, self.inputs, strict=True)]
+                    grads = [
+                        p.reshape(x.shape).to(x.dtype).contiguous() for p, x in zip(parts, self.inputs, strict=True)
+                    ]
                     continue
                 grads = self.empty_grads()
             for grad, part, group in zip(grads, parts, groups, strict=True):
@@ -160,8 +163,17 @@ class Work:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Merging in half precision would round at every merge; where nothing is merged nothing else is needed."""
+        return accumulate_dtype(self.q.dtype) if self.plan.merges else self.q.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self.q.dtype
+
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        out = self.q.new_empty(self.q.shape)
+        out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
         lse = self.q.new_empty(self.q.shape[:3], dtype=accumulate_dtype(self.q.dtype))
         if self.plan.leaves_rows:
             out.zero_()
@@ -170,7 +182,7 @@ class Work:
 
     def empty_grads(self) -> list[Tensor]:
         make = torch.zeros if self.plan.leaves_rows else torch.empty
-        return [make(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]
+        return [make(x.shape, dtype=self.grad_dtype, device=x.device) for x in self.inputs]
 
     def masking(self, block: Block) -> Masking:
         padding = dropout = None
@@ -220,14 +232,16 @@ class Work:
 
 
 def _usable(x: Tensor, choice: Choice, request: Request) -> Tensor:
-    """x as the kernels can read it: the dtype computed in, unit last stride, and on CUDA 16-byte aligned rows."""
+    """x as the kernels can read it: the dtype computed in and a unit last stride; on CUDA also 16-byte aligned rows
+    and no stride of 0, from which cuDNN's backward gives wrong gradients."""
     x = x.to(request.dtype)
     if choice.module is sdpa and x.shape[-1] % sdpa.pad_multiple(request):
         x = F.pad(x, (0, -x.shape[-1] % sdpa.pad_multiple(request)))
-    aligned = x.device.type != "cuda" or not (
-        x.data_ptr() % 16 or any(stride * x.itemsize % 16 for stride in x.stride()[:-1])
-    )
-    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+    readable = x.stride(-1) == 1
+    if x.device.type == "cuda":
+        steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+        readable &= x.data_ptr() % 16 == 0 and all(step and step * x.itemsize % 16 == 0 for step in steps)
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,11 @@ class Plan:
     blocks: tuple[Block, ...]
     leaves_rows: bool
 
+    @property
+    def merges(self) -> bool:
+        """Whether some head runs several branches."""
+        return not all(block.first for block in self.blocks)
+
 
 def folds(*tensors: Tensor) -> bool:
     """Whether (B, N) of all these tensors is one stride, so that segments of many samples are one batch."""

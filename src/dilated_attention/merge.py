@@ -13,10 +13,13 @@ from torch import Tensor
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge (part, part_lse) into (out, lse) in place; total at -inf, and one pass over ``out``."""
+    """Merge (part, part_lse) into (out, lse) in place; total at -inf. ``out`` and ``lse`` have one dtype.
+
+    That dtype is not half: rounding ``out`` at every merge doubles the error of five branches.
+    """
     # sigmoid(-inf - -inf) is NaN: where the part is empty its weight is selected, not computed
     weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
-    out.lerp_(part, weight.unsqueeze(-1).to(out.dtype))
+    out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 

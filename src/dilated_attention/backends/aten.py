@@ -188,7 +188,7 @@ def _efficient_backward(
     out = out.contiguous()  # the kernel takes the row stride of out for granted: a strided one gives wrong gradients
     dout, q, k, v, out, lse = _swap(dout, q, k, v, out, lse)
     bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
-    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+    lse = F.pad(lse.contiguous(), (0, -lse.shape[2] % 32), value=torch.inf)  # as padded as the forward gives it
     which, unused = [True, True, True, False], _unused(q)
     *grads, _ = ops._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, bias, out, lse, unused, unused, 0.0, which, causal, scale=scale

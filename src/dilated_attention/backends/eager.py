@@ -1,6 +1,6 @@
 """Attention as matrix products, step by step: any device, any dtype, dropout. Tiled, so the scores stay small.
 
-Half precision is computed in float32.
+Half precision is computed, and returned, in float32.
 
 Legend: tiles of scores (b, hk, g, i, j): g query heads per key/value head, i query rows, j key rows.
 """
@@ -28,8 +28,9 @@ def kernels(request: Request) -> tuple[str, ...]:
 
 
 def forward(kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
+    exact = accumulate_dtype(q.dtype)
+    out = torch.empty(q.shape, dtype=exact, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=exact, device=q.device)
     for samples, rows, keys in _tiles(q, k, masking):
         scores = _scores(q[samples, rows], k[samples, keys], masking, samples, rows, keys)
         top = scores.amax(-1, keepdim=True)
@@ -40,8 +41,8 @@ def forward(kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: 
         if masking.dropout is not None:
             weights *= _keep(masking, samples, rows, keys, weights)
         weights /= total.masked_fill_(total == 0, 1.0)
-        value = v[samples, keys].to(lse.dtype)
-        out[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", weights, value).flatten(2, 3).to(out.dtype)
+        value = v[samples, keys].to(exact)
+        out[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", weights, value).flatten(2, 3)
     return out, lse
 
 
@@ -57,7 +58,7 @@ def backward(
     masking: Masking,
 ) -> tuple[Tensor, Tensor, Tensor]:
     exact = lse.dtype
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=exact, device=q.device)
     dk = torch.zeros(k.shape, dtype=exact, device=k.device)
     dv = torch.zeros(v.shape, dtype=exact, device=v.device)
     heads = k.shape[2]
@@ -80,9 +81,9 @@ def backward(
             kept, dweights = weights * keep, dweights * keep
         dv[samples, keys] += torch.einsum("bhgij,bihgd->bjhd", kept, grad)
         dscores = dweights.sub_(_columns(slope[samples, rows], heads)).mul_(weights).mul_(masking.scale)
-        dq[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", dscores, key).flatten(2, 3).to(dq.dtype)
+        dq[samples, rows] = torch.einsum("bhgij,bjhd->bihgd", dscores, key).flatten(2, 3)
         dk[samples, keys] += torch.einsum("bhgij,bihgd->bjhd", dscores, query)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk, dv
 
 
 def _tiles(q: Tensor, k: Tensor, masking: Masking) -> Iterator[tuple[slice, slice, slice]]:

@@ -5,6 +5,8 @@ Legend: q, out (b, L, h, D); k, v (b, L, hk, D); lse, dlse (b, L, h).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.backends import cuda as cuda_backends
@@ -14,7 +16,9 @@ from dilated_attention.backends import aten, eager
 from dilated_attention.backends.aten import Kernel
 from dilated_attention.backends.problem import Masking, Request, backward_lse
 
-MAX_BATCH = 65535  # CUDA grids and cuDNN take no more
+# What one call can count: a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
+# which offsets in cuDNN's and flash's backward wrap: wrong gradients without a word, or an illegal access.
+LIMITS = {"cuda": (65535, 2**31)}
 
 
 def unsupported(request: Request) -> list[str]:
@@ -45,8 +49,11 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
     if kernel is None:
         return eager.forward((), q, k, v, masking)
     bias, causal, scale = _bias(masking, q), masking.is_causal, masking.scale
-    parts = [kernel.forward(q[s], k[s], v[s], None if bias is None else bias[s], causal, scale) for s in _batches(q)]
-    out, lse = parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+    parts = [
+        kernel.forward(piece.q(q), piece.kv(k), piece.kv(v), piece.bias(bias), causal, scale)
+        for piece in _pieces(q, k, v)
+    ]
+    out, lse = _joined([out for out, _ in parts], q), _joined([lse for _, lse in parts], q[..., 0])
     empty = masking.rows_without_keys(q.shape[1])
     if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
         empty = empty.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -88,19 +95,68 @@ def _backward_once(
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias, causal, scale = _bias(masking, q), masking.is_causal, masking.scale
     parts = []
-    for s in _batches(q):
-        some_bias = None if bias is None else bias[s]
-        parts.append(kernel.backward(dout[s], q[s], k[s], v[s], out[s], lse[s], some_bias, causal, scale))
-    if len(parts) == 1:
-        return parts[0]
-    dq, dk, dv = (torch.cat(grads) for grads in zip(*parts, strict=True))
+    for piece in _pieces(q, k, v, dout, out):
+        some_dout, some_q, some_out, some_lse = (piece.q(x) for x in (dout, q, out, lse))
+        some_k, some_v, some_bias = piece.kv(k), piece.kv(v), piece.bias(bias)
+        parts.append(kernel.backward(some_dout, some_q, some_k, some_v, some_out, some_lse, some_bias, causal, scale))
+    dq, dk, dv = (_joined(list(grads), x) for grads, x in zip(zip(*parts, strict=True), (q, k, v), strict=True))
     return dq, dk, dv
 
 
-def _batches(q: Tensor) -> list[slice]:
-    if q.device.type != "cuda" or q.shape[0] <= MAX_BATCH:
-        return [slice(None)]
-    return [slice(first, first + MAX_BATCH) for first in range(0, q.shape[0], MAX_BATCH)]
+class _Piece(NamedTuple):
+    """A part of a problem that one kernel call takes: some samples, and one key/value head or all."""
+
+    samples: slice
+    kv_head: int | None = None
+    group: int = 1
+
+    def q(self, x: Tensor) -> Tensor:
+        x = x[self.samples]
+        if self.kv_head is None:
+            return x
+        return x[:, :, self.kv_head * self.group : (self.kv_head + 1) * self.group].contiguous()
+
+    def kv(self, x: Tensor) -> Tensor:
+        x = x[self.samples]
+        return x if self.kv_head is None else x[:, :, self.kv_head : self.kv_head + 1].contiguous()
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        if bias is None or self.kv_head is None or bias.shape[1] == 1:
+            return None if bias is None else bias[self.samples]
+        return bias[self.samples, self.kv_head : self.kv_head + 1]
+
+
+def _pieces(q: Tensor, k: Tensor, *others: Tensor) -> list[_Piece]:
+    """The calls that a problem takes: one, unless it is more than a kernel can count.
+
+    A single segment whose rows lie too far apart is the only thing ever copied, a head at a time.
+    """
+    if q.device.type not in LIMITS:
+        return [_Piece(slice(None))]
+    most, span = LIMITS[q.device.type]
+    tensors, samples, kv_heads = (q, k, *others), k.shape[0], k.shape[2]
+    if samples <= most and all(_span(x) < span for x in tensors):
+        return [_Piece(slice(None))]
+    step = max(1, min(most, *(span // max(1, x.stride(0) * x.itemsize) for x in tensors)))
+    if all(_span(x[:step]) < span for x in tensors):
+        return [_Piece(slice(first, first + step)) for first in range(0, samples, step)]
+    group = q.shape[2] // kv_heads
+    return [_Piece(slice(i, i + 1), head, group) for i in range(samples) for head in range(kv_heads)]
+
+
+def _span(x: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    return x.itemsize * sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """The results of all pieces as one (b, L, h, ...)."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].shape[2] == like.shape[2]:
+        return torch.cat(parts)
+    heads = like.shape[2] // parts[0].shape[2]
+    return torch.cat([torch.cat(parts[i : i + heads], 2) for i in range(0, len(parts), heads)])
 
 
 def _bias(masking: Masking, q: Tensor) -> Tensor | None:

@@ -32,6 +32,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # by what else runs there
         "system": platform.platform(),
         "versions": versions(device),
     }
@@ -105,7 +106,8 @@ def one_line(machine: dict[str, Any]) -> str:
     """The machine as people read it."""
     dirty = " + changes" if machine["dirty"] else ""
     found = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    return f"{machine['device']}, {machine['threads']} threads | {found} | commit {machine['commit'][:12]}{dirty}"
+    where = f"{machine['device']}, {machine['threads']} threads, load {machine['load']}"
+    return f"{where} | {found} | commit {machine['commit'][:12]}{dirty}"
 
 
 def write_json(file: Path, results: dict[str, Any]) -> None:
