@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -93,7 +94,12 @@ def test_masks_of_another_seed_branch_sample_or_head_are_independent(other: dict
 
 def test_neighbouring_rows_and_keys_are_independent() -> None:
     kept = keep_mask(3, rows=512, keys=512)
-    for one, two in ((kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept, kept.T), (kept[1:, 1:], kept[:-1, :-1])):
+    for one, two in (
+        (kept[1:], kept[:-1]),
+        (kept[:, 1:], kept[:, :-1]),
+        (kept, kept.T),
+        (kept[1:, 1:], kept[:-1, :-1]),
+    ):
         assert abs(agreement(one, two) - 0.5) < 5 * 0.5 / math.sqrt(one.numel()) + 1 / 512  # the diagonal of kept.T
 
 
@@ -101,7 +107,7 @@ def test_a_larger_p_drops_more_of_the_same_pairs() -> None:
     masks = [keep_mask(5, p=p) for p in (0.0, 0.2, 0.6, 1.0)]
     assert masks[0].all()
     assert not masks[-1].any()
-    for more, less in zip(masks, masks[1:], strict=False):
+    for more, less in itertools.pairwise(masks):
         assert not (less & ~more).any()
 
 

@@ -1,4 +1,4 @@
-"""Faults found in what people use today, each as the test that would have caught it. One device; names say the fault."""
+"""Faults found in what people use today, on one device: each is the test that would have caught it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_the_weights_of_a_row_sum_to_one(rule: str, is_causal: bool, backend: st
     """Not to the number of branches, nor to 4 or 6."""
     pattern = DilatedPattern(rule, *map(tuple, FIVE))
     q, k, v = testing.make_qkv(1, 70, 12, 4, dtype=torch.float64)
-    out, lse = dilated_attention(q, k, torch.ones_like(v), pattern, is_causal=is_causal, backend=backend, return_lse=True)
+    out, lse = dilated_attention(
+        q, k, torch.ones_like(v), pattern, is_causal=is_causal, backend=backend, return_lse=True
+    )
     covered = (lse > -math.inf).unsqueeze(-1).expand_as(out)
     assert testing.error(out[covered], torch.ones_like(out[covered])) < 1e-12
     assert (out[~covered] == 0).all()
@@ -107,7 +109,9 @@ def test_out_is_not_divided_by_its_own_sum() -> None:
     pattern = DilatedPattern.longnet([8, 32], [1, 2])
     out = dilated_attention(q, k, v, pattern)
     assert testing.error(dilated_attention(q, k, 1e-8 * v, pattern) * 1e8, out) < 1e-12
-    assert testing.error(dilated_attention(q, k, v - v.mean(-1, keepdim=True), pattern).sum(-1), 0 * out[..., 0]) < 1e-12
+    assert (
+        testing.error(dilated_attention(q, k, v - v.mean(-1, keepdim=True), pattern).sum(-1), 0 * out[..., 0]) < 1e-12
+    )
 
 
 @pytest.mark.parametrize("rule", ["longnet", "head_groups"])

@@ -1,4 +1,4 @@
-"""Every kernel on a CUDA device against the float64 oracle: at most twice (gradients three times) plain PyTorch's error.
+"""Every kernel on a CUDA device against the float64 oracle, by the rule of `dilated_attention.testing`.
 
 A kernel is forced by switching the others off, as users do. The oracle, and plain PyTorch in the same dtype, run on
 the device too, so lengths stay small except where size itself is the point.
@@ -144,9 +144,7 @@ def make_cases() -> list[Case]:
             # cuDNN builds a plan for every new shape, which takes longer than all the rest
             able = [k for k in fitting(dtype, mask != "none") for _ in range(1 if k == "cudnn" else 2)]
             cases.append(
-                Case(
-                    tokens, name, rule, is_causal, samples, heads, kv_heads, head_dim, mask, dtype, draw.choice(able)
-                )
+                Case(tokens, name, rule, is_causal, samples, heads, kv_heads, head_dim, mask, dtype, draw.choice(able))
             )
     return cases
 
@@ -327,7 +325,9 @@ def by_segments(attend: Callable[..., testing.Results], width: int, tensors: tup
     if whole < tensors[0].shape[1]:
         parts.append([x[:, whole:] for x in tensors])
     results = [[x for _, x in attend(*part).items()] for part in parts]
-    return testing.Results(*(torch.cat([x.flatten(0, 1) for x in some]).unsqueeze(0) for some in zip(*results, strict=True)))
+    return testing.Results(
+        *(torch.cat([x.flatten(0, 1) for x in some]).unsqueeze(0) for some in zip(*results, strict=True))
+    )
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), every_kernel())
@@ -491,9 +491,7 @@ def test_no_host_synchronisation(name: str, rule: str) -> None:
     dout, dlse = torch.ones_like(qkv[0]), torch.zeros(2, 75, 6, device=DEVICE)
 
     def step() -> None:
-        out, lse = dilated_attention(
-            *qkv, pattern, key_padding_mask=mask, enable_gqa=True, return_lse=True, **options
-        )
+        out, lse = dilated_attention(*qkv, pattern, key_padding_mask=mask, enable_gqa=True, return_lse=True, **options)
         torch.autograd.grad((out, lse), qkv, (dout, dlse))
 
     for _ in range(2):  # plans, kernels and torch's own set-up

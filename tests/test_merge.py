@@ -99,11 +99,11 @@ def test_merging_writes_in_place_and_only_there() -> None:
     assert torch.equal(part_lse, kept_lse)
 
 
-def test_a_half_precision_out_keeps_its_dtype() -> None:
-    out, lse = torch.full((1, 2), 4.0, dtype=torch.bfloat16), torch.zeros(1)
-    merge_(out, lse, torch.full((1, 2), 8.0, dtype=torch.bfloat16), torch.zeros(1))
-    assert out.dtype is torch.bfloat16
-    assert torch.equal(out, torch.full((1, 2), 6.0, dtype=torch.bfloat16))
+def test_half_precision_parts_are_merged_without_rounding() -> None:
+    out, lse = torch.full((1, 2), 1.0), torch.zeros(1)
+    merge_(out, lse, torch.full((1, 2), 1.0078125, dtype=torch.bfloat16), torch.zeros(1))  # the next one after 1
+    assert out.dtype is torch.float32
+    assert torch.equal(out, torch.full((1, 2), 1.00390625))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 1000])

@@ -105,9 +105,7 @@ def make_cases(lengths: tuple[int, ...], names: tuple[str, ...], *, long: bool) 
         samples, head_dim = (1, 4) if long else (draw.choice((1, 2, 3)), draw.choice((1, 4, 8)))
         if long and mask == "sample":
             mask = "random"
-        cases.append(
-            Case(tokens, pattern, name, is_causal, backend, dtype, samples, heads, kv_heads, head_dim, mask)
-        )
+        cases.append(Case(tokens, pattern, name, is_causal, backend, dtype, samples, heads, kv_heads, head_dim, mask))
     return cases
 
 
@@ -189,7 +187,7 @@ def test_a_gradient_of_lse_alone(rule: str, backend: str) -> None:
 # --- dropout: the oracle is given the seed that the function draws ----------------------------------------------
 
 DROPOUT_CASES = [
-    pytest.param(rule, name, tokens, is_causal, heads, mask, p, id=f"{rule}-{name}-n{tokens}-{is_causal}-{heads}-{mask}-{p}")
+    pytest.param(rule, name, tokens, is_causal, heads, mask, p, id=f"{rule}-{name}-n{tokens}-{is_causal}-{mask}-{p}")
     for (rule, name, is_causal), (tokens, heads, mask, p) in itertools.product(
         itertools.product(RULES, ("local", "paper", "odd", "twice"), (False, True)),
         ((17, (6, 3), "none", 0.1), (65, (3, 3), "random", 0.5), (40, (4, 4), "right", 0.9)),
@@ -233,7 +231,9 @@ GRADCHECK = [
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("mask", ["none", "random"])
 @pytest.mark.parametrize(("pattern", "heads", "kv_heads"), GRADCHECK)
-def test_gradcheck(pattern: DilatedPattern, heads: int, kv_heads: int, mask: str, is_causal: bool, backend: str) -> None:
+def test_gradcheck(
+    pattern: DilatedPattern, heads: int, kv_heads: int, mask: str, is_causal: bool, backend: str
+) -> None:
     tokens = 6
     qkv = testing.make_qkv(1, tokens, heads, 2, kv_heads=kv_heads, dtype=torch.float64)
     padding = make_mask(mask, 1, tokens)

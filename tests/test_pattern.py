@@ -69,8 +69,8 @@ WORKED_EXAMPLE = {
     "longnet": {0: EVEN, 2: EVEN, 1: ODD, 3: ODD},
     "torchscale": {0: EVEN, 1: EVEN, 2: ODD, 3: ODD},
     "head_groups": {
-        **dict.fromkeys((0, 1), {0: [0, 1, 2, 3], 1: [0, 1, 2, 3], 5: [4, 5, 6, 7]}),
-        **dict.fromkeys((2, 3), {0: [], 1: [1, 3, 5, 7], 5: [1, 3, 5, 7]}),
+        **{head: {0: [0, 1, 2, 3], 1: [0, 1, 2, 3], 5: [4, 5, 6, 7]} for head in (0, 1)},
+        **{head: {0: [], 1: [1, 3, 5, 7], 5: [1, 3, 5, 7]} for head in (2, 3)},
     },
 }
 
@@ -172,7 +172,7 @@ def test_rows_at_offset() -> None:
 def test_head_groups_deal_every_head_to_one_branch(heads: int) -> None:
     pattern = DilatedPattern.head_groups([2, 4, 8], [1, 2, 4])
     groups = [list(pattern.heads(branch, heads)) for branch in range(3)]
-    assert sum(groups, []) == list(range(heads))
+    assert [head for group in groups for head in group] == list(range(heads))
     sizes = [len(group) for group in groups]
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
@@ -257,12 +257,24 @@ BAD = [
     pytest.param([4], [0], ValueError, r"dilation_rates must be 1 or more, got 0", id="zero-rate"),
     pytest.param([4, -8], [1, 2], ValueError, r"segment_lengths must be 1 or more, got -8", id="negative-length"),
     pytest.param([4, 8], [1, -2], ValueError, r"dilation_rates must be 1 or more, got -2", id="negative-rate"),
-    pytest.param([1.5], [1], TypeError, r"every entry of segment_lengths must be a whole number, got 1\.5", id="float-length"),
-    pytest.param([4], [2.0], TypeError, r"every entry of dilation_rates must be a whole number, got 2\.0", id="float-rate"),
-    pytest.param([True], [1], TypeError, r"every entry of segment_lengths must be a whole number, got True", id="bool-length"),
-    pytest.param([4], [True], TypeError, r"every entry of dilation_rates must be a whole number, got True", id="bool-rate"),
-    pytest.param(["3"], [1], TypeError, r"every entry of segment_lengths must be a whole number, got '3'", id="string-length"),
-    pytest.param([4], [None], TypeError, r"every entry of dilation_rates must be a whole number, got None", id="none-rate"),
+    pytest.param(
+        [1.5], [1], TypeError, r"every entry of segment_lengths must be a whole number, got 1\.5", id="float-length"
+    ),
+    pytest.param(
+        [4], [2.0], TypeError, r"every entry of dilation_rates must be a whole number, got 2\.0", id="float-rate"
+    ),
+    pytest.param(
+        [True], [1], TypeError, r"every entry of segment_lengths must be a whole number, got True", id="bool-length"
+    ),
+    pytest.param(
+        [4], [True], TypeError, r"every entry of dilation_rates must be a whole number, got True", id="bool-rate"
+    ),
+    pytest.param(
+        ["3"], [1], TypeError, r"every entry of segment_lengths must be a whole number, got '3'", id="string-length"
+    ),
+    pytest.param(
+        [4], [None], TypeError, r"every entry of dilation_rates must be a whole number, got None", id="none-rate"
+    ),
     pytest.param([4] * 65, [1] * 65, ValueError, r"at most 64 branches, got 65", id="65-branches"),
 ]
 

@@ -19,7 +19,7 @@ from dilated_attention import DilatedPattern, dilated_attention, testing
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import RULES
 
-FEW = settings(deadline=None, derandomize=True, database=None, max_examples=60)
+FEW = settings(deadline=None, derandomize=True, database=None, max_examples=100)
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,22 @@ def problems(
     max_group: int = 2,
     max_branches: int = 3,
     max_rate: int = 5,
+    max_length: int = 24,
 ) -> Problem:
-    rule = draw(st.sampled_from(rules))
-    branches = draw(
-        st.lists(st.tuples(st.integers(1, 24), st.integers(1, max_rate)), min_size=1, max_size=max_branches)
-    )
-    lengths, rates = zip(*branches, strict=True)
+    """Drawn one by one, numbers would mostly be small or equal; so a seed is drawn and the rest follows evenly."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    pick = random.Random(seed)
+    rule, branches = pick.choice(rules), pick.randint(1, max_branches)
+    lengths = tuple(pick.randint(1, max_length) for _ in range(branches))
+    rates = tuple(pick.randint(1, max_rate) for _ in range(branches))
     return Problem(
         pattern=DilatedPattern(rule, lengths, rates),
-        tokens=draw(st.integers(1, 30)),
-        kv_heads=draw(st.integers(len(branches) if rule == "head_groups" else 1, 5)),
-        group=draw(st.integers(1, max_group)),
-        is_causal=draw(st.booleans()) if causal is None else causal,
-        backend=draw(st.sampled_from(["sdpa", "eager"])),
-        seed=draw(st.integers(0, 1000)),
+        tokens=pick.randint(1, 30),
+        kv_heads=pick.randint(branches if rule == "head_groups" else 1, 5),
+        group=pick.randint(1, max_group),
+        is_causal=pick.random() < 0.5 if causal is None else causal,
+        backend=pick.choice(["sdpa", "eager"]),
+        seed=seed,
     )
 
 
@@ -189,7 +191,7 @@ def test_a_repeated_pattern_only_raises_lse(problem: Problem, times: int) -> Non
 
 
 @FEW
-@given(problems(rules=("longnet", "head_groups")), st.integers(1, 3))
+@given(problems(rules=("longnet", "head_groups"), max_length=8, max_branches=2), st.integers(1, 3))
 def test_rolling_by_whole_segments_rolls_the_result(problem: Problem, by: int) -> None:
     step = math.lcm(*problem.pattern.segment_lengths)
     assume(step <= 40)
@@ -205,7 +207,7 @@ def test_rolling_by_whole_segments_rolls_the_result(problem: Problem, by: int) -
 
 
 @FEW
-@given(problems(rules=("longnet", "head_groups")), st.integers(1, 2))
+@given(problems(rules=("longnet", "head_groups"), max_length=8, max_branches=2), st.integers(1, 2))
 def test_cutting_between_segments_changes_nothing(problem: Problem, pieces: int) -> None:
     step = math.lcm(*problem.pattern.segment_lengths)
     assume(step <= 40)

@@ -16,9 +16,7 @@ from dilated_attention.pattern import RULES
 PATTERNS = [([4, 8], [1, 2]), ([3, 9], [5, 4]), ([5], [2]), ([6, 40], [1, 3])]
 
 
-def one_row(
-    q: Tensor, k: Tensor, v: Tensor, keys: list[int], zeros: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def one_row(q: Tensor, k: Tensor, v: Tensor, keys: list[int], zeros: int, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax of q (D) over the rows ``keys`` of k and v (N, D) and that many zero keys, in plain steps."""
     if not keys and not zeros:
         return torch.zeros_like(q), torch.tensor(-math.inf, dtype=q.dtype)

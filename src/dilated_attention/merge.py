@@ -25,7 +25,8 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 def add_zero_keys_(out: Tensor, lse: Tensor, log_count: Tensor | float) -> None:
     """Merge with exp(log_count) keys of score 0 and value 0, the state (0, log_count), in place."""
-    log_count = torch.as_tensor(log_count, dtype=lse.dtype, device=lse.device)
+    if isinstance(log_count, float):
+        log_count = lse.new_full((), log_count)  # filled on the device: a copy from the host would wait for it
     weight = torch.sigmoid(lse - log_count).masked_fill_(lse == -torch.inf, 0.0)
     out.mul_(weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, log_count))

@@ -135,7 +135,7 @@ def test_the_command_writes_what_a_number_needs(tmp_path: Path, capsys: pytest.C
     file = tmp_path / "new" / "bench.json"
     assert run_command(few(), file) == 0  # a baseline may be wrong
     written = json.loads(file.read_text())
-    assert {"date", "command", "commit", "dirty", "device", "cores", "versions"} <= set(written["machine"])
+    assert {"date", "command", "commit", "dirty", "device", "cores", "load", "versions"} <= set(written["machine"])
     assert written["setting"]["tokens"] == 128
     assert written["setting"]["dtype"] == "torch.float32"
     by_name = {record["implementation"]: record for record in written["results"]}
