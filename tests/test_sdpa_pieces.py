@@ -29,9 +29,9 @@ def test_pieces_keep_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sdpa.LIMITS, "cpu", (5, 4000))
     q = torch.randn(23, 8, 2, 4)  # 256 bytes a sample
     pieces = sdpa._pieces(q, q, q)
-    assert [piece.q(q).shape[0] for piece in pieces] == [5, 5, 5, 5, 3]
+    assert [piece.queries(q).shape[0] for piece in pieces] == [5, 5, 5, 5, 3]
     wide = torch.randn(3, 8, 2, 400)  # 25,600 bytes a sample: one head at a time
-    heads = [piece.kv(wide) for piece in sdpa._pieces(wide, wide, wide)]
+    heads = [piece.keys(wide) for piece in sdpa._pieces(wide, wide, wide)]
     assert len(heads) == 6
     assert all(x.is_contiguous() for x in heads)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +19,32 @@ from torch.nn import functional as F
 
 ops = torch.ops.aten
 
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor, Tensor]
-]
+
+class Dense(NamedTuple):
+    """One dense problem."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    causal: bool
+    scale: float
+
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+
+
+Result = tuple[Tensor, Tensor]  # out, lse
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel: forward(q, k, v, bias, causal, scale), backward(dout, q, k, v, out, lse, bias, causal, scale)."""
+    """One kernel: forward(problem), and backward(problem, out, lse, dout) with the merged out and lse."""
 
     name: str
-    forward: Forward
-    backward: Backward
+    forward: Callable[[Dense], Result]
+    backward: Callable[[Dense, Tensor, Tensor, Tensor], Gradients]
     takes_bias: bool
     min_rows: int = 1
 
@@ -56,9 +70,88 @@ def efficient() -> Kernel:
     return Kernel("efficient", _efficient_forward, _efficient_backward, takes_bias=True)
 
 
-def _swap(*tensors: Tensor) -> list[Tensor]:
+def _flash_cpu_forward(x: Dense) -> Result:
+    q, k, v = x.heads_first()
+    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, x.causal, attn_mask=x.bias, scale=x.scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _flash_cpu_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+    q, k, v = x.heads_first()
+    dout, out, lse = _swap(dout, out, lse)
+    grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse.contiguous(), 0.0, x.causal, attn_mask=x.bias, scale=x.scale
+    )
+    return _swap(*grads)
+
+
+def _flash_forward(x: Dense) -> Result:
+    q, k, v = x.heads_first()
+    out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, x.causal, False, scale=x.scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _flash_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+    q, k, v = x.heads_first()
+    dout, out, lse = _swap(dout, out, lse)
+    rows, keys, unused = q.shape[2], k.shape[2], _unused(q)
+    grads = ops._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, x.causal, unused, unused, scale=x.scale
+    )
+    return _swap(*grads)
+
+
+def _cudnn_forward(x: Dense) -> Result:
+    q, k, v = x.heads_first()
+    out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, x.causal, False, scale=x.scale)
+    return out.transpose(1, 2), lse.view(q.shape[:3]).transpose(1, 2)  # lse comes as (b, h, L, 1)
+
+
+def _cudnn_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+    q, k, v = x.heads_first()
+    dout, out, lse = _swap(dout, out, lse)
+    stats, rows, keys, unused = lse.contiguous().unsqueeze(-1), q.shape[2], k.shape[2], _unused(q)
+    grads = ops._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, stats, unused, unused, None, None, None, rows, keys, 0.0, x.causal, scale=x.scale
+    )
+    return _swap(*grads)
+
+
+def _efficient_forward(x: Dense) -> Result:
+    if x.q.shape[2] != x.k.shape[2] > 1:  # this kernel shares no heads: one call per key/value head
+        parts = [_efficient_forward(one) for one in _by_kv_head(x)]
+        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+    q, k, v = _spread(x).heads_first()
+    bias = None if x.bias is None else x.bias.expand(*q.shape[:3], k.shape[2])
+    out, lse, *_ = ops._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, x.causal, scale=x.scale)
+    return out.transpose(1, 2), lse[:, :, : q.shape[2]].transpose(1, 2)  # lse comes padded to a multiple of 32
+
+
+def _efficient_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+    kv_heads, heads = x.k.shape[2], x.q.shape[2]
+    if heads != kv_heads > 1:
+        query_side = (t.chunk(kv_heads, 2) for t in (out, lse, dout))
+        grads = [_efficient_backward(*one) for one in zip(_by_kv_head(x), *query_side, strict=True)]
+        dq, dk, dv = (torch.cat(parts, 2) for parts in zip(*grads, strict=True))
+        return dq, dk, dv
+    q, k, v = _spread(x).heads_first()
+    out = out.contiguous()  # the kernel takes the row stride of out for granted: a strided one gives wrong gradients
+    dout, out, lse = _swap(dout, out, lse)
+    bias = None if x.bias is None else x.bias.expand(*q.shape[:3], k.shape[2])
+    lse = F.pad(lse.contiguous(), (0, -lse.shape[2] % 32), value=torch.inf)  # as padded as the forward gives it
+    which, unused = [True, True, True, False], _unused(q)
+    *all_grads, _ = ops._scaled_dot_product_efficient_attention_backward(
+        dout, q, k, v, bias, out, lse, unused, unused, 0.0, which, x.causal, scale=x.scale
+    )
+    dq, dk, dv = _swap(*all_grads)
+    if kv_heads != heads:
+        dk, dv = (grad.sum(2, keepdim=True, dtype=torch.float32).to(grad.dtype) for grad in (dk, dv))
+    return dq, dk, dv
+
+
+def _swap(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(b, L, h, ...) to (b, h, L, ...) and back."""
-    return [x.transpose(1, 2) for x in tensors]
+    return a.transpose(1, 2), b.transpose(1, 2), c.transpose(1, 2)
 
 
 def _unused(q: Tensor) -> Tensor:
@@ -66,144 +159,13 @@ def _unused(q: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
-def _flash_cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    q, k, v = _swap(q, k, v)
-    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    out, lse = _swap(out, lse)
-    return out, lse
+def _by_kv_head(x: Dense) -> list[Dense]:
+    """A problem for each key/value head and its query heads."""
+    parts = zip(*(t.chunk(x.k.shape[2], 2) for t in (x.q, x.k, x.v)), strict=True)
+    return [x._replace(q=q, k=k, v=v) for q, k, v in parts]
 
 
-def _flash_cpu_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out, lse = _swap(dout, q, k, v, out, lse)
-    grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=bias, scale=scale
-    )
-    dq, dk, dv = _swap(*grads)
-    return dq, dk, dv
-
-
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    q, k, v = _swap(q, k, v)
-    out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    out, lse = _swap(out, lse)
-    return out, lse
-
-
-def _flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, keys, unused = q.shape[1], k.shape[1], _unused(q)
-    dout, q, k, v, out, lse = _swap(dout, q, k, v, out, lse)
-    grads = ops._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, causal, unused, unused, scale=scale
-    )
-    dq, dk, dv = _swap(*grads)
-    return dq, dk, dv
-
-
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    q, k, v = _swap(q, k, v)
-    out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    out, lse = _swap(out, lse.view(q.shape[:3]))  # lse comes as (b, h, L, 1)
-    return out, lse
-
-
-def _cudnn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, keys, unused = q.shape[1], k.shape[1], _unused(q)
-    dout, q, k, v, out, lse = _swap(dout, q, k, v, out, lse)
-    stats = lse.contiguous().unsqueeze(-1)
-    grads = ops._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, stats, unused, unused, None, None, None, rows, keys, 0.0, causal, scale=scale
-    )
-    dq, dk, dv = _swap(*grads)
-    return dq, dk, dv
-
-
-def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    if q.shape[2] != k.shape[2] > 1:  # this kernel shares no heads: one call per key/value head
-        heads = zip(*_by_kv_head(k.shape[2], q, k, v), strict=True)
-        parts = [_efficient_forward(a, b, c, bias, causal, scale) for a, b, c in heads]
-        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-    q, k, v = _swap(q, *_spread(q, k, v))
-    bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
-    out, lse, *_ = ops._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
-    out, lse = _swap(out, lse[:, :, : q.shape[2]])  # lse comes padded to a multiple of 32
-    return out, lse
-
-
-def _efficient_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads, heads = k.shape[2], q.shape[2]
-    if heads != kv_heads > 1:
-        each = zip(*_by_kv_head(kv_heads, dout, q, k, v, out, lse), strict=True)
-        grads = [_efficient_backward(a, b, c, d, e, f, bias, causal, scale) for a, b, c, d, e, f in each]
-        dq, dk, dv = (torch.cat(parts, 2) for parts in zip(*grads, strict=True))
-        return dq, dk, dv
-    k, v = _spread(q, k, v)
-    out = out.contiguous()  # the kernel takes the row stride of out for granted: a strided one gives wrong gradients
-    dout, q, k, v, out, lse = _swap(dout, q, k, v, out, lse)
-    bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
-    lse = F.pad(lse.contiguous(), (0, -lse.shape[2] % 32), value=torch.inf)  # as padded as the forward gives it
-    which, unused = [True, True, True, False], _unused(q)
-    *grads, _ = ops._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, bias, out, lse, unused, unused, 0.0, which, causal, scale=scale
-    )
-    dq, dk, dv = _swap(*grads)
-    if kv_heads != heads:
-        dk, dv = (x.sum(2, keepdim=True, dtype=torch.float32).to(x.dtype) for x in (dk, dv))
-    return dq, dk, dv
-
-
-def _by_kv_head(kv_heads: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """For each tensor its parts, a key/value head or its query heads each."""
-    return [x.chunk(kv_heads, 2) for x in tensors]
-
-
-def _spread(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def _spread(x: Dense) -> Dense:
     """One key/value head seen by every query head, with stride 0."""
-    return [x.expand(-1, -1, q.shape[2], -1) for x in (k, v)]
+    k, v = (t.expand(-1, -1, x.q.shape[2], -1) for t in (x.k, x.v))
+    return x._replace(k=k, v=v)

@@ -13,7 +13,7 @@ from torch.backends import cuda as cuda_backends
 from torch.nn import functional as F
 
 from dilated_attention.backends import aten, eager
-from dilated_attention.backends.aten import Kernel
+from dilated_attention.backends.aten import Dense, Gradients, Kernel
 from dilated_attention.backends.problem import Masking, Request, backward_lse
 
 # What one call can count: a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
@@ -48,11 +48,8 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
     kernel = _kernel_for(q, kernels)
     if kernel is None:
         return eager.forward((), q, k, v, masking)
-    bias, causal, scale = _bias(masking, q), masking.is_causal, masking.scale
-    parts = [
-        kernel.forward(piece.q(q), piece.kv(k), piece.kv(v), piece.bias(bias), causal, scale)
-        for piece in _pieces(q, k, v)
-    ]
+    problem = Dense(q, k, v, _bias(masking, q), masking.is_causal, masking.scale)
+    parts = [kernel.forward(piece.of(problem)) for piece in _pieces(q, k, v)]
     out, lse = _joined([out for out, _ in parts], q), _joined([lse for _, lse in parts], q[..., 0])
     empty = masking.rows_without_keys(q.shape[1])
     if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
@@ -77,7 +74,8 @@ def backward(
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
     lse = backward_lse(lse)
-    dq, dk, dv = _backward_once(kernel, dout, q, k, v, out, lse, masking)
+    problem = Dense(q, k, v, _bias(masking, q), masking.is_causal, masking.scale)
+    dq, dk, dv = _backward_once(kernel, problem, out, lse, dout)
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
         # gives exactly the part that lse sends back; dlse is split in two columns so that it keeps its digits.
@@ -85,21 +83,18 @@ def backward(
         columns = torch.stack([high, (dlse - high).to(q.dtype)], -1)[..., : q.shape[-1]]
         rest = q.shape[-1] - columns.shape[-1]
         ones, minus = F.pad(torch.ones_like(columns), (0, rest)), F.pad(-columns, (0, rest))
-        dq_lse, dk_lse, _ = _backward_once(kernel, ones, q, k, torch.zeros_like(v), minus, lse, masking)
+        dq_lse, dk_lse, _ = _backward_once(kernel, problem._replace(v=torch.zeros_like(v)), minus, lse, ones)
         dq, dk = dq + dq_lse, dk + dk_lse
     return dq, dk, dv
 
 
-def _backward_once(
-    kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masking: Masking
-) -> tuple[Tensor, Tensor, Tensor]:
-    bias, causal, scale = _bias(masking, q), masking.is_causal, masking.scale
-    parts = []
-    for piece in _pieces(q, k, v, dout, out):
-        some_dout, some_q, some_out, some_lse = (piece.q(x) for x in (dout, q, out, lse))
-        some_k, some_v, some_bias = piece.kv(k), piece.kv(v), piece.bias(bias)
-        parts.append(kernel.backward(some_dout, some_q, some_k, some_v, some_out, some_lse, some_bias, causal, scale))
-    dq, dk, dv = (_joined(list(grads), x) for grads, x in zip(zip(*parts, strict=True), (q, k, v), strict=True))
+def _backward_once(kernel: Kernel, problem: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+    inputs = (problem.q, problem.k, problem.v)
+    parts = [
+        kernel.backward(piece.of(problem), *(piece.queries(x) for x in (out, lse, dout)))
+        for piece in _pieces(*inputs, out, dout)
+    ]
+    dq, dk, dv = (_joined(list(grads), x) for grads, x in zip(zip(*parts, strict=True), inputs, strict=True))
     return dq, dk, dv
 
 
@@ -110,20 +105,26 @@ class _Piece(NamedTuple):
     kv_head: int | None = None
     group: int = 1
 
-    def q(self, x: Tensor) -> Tensor:
+    def queries(self, x: Tensor) -> Tensor:
+        """The piece of a tensor that has the query heads."""
         x = x[self.samples]
         if self.kv_head is None:
             return x
         return x[:, :, self.kv_head * self.group : (self.kv_head + 1) * self.group].contiguous()
 
-    def kv(self, x: Tensor) -> Tensor:
+    def keys(self, x: Tensor) -> Tensor:
+        """The piece of a tensor that has the key/value heads."""
         x = x[self.samples]
         return x if self.kv_head is None else x[:, :, self.kv_head : self.kv_head + 1].contiguous()
 
-    def bias(self, bias: Tensor | None) -> Tensor | None:
-        if bias is None or self.kv_head is None or bias.shape[1] == 1:
-            return None if bias is None else bias[self.samples]
-        return bias[self.samples, self.kv_head : self.kv_head + 1]
+    def of(self, problem: Dense) -> Dense:
+        bias = problem.bias
+        if bias is not None:
+            bias = bias[self.samples]
+            if self.kv_head is not None and bias.shape[1] > 1:
+                bias = bias[:, self.kv_head : self.kv_head + 1]
+        q, k, v = self.queries(problem.q), self.keys(problem.k), self.keys(problem.v)
+        return problem._replace(q=q, k=k, v=v, bias=bias)
 
 
 def _pieces(q: Tensor, k: Tensor, *others: Tensor) -> list[_Piece]:
