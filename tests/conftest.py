@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
+torch.set_num_threads(1)
+
 # The first call of an operator can take a second: a time limit per example would fail at random.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")

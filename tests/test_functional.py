@@ -628,6 +628,20 @@ def test_opcheck_backward(name: str, which: tuple[bool, bool]) -> None:
     torch.library.opcheck(OPS.backward.default, (dout, dlse, *qkv, mask, seed, out, lse, *rest))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backward_op_takes_any_strides(backend: str) -> None:
+    """Hooks on saved tensors, and compilers, may hand out and lse back in another layout."""
+    qkv = testing.make_qkv(3, 16, 4, 8, dtype=torch.float64)
+    rest = ("longnet", [4, 8], [1, 3], False, 0.3, 0.0, backend)
+    out, lse = OPS.forward(*qkv, None, None, *rest)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    expected = OPS.backward(dout, dlse, *qkv, None, None, out, lse, *rest)
+    strided_ones = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, dlse, out, lse)]
+    got = OPS.backward(*strided_ones[:2], *qkv, None, None, *strided_ones[2:], *rest)
+    for x, y in zip(got, expected, strict=True):
+        assert testing.error(x, y) < 1e-12
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     """Plans are cached for the process: two threads that ask for different ones get their own."""
     qkv = testing.make_qkv(2, 33, 4, 8)

@@ -78,8 +78,9 @@ def backward(
     with _no_autocast(q.device):
         work = Work.prepare(q, k, v, padding, seed, settings)
         dout = torch.zeros_like(out) if dout is None else dout
-        dlse = None if dlse is None else dlse.contiguous()
-        grads = work.backward(work.usable(dout).contiguous(), dlse, work.usable(out), lse)
+        # one layout for what belongs to the queries: blocks may fold samples, and cuDNN wants out and dout alike
+        dout, out, lse = work.usable(dout).contiguous(), work.usable(out).contiguous(), lse.contiguous()
+        grads = work.backward(dout, None if dlse is None else dlse.contiguous(), out, lse)
     dq, dk, dv = (grad[..., : q.shape[-1]].to(q.dtype).contiguous() for grad in grads)
     return dq, dk, dv
 

@@ -91,6 +91,8 @@ def dilated_attention(
     check_backend(backend)
     seed = None
     if dropout_p > 0:
+        if backend != "auto" and not torch.compiler.is_compiling():  # a refusal must not cost a draw
+            choose.choose(backend, Settings(pattern, is_causal, scale, dropout_p, backend).request(query, False))
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=query.device)
     out, lse = _ops.forward(
         query,

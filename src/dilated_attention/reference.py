@@ -47,7 +47,8 @@ def attention(
     top = torch.maximum(top, torch.where(zeros > 0, 0.0, -torch.inf).to(top.dtype))
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = (scores - top).exp()
-    total = (count * weights).sum(-1, keepdim=True) + zeros * (-top).exp()
+    filled = torch.where(zeros > 0, zeros * (-top).exp(), 0.0)  # 0 * inf where all scores are very low
+    total = (count * weights).sum(-1, keepdim=True) + filled
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (top + total.log()).masked_fill(empty, -torch.inf).squeeze(-1).transpose(1, 2)

@@ -1,0 +1,113 @@
+"""The checker itself, what it lets pass and what not: one that could not fail would make every other test worthless."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, dilated_attention, testing
+
+PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
+LAYOUTS = ("contiguous", "fused", "transposed", "expanded", "odd")
+
+
+def results(qkv: tuple[Tensor, ...], dtype: torch.dtype | None = torch.float64) -> testing.Results:
+    dout, dlse = torch.ones_like(qkv[0]), torch.ones(qkv[0].shape[:3])
+    return testing.oracle(qkv, PATTERN, dout, dlse, dtype=dtype)
+
+
+def test_error_counts_from_one() -> None:
+    expected = torch.tensor([0.5, -0.25])
+    assert testing.error(expected, expected) == 0
+    assert testing.error(expected + 0.125, expected) == 0.125
+    assert testing.error(8 * expected + 0.5, 8 * expected) == 0.125  # relative once values exceed 1
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        ([math.nan, 0.0], [0.0, 0.0]),
+        ([0.0, 0.0], [math.nan, 0.0]),
+        ([0.0, 0.0], [-math.inf, 0.0]),
+        ([-math.inf, 0.0], [0.0, 0.0]),
+        ([0.0], [0.0, 0.0]),
+    ],
+)
+def test_what_is_infinitely_wrong(got: list[float], expected: list[float]) -> None:
+    assert testing.error(torch.tensor(got), torch.tensor(expected)) == math.inf
+
+
+def test_infinities_that_agree_are_right() -> None:
+    x = torch.tensor([-math.inf, 1.0])
+    assert testing.error(x, x) == 0
+    assert testing.error(torch.zeros(0, 3), torch.zeros(0, 3)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+def test_a_single_wrong_number_is_noticed(dtype: torch.dtype, name: str) -> None:
+    qkv = testing.make_qkv(1, 20, 2, 8, dtype=dtype)
+    expected, plain = results(qkv), results(qkv, dtype=None)
+    rounded = {key: x.to(dtype if key != "lse" else x.dtype) for key, x in expected.items()}
+    testing.assert_exact(testing.Results(**rounded), expected, plain)
+    wrong = rounded[name].clone()
+    wrong[(0, 3) + (0,) * (wrong.dim() - 2)] += {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 0.5)
+    with pytest.raises(AssertionError, match=f"{name} is off by"):
+        testing.assert_exact(replace(testing.Results(**rounded), **{name: wrong}), expected, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 4.0, 10.0])
+def test_limits_are_finite_whatever_the_scores(dtype: torch.dtype, size: float) -> None:
+    """Where plain PyTorch fails altogether, anything would pass."""
+    q, k, v = testing.make_qkv(1, 4, 1, 8, dtype=dtype)
+    qkv = (q.abs() * size, -k.abs() * size, v)
+    allowed = testing.limits(results(qkv), results(qkv, dtype=None), dtype)
+    assert all(0 < limit < math.inf for limit in allowed.values()), allowed
+
+
+def test_check_runs_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = testing.make_qkv(1, 20, 2, 8, dtype=torch.float64)
+    testing.check(qkv, PATTERN)
+    for change in ({"scale": 0.3}, {"is_causal": True}):
+        monkeypatch.setattr(
+            testing, "dilated_attention", lambda *x, change=change, **options: dilated_attention(*x, **options | change)
+        )
+        with pytest.raises(AssertionError, match=r"out is off by .*; lse is off by .*; dq .*; dk .*; dv"):
+            testing.check(qkv, PATTERN)
+
+
+def test_check_sends_a_gradient_through_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_gradient(*x: Tensor, **options) -> tuple[Tensor, Tensor]:
+        out, lse = dilated_attention(*x, **options)
+        return out, lse.detach() + 0 * out[..., 0]
+
+    qkv = testing.make_qkv(1, 20, 2, 8, dtype=torch.float64)
+    monkeypatch.setattr(testing, "dilated_attention", no_gradient)
+    testing.check(qkv, DilatedPattern.longnet([8], [1]), lse_gradient=False)
+    with pytest.raises(AssertionError, match="dq is off by"):
+        testing.check(qkv, DilatedPattern.longnet([8], [1]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_made_inputs(layout: str, dtype: torch.dtype) -> None:
+    q, k, v = testing.make_qkv(2, 5, 6, 4, kv_heads=3, layout=layout, dtype=dtype, seed=3)
+    assert q.shape == (2, 5, 6, 4)
+    assert k.shape == v.shape == (2, 5, 3, 4)
+    assert {x.dtype for x in (q, k, v)} == {dtype}
+    again = testing.make_qkv(2, 5, 6, 4, kv_heads=3, layout=layout, dtype=dtype, seed=3)
+    other = testing.make_qkv(2, 5, 6, 4, kv_heads=3, layout=layout, dtype=dtype, seed=4)
+    assert all(map(torch.equal, (q, k, v), again))
+    assert not torch.equal(q, other[0])
+    assert not torch.equal(k, v)
+    assert q.is_contiguous() == (layout == "contiguous")
+
+
+def test_an_unknown_layout() -> None:
+    with pytest.raises(ValueError, match="unknown layout 'diagonal'"):
+        testing.make_qkv(1, 2, 3, 4, layout="diagonal")
