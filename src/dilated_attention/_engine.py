@@ -80,6 +80,8 @@ def backward(
         dout = torch.zeros_like(out) if dout is None else dout
         # one layout for what belongs to the queries: blocks may fold samples, and cuDNN wants out and dout alike
         dout, out, lse = work.usable(dout).contiguous(), work.usable(out).contiguous(), lse.contiguous()
+        if padding is not None:  # else a row in a block has a key, itself
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         grads = work.backward(dout, None if dlse is None else dlse.contiguous(), out, lse)
     dq, dk, dv = (grad[..., : q.shape[-1]].to(q.dtype).contiguous() for grad in grads)
     return dq, dk, dv

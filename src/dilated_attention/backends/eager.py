@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import Masking, Request, accumulate_dtype, backward_lse
+from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
 
 TILE_ELEMENTS = {"cpu": 1 << 22}  # scores held at once: what a cache keeps on a CPU,
 TILE_ELEMENTS_ELSEWHERE = 1 << 25  # and what keeps a GPU busy
@@ -62,7 +62,6 @@ def backward(
     dk = torch.zeros(k.shape, dtype=exact, device=k.device)
     dv = torch.zeros(v.shape, dtype=exact, device=v.device)
     heads = k.shape[2]
-    lse = backward_lse(lse)
     # d score = weight * (d weight - slope): slope collects what the normalisation and lse give back
     slope = (dout.to(exact) * out.to(exact)).sum(-1)
     if dlse is not None:

@@ -5,7 +5,8 @@ A backend is a module with
     kernels(request) -> the kernels that can run it, first choice first
     forward(kernels, q, k, v, masking) -> (out, lse)
     backward(kernels, dout, q, k, v, out, lse, dlse, masking) -> (dq, dk, dv)
-where out and lse in the backward are the final merged ones, which makes each block's gradients exact.
+where out and lse in the backward are the final merged ones, which makes each block's gradients exact, and lse is
++inf for rows without keys: their weights exp(s - inf) are then 0 instead of NaN.
 
 Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h); h a multiple of hk.
 """
@@ -75,8 +76,3 @@ class Masking:
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of lse and of sums: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def backward_lse(lse: Tensor) -> Tensor:
-    """lse with +inf for -inf: rows without keys then get weights exp(s - inf) = 0 instead of NaN."""
-    return lse.masked_fill(lse == -torch.inf, torch.inf)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dilated_attention.backends import aten, eager
 from dilated_attention.backends.aten import Dense, Gradients, Kernel
-from dilated_attention.backends.problem import Masking, Request, backward_lse
+from dilated_attention.backends.problem import Masking, Request
 
 # What one call can count: a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
 # which offsets in cuDNN's and flash's backward wrap: wrong gradients without a word, or an illegal access.
@@ -73,7 +73,6 @@ def backward(
     kernel = _kernel_for(q, kernels)
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
-    lse = backward_lse(lse)
     problem = Dense(q, k, v, _bias(masking, q), masking.is_causal, masking.scale)
     dq, dk, dv = _backward_once(kernel, problem, out, lse, dout)
     if dlse is not None:
@@ -101,23 +100,25 @@ def _backward_once(kernel: Kernel, problem: Dense, out: Tensor, lse: Tensor, dou
 class _Piece(NamedTuple):
     """A part of a problem that one kernel call takes: some samples, and one key/value head or all."""
 
-    samples: slice
+    samples: slice | None = None  # None: the whole problem
     kv_head: int | None = None
     group: int = 1
 
     def queries(self, x: Tensor) -> Tensor:
         """The piece of a tensor that has the query heads."""
-        x = x[self.samples]
+        x = x if self.samples is None else x[self.samples]
         if self.kv_head is None:
             return x
         return x[:, :, self.kv_head * self.group : (self.kv_head + 1) * self.group].contiguous()
 
     def keys(self, x: Tensor) -> Tensor:
         """The piece of a tensor that has the key/value heads."""
-        x = x[self.samples]
+        x = x if self.samples is None else x[self.samples]
         return x if self.kv_head is None else x[:, :, self.kv_head : self.kv_head + 1].contiguous()
 
     def of(self, problem: Dense) -> Dense:
+        if self.samples is None:
+            return problem
         bias = problem.bias
         if bias is not None:
             bias = bias[self.samples]
@@ -133,11 +134,11 @@ def _pieces(q: Tensor, k: Tensor, *others: Tensor) -> list[_Piece]:
     A single segment whose rows lie too far apart is the only thing ever copied, a head at a time.
     """
     if q.device.type not in LIMITS:
-        return [_Piece(slice(None))]
+        return [_Piece()]
     most, span = LIMITS[q.device.type]
     tensors, samples, kv_heads = (q, k, *others), k.shape[0], k.shape[2]
     if samples <= most and all(_span(x) < span for x in tensors):
-        return [_Piece(slice(None))]
+        return [_Piece()]
     step = max(1, min(most, *(span // max(1, x.stride(0) * x.itemsize) for x in tensors)))
     if all(_span(x[:step]) < span for x in tensors):
         return [_Piece(slice(first, first + step)) for first in range(0, samples, step)]
