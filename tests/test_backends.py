@@ -157,7 +157,7 @@ def test_head_dims_that_a_kernel_must_pad(head_dim: int, monkeypatch: pytest.Mon
 
 def test_blocks_too_short_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that takes no single row leaves it to a few products."""
-    monkeypatch.setattr(sdpa, "_kernel_for", lambda q, kernels: kernels[0] if q.shape[1] >= 2 else None)
+    monkeypatch.setattr(sdpa, "_kernel_for", lambda rows, kernels: kernels[0] if rows >= 2 else None)
     for tokens in (1, 2, 17):  # 17: a tail of one
         testing.check(testing.make_qkv(2, tokens, 4, 8, dtype=torch.float64), PATTERN, backend="sdpa")
 

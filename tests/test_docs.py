@@ -1,6 +1,8 @@
 """Every Python block in the documentation runs, in order, page by page."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,10 @@ def test_readme_is_short_and_its_map_true() -> None:
     there = {p.name for p in source.glob("*.py") if p.name != "__init__.py"}
     there |= {f"{p.name}/" for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert listed == there
+
+
+def test_the_figures_in_the_readme_are_those_that_were_measured() -> None:
+    printed = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/table.py"], capture_output=True, text=True, check=True, encoding="utf-8"
+    ).stdout
+    assert printed.strip() in (ROOT / "README.md").read_text(encoding="utf-8"), "paste what benchmarks/table.py prints"

@@ -80,9 +80,12 @@ def backward(
         dout = torch.zeros_like(out) if dout is None else dout
         # one layout for what belongs to the queries: blocks may fold samples, and cuDNN wants out and dout alike
         dout, out, lse = work.usable(dout).contiguous(), work.usable(out).contiguous(), lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
         if padding is not None:  # else a row in a block has a key, itself
-            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        grads = work.backward(dout, None if dlse is None else dlse.contiguous(), out, lse)
+            empty = lse == -torch.inf
+            lse, dout = lse.masked_fill(empty, torch.inf), dout.masked_fill(empty.unsqueeze(-1), 0.0)
+            dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
+        grads = work.backward(dout, dlse, out, lse)
     dq, dk, dv = (grad[..., : q.shape[-1]].to(q.dtype).contiguous() for grad in grads)
     return dq, dk, dv
 

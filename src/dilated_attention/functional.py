@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dilated_attention import _ops
 from dilated_attention._engine import Settings
+from dilated_attention._plan import plan
 from dilated_attention.backends import choose
 from dilated_attention.pattern import DilatedPattern
 
@@ -84,8 +87,10 @@ def dilated_attention(
     Returns:
         (B, N, H, D), or that and lse. A row with no key to see gets 0 and -inf.
     """
-    query, key, value = _autocast(query, key, value)
     _check(query, key, value, pattern, key_padding_mask, enable_gqa)
+    query, key, value = (x.to(_computed(x)) for x in (query, key, value))
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
     dropout_p = checked_probability(dropout_p)
     check_backend(backend)
@@ -139,23 +144,25 @@ def explain(
     backend: str = "auto",
 ) -> Explanation:
     """Which backend and kernel `dilated_attention` with the same arguments runs, and why no other. Computes nothing."""
-    query, key, value = _autocast(query, key, value)
     _check(query, key, value, pattern, key_padding_mask, enable_gqa)
+    query = query.to(_computed(query))
     check_backend(backend)
     scale = 1.0 if scale is None else checked_scale(scale)
     settings = Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend)
     request = settings.request(query, key_padding_mask is not None)
     choice = choose.choose(backend, request)
-    return Explanation(choice.name, str(choice.kernels[0]), choose.why_not(choice, request))
+    samples, tokens, heads, _ = query.shape
+    blocks = plan(pattern, samples, tokens, key.shape[2], heads // key.shape[2], True).blocks
+    kernel = choice.module.describe(choice.kernels, {block.rows for block in blocks})
+    return Explanation(choice.name, kernel, choose.why_not(choice, request))
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, what F.scaled_dot_product_attention would compute in; float64 is left alone."""
-    device = tensors[0].device.type
+def _computed(x: Tensor) -> torch.dtype:
+    """Under autocast, the dtype that F.scaled_dot_product_attention would compute in; float64 is left alone."""
+    device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast, and raises when asked
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+        return x.dtype
+    return torch.get_autocast_dtype(device) if x.dtype in DTYPES and x.dtype != torch.float64 else x.dtype
 
 
 def _check(
@@ -169,11 +176,18 @@ def _check(
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
-        if x.dtype != query.dtype or x.device != query.device:
+        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            raise NotImplementedError(
+                "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
+                "dilated_attention.reference.attention()"
+            )
+        if _computed(x) != _computed(query) or x.device != query.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: make them alike"
             )
@@ -200,6 +214,8 @@ def _check(
 
 
 def check_padding_mask(mask: Tensor, query: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool with True = ignore this key, got {mask.dtype}")
     if mask.shape != query.shape[:2]:
@@ -216,12 +232,12 @@ def check_backend(backend: str) -> None:
 
 
 def checked_probability(p: float, name: str = "dropout_p") -> float:
-    if not isinstance(p, (int, float)) or not 0.0 <= p <= 1.0:  # false for NaN too
+    if not isinstance(p, Real) or not 0.0 <= p <= 1.0:  # false for NaN too
         raise ValueError(f"{name} must be a number in [0, 1], got {p!r}")
     return float(p)
 
 
 def checked_scale(scale: float, name: str = "scale") -> float:
-    if not isinstance(scale, (int, float)) or not 0.0 <= scale < math.inf:
+    if not isinstance(scale, Real) or not 0.0 <= scale < math.inf:
         raise ValueError(f"{name} must be a finite number of 0 or more, got {scale!r}")
     return float(scale)

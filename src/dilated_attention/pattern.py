@@ -17,6 +17,7 @@ import torch
 
 RULES = ("longnet", "torchscale", "head_groups")
 MAX_BRANCHES = 64
+MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 
 
 def rows_at_offset(length: int, dilation: int, offset: int) -> int:
@@ -244,16 +245,18 @@ class DilatedPattern:
 
 def whole_number(name: str, value: object) -> int:
     """value as an int of 1 or more, or an error that says what it should have been."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     number = operator.index(value)
     if number < 1:
         raise ValueError(f"{name} must be 1 or more, got {number}")
+    if number > MAX_NUMBER:
+        raise ValueError(f"{name} must be at most 2**48, got {number}")
     return number
 
 
 def _branch_numbers(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of whole numbers, one per branch, got {values!r}")
     numbers = tuple(whole_number(f"every entry of {name}", value) for value in values)
     if not numbers:

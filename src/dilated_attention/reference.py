@@ -78,7 +78,7 @@ def key_counts(
     ends = torch.tensor([tokens], device=like.device)
     if key_padding_mask is not None:
         visible = visible & ~key_padding_mask[:, None, None, :]
-        ends = torch.where(key_padding_mask, 0, position + 1).amax(1)
+        ends = torch.where(key_padding_mask, 0, position + 1).amax(1) if tokens else ends.expand(len(key_padding_mask))
     counts, zeros = [], like.new_zeros(len(ends), heads, tokens, 1)
     for branch, (width, rate) in enumerate(pattern.branches):
         runs = [h in pattern.heads(branch, heads // group) for h in head.tolist()]

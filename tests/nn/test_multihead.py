@@ -690,7 +690,7 @@ def test_errors_of_the_call(cls: Any) -> None:
     causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"attn_mask must be None: .* pass is_causal=True"):
         module(x, attn_mask=causal, is_causal=True)
-    with pytest.raises(ValueError, match="query has 9 tokens and key 8"):
+    with pytest.raises(ValueError, match=r"key is \(2, 8, 20\) and query \(2, 9, 20\): .* needs equal lengths"):
         module(x, x[:, :8])
     with pytest.raises(ValueError, match=r"must all be .* got query \(2, 9, 19\)"):
         module(x[..., 1:])
@@ -711,7 +711,7 @@ def test_errors_of_the_mask(cls: Any) -> None:
             module(x, key_padding_mask=wrong)
     with pytest.raises(TypeError, match=r"key_padding_mask must be bool .* got torch.int64"):
         module(x, key_padding_mask=mask.long())
-    with pytest.raises(ValueError, match=r"key_padding_mask must be \(batch, tokens\) = \(2, 9\), got \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"key_padding_mask must be \(2, 9\) like the tokens, got \(2, 8\)"):
         module(x, key_padding_mask=mask[:, :8])
-    with pytest.raises(ValueError, match=r"key_padding_mask must be \(batch, tokens\)"):
+    with pytest.raises(ValueError, match=r"key_padding_mask must be \(9,\) like the tokens, got \(2, 9\)"):
         module(x[0], key_padding_mask=mask)

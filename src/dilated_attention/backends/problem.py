@@ -3,6 +3,7 @@
 A backend is a module with
     unsupported(request) -> list of sentences, empty when it can run
     kernels(request) -> the kernels that can run it, first choice first
+    describe(kernels, rows) -> which of them run blocks of so many rows, for people
     forward(kernels, q, k, v, masking) -> (out, lse)
     backward(kernels, dout, q, k, v, out, lse, dlse, masking) -> (dq, dk, dv)
 where out and lse in the backward are the final merged ones, which makes each block's gradients exact, and lse is
@@ -34,16 +35,13 @@ class Request(NamedTuple):
     has_padding: bool
     has_dropout: bool
     deterministic: bool
-    switched_off: tuple[str, ...]  # CUDA kernels that the user switched off, as sdpa_kernel(...) does
+    switched_off: tuple[str, ...]  # kernels that the user switched off, as sdpa_kernel(...) does
     flash: str | None  # the flash implementation that the user activated in torch
 
     @classmethod
     def of(cls, x: Tensor, dtype: torch.dtype, is_causal: bool, has_padding: bool, has_dropout: bool) -> Request:
-        off: tuple[str, ...] = ()
-        flash = None
-        if x.device.type == "cuda":
-            off = tuple(name for name, is_on in _SWITCHES.items() if not is_on())
-            flash = torch.nn.attention.current_flash_attention_impl()
+        off = tuple(name for name, is_on in _SWITCHES.items() if not is_on())
+        flash = torch.nn.attention.current_flash_attention_impl() if x.device.type == "cuda" else None
         deterministic = torch.are_deterministic_algorithms_enabled()
         return cls(x.device, dtype, x.shape[-1], is_causal, has_padding, has_dropout, deterministic, off, flash)
 

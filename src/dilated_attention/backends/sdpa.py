@@ -39,16 +39,23 @@ def why_not(request: Request) -> dict[str, list[str]]:
     return {kernel.name: _reasons(kernel, request) for kernel in _candidates(request)}
 
 
+def describe(kernels: tuple[Kernel, ...], rows: set[int]) -> str:
+    """Which kernel runs blocks with so many rows, for people."""
+    names = {str(_kernel_for(count, kernels) or "eager"): count for count in sorted(rows)}
+    short = [f"{name} for blocks of {count} row" for name, count in names.items() if name != str(kernels[0])]
+    return "; ".join([str(kernels[0]), *short])
+
+
 def pad_multiple(request: Request) -> int:
     """head_dim must be a multiple of this; torch's own SDPA pads likewise."""
     return 8 if request.device.type == "cuda" else 1
 
 
 def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    kernel = _kernel_for(q, kernels)
+    kernel = _kernel_for(q.shape[1], kernels)
     if kernel is None:
         return eager.forward((), q, k, v, masking)
-    problem = Dense(q, k, v, _bias(masking, q), masking.is_causal, masking.scale)
+    problem = _problem(q, k, v, masking)
     parts = [kernel.forward(piece.of(problem)) for piece in _pieces(q, k, v)]
     out, lse = _joined([out for out, _ in parts], q), _joined([lse for _, lse in parts], q[..., 0])
     empty = masking.rows_without_keys(q.shape[1])
@@ -70,19 +77,22 @@ def backward(
     dlse: Tensor | None,
     masking: Masking,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = _kernel_for(q, kernels)
+    kernel = _kernel_for(q.shape[1], kernels)
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
-    problem = Dense(q, k, v, _bias(masking, q), masking.is_causal, masking.scale)
+    problem = _problem(q, k, v, masking)
     dq, dk, dv = _backward_once(kernel, problem, out, lse, dout)
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
-        # gives exactly the part that lse sends back; dlse is split in two columns so that it keeps its digits.
-        high = dlse.to(q.dtype)
-        columns = torch.stack([high, (dlse - high).to(q.dtype)], -1)[..., : q.shape[-1]]
+        # gives exactly the part that lse sends back. dlse is a power of two times two columns, so that in half
+        # precision it neither overflows nor loses its digits.
+        unit = torch.ldexp(torch.ones_like(dlse), torch.frexp(dlse).exponent.clamp(-14, 15))
+        high = (dlse / unit).to(q.dtype)
+        columns = torch.stack([high, (dlse / unit - high).to(q.dtype)], -1)[..., : q.shape[-1]]
         rest = q.shape[-1] - columns.shape[-1]
-        ones, minus = F.pad(torch.ones_like(columns), (0, rest)), F.pad(-columns, (0, rest))
-        dq_lse, dk_lse, _ = _backward_once(kernel, problem._replace(v=torch.zeros_like(v)), minus, lse, ones)
+        units = F.pad(unit.to(q.dtype).unsqueeze(-1).expand_as(columns), (0, rest))
+        zero_values = problem._replace(v=torch.zeros_like(v))
+        dq_lse, dk_lse, _ = _backward_once(kernel, zero_values, F.pad(-columns, (0, rest)), lse, units)
         dq, dk = dq + dq_lse, dk + dk_lse
     return dq, dk, dv
 
@@ -161,6 +171,12 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([torch.cat(parts[i : i + heads], 2) for i in range(0, len(parts), heads)])
 
 
+def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
+    # kernels scale scores after they set the future to -inf, and -inf * 0 is NaN
+    scale = max(masking.scale, 1e-30) if masking.is_causal else masking.scale
+    return Dense(q, k, v, _bias(masking, q), masking.is_causal, scale)
+
+
 def _bias(masking: Masking, q: Tensor) -> Tensor | None:
     """(b, 1 or h, 1, Lk) of 0 and -inf, its rows 16-byte aligned as the kernels want."""
     if masking.padding is None:
@@ -172,9 +188,9 @@ def _bias(masking: Masking, q: Tensor) -> Tensor | None:
     return bias.masked_fill_(padding.unsqueeze(2), -torch.inf)
 
 
-def _kernel_for(q: Tensor, kernels: tuple[Kernel, ...]) -> Kernel | None:
+def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
     """The first kernel that takes these rows; None: a block so short that no kernel takes it, a few eager products."""
-    return next((kernel for kernel in kernels if q.shape[1] >= kernel.min_rows), None)
+    return next((kernel for kernel in kernels if rows >= kernel.min_rows), None)
 
 
 def _candidates(request: Request) -> tuple[Kernel, ...]:
@@ -197,11 +213,11 @@ def _reasons(kernel: Kernel, request: Request) -> list[str]:
         return ["its dropout cannot follow the seeded mask that all backends share"]
     if request.has_padding and not kernel.takes_bias:
         return ["it takes no key_padding_mask"]
-    if request.device.type == "cpu":
-        return []
     name = kernel.name.split()[0]
     if name in request.switched_off:
         return [f"torch.backends.cuda has the {name} kernel switched off"]
+    if request.device.type == "cpu":
+        return []
     if name == "cudnn" and request.deterministic:
         return ["it is not repeatable and torch.use_deterministic_algorithms is on"]
     return _refusals(name, request)

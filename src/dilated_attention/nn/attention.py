@@ -41,7 +41,7 @@ class DilatedAttention(nn.Module):
         self.pattern = DilatedPattern.of(rule, segment_lengths, dilation_rates)
         # the default depends on D, which only the tensors know
         self.softmax_scale = None if softmax_scale is None else checked_scale(softmax_scale, "softmax_scale")
-        self.dropout = checked_probability(attention_dropout, "dropout")
+        self.dropout = checked_probability(attention_dropout, "attention_dropout")
         self.backend = backend
 
     def forward(
@@ -101,6 +101,7 @@ class ImprovedDilatedAttention(DilatedAttention):
         rule: str = "head_groups",
         backend: str = "auto",
     ) -> None:
+        dropout = checked_probability(dropout, "dropout")
         super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, rule=rule, backend=backend)
         if not isinstance(use_tf32, bool):
             raise TypeError(f"use_tf32 must be True or False, got {use_tf32!r}")

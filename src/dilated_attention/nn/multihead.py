@@ -143,7 +143,7 @@ class MultiheadDilatedAttention(nn.Module):
             )
         key = query if key is None else key
         value = key if value is None else value
-        self._check_tokens(query, key, value)
+        self._check_tokens(query, key, value, key_padding_mask)
         if key_padding_mask is not None:
             key_padding_mask = _ignored(key_padding_mask)
         unbatched = query.dim() == 2
@@ -185,7 +185,7 @@ class MultiheadDilatedAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, -1, (self.num_heads, self.head_dim))
 
-    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.is_nested:  # nn.TransformerEncoder makes them when its first layer is dense
                 raise ValueError(
@@ -197,6 +197,15 @@ class MultiheadDilatedAttention(nn.Module):
                     f"query, key and value must all be (batch, tokens, {self.embed_dim}) or all (tokens, "
                     f"{self.embed_dim}), got {name} {tuple(x.shape)} and query {tuple(query.shape)}"
                 )
+            if x.shape != query.shape:
+                raise ValueError(
+                    f"{name} is {tuple(x.shape)} and query {tuple(query.shape)}: dilated attention is self-attention "
+                    "and needs equal lengths"
+                )
+        if mask is not None and mask.shape != query.shape[:-1]:
+            raise ValueError(
+                f"key_padding_mask must be {tuple(query.shape[:-1])} like the tokens, got {tuple(mask.shape)}"
+            )
 
 
 class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
