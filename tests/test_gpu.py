@@ -397,11 +397,37 @@ def test_more_elements_than_32_bits_count(kernel: str) -> None:
         assert not any(piece.any().item() for piece in x[:, :-width].split(2**17, dim=1))
 
 
-def make_big(tokens: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+@pytest.mark.parametrize("kernel", ALL)
+def test_one_segment_wider_than_a_call_counts(kernel: str) -> None:
+    """More than 2 GiB from its first row to its last, so each head is copied out; the heads are plain attention."""
+    tokens, heads, dim, rate = 2**20, 12, 128, 1024
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free device memory")
+    pattern, alone = DilatedPattern.longnet([tokens], [rate]), DilatedPattern.longnet([tokens // rate], [1])
+    *qkv, dout = make_big(tokens, heads, dim, count=4)
+    with only(kernel) as backend:
+        ask(kernel, backend, tuple(qkv), pattern)
+        got = testing.run(lambda *x: dilated_attention(*x, pattern, backend=backend, return_lse=True), tuple(qkv), dout)
+    for head in (0, 5, 11):
+        rows = [x[:, head::rate, head : head + 1] for x in (*qkv, dout)]
+        part = testing.Results(*(x[:, head::rate, head : head + 1] for _, x in got.items()))
+        exact, plain = (testing.oracle(tuple(rows[:3]), alone, rows[3], dtype=d) for d in (torch.float64, None))
+        testing.assert_exact(part, exact, plain)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-46])
+@pytest.mark.parametrize("kernel", ALL)
+def test_a_vanishing_scale_when_causal(kernel: str, scale: float) -> None:
+    qkv = make_qkv(2, 75, 4, 64, dtype=torch.bfloat16)
+    check(kernel, qkv, DilatedPattern.longnet([32, 64], [1, 2]), scale=scale, is_causal=True)
+
+
+def make_big(tokens: int, heads: int, dim: int, count: int = 3) -> tuple[Tensor, ...]:
     """Drawn in half precision at once: by way of float32 it would take three times the memory."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     return tuple(
-        torch.randn(1, tokens, heads, dim, generator=generator, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)
+        torch.randn(1, tokens, heads, dim, generator=generator, dtype=torch.bfloat16, device=DEVICE)
+        for _ in range(count)
     )
 
 
