@@ -28,6 +28,13 @@ PATTERN = DilatedPattern.longnet([8, 20], [1, 3])
 def test_a_vanishing_scale_when_causal(scale: float, backend: str, dtype: torch.dtype) -> None:
     qkv = testing.make_qkv(2, 33, 3, 4, dtype=dtype)
     testing.check(qkv, PATTERN, scale=scale, is_causal=True, backend=backend)
+    if scale == 0:
+        leaves = [x.requires_grad_() for x in qkv]
+        dq, dk, _ = torch.autograd.grad(
+            dilated_attention(*leaves, PATTERN, scale=0.0, is_causal=True, backend=backend).sum(), leaves
+        )
+        assert not dq.any()
+        assert not dk.any()
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

@@ -94,6 +94,8 @@ def backward(
         zero_values = problem._replace(v=torch.zeros_like(v))
         dq_lse, dk_lse, _ = _backward_once(kernel, zero_values, F.pad(-columns, (0, rest)), lse, units)
         dq, dk = dq + dq_lse, dk + dk_lse
+    if problem.scale != masking.scale:
+        dq, dk = dq * (masking.scale / problem.scale), dk * (masking.scale / problem.scale)
     return dq, dk, dv
 
 
