@@ -88,12 +88,12 @@ def dilated_attention(
         (B, N, H, D), or that and lse. A row with no key to see gets 0 and -inf.
     """
     _check(query, key, value, pattern, key_padding_mask, enable_gqa)
-    query, key, value = (x.to(_computed(x)) for x in (query, key, value))
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
     dropout_p = checked_probability(dropout_p)
     check_backend(backend)
+    query, key, value = (x.to(_computed(x)) for x in (query, key, value))
     seed = None
     if dropout_p > 0:
         if backend != "auto" and not torch.compiler.is_compiling():  # a refusal must not cost a draw

@@ -23,7 +23,10 @@ class Choice(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def choose(name: str, request: Request) -> Choice:
-    """What runs the call. A backend asked for by name runs or raises; it never gives way to another."""
+    """What runs the call. A backend asked for by name runs or raises, and does not give way to another.
+
+    One exception, told by explain(): sdpa computes a block of one row itself where no kernel left takes it.
+    """
     if name == "auto":
         name = next(name for name, module in BACKENDS.items() if not module.unsupported(request))
     reasons = BACKENDS[name].unsupported(request)

@@ -114,11 +114,10 @@ def _limits(expected: dict[str, Tensor], plain: dict[str, Tensor] | None, dtype:
     fixed = testing.TOLERANCE.get(dtype, 0.0)
     if plain is None:
         return dict.fromkeys(expected, fixed)
-    limits = {}
-    for name, value in expected.items():
-        least = max(testing.error(plain[name], value), testing.one_rounding(value, dtype))
-        limits[name] = max((2 if name == "out" else 3) * least, fixed)
-    return limits
+    return {
+        name: max((2 if name == "out" else 3) * testing.plain_error(plain[name], value, dtype), fixed)
+        for name, value in expected.items()
+    }
 
 
 @functools.cache
