@@ -14,11 +14,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import DilatedPattern
-from dilated_attention._plan import Block, Plan, folds, plan
+from dilated_attention import DilatedPattern, _plan
+from dilated_attention._plan import Block, Plan, folds
+from dilated_attention._shards import Heads, Shards
 from dilated_attention.pattern import RULES
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
+
+
+def plan(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int, fold: bool) -> Plan:
+    """The plan of a single rank."""
+    return _plan.plan(pattern, samples, Shards.of((tokens,)), 0, Heads(0, kv_heads, kv_heads), group, fold)
 
 
 @st.composite
@@ -207,7 +213,7 @@ def test_merges_where_some_head_runs_several_branches() -> None:
 def test_nothing_to_do() -> None:
     pattern = DilatedPattern.longnet([4], [2])
     for samples, tokens in ((0, 5), (5, 0), (0, 0)):
-        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), False)
+        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), False, False)
 
 
 def test_plans_are_cached_by_value() -> None:

@@ -24,6 +24,11 @@ PUBLIC = [
     "MultiheadDilatedAttention",
     "dilated_attention",
     "explain",
+    "gather_sequence",
+    "local_positions",
+    "plan_cost",
+    "sequence_mean",
+    "shard_sequence",
 ]
 
 # A module imports only what stands before it. A new module takes its place here.
@@ -32,12 +37,20 @@ LAYERS = [
     "dropout",
     "merge",
     "backends",
+    "distributed",
+    "_shards",
     "_plan",
     "reference",
     "_engine",
+    "_packing",
+    "_exchange",
+    "_alltoall",
+    "cost",
+    "_parallel",
     "_ops",
     "functional",
     "testing",
+    "ranks",
     "nn",
     "bench",
 ]
@@ -182,6 +195,12 @@ def test_backends_know_nothing_of_patterns() -> None:
     for module, found in graph().items():
         if module.startswith("backends"):
             assert not found & {"pattern", "_plan"}, module
+
+
+def test_distributed_knows_nothing_of_attention() -> None:
+    for module, found in graph().items():
+        if module.startswith("distributed"):
+            assert all(other.startswith("distributed") for other in found), module
 
 
 def test_the_oracle_shares_no_code_with_what_it_checks() -> None:

@@ -1,5 +1,7 @@
 """Exact, fast dilated attention for long sequences: LongNet's operation and its family, on PyTorch."""
 
+from dilated_attention.cost import plan_cost
+from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
 from dilated_attention.functional import dilated_attention, explain
 from dilated_attention.nn import (
     DilatedAttention,
@@ -18,4 +20,9 @@ __all__ = [
     "MultiheadDilatedAttention",
     "dilated_attention",
     "explain",
+    "gather_sequence",
+    "local_positions",
+    "plan_cost",
+    "sequence_mean",
+    "shard_sequence",
 ]

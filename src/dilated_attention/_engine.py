@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dilated_attention._plan import Block, Plan, folds, plan
-from dilated_attention.backends import sdpa
+from dilated_attention._shards import Channel, Heads, Shards
+from dilated_attention.backends import sdpa, slices
 from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
+from dilated_attention.backends.slices import Limit
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_
 from dilated_attention.pattern import DilatedPattern
@@ -36,6 +39,11 @@ class Settings:
     scale: float
     dropout_p: float
     backend: str
+    first_head: int = 0  # of the key/value heads here, where heads too are split over processes,
+    total_heads: int = 0  # and how many there are in all; 0: those that are here
+
+    def heads(self, key: Tensor) -> Heads:
+        return Heads(self.first_head, key.shape[2], self.total_heads or key.shape[2])
 
     def request(self, query: Tensor, has_padding: bool) -> Request:
         return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0)
@@ -57,10 +65,9 @@ def _has_amx() -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    with _no_autocast(q.device):
-        work = Work.prepare(q, k, v, padding, seed, settings)
-        out, lse = work.forward()
-    return out[..., : q.shape[-1]].to(q.dtype).contiguous(), lse.contiguous()
+    with no_autocast(q.device):
+        out, lse = Work.prepare(q, k, v, padding, seed, settings).forward()
+    return finished_out(out, q), lse.contiguous()
 
 
 def backward(
@@ -75,19 +82,28 @@ def backward(
     lse: Tensor,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _no_autocast(q.device):
+    with no_autocast(q.device):
         work = Work.prepare(q, k, v, padding, seed, settings)
-        dout = torch.zeros_like(out) if dout is None else dout
-        # one layout for what belongs to the queries: blocks may fold samples, and cuDNN wants out and dout alike
-        dout, out, lse = work.usable(dout).contiguous(), work.usable(out).contiguous(), lse.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        if padding is not None:  # else a row in a block has a key, itself
-            empty = lse == -torch.inf
-            lse, dout = lse.masked_fill(empty, torch.inf), dout.masked_fill(empty.unsqueeze(-1), 0.0)
-            dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
-        grads = work.backward(dout, dlse, out, lse)
+        grads = work.backward(work.rows(dout, dlse, out, lse))
+    return finished_grads(grads, q)
+
+
+def finished_out(out: Tensor, q: Tensor) -> Tensor:
+    return out[..., : q.shape[-1]].to(q.dtype).contiguous()
+
+
+def finished_grads(grads: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (grad[..., : q.shape[-1]].to(q.dtype).contiguous() for grad in grads)
     return dq, dk, dv
+
+
+class Rows(NamedTuple):
+    """What the backward pass knows of the query rows, in one layout: blocks may fold samples, and cuDNN wants it."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,11 +119,28 @@ class Work:
     choice: Choice
     request: Request
     plan: Plan
+    shards: Shards
+    rank: int
+    ends: Tensor | None  # (B,) where each sample ends: after its last token that is not padding
+    limit: Limit | None
 
     @staticmethod
     def prepare(
-        q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        seed: Tensor | None,
+        settings: Settings,
+        *,
+        shards: Shards | None = None,
+        rank: int = 0,
+        ends: Tensor | None = None,
+        visited: bool = False,
+        elsewhere: tuple[Channel, ...] = (),
+        limit: Limit | None = None,
     ) -> Work:
+        """By default one rank holds all. The last four are for several; ``visited`` and ``elsewhere`` as in `plan`."""
         request = settings.request(q, padding is not None)
         choice = choose(settings.backend, request)
         if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
@@ -115,8 +148,12 @@ class Work:
             k, v = (x.masked_fill(padding[:, :, None, None], 0.0) for x in (k, v))
         q, k, v = (_usable(x, choice, request) for x in (q, k, v))
         samples, tokens, heads, _ = q.shape
-        work = plan(settings.pattern, samples, tokens, k.shape[2], heads // k.shape[2], folds(q, k, v))
-        return Work(q, k, v, padding, seed, settings, choice, request, work)
+        shards = Shards.of((tokens,)) if shards is None else shards
+        group, fold = heads // k.shape[2], folds(q, k, v)
+        work = plan(settings.pattern, samples, shards, rank, settings.heads(k), group, fold, visited, elsewhere)
+        if padding is not None and ends is None:
+            ends = sample_ends(padding)
+        return Work(q, k, v, padding, seed, settings, choice, request, work, shards, rank, ends, limit)
 
     @property
     def group(self) -> int:
@@ -125,11 +162,37 @@ class Work:
     def usable(self, x: Tensor) -> Tensor:
         return _usable(x, self.choice, self.request)
 
+    def rows(self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Rows:
+        dout = torch.zeros_like(out) if dout is None else dout
+        dout, out, lse = self.usable(dout).contiguous(), self.usable(out).contiguous(), lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        if self.padding is not None:  # else a row in a block has a key, itself
+            empty = lse == -torch.inf
+            lse, dout = lse.masked_fill(empty, torch.inf), dout.masked_fill(empty.unsqueeze(-1), 0.0)
+            dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
+        return Rows(dout, dlse, out, lse)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one dense problem."""
+        if self.limit is None:
+            return self.choice.module.forward(self.choice.kernels, q, k, v, masking)  # type: ignore[no-any-return]
+        return slices.forward(self.choice, self.limit, q, k, v, masking)
+
+    def attend_backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, masking: Masking
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of one dense problem."""
+        if self.limit is None:
+            return self.choice.module.backward(  # type: ignore[no-any-return]
+                self.choice.kernels, rows.dout, q, k, v, rows.out, rows.lse, rows.dlse, masking
+            )
+        return slices.backward(self.choice, self.limit, rows.dout, q, k, v, rows.out, rows.lse, rows.dlse, masking)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
         for block in self.plan.blocks:
             q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
-            part, part_lse = self.choice.module.forward(self.choice.kernels, q, k, v, self.masking(block))
+            part, part_lse = self.attend(q, k, v, self.masking(block))
             log_zeros = self.log_zero_keys(block)
             if log_zeros is not None:
                 add_zero_keys_(part, part_lse, log_zeros)
@@ -146,21 +209,16 @@ class Work:
                 merge_(block.view(out, self.group), block.view(lse, self.group), part, part_lse)
         return self.empty_result() if out is None or lse is None else (out, lse)
 
-    def backward(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         grads: list[Tensor] = []
         groups = (self.group, 1, 1)
         for block in self.plan.blocks:
-            k, v = block.view(self.k), block.view(self.v)
-            q, dout_part, out_part, lse_part = (block.view(x, self.group) for x in (self.q, dout, out, lse))
-            dlse_part = None if dlse is None else block.view(dlse, self.group)
-            parts = self.choice.module.backward(
-                self.choice.kernels, dout_part, q, k, v, out_part, lse_part, dlse_part, self.masking(block)
-            )
+            q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
+            parts = self.attend_backward(self.of_rows(block, rows), q, k, v, self.masking(block))
             if not grads:
                 if block.covers(self.k):
-                    grads = [
-                        p.reshape(x.shape).to(x.dtype).contiguous() for p, x in zip(parts, self.inputs, strict=True)
-                    ]
+                    grads = [part.reshape(x.shape) for part, x in zip(parts, self.inputs, strict=True)]
+                    grads = [part.to(self.grad_dtype).contiguous() for part in grads]
                     continue
                 grads = self.empty_grads()
             for grad, part, group in zip(grads, parts, groups, strict=True):
@@ -168,6 +226,11 @@ class Work:
                 _ = view.copy_(part) if block.first else view.add_(part)
         dq, dk, dv = grads or self.empty_grads()
         return dq, dk, dv
+
+    def of_rows(self, block: Block, rows: Rows) -> Rows:
+        """The block's part of the rows."""
+        dout, out, lse = (block.view(x, self.group) for x in (rows.dout, rows.out, rows.lse))
+        return Rows(dout, None if rows.dlse is None else block.view(rows.dlse, self.group), out, lse)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,56 +249,79 @@ class Work:
             lse.fill_(-torch.inf)
         return out, lse
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype computed in, as unlike out gradients keep within their bound when branches are summed so; but
+        the number of ranks has no bound."""
+        return accumulate_dtype(self.q.dtype) if self.shards.ranks > 1 else self.q.dtype
+
     def empty_grads(self) -> list[Tensor]:
-        """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
         make = torch.zeros if self.plan.leaves_rows else torch.empty
-        return [make(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]
+        return [make(x.shape, dtype=self.grad_dtype, device=x.device) for x in self.inputs]
 
     def masking(self, block: Block) -> Masking:
         padding = dropout = None
         if self.padding is not None:
-            padding = block.view(self.padding.unsqueeze(2).expand(-1, -1, self.k.shape[2]))
+            padding = block.view(self.padding_of_heads)
         if self.seed is not None:
             dropout = self.dropout(block, self.seed)
         return Masking(self.settings.scale, self.settings.is_causal, padding, dropout)
 
+    @property
+    def padding_of_heads(self) -> Tensor:
+        """(B, N, Hk), the same for each head."""
+        assert self.padding is not None
+        return self.padding.unsqueeze(2).expand(-1, -1, self.k.shape[2])
+
     @functools.cached_property
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The sample, token and head of each row, (B, N, H) each; (B, N) is one stride, so that blocks can fold it."""
+        """The sample, token and head of each row, (B, N, H) each, counted over all ranks.
+
+        (B, N) is one stride, so that blocks can fold it.
+        """
         samples, tokens, heads, _ = self.q.shape
         row = torch.arange(samples * tokens, device=self.q.device).view(samples, tokens, 1)
-        head = torch.arange(heads, device=self.q.device)
-        sample, token, head = (x.expand(samples, tokens, heads) for x in (row // tokens, row % tokens, head))
+        token = row % tokens + self.shards.starts[self.rank]
+        head = torch.arange(heads, device=self.q.device) + self.settings.first_head * self.group
+        sample, token, head = (x.expand(samples, tokens, heads) for x in (row // tokens, token, head))
         return sample, token, head
 
     def dropout(self, block: Block, seed: Tensor) -> Dropout:
         """The words and positions of the block's rows, all by global index."""
-        sample, token, head = (block.view(x, self.group) for x in self.index)
-        key = block.view(self.index[1][:, :, : self.k.shape[2]]).repeat_interleave(self.group, dim=2)
-        return Dropout(self.settings.dropout_p, *row_words(seed, block.branch, sample, head, token), key)
+        return self.dropout_of_keys(block, seed, block.view(self.index[1][:, :, : self.k.shape[2]]))
 
-    @functools.cached_property
-    def ends(self) -> Tensor:
-        """(B,) where each sample ends: after its last token that is not padding."""
-        assert self.padding is not None
-        count = torch.arange(1, self.q.shape[1] + 1, device=self.q.device)
-        return torch.where(self.padding, 0, count).amax(1)
+    def dropout_of_keys(self, block: Block, seed: Tensor, key: Tensor) -> Dropout:
+        """The same with keys at other positions, (b, L, hk)."""
+        sample, token, head = (block.view(x, self.group) for x in self.index)
+        words = row_words(seed, block.branch, sample, head, token)
+        return Dropout(self.settings.dropout_p, *words, key.repeat_interleave(self.group, dim=2))
 
     def log_zero_keys(self, block: Block) -> Tensor | float | None:
         """Log of how many appended zero keys each row attends to; with padding, a sample ends at its last token."""
         pattern, rate, device = self.settings.pattern, block.dilation, self.q.device
         if pattern.rule != "torchscale" or self.settings.is_causal:
             return None
-        if self.padding is None:
+        if self.ends is None:
             return math.log(block.zeros) if block.zeros else None
         ends = self.ends[block.sample : block.sample + block.samples, None]
-        starts = block.start + block.segment_length * torch.arange(block.segments, device=device)
-        real = (ends - starts).clamp(0, block.segment_length).flatten()[:, None]  # (b, 1)
-        width = ends.clamp(max=pattern.segment_lengths[block.branch]).expand(-1, block.segments).flatten()[:, None]
+        starts = block.segment_start + block.segment_length * torch.arange(block.segments, device=device)
+        starts = starts + self.shards.starts[self.rank]
+        longest = pattern.segment_lengths[block.branch]
+        real = (ends - starts).clamp(0, longest).flatten()[:, None]  # (b, 1)
+        width = ends.clamp(max=longest).expand(-1, block.segments).flatten()[:, None]
         offset = block.offset + block.offset_step * torch.arange(block.heads, device=device)
+        offset = (offset + block.start - block.segment_start) % rate  # as counted from the segment's start
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
         zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.group, dim=1)
         return zeros.unsqueeze(1).to(accumulate_dtype(self.q.dtype)).log()
+
+
+def sample_ends(padding: Tensor, start: int = 0) -> Tensor:
+    """(B,) one more than the last position that is not padding, 0 where all is; the first token is at ``start``."""
+    count = torch.arange(start + 1, start + padding.shape[1] + 1, device=padding.device)
+    if not len(count):
+        return padding.new_zeros(padding.shape[0], dtype=torch.int64)
+    return torch.where(padding, 0, count).amax(1)
 
 
 def _usable(x: Tensor, choice: Choice, request: Request) -> Tensor:
@@ -252,7 +338,7 @@ def _usable(x: Tensor, choice: Choice, request: Request) -> Tensor:
 
 
 @contextlib.contextmanager
-def _no_autocast(device: torch.device) -> Iterator[None]:
+def no_autocast(device: torch.device) -> Iterator[None]:
     """Our products run in the dtype they are given; the caller's autocast was applied at the door."""
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

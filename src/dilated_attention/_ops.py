@@ -31,8 +31,11 @@ def forward(
     scale: float,
     dropout_p: float,
     backend: str,
+    first_head: int = 0,
+    total_heads: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    settings = _settings(rule, segment_lengths, dilation_rates, is_causal, scale, dropout_p, backend)
+    pattern = _pattern(rule, tuple(segment_lengths), tuple(dilation_rates))
+    settings = _engine.Settings(pattern, is_causal, scale, dropout_p, backend, first_head, total_heads)
     return _engine.forward(query, key, value, key_padding_mask, seed, settings)
 
 
@@ -54,15 +57,12 @@ def backward(
     scale: float,
     dropout_p: float,
     backend: str,
+    first_head: int = 0,
+    total_heads: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    settings = _settings(rule, segment_lengths, dilation_rates, is_causal, scale, dropout_p, backend)
+    pattern = _pattern(rule, tuple(segment_lengths), tuple(dilation_rates))
+    settings = _engine.Settings(pattern, is_causal, scale, dropout_p, backend, first_head, total_heads)
     return _engine.backward(dout, dlse, query, key, value, key_padding_mask, seed, out, lse, settings)
-
-
-def _settings(
-    rule: str, lengths: Sequence[int], rates: Sequence[int], is_causal: bool, scale: float, p: float, backend: str
-) -> _engine.Settings:
-    return _engine.Settings(_pattern(rule, tuple(lengths), tuple(rates)), is_causal, scale, p, backend)
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,7 +89,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = backward(dout, dlse, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *(None,) * 9)
+    return (*grads, *(None,) * 11)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor) -> None:

@@ -1,45 +1,48 @@
-"""pattern + shapes -> the work: a list of blocks, each one strided dense problem read and written in place.
+"""pattern + shapes + ranks -> the work: lists of blocks, each one strided dense problem read and written in place.
 
-A branch's rows of one offset are a strided view of (B, N, H, D), whole segments folded into the batch. Heads of
-different offsets share a view too when head and offset advance together (a diagonal: one stride per head).
+A branch's rows of one offset are a strided view of (B, n, H, D), whole segments folded into the batch. Heads of
+different offsets share a view too when head and offset advance together (a diagonal: one stride per head). A segment
+that a shard's border cuts is a block of its own, and its rows on other ranks come packed, head after head.
 
-Legend: B samples, N tokens, H query heads, Hk key/value heads, D head dim, b = samples x segments, L rows.
+Legend: B samples, n tokens of this rank, H query heads, Hk key/value heads, D head dim, b = samples x segments, L rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
+from dilated_attention._shards import Channel, Heads, Shards
 from dilated_attention.pattern import DilatedPattern, rows_at_offset
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One strided dense problem: some segments of some samples, some heads, one dilation."""
+    """One strided dense problem: some segments of some samples, some heads. Tokens count from the shard."""
 
     branch: int
     sample: int
     samples: int
-    start: int  # first token of the first segment
+    start: int  # first token of the first segment, or of what the shard has of it
     segments: int
     segment_length: int
     dilation: int
-    offset: int  # of the first head
-    offset_step: int  # 0: all heads share the offset; 1: a diagonal
     head: int  # first key/value head
     heads: int
     head_step: int
+    offset: int  # of the first head, counted from start
+    offset_step: int  # 0: all heads share the offset; 1: a diagonal
     rows: int  # per segment
-    zeros: int  # appended zero keys that each row attends to (torchscale)
-    first: bool  # no earlier block wrote these heads: write, do not merge
+    segment_start: int = 0  # where the segment begins: before start, even before the shard, if a border cuts it
+    zeros: int = 0  # appended zero keys that each row attends to (torchscale)
+    first: bool = False  # no earlier block wrote these heads: write, do not merge
 
     def view(self, x: Tensor, group: int = 1) -> Tensor:
-        """The block's (b, L, h, ...) part of x (B, N, H, ...), never a copy; group query heads per key/value head."""
+        """The block's (b, L, h, ...) part of x (B, n, H, ...), never a copy; group query heads per key/value head."""
         per_sample, per_token, per_head = x.stride()[:3]
         per_batch = per_sample if self.segments == 1 and self.samples > 1 else self.segment_length * per_token
         head_stride = per_head if group > 1 else self.head_step * per_head + self.offset_step * per_token
@@ -53,7 +56,7 @@ class Block:
         )
 
     def covers(self, x: Tensor) -> bool:
-        """Whether the block is all of x (B, N, H, ...), in the same order."""
+        """Whether the block is all of x (B, n, H, ...), in the same order."""
         return (
             self.dilation == 1
             and self.samples == x.shape[0]
@@ -64,124 +67,223 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The blocks of one call, and whether some rows are in none of the blocks that write first."""
+    """The blocks of one rank's own keys, and whether some rows are in none of the blocks that write first."""
 
     blocks: tuple[Block, ...]
     leaves_rows: bool
+    merges: bool  # whether some row gets several parts
 
-    @property
-    def merges(self) -> bool:
-        """Whether some head runs several branches."""
-        return not all(block.first for block in self.blocks)
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Some heads of a channel: their rows here as a block, and their rows in packed tensors."""
+
+    block: Block
+    packed_rows: int  # per head
+    start: int  # the first head's first row in the packed tensor, counted in rows of one sample
+    step: int  # from head to head
+
+    def packed(self, x: Tensor, samples: int, group: int = 1) -> Tensor:
+        """The lane's (B, packed rows, h, ...) part of packed x (rows of all heads x B, ...), never a copy."""
+        per_row = x.stride(0)
+        per_head = self.step * samples if group == 1 else self.packed_rows * samples
+        return x.as_strided(
+            (samples, self.packed_rows, self.block.heads * group, *x.shape[1:]),
+            (self.packed_rows * per_row, per_row, per_head * per_row, *x.stride()[1:]),
+            x.storage_offset() + self.start * samples * group * per_row,
+        )
 
 
 def folds(*tensors: Tensor) -> bool:
-    """Whether (B, N) of all these tensors is one stride, so that segments of many samples are one batch."""
+    """Whether (B, n) of all these tensors is one stride, so that segments of many samples are one batch."""
     return all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
 
 
 @functools.lru_cache(maxsize=512)
-def plan(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int, fold: bool) -> Plan:
-    """The work of one device. ``group`` query heads per key/value head; ``fold`` as `folds` says of the tensors."""
-    blocks: list[Block] = []
+def plan(
+    pattern: DilatedPattern,
+    samples: int,
+    shards: Shards,
+    rank: int,
+    heads: Heads,
+    group: int,
+    fold: bool,
+    visited: bool = False,
+    elsewhere: tuple[Channel, ...] = (),
+) -> Plan:
+    """The work of one rank on its own keys. ``group`` query heads per key/value head; ``fold`` as `folds` says.
+
+    ``visited``: keys of other ranks follow, to be merged. ``elsewhere``: channels whose rows other ranks compute.
+    """
     written: set[int] = set()
-    leaves_rows = False
-    if samples == 0 or tokens == 0:
-        return Plan((), False)
+    blocks: list[Block] = []
+    leaves_rows = bool(elsewhere)
+    merges = visited or bool(elsewhere)
+    if samples == 0 or shards.starts[rank] == shards.starts[rank + 1]:
+        return Plan((), False, False)
     order = sorted(range(len(pattern.branches)), key=lambda branch: pattern.dilation_rates[branch])
     for branch in order:  # densest first: with r = 1 the first branch writes every row and nothing needs filling
-        heads = pattern.heads(branch, kv_heads)
-        fresh = [head for head in heads if head not in written]
+        placed = heads.of_branch(pattern, branch)
+        fresh = [(head, offset) for head, offset in placed if head not in written]
         leaves_rows |= bool(fresh) and pattern.dilation_rates[branch] > 1
-        for first, some in ((True, fresh), (False, [head for head in heads if head in written])):
-            blocks += _branch_blocks(pattern, branch, some, samples, tokens, kv_heads, group, fold, first)
-        written.update(heads)
-    return Plan(tuple(blocks), leaves_rows)
+        for first, some in ((True, fresh), (False, [one for one in placed if one[0] in written])):
+            for piece in _pieces(pattern, branch, shards, rank):
+                there = {
+                    head
+                    for channel in elsewhere
+                    if (channel.branch, channel.start) == (branch, piece.segment_start + shards.starts[rank])
+                    for head, _ in channel.heads
+                }
+                here = [one for one in some if one[0] not in there]
+                blocks += _blocks(pattern, branch, here, piece, samples, shards, rank, group, fold, first)
+        written.update(head for head, _ in placed)
+    merges |= not all(block.first for block in blocks)
+    return Plan(tuple(blocks), leaves_rows, merges)
 
 
-def _branch_blocks(
+@functools.lru_cache(maxsize=4096)
+def lanes(
+    channel: Channel, shards: Shards, rank: int, owner: int, samples: int, group: int, zeros: tuple[int, ...] = ()
+) -> tuple[Lane, ...]:
+    """A channel's heads in the fewest lanes: rows of ``rank`` in place beside those of ``owner`` packed."""
+    mine, theirs = channel.piece(shards, rank), channel.piece(shards, owner)
+    start, placed, rows = 0, [], {}
+    for index, (head, offset) in enumerate(channel.heads):
+        packed = channel.rows(offset, theirs)
+        shifted = channel.first_row(offset, mine) - mine[0]
+        placed.append((head, shifted, start))
+        rows[head] = (channel.rows(offset, mine), packed, zeros[index] if zeros else 0)
+        start += packed
+    at = mine[0] - shards.starts[rank]
+    shape = (channel.branch, 0, samples, at, 1, mine[1] - mine[0], channel.dilation)
+    found = []
+    for run in _runs(placed, lambda head: rows[head], group):
+        count, packed, filled = rows[run.head]
+        block = Block(*shape, *run[:5], count, channel.start - shards.starts[rank], filled)
+        found.append(Lane(block, packed, run.start, run.start_step))
+    return tuple(found)
+
+
+class Piece(NamedTuple):
+    """Equal segments in a row, or the part of one that lies on a rank. Tokens count from the shard."""
+
+    start: int
+    segments: int
+    length: int
+    segment_start: int
+    whole_length: int  # of the segment, on all ranks together
+
+
+def _pieces(pattern: DilatedPattern, branch: int, shards: Shards, rank: int) -> list[Piece]:
+    first, last, tokens = shards.starts[rank], shards.starts[rank + 1], shards.tokens
+    width = min(pattern.segment_lengths[branch], tokens)
+    found = []
+    at = first
+    if first % width:  # the end of a segment that began before the shard
+        start = first - first % width
+        at = min(start + width, last)
+        found.append(Piece(0, 1, at - first, start - first, min(width, tokens - start)))
+    whole, rest = divmod(last - at, width)
+    if whole:
+        found.append(Piece(at - first, whole, width, at - first, width))
+    if rest:
+        at += whole * width
+        found.append(Piece(at - first, 1, rest, at - first, min(width, tokens - at)))
+    return found
+
+
+def _blocks(
     pattern: DilatedPattern,
     branch: int,
-    heads: Iterable[int],
+    heads: list[tuple[int, int]],
+    piece: Piece,
     samples: int,
-    tokens: int,
-    kv_heads: int,
+    shards: Shards,
+    rank: int,
     group: int,
     fold: bool,
     first: bool,
 ) -> list[Block]:
-    width = min(pattern.segment_lengths[branch], tokens)
     dilation = pattern.dilation_rates[branch]
-    whole, tail = divmod(tokens, width)
-    blocks = []
-    for start, segments, length in ((0, whole, width), (whole * width, 1, tail)):
-        for run in _runs(pattern, branch, heads, length, kv_heads, group):
-            rows = rows_at_offset(length, dilation, run.offset)
-            zeros = pattern.zeros_in_segment(branch, length, run.offset, tokens)
-            # samples and segments are one batch only if their strides chain; else the shorter of the two is a loop
-            if segments == 1 or samples == 1 or (fold and segments * length == tokens):
-                pieces = [(0, samples, start, segments)]
-            elif segments < samples:
-                pieces = [(0, samples, start + i * length, 1) for i in range(segments)]
-            else:
-                pieces = [(i, 1, start, segments) for i in range(samples)]
-            blocks += [
-                Block(branch, sample, many, at, some, length, dilation, *run, rows, zeros, first)
-                for sample, many, at, some in pieces
-            ]
-    return blocks
+    shift = piece.start - piece.segment_start
+    placed, counts = [], {}
+    for head, offset in heads:
+        shifted = (offset - shift) % dilation
+        rows = rows_at_offset(piece.length, dilation, shifted)
+        if rows:
+            placed.append((head, shifted, 0))
+            counts[head] = rows, pattern.zeros_in_segment(branch, piece.whole_length, offset, shards.tokens)
+    tokens = shards.starts[rank + 1] - shards.starts[rank]
+    # samples and segments are one batch only if their strides chain; else the shorter of the two is a loop
+    if piece.segments == 1 or samples == 1 or (fold and piece.segments * piece.length == tokens):
+        parts = [(0, samples, 0, piece.segments)]
+    elif piece.segments < samples:
+        parts = [(0, samples, i * piece.length, 1) for i in range(piece.segments)]
+    else:
+        parts = [(i, 1, 0, piece.segments) for i in range(samples)]
+    found = []
+    for run in _runs(placed, lambda head: counts[head], group):
+        rows, zeros = counts[run.head]
+        for sample, many, at, some in parts:
+            shape = (branch, sample, many, piece.start + at, some, piece.length, dilation)
+            found.append(Block(*shape, *run[:5], rows, piece.segment_start + at, zeros, first))
+    return found
 
 
 class Run(NamedTuple):
-    """Key/value heads that one view takes: head and offset advance by constant steps."""
+    """Key/value heads that one view takes: head, offset and packed start advance by constant steps."""
 
-    offset: int
-    offset_step: int
     head: int
     heads: int
     head_step: int
+    offset: int
+    offset_step: int
+    start: int
+    start_step: int
 
 
-def _runs(
-    pattern: DilatedPattern, branch: int, heads: Iterable[int], length: int, kv_heads: int, group: int
-) -> list[Run]:
-    """Heads dealt into the fewest views; the heads of a view have equally many rows."""
-    rate = pattern.dilation_rates[branch]
-    placed = [(head, pattern.offset(branch, head, kv_heads)) for head in heads]
-    placed = [(head, offset) for head, offset in placed if rows_at_offset(length, rate, offset)]
-    straight = _lanes(placed, lambda _, offset: offset)
+Placed = list[tuple[int, int, int]]  # (head, offset, start of its packed rows)
+
+
+def _runs(placed: Placed, alike: Callable[[int], Hashable], group: int) -> list[Run]:
+    """Heads dealt into the fewest views; the heads of a view are alike: they have equally many rows."""
+    straight = _lanes(placed, lambda head, offset: (offset, alike(head)))
     if group > 1:
         # the query heads of several key/value heads are one stride only where those are neighbours at one offset
-        return [
-            one
-            for run in straight
-            for one in ([run] if run.head_step == 1 else [Run(run.offset, 0, h, 1, 1) for h in _heads_of(run)])
-        ]
+        return [one for run in straight for one in ([run] if run.head_step == 1 else _singles(run))]
     turn: dict[int, int] = {}  # how often an offset came before: heads of one turn have offsets in steps of one
 
-    def diagonal_lane(_: int, offset: int) -> tuple[int, int]:
+    def diagonal_lane(head: int, offset: int) -> Hashable:
         turn[offset] = turn.get(offset, -1) + 1
-        return turn[offset], rows_at_offset(length, rate, offset)
+        return turn[offset], alike(head)
 
     return min(straight, _lanes(placed, diagonal_lane), key=len)
 
 
-def _heads_of(run: Run) -> range:
-    return range(run.head, run.head + run.heads * run.head_step, run.head_step)
+def _singles(run: Run) -> list[Run]:
+    return [
+        Run(run.head + i * run.head_step, 1, 1, run.offset, 0, run.start + i * run.start_step, 0)
+        for i in range(run.heads)
+    ]
 
 
-def _lanes(placed: list[tuple[int, int]], lane_of: Callable[[int, int], Hashable]) -> list[Run]:
-    """Deal (head, offset) pairs into lanes and cut each lane into stretches with constant steps."""
-    lanes: dict[Hashable, list[tuple[int, int]]] = {}
-    for head, offset in placed:
-        lanes.setdefault(lane_of(head, offset), []).append((head, offset))
+def _lanes(placed: Placed, lane_of: Callable[[int, int], Hashable]) -> list[Run]:
+    """Deal heads into lanes and cut each lane into stretches with constant steps."""
+    lanes: dict[Hashable, Placed] = {}
+    for one in placed:
+        lanes.setdefault(lane_of(one[0], one[1]), []).append(one)
     runs = []
     for lane in lanes.values():
         while lane:
-            (head, offset), count = lane[0], 1
-            head_step, offset_step = (lane[1][0] - head, lane[1][1] - offset) if len(lane) > 1 else (1, 0)
-            while count < len(lane) and lane[count] == (head + count * head_step, offset + count * offset_step):
+            head, offset, start = lane[0]
+            count, steps = 1, (1, 0, 0)
+            if len(lane) > 1 and lane[1][1] >= offset:  # a stride can not be negative
+                steps = (lane[1][0] - head, lane[1][1] - offset, lane[1][2] - start)
+            while count < len(lane) and lane[count] == tuple(
+                x + count * step for x, step in zip(lane[0], steps, strict=True)
+            ):
                 count += 1
-            runs.append(Run(offset, offset_step if count > 1 else 0, head, count, head_step if count > 1 else 1))
+            head_step, offset_step, start_step = steps if count > 1 else (1, 0, 0)
+            runs.append(Run(head, count, head_step, offset, offset_step, start, start_step))
             lane = lane[count:]
     return runs

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilated_attention import _ops
+from dilated_attention import _ops, _parallel
 from dilated_attention._engine import Settings
+from dilated_attention._parallel import EXCHANGES, VERIFY, Link
 from dilated_attention._plan import plan
+from dilated_attention._shards import Heads, Shards
 from dilated_attention.backends import choose
+from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import DilatedPattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -37,6 +40,13 @@ def dilated_attention(
     enable_gqa: bool = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
+    group: Group | None = ...,
+    exchange: str = ...,
+    use_checkpointing: bool = ...,
+    timeout: float = ...,
+    verify: str | None = ...,
+    debug: bool = ...,
+    heads: tuple[int, int] | None = ...,
 ) -> Tensor: ...
 
 
@@ -54,6 +64,13 @@ def dilated_attention(
     enable_gqa: bool = ...,
     backend: str = ...,
     return_lse: Literal[True],
+    group: Group | None = ...,
+    exchange: str = ...,
+    use_checkpointing: bool = ...,
+    timeout: float = ...,
+    verify: str | None = ...,
+    debug: bool = ...,
+    heads: tuple[int, int] | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -70,6 +87,13 @@ def dilated_attention(
     enable_gqa: bool = False,
     backend: str = "auto",
     return_lse: bool = False,
+    group: Group | None = None,
+    exchange: str = "auto",
+    use_checkpointing: bool = True,
+    timeout: float = 60.0,
+    verify: str | None = None,
+    debug: bool = False,
+    heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Self-attention in which each head sees the tokens of ``pattern``: one exact softmax over all its branches.
 
@@ -83,22 +107,65 @@ def dilated_attention(
         enable_gqa: key/value head h serves the query heads h*G to (h+1)*G - 1, G = H // Hk.
         backend: "auto", "sdpa" (PyTorch's kernels) or "eager" (matrix products). One asked for by name runs or raises.
         return_lse: also return the log-sum-exp of each row's scores, (B, N, H), differentiable.
+        group: a ``torch.distributed`` process group or 1-D ``DeviceMesh``: the tensors, and the result, are then this
+            rank's contiguous shard of the sequence. The shards may differ in length, and be empty. All ranks of the
+            group make the same call. Not traced by ``torch.compile``.
+        exchange: how rows of other ranks come here. "ring": from neighbour to neighbour, two blocks at a time;
+            "allgather": all of them in one collective; "alltoall": whole segments for a share of the heads; "auto":
+            the one with the least modelled time whose buffers are no larger than a few shards.
+        use_checkpointing: received rows travel again in the backward pass; False keeps them.
+        timeout: seconds to wait for another rank before an error that names it (gloo).
+        verify: "always": every call first compares its arguments over the ranks; "first": only the first calls of a
+            group do. By default "always" on gloo; "first" elsewhere, where reading the answer makes the host wait.
+        debug: wait on the host in every hop, so that an error comes from where it happened.
+        heads: (first, total) of the key/value heads, where this process holds some of them (tensor parallelism).
 
     Returns:
         (B, N, H, D), or that and lse. A row with no key to see gets 0 and -inf.
     """
-    _check(query, key, value, pattern, key_padding_mask, enable_gqa)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
-    dropout_p = checked_probability(dropout_p)
-    check_backend(backend)
-    query, key, value = (x.to(_computed(x)) for x in (query, key, value))
+    link = None
+    if group is not None:
+        link = checked_link(group, exchange, use_checkpointing, timeout, verify, debug)
+    out, lse = attend(
+        query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link
+    )
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    enable_gqa: bool,
+    backend: str,
+    heads: tuple[int, int] | None,
+    link: Link | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank."""
+    alone = link is None or link.group.size() == 1
+    try:
+        settings = _checked(
+            query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads
+        )
+        query, key, value = (x.to(_computed(x)) for x in (query, key, value))
+        if not torch.compiler.is_compiling() and (backend != "auto" or not alone):
+            # a refusal must not cost a draw of the seed, nor leave other ranks waiting
+            choose.choose(backend, settings.request(query, key_padding_mask is not None))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if link is not None and not alone and isinstance(query, Tensor):
+            _parallel.refuse(link, query.device, error)
+        raise
     seed = None
-    if dropout_p > 0:
-        if backend != "auto" and not torch.compiler.is_compiling():  # a refusal must not cost a draw
-            choose.choose(backend, Settings(pattern, is_causal, scale, dropout_p, backend).request(query, False))
+    if settings.dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=query.device)
+    if link is not None and not alone:
+        out, lse = _parallel.attend(query, key, value, key_padding_mask, seed, settings, link)
+        return out, lse
     out, lse = _ops.forward(
         query,
         key,
@@ -108,12 +175,60 @@ def dilated_attention(
         pattern.rule,
         pattern.segment_lengths,
         pattern.dilation_rates,
-        is_causal,
-        scale,
-        dropout_p,
+        settings.is_causal,
+        settings.scale,
+        settings.dropout_p,
         backend,
+        settings.first_head,
+        settings.total_heads,
     )
-    return (out, lse) if return_lse else out
+    return out, lse
+
+
+def checked_link(
+    group: Group,
+    exchange: str = "auto",
+    use_checkpointing: bool = True,
+    timeout: float = 60.0,
+    verify: str | None = None,
+    debug: bool = False,
+) -> Link:
+    """How calls go over a group, or an error that says what is wrong with it."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
+    if verify is not None and verify not in VERIFY:
+        raise ValueError(f"unknown verify {verify!r}: use one of {', '.join(VERIFY)}, or None")
+    for name, flag in (("use_checkpointing", use_checkpointing), ("debug", debug)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    if not isinstance(timeout, Real) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    return Link(process_group(group), exchange, use_checkpointing, float(timeout), verify, debug)
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    enable_gqa: bool,
+    backend: str,
+    heads: tuple[int, int] | None,
+) -> Settings:
+    """All that can be wrong with a call, before any work."""
+    first, total = (0, 0) if heads is None else heads
+    _check(query, key, value, pattern, key_padding_mask, enable_gqa, total)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    if heads is not None and not 0 <= first <= total - key.shape[2]:
+        raise ValueError(f"heads must be (first, total) with the {key.shape[2]} key heads given inside, got {heads}")
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
+    check_backend(backend)
+    return Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend, first, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +267,9 @@ def explain(
     request = settings.request(query, key_padding_mask is not None)
     choice = choose.choose(backend, request)
     samples, tokens, heads, _ = query.shape
-    blocks = plan(pattern, samples, tokens, key.shape[2], heads // key.shape[2], True).blocks
+    kv_heads = key.shape[2]
+    shards = Shards.of((tokens,))
+    blocks = plan(pattern, samples, shards, 0, Heads(0, kv_heads, kv_heads), heads // kv_heads, True).blocks
     kernel = choice.module.describe(choice.kernels, {block.rows for block in blocks})
     return Explanation(choice.name, kernel, choose.why_not(choice, request))
 
@@ -172,6 +289,7 @@ def _check(
     pattern: DilatedPattern,
     key_padding_mask: Tensor | None,
     enable_gqa: bool,
+    total_heads: int = 0,
 ) -> None:
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
@@ -208,7 +326,9 @@ def _check(
         )
     if query.shape[3] < 1:
         raise ValueError("head_dim must be 1 or more, got 0")
-    pattern.check_heads(query.shape[2], key.shape[2])
+    group = pattern.check_heads(query.shape[2], key.shape[2], whole=not total_heads)
+    if total_heads:
+        pattern.check_heads(total_heads * group, total_heads)
     if key_padding_mask is not None:
         check_padding_mask(key_padding_mask, query)
 

@@ -105,15 +105,18 @@ class DilatedPattern:
             return head // -(-num_heads // rate)
         return branch % rate
 
-    def check_heads(self, num_heads: int, num_kv_heads: int | None = None) -> int:
-        """Raise if these head counts do not fit the rule; return the number of query heads per key/value head."""
+    def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
+        """Raise if these head counts do not fit the rule; return the number of query heads per key/value head.
+
+        ``whole=False``: these are some of the heads, and need not have one for each branch.
+        """
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
             raise ValueError(
                 f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
                 "make the first a positive multiple of the second"
             )
-        if self.rule == "head_groups" and kv_heads < len(self.segment_lengths):
+        if whole and self.rule == "head_groups" and kv_heads < len(self.segment_lengths):
             raise ValueError(
                 f"head_groups deals {len(self.segment_lengths)} branches to {kv_heads} key/value heads: it needs at "
                 "least one head per branch; use fewer branches, more heads, or rule 'longnet'"

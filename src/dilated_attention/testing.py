@@ -8,14 +8,17 @@ Legend as in `functional`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from dilated_attention import reference
+from dilated_attention import _parallel, reference
+from dilated_attention._engine import Settings
+from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
 
@@ -148,6 +151,60 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
     wrong = [f"{name} is off by {found[name]:.2e}, allowed {allowed[name]:.2e}" for name in found
              if not found[name] <= allowed[name]]  # fmt: skip
     assert not wrong, "; ".join(wrong)
+
+
+def run_sharded(
+    qkv: tuple[Tensor, ...],
+    lengths: Sequence[int],
+    pattern: DilatedPattern,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    exchange: str = "ring",
+    use_checkpointing: bool = True,
+    key_padding_mask: Tensor | None = None,
+    seed: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> tuple[Results, list[FakeTransport]]:
+    """As `run`, with the sequence cut into shards of these lengths, one a rank, the ranks being threads."""
+    settings = Settings(pattern, is_causal, 1 / math.sqrt(qkv[0].shape[-1]), dropout_p, backend)
+
+    def rank(transport: FakeTransport) -> Results:
+        start = sum(lengths[: transport.rank])
+        shard = slice(start, start + lengths[transport.rank])
+        link = _FakeLink(transport, exchange=exchange, use_checkpointing=use_checkpointing)
+        padding = None if key_padding_mask is None else key_padding_mask[:, shard]
+
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return _parallel.attend(query, key, value, padding, seed, settings, link)
+
+        parts = tuple(x[:, shard] for x in qkv)
+        return run(attention, parts, dout[:, shard], None if dlse is None else dlse[:, shard])
+
+    results, transports = run_threads(len(lengths), rank)
+    return joined(results), transports
+
+
+def joined(results: Sequence[Results]) -> Results:
+    """The results of all shards as one."""
+    parts = zip(*([value for _, value in result.items()] for result in results), strict=True)
+    names = [name for name, _ in results[0].items()]
+    whole = dict(zip(names, (torch.cat(some, 1) for some in parts), strict=True))
+    return Results(whole["out"], whole.get("lse"), whole["dq"], whole["dk"], whole["dv"])
+
+
+class _FakeLink(_parallel.Link):
+    def __init__(self, transport: FakeTransport, **settings: Any) -> None:
+        super().__init__(cast(ProcessGroup, transport.office), verify="always", **settings)
+        self.fake = transport
+
+    def check_usable(self) -> None:
+        pass
+
+    def transport(self, device: torch.device) -> FakeTransport:
+        return self.fake
 
 
 def check(

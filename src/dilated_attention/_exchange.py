@@ -1,0 +1,303 @@
+"""Keys and values of other ranks: blocks of rows that come and go while this rank computes, forward and backward.
+
+One loop for `ring` and `allgather`, which differ in their routes only. In step t a rank computes with what arrived,
+while step t + 1 is on its way. In the backward pass a second message follows each block: the sum of its dK and dV so
+far, in float32, which the last user sends home.
+
+Legend as in `_engine` and `_packing`; a part is the rows of one channel that one owner holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention import _packing
+from dilated_attention._engine import Rows, Work
+from dilated_attention._packing import Field, Fields
+from dilated_attention._plan import Lane, lanes
+from dilated_attention._shards import Channel
+from dilated_attention.backends.problem import Masking, accumulate_dtype
+from dilated_attention.distributed.routes import ROUTES, Route, Trip
+from dilated_attention.distributed.transport import Pending, Transport
+from dilated_attention.merge import merge_
+
+
+class Part(NamedTuple):
+    """The rows of one channel that one owner holds."""
+
+    channel: int  # which of this rank's channels
+    owner: int
+
+
+Messages = dict[int, tuple[Part, ...]]  # by the other rank
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a rank sends and receives in each step (index 0 is step 1): blocks, and in the backward pass their sums."""
+
+    sends: tuple[Messages, ...]
+    receives: tuple[Messages, ...]
+    sum_sends: tuple[Messages, ...]
+    sum_receives: tuple[Messages, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.sends)
+
+
+@functools.lru_cache(maxsize=256)
+def traffic(channels: tuple[Channel, ...], exchange: str, is_causal: bool, rank: int) -> Traffic:
+    """All messages of a rank, the same on both of their ends: parts in the order of the channels."""
+    routes = [ROUTES[exchange](channel.members, is_causal, rank) for channel in channels]
+    trips = [trip for route in routes for trip in (*route.arrivals, *route.departures, *route.returns)]
+    # a collective takes part on every rank, also where it moves nothing
+    steps = max((trip.step for trip in trips), default=int(exchange == "allgather"))
+
+    def messages(trips: Callable[[Route], Iterable[Trip]], outgoing: bool) -> tuple[Messages, ...]:
+        found: list[dict[int, list[Part]]] = [{} for _ in range(steps)]
+        for index, route in enumerate(routes):
+            for trip in sorted(trips(route), key=lambda trip: (trip.step, trip.owner)):
+                other = trip.target if outgoing else trip.source
+                found[trip.step - 1].setdefault(other, []).append(Part(index, trip.owner))
+        return tuple({other: tuple(parts) for other, parts in step.items()} for step in found)
+
+    return Traffic(
+        messages(lambda route: route.departures, True),
+        messages(lambda route: route.arrivals, False),
+        messages(Route.sums_sent, True),
+        messages(Route.sums_received, False),
+    )
+
+
+@dataclass
+class Exchange:
+    """One rank's part in the exchange of one call."""
+
+    work: Work
+    transport: Transport
+    channels: tuple[Channel, ...]
+    name: str  # ring or allgather
+
+    def __post_init__(self) -> None:
+        work = self.work
+        self.traffic = traffic(self.channels, self.name, work.settings.is_causal, work.rank)
+        samples, dim = work.k.shape[0], work.k.shape[3]
+        self.samples = samples
+        keys = (Field(work.k.dtype, 1, (dim,)), Field(work.k.dtype, 1, (dim,)))
+        self.fields: Fields = keys if work.padding is None else (*keys, Field(torch.bool))
+        exact = accumulate_dtype(work.k.dtype)
+        self.sum_fields: Fields = (Field(exact, 1, (dim,)), Field(exact, 1, (dim,)))
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """out, lse, and the received messages if they are to be kept for the backward pass."""
+        kept: list[Tensor] = []
+        state: list[Tensor] = []
+
+        def own() -> None:
+            state.extend(self.work.forward())
+
+        def visit(part: Part, packed: Tensor) -> None:
+            self.visit(state[0], state[1], part, packed)
+
+        for messages in self.circulate("forward", own, visit, keep):
+            if keep:
+                kept += [messages[peer] for peer in sorted(messages)]
+        return state[0], state[1], kept
+
+    def circulate(
+        self, direction: str, own: Callable[[], None], visit: Callable[[Part, Tensor], None], keep: bool = False
+    ) -> Iterable[dict[int, Tensor]]:
+        """Post a step, compute the one before; gives each step's messages after they were used."""
+        parts = self.own_parts()
+        pending = self.post(direction, 1, parts)
+        own()
+        passed_on: dict[int, Tensor] = {}
+        for step in range(1, self.traffic.steps + 1):
+            messages = pending.wait()
+            if not keep:  # what came a step ago has now been sent on
+                self.transport.release(passed_on)
+            passed_on = messages
+            parts = self.parts(messages, self.traffic.receives[step - 1], self.fields)
+            if step < self.traffic.steps:
+                pending = self.post(direction, step + 1, parts)
+            with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {step}"):
+                for part, packed in parts.items():
+                    visit(part, packed)
+            yield messages
+        if not keep:
+            self.transport.release(passed_on)
+
+    def post(self, direction: str, step: int, parts: dict[Part, Tensor]) -> Pending:
+        return self._post(
+            f"{direction} {self.name}", step, self.traffic.sends, self.traffic.receives, parts, self.fields
+        )
+
+    def _post(
+        self,
+        name: str,
+        step: int,
+        sends: tuple[Messages, ...],
+        receives: tuple[Messages, ...],
+        parts: dict[Part, Tensor],
+        fields: Fields,
+    ) -> Pending:
+        outgoing = sends[step - 1] if sends else {}
+        incoming = receives[step - 1] if receives else {}
+        sizes = {peer: sum(self.sizes(some, fields)) for peer, some in incoming.items()}
+        hop = f"hop {step} of the {name}"
+        return self.transport.post(hop, _joined(outgoing, parts), sizes, collective=self.name == "allgather")
+
+    def own_parts(self) -> dict[Part, Tensor]:
+        """This rank's rows, packed, of each channel in which someone needs them."""
+        wanted = {part for step in self.traffic.sends[:1] for parts in step.values() for part in parts}
+        found = {}
+        tensors = [self.work.k, self.work.v]
+        if self.work.padding is not None:
+            tensors.append(self.work.padding_of_heads)
+        for part in sorted(wanted):
+            (size,) = self.sizes((part,), self.fields)
+            packed = torch.empty(size, dtype=torch.uint8, device=self.work.k.device)
+            rows = self.rows(part)
+            _packing.pack(packed, self.fields, rows, self.lanes(part, 1), tensors)
+            found[part] = packed
+        return found
+
+    def rows(self, part: Part) -> int:
+        return self.samples * self.channels[part.channel].packed_rows(self.work.shards, part.owner)
+
+    def sizes(self, parts: Iterable[Part], fields: Fields) -> list[int]:
+        return [_packing.part_bytes(fields, self.rows(part)) for part in parts]
+
+    def parts(self, messages: dict[int, Tensor], expected: Messages, fields: Fields) -> dict[Part, Tensor]:
+        found: dict[Part, Tensor] = {}
+        for peer, parts in expected.items():
+            found.update(zip(parts, _packing.split(messages[peer], self.sizes(parts, fields)), strict=True))
+        return dict(sorted(found.items()))
+
+    def lanes(self, part: Part, group: int) -> tuple[Lane, ...]:
+        work = self.work
+        return lanes(self.channels[part.channel], work.shards, work.rank, part.owner, self.samples, group)
+
+    def problems(self, part: Part, packed: Tensor) -> Iterable[tuple[Lane, Tensor, Tensor, Tensor, Masking]]:
+        """The dense problems of this rank's queries with a part: lane, q, k, v, masking."""
+        work = self.work
+        fields = _packing.unpack(packed, self.fields, self.rows(part))
+        for lane in self.lanes(part, work.group):
+            q = lane.block.view(work.q, work.group)
+            k, v, *rest = (lane.packed(field, self.samples) for field in fields)
+            dropout = None
+            if work.seed is not None:
+                dropout = work.dropout_of_keys(lane.block, work.seed, self.positions(part, lane))
+            padding = rest[0] if rest else None
+            if (
+                padding is not None and not lane.block.offset_step
+            ):  # the heads share it, as kernels that group heads ask
+                padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
+            yield lane, q, k, v, Masking(work.settings.scale, False, padding, dropout)
+
+    def positions(self, part: Part, lane: Lane) -> Tensor:
+        """(B, L, hk): the tokens of a lane's keys."""
+        channel, block = self.channels[part.channel], lane.block
+        piece = channel.piece(self.work.shards, part.owner)
+        offset_of = dict(channel.heads)
+        heads = range(block.head, block.head + block.heads * block.head_step, block.head_step)
+        first = torch.tensor([channel.first_row(offset_of[head], piece) for head in heads], device=self.work.q.device)
+        rows = torch.arange(lane.packed_rows, device=first.device).unsqueeze(1) * channel.dilation
+        return (first + rows).expand(self.samples, -1, -1)
+
+    def visit(self, out: Tensor, lse: Tensor, part: Part, packed: Tensor) -> None:
+        """Merge what this rank's queries see in a part."""
+        group = self.work.group
+        for lane, q, k, v, masking in self.problems(part, packed):
+            part_out, part_lse = self.work.attend(q, k, v, masking)
+            merge_(lane.block.view(out, group), lane.block.view(lse, group), part_out, part_lse)
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def backward(self, rows: Rows, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's rows. ``kept``: the messages of the forward pass; None: they travel again."""
+        grads: list[Tensor] = []
+        sums: dict[Part, Tensor] = {}
+        pending: Pending | None = None
+
+        def own() -> None:
+            grads.extend(self.work.backward(rows))
+
+        def visit(part: Part, packed: Tensor) -> None:
+            sums[part] = self.visit_backward(grads[0], rows, part, packed)
+
+        steps = self.circulate("backward", own, visit) if kept is None else self.replay(kept, own, visit)
+        for step, _ in enumerate(steps, 1):
+            if pending is not None:
+                self.take_sums(step - 1, pending, sums, grads)
+            pending = self.post_sums(step, sums)
+        if pending is not None:
+            self.take_sums(self.traffic.steps, pending, sums, grads)
+        return grads[0], grads[1], grads[2]
+
+    def replay(
+        self, kept: list[Tensor], own: Callable[[], None], visit: Callable[[Part, Tensor], None]
+    ) -> Iterable[dict[int, Tensor]]:
+        """As `circulate`, with the messages that were kept."""
+        waiting = iter(kept)
+        own()
+        for receives in self.traffic.receives:
+            messages = {peer: next(waiting) for peer in sorted(receives)}
+            for part, packed in self.parts(messages, receives, self.fields).items():
+                visit(part, packed)
+            yield messages
+
+    def visit_backward(self, dq: Tensor, rows: Rows, part: Part, packed: Tensor) -> Tensor:
+        """Add this rank's share to dq; give the part's dK and dV, packed."""
+        (size,) = self.sizes((part,), self.sum_fields)
+        sums = torch.empty(size, dtype=torch.uint8, device=packed.device)
+        dk_all, dv_all = _packing.unpack(sums, self.sum_fields, self.rows(part))
+        for lane, q, k, v, masking in self.problems(part, packed):
+            dq_part, dk, dv = self.work.attend_backward(self.work.of_rows(lane.block, rows), q, k, v, masking)
+            lane.block.view(dq, self.work.group).add_(dq_part)
+            lane.packed(dk_all, self.samples).copy_(dk)
+            lane.packed(dv_all, self.samples).copy_(dv)
+        return sums
+
+    def post_sums(self, step: int, sums: dict[Part, Tensor]) -> Pending:
+        """Send the sums of the blocks used in this step on, or home."""
+        sends, receives = self.traffic.sum_sends, self.traffic.sum_receives
+        pending = self._post(f"gradients' {self.name}", step, sends, receives, sums, self.sum_fields)
+        for part in {part for parts in sends[step - 1].values() for part in parts}:
+            del sums[part]
+        return pending
+
+    def take_sums(self, step: int, pending: Pending, sums: dict[Part, Tensor], grads: list[Tensor]) -> None:
+        """Add what came after a step: to the sums of the next step's blocks, or home to this rank's own rows."""
+        messages = pending.wait()
+        for peer, parts in sorted(self.traffic.sum_receives[step - 1].items()):
+            sizes = self.sizes(parts, self.sum_fields)
+            for part, packed in zip(parts, _packing.split(messages[peer], sizes), strict=True):
+                fields = _packing.unpack(packed, self.sum_fields, self.rows(part))
+                if part.owner != self.work.rank:
+                    mine = _packing.unpack(sums[part], self.sum_fields, self.rows(part))
+                    for total, more in zip(mine, fields, strict=True):
+                        total.add_(more)
+                    continue
+                for grad, field in zip(grads[1:], fields, strict=True):
+                    for lane in self.lanes(part, 1):
+                        lane.block.view(grad).add_(lane.packed(field, self.samples))
+        self.transport.release(messages)
+
+
+def _joined(messages: Messages, parts: dict[Part, Tensor]) -> dict[int, Tensor]:
+    """The bytes for each rank; equal messages are joined once."""
+    done: dict[tuple[Part, ...], Tensor] = {}
+    for some in messages.values():
+        if some not in done:
+            done[some] = _packing.join([parts[part] for part in some])
+    return {peer: done[some] for peer, some in messages.items()}

@@ -1,0 +1,246 @@
+"""The operation over a group of ranks: agree on the call, exchange rows, compute; one autograd node.
+
+Legend: query (B, n, H, D), key, value (B, n, Hk, D), lse (B, n, H): n tokens of this rank's shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dilated_attention import _engine
+from dilated_attention._alltoall import AllToAll
+from dilated_attention._engine import Settings, Work
+from dilated_attention._exchange import Exchange
+from dilated_attention._shards import Shards, channels, crosses
+from dilated_attention.backends.slices import Limit
+from dilated_attention.cost import fastest_exchange
+from dilated_attention.distributed.agreement import REFUSED, Asked, ask
+from dilated_attention.distributed.transport import (
+    Buffers,
+    GroupTransport,
+    Stats,
+    Transport,
+    check_usable,
+)
+
+EXCHANGES = ("auto", "ring", "allgather", "alltoall")
+VERIFY = ("always", "first")
+FIRST_CALLS = 8  # that "first" checks, of each group
+
+
+@dataclass
+class Link:
+    """How calls go over a group: what does not change from call to call."""
+
+    group: ProcessGroup
+    exchange: str = "auto"
+    use_checkpointing: bool = True  # received rows are not kept for the backward pass but travel again
+    timeout: float = 60.0
+    verify: str | None = None  # None: "always" on gloo, "first" elsewhere
+    debug: bool = False
+    limit: Limit | None = None
+    stats: Stats = field(default_factory=Stats)
+    buffers: Buffers | None = None
+
+    def check_usable(self) -> None:
+        check_usable(self.group)
+
+    def transport(self, device: torch.device) -> Transport:
+        self.check_usable()
+        return GroupTransport(
+            self.group, device, self.timeout, debug=self.debug, stats=self.stats, buffers=self.buffers
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as all ranks have agreed on it."""
+
+    settings: Settings
+    link: Link
+    transport: Transport
+    shards: Shards
+    exchange: str
+
+    def work(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None) -> Work:
+        rank = self.transport.rank
+        mine = channels(self.settings.pattern, self.shards, self.settings.heads(k), rank)
+        return Work.prepare(
+            q, k, v, padding, seed, self.settings,
+            shards=self.shards, rank=rank, ends=self.ends(padding, q.device), visited=bool(mine),
+            elsewhere=mine if self.exchange == "alltoall" else (), limit=self.link.limit,
+        )  # fmt: skip
+
+    def ends(self, padding: Tensor | None, device: torch.device) -> Tensor | None:
+        """Where each sample ends on the last rank that has some of it; only torchscale asks, for its zero keys."""
+        if padding is None:
+            return None
+        here = _engine.sample_ends(padding, self.shards.starts[self.transport.rank])
+        if self.settings.pattern.rule != "torchscale" or self.settings.is_causal:
+            return here
+        message = here.cpu().view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8)
+        if not message.numel():
+            return here
+        for other in self.transport.post_all("the ends of the samples", message).wait().values():
+            here = torch.maximum(here, other.cpu().view(torch.int64).to(device))
+        return here
+
+    def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
+        """All ranks are here; dlse, where some rank has one."""
+        self.link.check_usable()
+        if not _verifies(self.transport, self.link):
+            return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
+        fields = {"the backward of": self.settings.pattern, "shape": tuple(lse.shape[::2]), "exchange": self.exchange}
+        flag = int(dlse is not None)
+        said = _ask(self.transport, self.link, "the backward of dilated_attention", fields, lse.shape[1], flags=flag)
+        return torch.zeros_like(lse) if any(said.wait().flags) and dlse is None else dlse
+
+    def exchanger(self, work: Work, k: Tensor) -> Exchange | AllToAll | None:
+        """None where no rank has anything to send."""
+        if not crosses(self.settings.pattern, self.shards) or work.q.shape[0] == 0:
+            return None
+        mine = channels(self.settings.pattern, self.shards, self.settings.heads(k), work.rank)
+        if self.exchange == "alltoall":
+            return AllToAll(work, self.transport, mine)
+        return Exchange(work, self.transport, mine, self.exchange)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings, link: Link
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's shard."""
+    transport = link.transport(q.device)
+    fields = _fields(q, k, v, padding, settings, link)
+    lengths, seed = _agree(transport, link, fields, q.shape[1], seed)
+    shards = Shards.of(lengths)
+    exchange = link.exchange
+    if exchange == "auto":
+        exchange = fastest_exchange(
+            settings.pattern, shards, settings.heads(k), q.shape[2] // k.shape[2], q.shape[3], q.dtype,
+            settings.is_causal, transport.backend,
+        )  # fmt: skip
+    out, lse = _Parallel.apply(q, k, v, padding, seed, Call(settings, link, transport, shards, exchange))  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def refuse(link: Link, device: torch.device, error: Exception) -> None:
+    """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too."""
+    transport = link.transport(device)
+    if _verifies(transport, link):
+        with contextlib.suppress(ValueError):  # the one that all ranks raise; the caller's own error says more
+            _ask(transport, link, "dilated_attention", {REFUSED: f"{type(error).__name__}: {error}"}, 0).wait()
+
+
+def _fields(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, settings: Settings, link: Link
+) -> dict[str, object]:
+    """What must be alike on all ranks."""
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return {
+        "shape": f"(batch {q.shape[0]}, tokens, heads {q.shape[2]}, head_dim {q.shape[3]})",
+        "key heads": k.shape[2],
+        "dtype": q.dtype,
+        "device": q.device.type,
+        "pattern": settings.pattern,
+        "is_causal": settings.is_causal,
+        "scale": settings.scale,
+        "dropout_p": settings.dropout_p,
+        "heads": settings.heads(k),
+        "key_padding_mask": "given" if padding is not None else "not given",
+        "exchange": link.exchange,
+        "use_checkpointing": link.use_checkpointing,
+        "gradients": "wanted" if wants_gradients else "not wanted",
+    }
+
+
+class _Seen:
+    """What the checked calls over a group were, for those that are not checked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.lengths: dict[int, tuple[int, ...]] = {}  # by this rank's length
+
+
+_seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
+
+
+def _verifies(transport: Transport, link: Link) -> bool:
+    verify = link.verify or ("always" if transport.names_peers else "first")
+    return verify == "always" or _seen.setdefault(link.group, _Seen()).calls < FIRST_CALLS
+
+
+def _ask(
+    transport: Transport, link: Link, call: str, fields: dict[str, object], length: int, seed: int = 0, flags: int = 0
+) -> Asked:
+    _seen.setdefault(link.group, _Seen()).calls += 1
+    return ask(transport, call, fields, length, seed, flags)
+
+
+def _agree(
+    transport: Transport, link: Link, fields: dict[str, object], length: int, seed: Tensor | None
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """The lengths of all shards and rank 0's seed."""
+    if _verifies(transport, link):
+        number = 0 if seed is None else int(seed.item())
+        agreement = _ask(transport, link, "dilated_attention", fields, length, number).wait()
+        if seed is not None:
+            seed = torch.full_like(seed, agreement.seeds[0])
+        _seen[link.group].lengths[length] = agreement.lengths
+        return agreement.lengths, seed
+    known = _seen[link.group].lengths
+    if length not in known:
+        raise ValueError(
+            f"rank {transport.rank} has {length} tokens, a length that none of the checked calls over this group had "
+            f"({sorted(known)}), and later calls are not checked: give verify='always'"
+        )
+    if seed is not None and transport.rank == 0:
+        transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()
+    elif seed is not None:  # it stays on the device: reading it would make the host wait
+        seed = transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()[0].view(torch.int64)[0]
+    return known[length], seed
+
+
+class _Parallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        with _engine.no_autocast(q.device), call.transport.closed_on_error():
+            work = call.work(q, k, v, padding, seed)
+            exchanger = call.exchanger(work, k)
+            keep = not call.link.use_checkpointing and any(ctx.needs_input_grad)
+            kept: list[Tensor] = []
+            if exchanger is None:
+                out, lse = work.forward()
+            else:
+                out, lse, kept = exchanger.forward(keep)
+            out, lse = _engine.finished_out(out, q), lse.contiguous()
+        ctx.save_for_backward(q, k, v, padding, seed, out, lse, *kept)
+        ctx.call = call
+        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        q, k, v, padding, seed, out, lse, *kept = ctx.saved_tensors
+        dlse = call.agree_on_backward(dlse, lse)
+        with _engine.no_autocast(q.device), call.transport.closed_on_error():
+            work = call.work(q, k, v, padding, seed)
+            rows = work.rows(dout, dlse, out, lse)
+            exchanger = call.exchanger(work, k)
+            if exchanger is None:
+                grads = work.backward(rows)
+            else:
+                grads = exchanger.backward(rows, None if call.link.use_checkpointing else kept)
+            dq, dk, dv = _engine.finished_grads(grads, q)
+        return dq, dk, dv, None, None, None

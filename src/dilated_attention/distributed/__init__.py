@@ -1,0 +1,1 @@
+"""Moves tensors among ranks; knows nothing of attention."""

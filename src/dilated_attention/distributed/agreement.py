@@ -1,0 +1,101 @@
+"""Do all ranks mean the same call? One small message from each to all, before anything else is sent.
+
+Gloo checks neither shapes nor dtypes of what it carries, and a rank that takes another path leaves the others waiting.
+So at the same point of every call all ranks exchange a fixed number of bytes: a hash of what must agree, the length of
+the local shard, a seed. If hashes differ, a second exchange carries the fields themselves, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dilated_attention.distributed.transport import Pending, Transport
+
+_HEADER = struct.Struct("<16sqqq")  # hash, length, seed, flags
+_FIELDS_BYTES = 4096
+REFUSED = "error"  # the field that a rank sends when it cannot take part: what is wrong with its own arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What every rank said, by rank."""
+
+    lengths: tuple[int, ...]
+    seeds: tuple[int, ...]
+    flags: tuple[int, ...]
+
+
+@dataclass
+class Asked:
+    """An agreement under way."""
+
+    transport: Transport
+    call: str
+    fields: Mapping[str, object]
+    mine: bytes
+    pending: Pending
+
+    def wait(self) -> Agreement:
+        """What the ranks said. Raises ValueError on every rank if they do not mean the same."""
+        headers = _by_rank(self.transport, self.pending, self.mine)
+        hashes, lengths, seeds, flags = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
+        if len(set(hashes)) > 1 or REFUSED in self.fields:
+            text = json.dumps({name: str(value) for name, value in self.fields.items()}).encode()
+            text = text[:_FIELDS_BYTES].ljust(_FIELDS_BYTES)
+            said = _by_rank(self.transport, _to_all(self.transport, f"{self.call}: what differs", text), text)
+            raise ValueError(difference([_read(one) for one in said], self.transport.rank, self.call))
+        return Agreement(lengths, seeds, flags)
+
+
+def ask(transport: Transport, call: str, fields: Mapping[str, object], length: int, seed: int, flags: int) -> Asked:
+    """Post this rank's word; `Asked.wait` gives everyone's. ``call`` names what is being agreed on, for people."""
+    text = json.dumps([(name, str(value)) for name, value in fields.items()])
+    mine = _HEADER.pack(hashlib.blake2b(text.encode(), digest_size=16).digest(), length, seed, flags)
+    return Asked(transport, call, fields, mine, _to_all(transport, f"the agreement on {call}", mine))
+
+
+def difference(said: list[dict[str, str]], rank: int, call: str) -> str:
+    """Which fields differ: the value of most ranks, and who has another one."""
+    refused = [
+        f"rank {other} cannot run it: {fields[REFUSED]}" for other, fields in enumerate(said) if REFUSED in fields
+    ]
+    if refused:
+        return f"{call} was called off on all ranks (this is rank {rank}): {'; '.join(refused)}"
+    found = []
+    for name in dict.fromkeys(name for fields in said for name in fields):
+        by_value: dict[str, list[int]] = {}
+        for other, fields in enumerate(said):
+            by_value.setdefault(fields.get(name, "absent"), []).append(other)
+        if len(by_value) > 1:
+            groups = sorted(by_value.items(), key=lambda one: (-len(one[1]), one[1]))
+            found.append(f"{name} is " + " and ".join(f"{value} on {_ranks(who)}" for value, who in groups))
+    return f"the ranks do not make the same call to {call} (this is rank {rank}): {'; '.join(found)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(str(rank) for rank in ranks[:8]) + (" and others" if len(ranks) > 8 else "")
+
+
+def _to_all(transport: Transport, name: str, data: bytes) -> Pending:
+    return transport.post_all(name, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _by_rank(transport: Transport, pending: Pending, mine: bytes) -> list[bytes]:
+    messages = pending.wait()
+    return [mine if peer == transport.rank else bytes(messages[peer].tolist()) for peer in range(transport.size)]
+
+
+def _read(text: bytes) -> dict[str, str]:
+    try:
+        fields = json.loads(text.decode(errors="replace").rstrip())
+    except json.JSONDecodeError:  # cut off: the pattern was too long to be told
+        return {"arguments": text.decode(errors="replace").rstrip()}
+    return {str(name): str(value) for name, value in fields.items()}

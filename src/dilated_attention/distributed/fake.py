@@ -1,0 +1,120 @@
+"""Ranks that are threads of one process: the messages of a plan are carried, checked and counted without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from dilated_attention.distributed.transport import Stats
+
+T = TypeVar("T")
+Address = tuple[int, int, str, int]  # source, target, name of the step, how often that name was posted before
+
+
+class Office:
+    """Where messages wait for their receivers."""
+
+    def __init__(self, size: int, patience: float = 30.0) -> None:
+        self.size, self.patience = size, patience
+        self.waiting: dict[Address, Tensor] = {}
+        self.changed = threading.Condition()
+        self.failed = False  # some rank raised: nobody is to wait for it
+
+    def put(self, messages: Mapping[Address, Tensor]) -> None:
+        with self.changed:
+            assert not set(messages) & set(self.waiting), "a message was sent twice"
+            self.waiting.update(messages)
+            self.changed.notify_all()
+
+    def take(self, address: Address, count: int) -> Tensor:
+        with self.changed:
+            came = self.changed.wait_for(lambda: address in self.waiting or self.failed, self.patience)
+            if not came or address not in self.waiting:
+                raise RuntimeError(f"rank {address[1]} waited for rank {address[0]} in {address[2]}")
+            message = self.waiting.pop(address)
+        assert message.numel() == count, f"{count} bytes expected and {message.numel()} came: {address}"
+        return message
+
+    def fail(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+
+
+class FakePending:
+    def __init__(self, office: Office, receives: Mapping[Address, int]) -> None:
+        self.office, self.receives = office, receives
+
+    def wait(self) -> dict[int, Tensor]:
+        return {address[0]: self.office.take(address, count) for address, count in self.receives.items()}
+
+
+class FakeTransport:
+    """A `Transport` over an office. ``log`` holds (step, collective, bytes to each rank) of what was posted."""
+
+    backend = "fake"
+    names_peers = True
+
+    def __init__(self, office: Office, rank: int) -> None:
+        self.office, self.rank, self.size = office, rank, office.size
+        self.stats = Stats()
+        self.log: list[tuple[str, bool, dict[int, int]]] = []
+        self._posted: dict[str, int] = {}
+
+    def post(
+        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
+    ) -> FakePending:
+        sends = {peer: message for peer, message in sends.items() if message.numel()}
+        receives = {peer: count for peer, count in receives.items() if count}
+        self.log.append((name, collective, {peer: message.numel() for peer, message in sends.items()}))
+        self.stats.hops += bool(sends or receives)
+        self.stats.bytes_sent += sum(message.numel() for message in sends.values())
+        self.stats.bytes_received += sum(receives.values())
+        self.stats.hold(sum(receives.values()))
+        return self._carry(name, sends, receives)
+
+    def post_all(self, name: str, message: Tensor) -> FakePending:
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        return self._carry(name, dict.fromkeys(others, message), dict.fromkeys(others, message.numel()))
+
+    def release(self, messages: Mapping[int, Tensor]) -> None:
+        self.stats.hold(-sum(message.numel() for message in messages.values()))
+
+    def closed_on_error(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _carry(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> FakePending:
+        turn = self._posted.get(name, 0)
+        self._posted[name] = turn + 1
+        # a copy: the sender may not touch what it has sent, but what it sent must not change with it either
+        self.office.put({(self.rank, peer, name, turn): message.clone() for peer, message in sends.items()})
+        return FakePending(self.office, {(peer, self.rank, name, turn): count for peer, count in receives.items()})
+
+
+def run_threads(size: int, function: Callable[[FakeTransport], T]) -> tuple[list[T], list[FakeTransport]]:
+    """``function`` on every rank of an office of its own; the results, and the transports with their counts."""
+    office = Office(size)
+    transports = [FakeTransport(office, rank) for rank in range(size)]
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(transports[rank])
+        except BaseException as error:  # raised below, in the thread that asked
+            errors[rank] = error
+            office.fail()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:  # the first cause, not one who waited for it
+        raise min(errors.values(), key=lambda error: "waited for rank" in str(error))
+    assert not office.waiting, f"messages that nobody received: {list(office.waiting)[:5]}"
+    return results, transports

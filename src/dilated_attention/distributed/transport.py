@@ -1,0 +1,296 @@
+"""One step of communication: messages to and from some ranks, posted together and awaited together.
+
+Messages are bytes, (n,) uint8. Posting sends and receives of a step in one batch, in the same order of steps on every
+rank, is what keeps NCCL from hanging. Gloo cannot read CUDA memory: there messages go through pinned host memory.
+Gloo also tells when a peer is late or gone, so waiting there ends with an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_NEVER_SENT = 2**20 + 1  # a tag
+
+
+class CommunicationError(RuntimeError):
+    """A rank did not get what another one should have sent. The group cannot be used again."""
+
+
+@dataclass
+class Stats:
+    """What a rank's messages came to, since it was made."""
+
+    hops: int = 0  # steps in which this rank sent or received
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waited: float = 0.0
+    buffer_bytes: int = 0  # of messages held now,
+    peak_buffer_bytes: int = 0  # and at most
+
+    def hold(self, count: int) -> None:
+        self.buffer_bytes += count
+        self.peak_buffer_bytes = max(self.peak_buffer_bytes, self.buffer_bytes)
+
+
+class Pending(Protocol):
+    def wait(self) -> dict[int, Tensor]:
+        """The received messages by rank, on the device of the transport."""
+
+
+class Transport(Protocol):
+    """Where messages go: a process group, or another thread in a test."""
+
+    rank: int
+    size: int
+    stats: Stats
+    backend: str  # the name of what carries the messages
+    names_peers: bool  # whether waiting has an end and tells for whom
+
+    def post(
+        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
+    ) -> Pending:
+        """Begin one step. ``receives`` gives the bytes to come from each rank; ``name`` is for messages to people.
+
+        A collective step must be posted on every rank, also where it moves nothing.
+        """
+
+    def post_all(self, name: str, message: Tensor) -> Pending:
+        """Begin sending a small message from every rank to every rank; not counted in the statistics."""
+
+    def release(self, messages: Mapping[int, Tensor]) -> None:
+        """Say that received messages are no longer read."""
+
+    def closed_on_error(self) -> AbstractContextManager[None]:
+        """Inside, an error on this rank ends the waiting of the others at once."""
+
+
+@dataclass
+class Buffers:
+    """Receive buffers that were handed back, to be used again; page-locked ones are slow to make."""
+
+    free: dict[tuple[int, torch.device, bool], list[Tensor]] = field(default_factory=dict)
+
+    def take(self, count: int, device: torch.device, pinned: bool = False) -> Tensor:
+        waiting = self.free.get((count, device, pinned))
+        if waiting:
+            return waiting.pop()
+        return torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+    def give(self, buffer: Tensor, pinned: bool = False) -> None:
+        self.free.setdefault((buffer.numel(), buffer.device, pinned), []).append(buffer)
+
+
+class GroupTransport:
+    """Messages over a process group; ranks count within the group."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        *,
+        debug: bool = False,
+        stats: Stats | None = None,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self.group, self.device, self.timeout, self.debug = group, device, timeout, debug
+        self.rank, self.size = group.rank(), group.size()
+        self.stats = Stats() if stats is None else stats
+        self.buffers = buffers
+        self.backend = backend_name(group, device)
+        self.names_peers = self.backend == "gloo"
+        self.staged = device.type != "cpu" and self.names_peers
+
+    def post(
+        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
+    ) -> Pending:
+        wire = torch.device("cpu") if self.staged else self.device
+        sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
+        receives = {peer: count for peer, count in sorted(receives.items()) if count}
+        if collective:
+            flat = self._buffer(sum(receives.values()), wire)
+            arriving = dict(zip(receives, flat.split(list(receives.values())), strict=True))
+        else:
+            flat = None
+            arriving = {peer: self._buffer(count, wire) for peer, count in receives.items()}
+        if sent or arriving:
+            self.stats.hops += 1
+        self.stats.bytes_sent += sum(message.numel() for message in sent.values())
+        self.stats.bytes_received += sum(receives.values())
+        works = self._batch(sent, arriving, name) if flat is None else self._collective(sent, receives, flat, name)
+        pending = GroupPending(self, name, works, sent, arriving, self.staged, self.names_peers)
+        if self.debug:  # the host waits, so that an error names the step in which it happened
+            pending.finish()
+        return pending
+
+    def post_all(self, name: str, message: Tensor) -> Pending:
+        """Begin sending a small message from every rank to every rank; not counted in the statistics."""
+        host = torch.device("cpu")
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        if backend_name(self.group, host) == "gloo":  # one by one, so that a missing rank can be named
+            arriving = {peer: torch.empty_like(message) for peer in others}
+            works = self._batch(dict.fromkeys(others, message), arriving, name)
+            return GroupPending(self, name, works, {self.rank: message}, arriving, staged=False, limited=True)
+        message = message.to(self.device)
+        all_messages = [torch.empty_like(message) for _ in range(self.size)]
+        work = dist.all_gather(all_messages, message, group=self.group, async_op=True)
+        arriving = {peer: all_messages[peer] for peer in others}
+        return GroupPending(self, name, [(None, work)], {self.rank: message}, arriving, staged=False, limited=False)
+
+    def release(self, messages: Mapping[int, Tensor]) -> None:
+        self.stats.hold(-sum(message.numel() for message in messages.values()))
+        if self.buffers is not None and not self.staged:
+            for message in messages.values():
+                if message.untyped_storage().nbytes() == message.numel():  # not one part of a collective's
+                    self.buffers.give(message)
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                what = f"rank {self.rank} raised an error while others waited for its messages"
+                _failures.setdefault(self.group, what)
+                self._close()
+
+    def _close(self) -> None:
+        """Gloo closes all connections when a receive times out, which the ranks at their other ends notice."""
+        if self.names_peers and self.size > 1:
+            never = torch.empty(1, dtype=torch.uint8)
+            with contextlib.suppress(RuntimeError):
+                work: Any = dist.irecv(never, group=self.group, group_src=(self.rank + 1) % self.size, tag=_NEVER_SENT)
+                work.wait(datetime.timedelta(milliseconds=1))
+
+    def _buffer(self, count: int, wire: torch.device) -> Tensor:
+        self.stats.hold(count)
+        pinned = self.staged and torch.cuda.is_available()
+        if self.buffers is not None:
+            return self.buffers.take(count, wire, pinned)
+        return torch.empty(count, dtype=torch.uint8, device=wire, pin_memory=pinned)
+
+    def _to_wire(self, message: Tensor) -> Tensor:
+        if not self.staged:
+            return message.contiguous()
+        staged = torch.empty(message.numel(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return staged.copy_(message)  # waits for the device
+
+    def _batch(
+        self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str
+    ) -> list[tuple[int | None, dist.Work]]:
+        peers = sorted({*sent, *arriving})
+        order = [(peer, kind) for peer in peers for kind in ("send", "receive")]
+        operations, whom = [], []
+        for peer, kind in order:
+            tensor = sent.get(peer) if kind == "send" else arriving.get(peer)
+            if tensor is not None:
+                call = dist.isend if kind == "send" else dist.irecv
+                operations.append(dist.P2POp(call, tensor, group=self.group, group_peer=peer))
+                whom.append(peer)
+        if not operations:
+            return []
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:  # a connection that is already closed
+            raise self.broken(f"could not reach one of ranks {peers}", name, error) from error
+        # NCCL gives one handle for the whole batch
+        return list(zip(whom, works, strict=True)) if len(works) == len(whom) else [(None, work) for work in works]
+
+    def _collective(
+        self, sent: dict[int, Tensor], receives: Mapping[int, int], flat: Tensor, name: str
+    ) -> list[tuple[int | None, dist.Work]]:
+        """One all-to-all of uneven parts: empty but among the ranks that have something for each other."""
+        sending = torch.cat([flat.new_empty(0), *(sent[peer] for peer in sorted(sent))])
+        to_all = [sent[peer].numel() if peer in sent else 0 for peer in range(self.size)]
+        from_all = [receives.get(peer, 0) for peer in range(self.size)]
+        try:
+            work = dist.all_to_all_single(flat, sending, from_all, to_all, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.broken("could not begin the collective", name, error) from error
+        sent[self.rank] = sending  # kept until it has left
+        return [(None, work)]
+
+    def broken(self, what: str, name: str, error: RuntimeError) -> CommunicationError:
+        what = f"rank {self.rank} {what} in {name}"
+        _failures[self.group] = what
+        late = "timed out" in str(error).lower()
+        why = f"nothing came within {self.timeout:g} s, it hangs or is far behind" if late else _short(error)
+        return CommunicationError(f"{what}: {why}")
+
+
+_failures: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def check_usable(group: ProcessGroup) -> None:
+    """Raise if an earlier step over the group failed: messages may still be on their way in it."""
+    if group in _failures:
+        raise CommunicationError(f"this process group failed before ({_failures[group]}): make a new one, or restart")
+
+
+@dataclass
+class GroupPending:
+    """A step under way."""
+
+    transport: GroupTransport
+    name: str
+    works: list[tuple[int | None, dist.Work]]
+    sent: dict[int, Tensor]  # kept until they have left
+    arriving: dict[int, Tensor]
+    staged: bool
+    limited: bool  # whether waiting has an end
+
+    def finish(self) -> None:
+        """Wait until all messages of the step have come and gone."""
+        transport, began = self.transport, time.monotonic()
+        for peer, work in self.works:
+            left = max(0.05, transport.timeout - (time.monotonic() - began))
+            try:
+                _ = work.wait(datetime.timedelta(seconds=left)) if self.limited else work.wait()
+            except RuntimeError as error:
+                seconds = time.monotonic() - began
+                whom = f"rank {peer}" if peer is not None else f"some of {transport.size} ranks"
+                raise transport.broken(f"waited {seconds:.1f} s for {whom}", self.name, error) from error
+        self.works = []
+        self.sent = {}
+        transport.stats.seconds_waited += time.monotonic() - began
+
+    def wait(self) -> dict[int, Tensor]:
+        self.finish()
+        if not self.staged:
+            return self.arriving
+        arrived = {peer: buffer.to(self.transport.device) for peer, buffer in self.arriving.items()}
+        if self.transport.buffers is not None:
+            for buffer in self.arriving.values():
+                self.transport.buffers.give(buffer, pinned=buffer.is_pinned())
+        return arrived
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries a device's tensors; a group can have one per device type."""
+    try:
+        name: str = group._get_backend(device).name()
+    except RuntimeError:
+        return "gloo"  # no backend for the device: its tensors are staged through the host
+    return name.lower()
+
+
+def _short(error: RuntimeError) -> str:
+    first = str(error).strip().splitlines()
+    text = first[0] if first else type(error).__name__
+    if "closed by peer" in text.lower() or "reset by peer" in text.lower():
+        return "the connection was closed: that rank died, left, or gave up waiting itself"
+    return text

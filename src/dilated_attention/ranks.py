@@ -1,0 +1,380 @@
+"""Local processes ("ranks") joined in one gloo group and kept alive between calls: for tests and benchmarks.
+
+All ranks are forked from one server process that has imported torch and done nothing else: the first pool
+takes as long as that import, the next ones a tenth of a second. A script that makes a pool needs the usual
+``if __name__ == "__main__"``. Nothing is shared with the ranks: what goes there and back is pickled through a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib.util
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+GRACE = 5.0  # seconds that a call outlives the group's timeout, so that ranks can say themselves where they waited
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call on one rank. ``error_type`` is the name of an exception, "died", "hung", or None."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    error_type: str | None = None
+    seconds: float = 0.0
+    exitcode: int | None = None  # of a rank that is gone; negative: the signal that ended it
+    traceback: str = ""  # of a rank that hung: where it was
+
+
+class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
+    """Some ranks failed; ``errors`` has their outcomes by rank."""
+
+    def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
+        self.errors = {x.rank: x for x in outcomes if x.error_type is not None}
+        lines = [f"{what} failed on {len(self.errors)} of {len(outcomes)} ranks"]
+        for rank, x in self.errors.items():
+            lines += [f"\nrank {rank}: {x.error_type}: {x.error}", x.traceback.rstrip()]
+        super().__init__("\n".join(lines))
+
+
+class Pool:
+    """``size`` ranks in one group whose collectives give up after ``timeout`` seconds. One call at a time."""
+
+    def __init__(self, size: int, *, timeout: float = 60.0) -> None:
+        if size < 1:
+            raise ValueError(f"a pool needs at least one rank, got {size=}")
+        self.size, self.timeout = size, timeout
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._groups = 0
+        self._out_of_step = False
+        self._end = weakref.finalize(self, _end, os.getpid(), self._processes, self._pipes, self._folder)
+        context = multiprocessing.get_context("forkserver")
+        # not this package: the server would import it from wherever it finds one, not from where we come from
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        for rank in range(size):
+            pipe, far_end = context.Pipe()
+            self._pipes.append(pipe)
+            process = context.Process(
+                target=_serve, args=(far_end, str(self._stack(rank))), name=f"rank {rank} of {size}", daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+            far_end.close()  # the rank's copy is the only one: when it dies the pipe ends
+        outcomes = self._join()
+        if any(x.error_type for x in outcomes):
+            self.close()
+            raise RanksFailed(f"starting a pool of {size}", outcomes)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank died or hung, or the pool was closed: no more calls then."""
+        return self._out_of_step or not self._end.alive or not all(x.is_alive() for x in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        timeout: float | None = None,
+        check: bool = True,
+    ) -> list[Any]:
+        """``function(*args, *per_rank[rank])`` on every rank; the results by rank, Outcomes with ``check=False``.
+
+        Raises RanksFailed if any rank failed, after the others have answered or ``timeout`` has passed. The group is
+        then made anew, lest the next call receive what this one sent; if a rank died or hung, the pool is closed.
+        """
+        if self.broken:
+            raise RuntimeError("this pool is broken or closed: make a new one, or ask pool() for one")
+        if per_rank is not None and len(per_rank) != self.size:
+            raise ValueError(f"per_rank needs one tuple for each of {self.size} ranks, got {len(per_rank)}")
+        outcomes = self._call(function, args, per_rank, timeout)
+        failed = any(x.error_type for x in outcomes)
+        if failed and not self.broken:
+            self._out_of_step = any(x.error_type for x in self._join())
+        if self.broken:
+            self.close()
+        if not check:
+            return outcomes
+        if failed:
+            raise RanksFailed(getattr(function, "__qualname__", repr(function)), outcomes)
+        return [x.value for x in outcomes]
+
+    def close(self) -> None:
+        """End all ranks, whatever they are doing."""
+        self._end()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stack(self, rank: int) -> Path:
+        return self._folder / f"stack-{rank}"
+
+    def _join(self) -> list[Outcome]:
+        """Put the ranks in a new group. They meet in a file: no port that another process could take first."""
+        self._groups += 1
+        meeting = str(self._folder / f"group-{self._groups}")
+        return self._call(_enter_group, (meeting, self.size, self.timeout), [(rank,) for rank in range(self.size)])
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        per_rank: Sequence[tuple[Any, ...]] | None,
+        timeout: float | None = None,
+    ) -> list[Outcome]:
+        try:
+            common = _pack((function, args))
+            own = [_pack(tuple(x)) for x in per_rank or [()] * self.size]
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"cannot send {function!r} and its arguments to the ranks ({error}): they must be picklable, "
+                "and functions and classes stand at the top level of a module"
+            ) from error
+        start = time.monotonic()
+        self._out_of_step = True  # until every rank has answered, also if interrupted
+        for pipe, extra in zip(self._pipes, own, strict=True):
+            with contextlib.suppress(OSError):  # it is dead, which `_collect` will see and report
+                pipe.send_bytes(common)
+                pipe.send_bytes(extra)
+        answers = self._collect(start, self.timeout + GRACE if timeout is None else timeout)
+        self._out_of_step = any(isinstance(x, Outcome) for x in answers)
+        return [x if isinstance(x, Outcome) else Outcome(rank, **_unpack(x)) for rank, x in enumerate(answers)]
+
+    def _collect(self, start: float, timeout: float) -> list[bytes | Outcome]:
+        """Each rank's answer, or the outcome of one that gave none."""
+        answers: dict[int, bytes | Outcome] = {}
+        while waiting := [rank for rank in range(self.size) if rank not in answers]:
+            handles = [x for rank in waiting for x in (self._pipes[rank], self._processes[rank].sentinel)]
+            ready = wait(handles, max(0.0, start + timeout - time.monotonic()))
+            if not ready:
+                answers.update(self._kill(waiting, start))
+            for rank in waiting:
+                if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
+                    answers[rank] = self._answer(rank, start)
+        return [answers[rank] for rank in range(self.size)]
+
+    def _answer(self, rank: int, start: float) -> bytes | Outcome:
+        with contextlib.suppress(EOFError, OSError):
+            if self._pipes[rank].poll():  # a rank may die just after it has answered
+                return self._pipes[rank].recv_bytes()
+        process, seconds = self._processes[rank], time.monotonic() - start
+        process.join(GRACE)
+        code = process.exitcode
+        ending = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return Outcome(rank, None, f"the process ended with {ending}", "died", seconds, code)
+
+    def _kill(self, ranks: list[int], start: float) -> dict[int, Outcome]:
+        """End ranks that did not answer in time, having asked each where it is."""
+        seconds, outcomes = time.monotonic() - start, {}
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):  # it ended this moment
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(0.2)  # for the stacks to be written, by a handler that needs no interpreter
+        for rank in ranks:
+            process, stack = self._processes[rank], self._stack(rank)
+            process.kill()
+            process.join()
+            text = stack.read_text(errors="replace") if stack.exists() else ""
+            error = f"no answer in {seconds:.1f} s"
+            outcomes[rank] = Outcome(rank, None, error, "hung", seconds, process.exitcode, text)
+        return outcomes
+
+
+_pools: dict[int, Pool] = {}
+
+
+def pool(size: int) -> Pool:
+    """The pool of that size: made at first use, made anew if broken, closed at exit."""
+    if size not in _pools or _pools[size].broken:
+        _pools[size] = Pool(size)
+    return _pools[size]
+
+
+def _end(owner: int, processes: list[BaseProcess], pipes: list[Connection], folder: Path) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the owner ends: the ranks are not its own
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + 1.0
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for pipe in pipes:
+        pipe.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- in the ranks -----------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, stack: str) -> None:
+    """Answer calls until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    threading.Thread(target=_die_with_parent, args=(Path(stack).parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    with open(stack, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        while True:
+            try:
+                common, own = pipe.recv_bytes(), pipe.recv_bytes()
+            except EOFError:
+                return
+            pipe.send_bytes(_perform(common, own))
+
+
+def _die_with_parent(folder: Path) -> None:
+    """Even of a parent that is killed nothing is left."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _perform(common: bytes, own: bytes) -> bytes:
+    """The fields of an Outcome, packed. SystemExit ends the rank, as it would end a program."""
+    start = time.perf_counter()
+    try:
+        function, args = _unpack(common)
+        args += _unpack(own)
+        start = time.perf_counter()
+        value = function(*args)
+        return _pack({"value": value, "seconds": time.perf_counter() - start})
+    except SystemExit:
+        raise
+    except BaseException as error:  # whatever it is, the parent is to know (pytest's outcomes are no Exceptions)
+        report = {"error": str(error), "error_type": type(error).__name__, "traceback": traceback.format_exc()}
+        return _pack({**report, "seconds": time.perf_counter() - start})
+
+
+def _enter_group(meeting: str, size: int, timeout: float, rank: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # The default is the address of the host's name, which on some machines is none that can be bound.
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit)
+
+
+# --- through the pipe -------------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the file of each module it names. Not multiprocessing's, which would pass tensors by file descriptors."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.files: dict[str, str] = {}
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is Tensor and _is_plain(thing):  # torch's own way is slow, and fails on half of the dtypes
+            layout = (thing.storage_offset(), thing.size(), thing.stride())
+            return _tensor, (thing.untyped_storage(), thing.dtype, layout, thing.requires_grad)
+        if type(thing) is torch.UntypedStorage and thing.device.type == "cpu":
+            return _storage, (ctypes.string_at(thing.data_ptr(), thing.nbytes()),)
+        name = getattr(thing, "__module__", None)
+        file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+        if file is not None:
+            self.files[str(name)] = file
+        return NotImplemented
+
+
+def _is_plain(x: Tensor) -> bool:
+    odd = x.is_quantized or x.is_conj() or x.is_neg()
+    return x.device.type == "cpu" and x.layout == torch.strided and not odd
+
+
+def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, layout: tuple[Any, ...], requires_grad: bool) -> Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, *layout).requires_grad_(requires_grad)
+
+
+def _storage(data: bytes) -> torch.UntypedStorage:
+    storage = torch.empty(len(data), dtype=torch.uint8).untyped_storage()
+    ctypes.memmove(storage.data_ptr(), data, len(data))
+    return storage
+
+
+class _Unpickler(pickle.Unpickler):
+    """Imports modules by file where their names lead nowhere: such are test modules that pytest has imported."""
+
+    def __init__(self, file: io.BytesIO, files: dict[str, str]) -> None:
+        super().__init__(file)
+        self.files = files
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in sys.modules and module in self.files:
+            _import_file(module, self.files[module])
+        if module in sys.modules:  # an ordinary import would want the packages that its name has it in
+            return functools.reduce(getattr, name.split("."), sys.modules[module])
+        return super().find_class(module, name)
+
+
+def _import_file(name: str, file: str) -> None:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of the package it should be in
+        spec = None
+    if spec is not None and spec.origin == file:
+        return  # an ordinary import will do
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {name} from {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _pack(thing: Any) -> bytes:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(thing)
+    return pickle.dumps((pickler.files, buffer.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _unpack(message: bytes) -> Any:
+    files, data = pickle.loads(message)
+    return _Unpickler(io.BytesIO(data), files).load()

@@ -1,0 +1,448 @@
+"""Cutting a sequence over ranks, putting it together, and losses over it: all as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.distributed.sequence import (
+    gather_sequence,
+    local_positions,
+    process_group,
+    sequence_mean,
+    shard_sequence,
+)
+from dilated_attention.ranks import pool
+
+RANKS = pytest.mark.parametrize("P", [1, 2, 3, 4])
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8]
+DTYPES += [torch.complex64, torch.float8_e4m3fn]
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The same random bits wherever it is called; any dtype, so NaNs and infinities among the floats."""
+    like = torch.empty(shape, dtype=dtype)
+    values = torch.randint(0, 256, (like.nbytes,), generator=torch.Generator().manual_seed(0))
+    return (values > 127).view(shape) if dtype == torch.bool else values.to(torch.uint8).view(dtype).view(shape)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    bits = [x.contiguous().flatten().view(torch.uint8) for x in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*bits)
+
+
+def fault(function: Any, *args: Any, **options: Any) -> str:
+    """What it raises, as text: an error has to arrive on every rank."""
+    try:
+        function(*args, **options)
+    except (TypeError, ValueError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def cut(x: Tensor, lengths: list[int], dim: int) -> Tensor:
+    """A hand-made shard."""
+    return x.split(lengths, dim)[dist.get_rank()]
+
+
+# --- cutting and gathering ---
+
+
+def round_trips() -> list[str]:
+    """Every case on one start of the ranks: what came back wrong."""
+    group, P, wrong = world(), dist.get_world_size(), []
+    cases = [((2, n, 3), dim) for n in (0, 1, 2, 7, 8) for dim in (1, -2)]
+    cases += [((7, 2), 0), ((2, 3, 7), 2), ((2, 3, 7), -1), ((5,), 0), ((2, 7, 0), 1)]
+    for shape, dim in cases:
+        for dtype in DTYPES:
+            whole = tokens(*shape, dtype=dtype)
+            part = shard_sequence(whole, group, dim)
+            if not same_bits(part, torch.tensor_split(whole, P, dim)[dist.get_rank()]) or not part.is_contiguous():
+                wrong.append(f"shard {shape} {dim} {dtype}")
+            gathered = gather_sequence(part, group, dim)
+            if not same_bits(gathered, whole) or not gathered.is_contiguous():
+                wrong.append(f"gather {shape} {dim} {dtype}")
+        n = shape[dim]
+        if not torch.equal(local_positions(n, group), shard_sequence(torch.arange(n), group, 0)):
+            wrong.append(f"positions {n}")
+    return wrong
+
+
+@RANKS
+def test_round_trip_is_bit_exact(P: int) -> None:
+    assert pool(P).run(round_trips) == [[]] * P
+
+
+def hand_made(lengths: list[int]) -> bool:
+    whole = tokens(2, sum(lengths), 3, dtype=torch.bfloat16)
+    transposed = whole.transpose(1, 2).contiguous().transpose(1, 2)
+    expanded = tokens(1, sum(lengths), 3).expand(4, -1, -1)
+    return all(same_bits(gather_sequence(cut(x, lengths, 1), world()), x) for x in (whole, transposed, expanded))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[5], [0], [0, 4], [3, 1], [5, 0, 2], [0, 0, 1], [0, 3, 0, 9], [0, 0, 0, 0]], ids=str
+)
+def test_any_lengths_and_strides(lengths: list[int]) -> None:
+    assert pool(len(lengths)).run(hand_made, lengths) == [True] * len(lengths)
+
+
+def lazily_conjugated() -> bool:
+    whole = normal(2, 6, 4).view(torch.complex128)
+    return torch.equal(gather_sequence(shard_sequence(whole, world()).conj(), world()), whole.conj())
+
+
+def test_a_lazy_conjugate_is_sent_as_it_reads() -> None:
+    assert pool(2).run(lazily_conjugated) == [True, True]
+
+
+def shares_memory(x: Tensor) -> bool:
+    return shard_sequence(x, world(), 0).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_a_shard_does_not_keep_the_whole_alive() -> None:
+    assert pool(1).run(shares_memory, torch.zeros(4, 2)) == [False]
+
+
+# --- gradients ---
+
+
+def gather_gradient(lengths: list[int], dtype: torch.dtype, how: str) -> Tensor:
+    """Rank r's loss is whole * weight_r; twice: gathered two times in one graph."""
+    x = cut(normal(2, sum(lengths), 3, dtype=dtype), lengths, 1).clone().requires_grad_()
+    weight = normal(2, sum(lengths), 3, seed=1 + dist.get_rank(), dtype=dtype)
+
+    def loss(x: Tensor) -> Tensor:
+        return (gather_sequence(x, world()) * weight).sum()
+
+    if how == "checkpoint":
+        checkpoint(loss, x, use_reentrant=False).backward()
+    elif how == "reentrant":
+        checkpoint(loss, x, use_reentrant=True).backward()
+    elif how == "twice":
+        (loss(x) + 2 * loss(x)).backward()
+    elif how == "expanded":  # a gradient with zero strides
+        ((1 + dist.get_rank()) * gather_sequence(x, world()).sum()).backward()
+    else:
+        loss(x).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("how", ["once", "twice", "checkpoint", "reentrant", "expanded"])
+@pytest.mark.parametrize("lengths", [[5], [3, 1], [5, 0, 2], [0, 3, 0, 9], [0, 0]], ids=str)
+def test_gather_gradient_is_that_of_the_sum_of_all_losses(lengths: list[int], how: str) -> None:
+    P, N = len(lengths), sum(lengths)
+    weights = [normal(2, N, 3, seed=1 + rank) for rank in range(P)]
+    if how == "expanded":
+        weights = [torch.full_like(weight, 1.0 + rank) for rank, weight in enumerate(weights)]
+    expected = torch.zeros(2, N, 3, dtype=torch.float64)
+    for weight in weights:  # in rank order, so equal to the last bit
+        expected += weight
+    got = torch.cat(pool(P).run(gather_gradient, lengths, torch.float64, how), 1)
+    if how == "twice":
+        torch.testing.assert_close(got, 3 * expected, rtol=1e-14, atol=1e-14)
+    else:
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gather_gradient_of_halves_is_rounded_once(dtype: torch.dtype) -> None:
+    weights = [normal(2, 40, 3, seed=1 + rank, dtype=dtype) for rank in range(4)]
+    total = torch.zeros(2, 40, 3)
+    for weight in weights:
+        total += weight
+    got = torch.cat(pool(4).run(gather_gradient, [10, 13, 17, 0], dtype, "once"), 1)
+    assert torch.equal(got, total.to(dtype))
+    assert not torch.equal(got, sum(weights[1:], weights[0]))  # this sum in half precision would be another
+
+
+def shard_gradient() -> Tensor:
+    whole = normal(2, 7, 3).requires_grad_()
+    (shard_sequence(whole, world()) * (1 + dist.get_rank())).sum().backward()
+    assert whole.grad is not None
+    return whole.grad
+
+
+def test_shard_gradient_is_this_ranks_part_and_zero_elsewhere() -> None:
+    for rank, grad in enumerate(pool(3).run(shard_gradient)):
+        parts = [torch.full((2, n, 3), 1.0 + rank if r == rank else 0.0).double() for r, n in enumerate([3, 2, 2])]
+        assert torch.equal(grad, torch.cat(parts, 1))
+
+
+def without_gradients() -> tuple[bool, bool, bool]:
+    x = shard_sequence(normal(2, 5, 3), world()).requires_grad_()
+    with torch.no_grad():
+        quiet = gather_sequence(x, world())
+    return (
+        quiet.requires_grad,
+        gather_sequence(x.detach(), world()).requires_grad,
+        gather_sequence(x, world()).requires_grad,
+    )
+
+
+def test_no_grad_is_heeded() -> None:
+    assert pool(2).run(without_gradients) == [(False, False, True)] * 2
+
+
+# --- groups ---
+
+
+def subgroups() -> list[bool]:
+    """Ranks (1, 3) and (0, 2) at the same time: a rank of the group is not that of the world."""
+    groups = [dist.new_group(ranks) for ranks in ([1, 3], [0, 2])]
+    which = 0 if dist.get_rank() in (1, 3) else 1
+    group, rank = groups[which], [[1, 3], [0, 2]][which].index(dist.get_rank())
+    whole = normal(2, 7 + which, 3, seed=which)
+    x = shard_sequence(whole, group).requires_grad_()
+    gathered = gather_sequence(x, group)
+    (gathered * (1 + dist.get_rank())).sum().backward()
+    mean = sequence_mean(x.detach(), group)
+    refused = fault(shard_sequence, whole, groups[1 - which])
+    return [
+        torch.equal(x, torch.tensor_split(whole, 2, 1)[rank]),
+        torch.equal(gathered, whole),
+        torch.equal(x.grad, torch.full_like(x, [6.0, 4.0][which])),
+        torch.allclose(mean, whole.mean(), rtol=1e-14),
+        refused.startswith("ValueError: this process is not a member of the group"),
+    ]
+
+
+def test_two_groups_at_once() -> None:
+    assert pool(4).run(subgroups) == [[True] * 5] * 4
+
+
+def meshes() -> list[Any]:
+    whole = normal(2, 7, 3)
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    few = DeviceMesh("cpu", [0, 1])
+    results = [
+        torch.equal(gather_sequence(shard_sequence(whole, mesh), mesh), whole) for mesh in (line, square["sequence"])
+    ]
+    results.append(process_group(square["sequence"]).rank() == dist.get_rank() % 2)
+    results.append(fault(process_group, square))
+    results.append(fault(process_group, few))
+    return results
+
+
+def test_meshes() -> None:
+    for rank, (line, row, same_rank, square, few) in enumerate(pool(4).run(meshes)):
+        assert (line, row, same_rank) == (True, True, True)
+        assert square == "ValueError: the mesh has 2 dimensions ('data', 'sequence'): slice it: mesh['sequence']"
+        assert few.startswith("nothing" if rank < 2 else "ValueError: this process is not a member")
+
+
+@pytest.mark.parametrize("group", [None, 3, "sequence"])
+def test_what_is_not_a_group(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a torch.* or a 1-D DeviceMesh, got .*WORLD"):
+        process_group(group)
+
+
+# --- errors, on every rank ---
+
+
+X = {"shape": (2, 5, 8), "dtype": torch.float32, "requires_grad": False, "dim": 1}
+
+
+def refused(options: list[dict[str, Any]]) -> list[Any]:
+    kinds = dict(options[dist.get_rank()])
+    dim = kinds.pop("dim")
+    message = fault(gather_sequence, torch.zeros(kinds.pop("shape"), **kinds), world(), dim)
+    after = gather_sequence(torch.full((1, 1), dist.get_rank()), world())  # the group is still good
+    return [message, after.tolist()]
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"shape": (3, 5, 8)},
+        {"shape": (2, 0, 7)},
+        {"shape": (5,)},
+        {"shape": ()},
+        {"dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_a_mismatch_on_one_rank_is_told_on_all(odd: dict[str, Any], odd_rank: int) -> None:
+    options = [X | odd if rank == odd_rank else X for rank in range(3)]
+    other = odd_rank or 1  # the first that differs from rank 0
+    kinds = [f"{options[rank]['shape']} {options[rank]['dtype']}".replace("torch.", "") for rank in (0, other)]
+    for got, after in pool(3).run(refused, options):
+        assert got == f"ValueError: x is {kinds[0]} on rank 0 and {kinds[1]} on rank {other}: all but dim 1 must agree"
+        assert after == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([X, X | {"dim": 0}], "ValueError: dim is 1 on rank 0 and 0 on rank 1: it must agree"),
+        ([X, X | {"dim": -2}], "nothing raised"),
+        ([X | {"dim": 3}] * 2, "IndexError: dim counts as 3 and x has 3 dimensions (2, 5, 8)"),
+        ([X | {"dim": -4}] * 2, "IndexError: dim counts as -1 and x has 3 dimensions (2, 5, 8)"),
+        ([X | {"requires_grad": True}, X], "ValueError: x requires grad on rank 0 and not on rank 1: the backward"),
+        ([X, X | {"requires_grad": True}], "ValueError: x requires grad on rank 1 and not on rank 0: the backward"),
+    ],
+)
+def test_other_faults_told_on_all(options: list[dict[str, Any]], message: str) -> None:
+    for got, after in pool(2).run(refused, options):
+        assert got.startswith(message)
+        assert after == [[0, 1]]
+
+
+def refused_means() -> list[str]:
+    losses, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    return [
+        fault(sequence_mean, losses, world(), mask.float()),
+        fault(sequence_mean, losses, world(), mask[:, :2]),
+        fault(sequence_mean, losses.long(), world(), mask),
+        fault(sequence_mean, losses, world(), mask, gradients="mean"),
+        fault(local_positions, -1, world()),
+    ]
+
+
+def test_means_refused() -> None:
+    kind, shape, whole, gradients, count = pool(1).run(refused_means)[0]
+    assert kind == "TypeError: mask must be bool, True = counted, got torch.float32"
+    assert shape == "ValueError: mask is (2, 2) and token_losses (2, 3): they must agree"
+    assert whole == "TypeError: token_losses must be floating point, got torch.int64"
+    assert gradients.startswith("ValueError: gradients must be 'average' or 'sum'")
+    assert count == "ValueError: n must be the global number of tokens, got -1"
+
+
+# --- means ---
+
+
+def token_losses(weight: Tensor, x: Tensor) -> Tensor:
+    return (x @ weight).square()
+
+
+def train(lengths: list[int], mask: Tensor | None, gradients: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One step of a trainer: the loss it logs, and the parameter's gradient after it was put together over ranks."""
+    whole = normal(2, sum(lengths), 3, dtype=dtype)
+    weight = normal(3, seed=1, dtype=dtype).requires_grad_()
+    local_mask = None if mask is None else cut(mask, lengths, 1)
+    loss = sequence_mean(token_losses(weight, cut(whole, lengths, 1)), world(), local_mask, gradients=gradients)
+    (3 * loss).backward()
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    if gradients == "average":
+        weight.grad /= dist.get_world_size()
+    return loss.detach(), weight.grad
+
+
+def masked(*empty: int) -> Tensor:
+    """(2, 9) bool, about half counted, and none at the positions named."""
+    mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) > 0.5
+    mask[:, list(empty)] = False
+    return mask
+
+
+MEANS = [
+    ([9], None),
+    ([9], masked()),
+    ([6, 3], masked()),
+    ([4, 5], None),
+    ([2, 0, 7], masked()),  # a rank without tokens
+    ([2, 0, 7], None),
+    ([4, 2, 3], masked(4, 5)),  # a rank whose tokens are all masked
+    ([1, 3, 5, 0], masked(0)),
+    ([3, 3, 3], torch.zeros(2, 9, dtype=torch.bool)),  # nothing counts anywhere
+]
+
+
+@pytest.mark.parametrize("gradients", ["average", "sum"])
+@pytest.mark.parametrize(("lengths", "mask"), MEANS, ids=lambda x: str(x) if isinstance(x, list) else "")
+def test_mean_trains_as_on_one_device(lengths: list[int], mask: Tensor | None, gradients: str) -> None:
+    weight = normal(3, seed=1).requires_grad_()
+    losses = token_losses(weight, normal(2, 9, 3))
+    counted = losses.flatten() if mask is None else losses[mask]
+    expected = counted.mean() if len(counted) else losses.sum() * 0.0
+    (3 * expected).backward()
+    results = pool(len(lengths)).run(train, lengths, mask, gradients, torch.float64)
+    for loss, grad in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=0.0)
+        torch.testing.assert_close(grad, weight.grad, rtol=1e-13, atol=0.0)
+        assert torch.equal(loss, results[0][0])
+
+
+def means(losses: Tensor, mask: Tensor | None, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    x = cut(losses, lengths, 1).clone().requires_grad_()
+    mean = sequence_mean(x, world(), None if mask is None else cut(mask, lengths, 1), gradients="sum")
+    mean.backward()
+    assert x.grad is not None
+    return mean.detach(), x.grad
+
+
+def test_what_is_masked_out_reaches_nothing() -> None:
+    mask = masked(4, 5)
+    losses = normal(2, 9).masked_fill(~mask, torch.nan)
+    results = pool(3).run(means, losses, mask, [4, 2, 3])
+    assert torch.allclose(results[0][0], losses[mask].mean(), rtol=1e-14)
+    assert torch.equal(torch.cat([grad for _, grad in results], 1), mask.double() / mask.sum())
+
+
+def test_what_is_counted_is_not_hidden() -> None:
+    for value in (torch.inf, torch.nan):
+        losses = torch.ones(2, 4)
+        losses[0, 3] = value
+        for mean, grad in pool(2).run(means, losses, None, [2, 2]):
+            torch.testing.assert_close(mean, torch.tensor(value), equal_nan=True)
+            assert torch.equal(grad, torch.full((2, 2), 1 / 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_halves_are_summed_and_returned_in_float32(dtype: torch.dtype) -> None:
+    losses = normal(2, 3000, dtype=dtype).abs() + 20  # their sum is beyond float16
+    for mean, grad in pool(2).run(means, losses, None, [1000, 2000]):
+        assert mean.dtype == torch.float32
+        assert grad.dtype == dtype
+        torch.testing.assert_close(mean.double(), losses.double().mean(), rtol=1e-6, atol=0.0)
+        assert torch.equal(grad, torch.full_like(grad, 1 / 6000))
+
+
+# --- on a GPU: all ranks share the first ---
+
+
+def on_a_gpu(backend: str) -> list[Any]:
+    group = world() if backend == "gloo" else dist.new_group(backend=backend)
+    whole = normal(2, 7, 3).cuda()
+    x = shard_sequence(whole, group).requires_grad_()
+    gathered = gather_sequence(x, group)
+    ((1 + dist.get_rank()) * gathered).sum().backward()
+    losses = shard_sequence(whole, group).requires_grad_()
+    mean = sequence_mean(losses, group, losses > 0, gradients="sum")
+    mean.backward()
+    refused = fault(gather_sequence, x.cpu(), group)
+    return [y.detach().cpu() for y in (gathered, x.grad, mean, losses.grad) if y is not None] + [refused]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "P"), [("gloo", 1), ("gloo", 3), ("nccl", 1)])
+def test_cuda_tensors(backend: str, P: int) -> None:
+    whole = normal(2, 7, 3)
+    results = pool(P).run(on_a_gpu, backend)
+    for rank, (gathered, grad, mean, mean_grad, refused) in enumerate(results):
+        part = torch.tensor_split(whole, P, 1)[rank]
+        assert torch.equal(gathered, whole)
+        assert torch.equal(grad, torch.full_like(part, P * (P + 1) / 2))
+        torch.testing.assert_close(mean, whole[whole > 0].mean(), rtol=1e-14, atol=0.0)
+        assert torch.equal(mean_grad, (part > 0) / (whole > 0).sum().double())
+        assert refused.startswith("nothing" if backend == "gloo" else "ValueError: x is on cpu and the group moves")

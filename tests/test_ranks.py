@@ -1,0 +1,329 @@
+"""Pools of ranks: what goes in comes out by rank, and no failure of a rank goes unnoticed or leaves anything behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dilated_attention
+from dilated_attention.ranks import Pool, RanksFailed, pool
+
+DTYPES = [x for x in sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+          if not str(x).startswith("torch.q")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """A pool that no test may break."""
+    with Pool(2, timeout=20.0) as ranks:
+        yield ranks
+        assert not ranks.broken
+
+
+@dataclass
+class Box:
+    content: Any
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and not yet reaped does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+# --- what the ranks are asked to do -----------------------------------------------------------------------------
+
+
+def describe(*args: Any) -> tuple[int, int, int, tuple[Any, ...]]:
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), args
+
+
+def echo(thing: Any) -> Any:
+    return thing
+
+
+def rank_sum() -> float:
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def apply(function: Callable[[Any], Any], box: Box) -> Box:
+    return Box(function(box.content))
+
+
+def fail_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise KeyError("the needle")
+    return dist.get_rank()
+
+
+def fail_before_meeting(rank: int) -> float:
+    fail_on(rank)
+    return rank_sum()
+
+
+SENT: list[Any] = []  # gloo forgets a message that nobody waits for
+
+
+def fail_before_receiving(value: float) -> float:
+    """Rank 0 sends; rank 1 receives unless the value is negative."""
+    tensor = torch.full((4,), value)
+    if dist.get_rank() == 0:
+        SENT.append(dist.isend(tensor, 1))
+        return value
+    fail_on(1 if value < 0 else -1)
+    dist.recv(tensor, 0)
+    return tensor[0].item()
+
+
+def give_outcome() -> None:
+    pytest.fail("not an Exception")
+
+
+def return_a_lambda() -> Any:
+    return lambda: None
+
+
+def end_by(way: str) -> int:
+    if dist.get_rank() == 1:
+        if way == "exit":
+            os._exit(3)
+        if way == "sys.exit":
+            sys.exit(4)
+        if way == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+    return dist.get_rank()
+
+
+# --- calls ------------------------------------------------------------------------------------------------------
+
+
+def test_results_come_by_rank(pair: Pool) -> None:
+    assert pair.run(describe, "a", 2) == [(rank, 2, 1, ("a", 2)) for rank in range(2)]
+    assert pair.run(describe, "a", per_rank=[(10,), (20, 30)]) == [(0, 2, 1, ("a", 10)), (1, 2, 1, ("a", 20, 30))]
+
+
+def test_the_group_spans_the_ranks(pair: Pool) -> None:
+    assert pair.run(rank_sum) == [3.0, 3.0]
+
+
+def test_ranks_stay_between_calls(pair: Pool) -> None:
+    assert pair.run(os.getpid) == pair.run(os.getpid) == pair.pids
+    assert os.getpid() not in pair.pids
+
+
+def test_outcomes_without_check(pair: Pool) -> None:
+    (first, second) = pair.run(time.sleep, 0.1, check=False)
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.error is first.error_type is first.exitcode is first.value is None
+    assert 0.1 <= first.seconds < 10
+
+
+def test_functions_and_classes_of_this_file_can_be_arguments_and_results(pair: Pool) -> None:
+    assert pair.run(apply, echo, Box(Box(1))) == [Box(Box(1))] * 2
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_come_back_bit_equal(pair: Pool, dtype: torch.dtype) -> None:
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
+    tensor = raw.view(dtype).view(2, 3)
+    for back in pair.run(echo, tensor):
+        assert back.dtype == dtype
+        assert back.shape == tensor.shape
+        assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_other_tensors_come_back(pair: Pool) -> None:
+    leaf = torch.nn.Parameter(torch.randn(3))
+    conjugate = torch.randn(2, 2, dtype=torch.complex64).conj()
+    sparse = torch.eye(3).to_sparse()
+    shared = torch.randn(4)
+    for back in pair.run(echo, (leaf, conjugate, sparse, torch.empty(0, 3), [shared, shared[1:]])):
+        assert isinstance(back[0], torch.nn.Parameter)
+        assert back[0].requires_grad
+        assert torch.equal(back[0], leaf)
+        assert torch.equal(back[1], conjugate)
+        assert torch.equal(back[2].to_dense(), torch.eye(3))
+        assert back[3].shape == (0, 3)
+        back[4][0].fill_(7.0)
+        assert (back[4][1] == 7.0).all()
+
+
+def test_large_and_strided_tensors_come_back(pair: Pool) -> None:
+    large = torch.randn(3, 1000, 1000)
+    expected: list[Tensor] = [large.transpose(0, 2), large[1:, ::7]]
+    for tensor in expected:
+        for back in pair.run(echo, tensor):
+            assert torch.equal(back, tensor)
+            assert back.stride() == tensor.stride()
+
+
+def test_bad_calls_are_refused(pair: Pool) -> None:
+    with pytest.raises(ValueError, match="at least one rank, got size=0"):
+        Pool(0)
+    with pytest.raises(ValueError, match=r"top level of a module"):
+        pair.run(lambda: 1)
+    with pytest.raises(ValueError, match=r"one tuple for each of 2 ranks, got 1"):
+        pair.run(echo, per_rank=[(1,)])
+    assert pair.run(rank_sum) == [3.0, 3.0]
+
+
+# --- failures after which the pool goes on ----------------------------------------------------------------------
+
+
+def test_an_exception_is_reported_and_the_others_return(pair: Pool) -> None:
+    with pytest.raises(RanksFailed, match="failed on 1 of 2 ranks") as caught:
+        pair.run(fail_on, 1)
+    assert "rank 1: KeyError: 'the needle'" in str(caught.value)
+    assert 'raise KeyError("the needle")' in str(caught.value)  # the traceback
+    assert list(caught.value.errors) == [1]
+    assert (caught.value.errors[1].error_type, caught.value.errors[1].error) == ("KeyError", "'the needle'")
+    fine, failed = pair.run(fail_on, 1, check=False)
+    assert (fine.value, fine.error) == (0, None)
+    assert (failed.value, failed.error_type, failed.exitcode) == (None, "KeyError", None)
+    assert pair.run(rank_sum) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"), [(give_outcome, "Failed"), (return_a_lambda, "PicklingError|Attribute")]
+)
+def test_unusual_errors_are_reported(pair: Pool, function: Callable[[], Any], error: str) -> None:
+    with pytest.raises(RanksFailed, match=f"(?s)2 of 2.*rank 1: ({error})"):
+        pair.run(function)
+
+
+def test_a_failed_call_leaves_no_message_for_the_next(pair: Pool) -> None:
+    with pytest.raises(RanksFailed):
+        pair.run(fail_before_receiving, -1.0)
+    assert pair.run(fail_before_receiving, 5.0) == [5.0, 5.0]
+
+
+def test_ranks_left_waiting_report_the_timeout_of_the_group() -> None:
+    with Pool(3, timeout=1.0) as ranks:
+        outcomes = ranks.run(fail_before_meeting, 1, check=False)
+        assert outcomes[1].error_type == "KeyError"
+        for rank in (0, 2):
+            assert outcomes[rank].error_type == "RuntimeError"
+            assert "rank_sum" in outcomes[rank].traceback
+        assert ranks.run(rank_sum) == [6.0, 6.0, 6.0]
+
+
+# --- failures that break the pool -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "error_type", "code"),
+    [
+        ("exit", "died", 3),
+        ("sys.exit", "died", 4),
+        ("kill", "died", -signal.SIGKILL),
+        ("hang", "hung", -signal.SIGKILL),
+        ("stubborn", "hung", -signal.SIGKILL),
+    ],
+)
+def test_a_lost_rank_is_reported_in_time_and_breaks_the_pool(way: str, error_type: str, code: int) -> None:
+    with Pool(2) as ranks:
+        ranks.run(rank_sum)  # the first call imports this file
+        start = time.monotonic()
+        fine, lost = ranks.run(end_by, way, timeout=1.5 if error_type == "hung" else 20.0, check=False)
+        assert time.monotonic() - start < 10
+        assert (fine.value, fine.error_type) == (0, None)
+        assert (lost.value, lost.error_type, lost.exitcode) == (None, error_type, code)
+        assert ("in end_by" in lost.traceback) == (error_type == "hung")  # where it hung
+        assert ranks.broken
+        with pytest.raises(RuntimeError, match="broken"):
+            ranks.run(rank_sum)
+        assert not any(map(alive, ranks.pids))
+
+
+def test_peers_of_a_lost_rank_do_not_wait_for_the_timeout() -> None:
+    with Pool(2) as ranks, pytest.raises(RanksFailed, match=r"rank 1: died: the process ended with exit code 3"):
+        ranks.run(exit_before_meeting)
+
+
+def exit_before_meeting() -> float:
+    end_by("exit")
+    return rank_sum()
+
+
+def test_a_rank_that_dies_between_calls_breaks_the_pool() -> None:
+    with Pool(2) as ranks:
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        while not ranks.broken:
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="broken"):
+            ranks.run(rank_sum)
+
+
+def test_pool_is_cached_and_made_anew_if_broken() -> None:
+    first = pool(2)
+    assert pool(2) is first
+    with pytest.raises(RanksFailed, match="died"):
+        first.run(end_by, "exit")
+    second = pool(2)
+    assert second is not first
+    assert second.run(rank_sum) == [3.0, 3.0]
+    second.close()
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_eight_ranks_start_and_none_is_left() -> None:
+    with Pool(8) as ranks:
+        assert ranks.run(rank_sum) == [36.0] * 8
+        assert all(map(alive, ranks.pids))
+    assert not any(map(alive, ranks.pids))
+    assert ranks.broken
+    ranks.close()  # once more does no harm
+
+
+PARENT = """
+import os, signal, threading, time
+from dilated_attention.ranks import Pool
+if __name__ == "__main__":
+    ranks = Pool(2)
+    ranks.run(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=ranks.run, args=(time.sleep, 50), daemon=True).start()
+    time.sleep(0.5)
+    print(*ranks.pids, flush=True)
+"""
+
+
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    """Whether it exits or is killed; also ranks that are busy and refuse SIGTERM. No file stays either."""
+    source = Path(dilated_attention.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(source), "TMPDIR": str(tmp_path)}
+    codes = [PARENT, PARENT + "    os.kill(os.getpid(), signal.SIGKILL)"]
+    parents = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for code in codes
+    ]
+    pids = [int(word) for parent in parents for word in parent.communicate(timeout=60)[0].split()]
+    assert [parent.returncode for parent in parents] == [0, -signal.SIGKILL]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+    assert not list(tmp_path.glob("ranks-*"))
