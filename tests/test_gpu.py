@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention.backends import aten, eager, sdpa
+from dilated_attention.backends.problem import Masking
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.pattern import RULES
 
@@ -194,6 +196,28 @@ def test_without_and_with_a_gradient_of_lse(kernel: str, dtype: torch.dtype, lse
 def test_any_strides(kernel: str, dtype: torch.dtype, layout: str, tokens: int) -> None:
     qkv = make_qkv(2, tokens, 4, 64, layout=layout, dtype=dtype)
     check(kernel, qkv, DilatedPattern.longnet([32, 64], [1, 2]))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
+def test_kernels_do_not_mix_up_layouts_of_out(name: str) -> None:
+    """torch caches cuDNN's plans by the strides of q, k, v alone: out and dout of other strides were misread."""
+    kernel = {"cudnn": aten.cudnn(), "flash": aten.flash(None), "efficient": aten.efficient()}[name]
+    q, k, v = testing.make_qkv(2, 40, 4, 32, dtype=torch.bfloat16, device="cuda")
+    out, lse = eager.forward((), q, k, v, Masking(0.2))
+    dout = torch.randn_like(q)
+    dlse = torch.randn_like(lse)
+    want = eager.backward((), dout, q, k, v, out, lse, dlse, Masking(0.2))
+
+    def spread(x: Tensor, step: int) -> Tensor:
+        wide = torch.full((2, 40 * step, 4, 32), torch.nan, dtype=torch.bfloat16, device="cuda")
+        wide[:, ::step] = x
+        return wide[:, ::step]
+
+    for step in (1, 3, 2, 1):
+        both = (spread(dout, step), spread(out, step))
+        got = sdpa.backward((kernel,), both[0], q, k, v, both[1], lse, dlse, Masking(0.2))
+        for found, expected in zip(got, want, strict=True):
+            assert testing.error(found, expected) < 0.03
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp32")))

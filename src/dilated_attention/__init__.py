@@ -8,6 +8,11 @@ from dilated_attention.nn import (
     ImprovedDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
+    RingAttentionV2Simple,
+    RingDilatedAttention,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2Collective,
+    RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern import DilatedPattern
 
@@ -18,6 +23,11 @@ __all__ = [
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
+    "RingAttentionV2Simple",
+    "RingDilatedAttention",
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2Collective",
+    "RingMultiheadDilatedAttention",
     "dilated_attention",
     "explain",
     "gather_sequence",

@@ -83,7 +83,7 @@ def backward(
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_autocast(q.device):
-        work = Work.prepare(q, k, v, padding, seed, settings)
+        work = Work.prepare(one_layout(q), k, v, padding, seed, settings)
         grads = work.backward(work.rows(dout, dlse, out, lse))
     return finished_grads(grads, q)
 
@@ -97,8 +97,13 @@ def finished_grads(grads: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, 
     return dq, dk, dv
 
 
+def one_layout(q: Tensor) -> Tensor:
+    """q laid out as out and dout are, which cuDNN's backward wants: one copy here spares one a block."""
+    return q.contiguous() if q.device.type == "cuda" else q
+
+
 class Rows(NamedTuple):
-    """What the backward pass knows of the query rows, in one layout: blocks may fold samples, and cuDNN wants it."""
+    """What the backward pass knows of the query rows, in one layout: blocks may fold samples."""
 
     dout: Tensor
     dlse: Tensor | None

@@ -23,6 +23,7 @@ from dilated_attention.backends.slices import Limit
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
 from dilated_attention.distributed.transport import (
+    Alone,
     Buffers,
     GroupTransport,
     Stats,
@@ -39,21 +40,28 @@ FIRST_CALLS = 8  # that "first" checks, of each group
 class Link:
     """How calls go over a group: what does not change from call to call."""
 
-    group: ProcessGroup
+    group: ProcessGroup | None  # None: this process alone
     exchange: str = "auto"
     use_checkpointing: bool = True  # received rows are not kept for the backward pass but travel again
     timeout: float = 60.0
-    verify: str | None = None  # None: "always" on gloo, "first" elsewhere
+    verify: str | None = None  # None: "always" where gloo carries it, else "first"
     debug: bool = False
     limit: Limit | None = None
     stats: Stats = field(default_factory=Stats)
     buffers: Buffers | None = None
 
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
     def check_usable(self) -> None:
-        check_usable(self.group)
+        if self.group is not None:
+            check_usable(self.group)
 
     def transport(self, device: torch.device) -> Transport:
         self.check_usable()
+        if self.group is None:
+            return Alone(self.stats)
         return GroupTransport(
             self.group, device, self.timeout, debug=self.debug, stats=self.stats, buffers=self.buffers
         )
@@ -95,6 +103,8 @@ class Call:
     def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
         """All ranks are here; dlse, where some rank has one."""
         self.link.check_usable()
+        if self.transport.size == 1:
+            return dlse
         if not _verifies(self.transport, self.link):
             return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
         fields = {"the backward of": self.settings.pattern, "shape": tuple(lse.shape[::2]), "exchange": self.exchange}
@@ -119,7 +129,9 @@ def attend(
     """(out, lse) of this rank's shard."""
     transport = link.transport(q.device)
     fields = _fields(q, k, v, padding, settings, link)
-    lengths, seed = _agree(transport, link, fields, q.shape[1], seed)
+    lengths: tuple[int, ...] = (q.shape[1],)
+    if transport.size > 1:
+        lengths, seed = _agree(transport, link, fields, q.shape[1], seed)
     shards = Shards.of(lengths)
     exchange = link.exchange
     if exchange == "auto":
@@ -172,15 +184,20 @@ class _Seen:
 _seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
 
 
+def _seen_by(link: Link) -> _Seen:
+    assert link.group is not None
+    return _seen.setdefault(link.group, _Seen())
+
+
 def _verifies(transport: Transport, link: Link) -> bool:
-    verify = link.verify or ("always" if transport.names_peers else "first")
-    return verify == "always" or _seen.setdefault(link.group, _Seen()).calls < FIRST_CALLS
+    verify = link.verify or ("always" if transport.agrees_on_host else "first")
+    return verify == "always" or _seen_by(link).calls < FIRST_CALLS
 
 
 def _ask(
     transport: Transport, link: Link, call: str, fields: dict[str, object], length: int, seed: int = 0, flags: int = 0
 ) -> Asked:
-    _seen.setdefault(link.group, _Seen()).calls += 1
+    _seen_by(link).calls += 1
     return ask(transport, call, fields, length, seed, flags)
 
 
@@ -193,9 +210,9 @@ def _agree(
         agreement = _ask(transport, link, "dilated_attention", fields, length, number).wait()
         if seed is not None:
             seed = torch.full_like(seed, agreement.seeds[0])
-        _seen[link.group].lengths[length] = agreement.lengths
+        _seen_by(link).lengths[length] = agreement.lengths
         return agreement.lengths, seed
-    known = _seen[link.group].lengths
+    known = _seen_by(link).lengths
     if length not in known:
         raise ValueError(
             f"rank {transport.rank} has {length} tokens, a length that none of the checked calls over this group had "
@@ -235,7 +252,7 @@ class _Parallel(torch.autograd.Function):
         q, k, v, padding, seed, out, lse, *kept = ctx.saved_tensors
         dlse = call.agree_on_backward(dlse, lse)
         with _engine.no_autocast(q.device), call.transport.closed_on_error():
-            work = call.work(q, k, v, padding, seed)
+            work = call.work(_engine.one_layout(q), k, v, padding, seed)
             rows = work.rows(dout, dlse, out, lse)
             exchanger = call.exchanger(work, k)
             if exchanger is None:

@@ -116,7 +116,8 @@ def dilated_attention(
         use_checkpointing: received rows travel again in the backward pass; False keeps them.
         timeout: seconds to wait for another rank before an error that names it (gloo).
         verify: "always": every call first compares its arguments over the ranks; "first": only the first calls of a
-            group do. By default "always" on gloo; "first" elsewhere, where reading the answer makes the host wait.
+            group do. By default "always" where the group has gloo for the host ("gloo", "cpu:gloo,cuda:nccl"), else
+            "first", as reading the answer makes the host wait for the device.
         debug: wait on the host in every hop, so that an error comes from where it happened.
         heads: (first, total) of the key/value heads, where this process holds some of them (tensor parallelism).
 
@@ -147,7 +148,7 @@ def attend(
     link: Link | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank."""
-    alone = link is None or link.group.size() == 1
+    alone = link is None or link.size == 1
     try:
         settings = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads
@@ -163,7 +164,7 @@ def attend(
     seed = None
     if settings.dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=query.device)
-    if link is not None and not alone:
+    if link is not None and (not alone or link.limit is not None):
         out, lse = _parallel.attend(query, key, value, key_padding_mask, seed, settings, link)
         return out, lse
     out, lse = _ops.forward(

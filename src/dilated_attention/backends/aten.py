@@ -109,6 +109,10 @@ def _cudnn_forward(x: Dense) -> Result:
 
 
 def _cudnn_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+    if not x.q.stride() == out.stride() == dout.stride():
+        # torch keeps one cuDNN plan for given strides of q, k and v, with the strides that out and dout had when it
+        # was made: called again with others it reads them wrongly, without a word. So theirs always follow q's.
+        x, out, dout = x._replace(q=x.q.contiguous()), out.contiguous(), dout.contiguous()
     q, k, v = x.heads_first()
     dout, out, lse = _swap(dout, out, lse)
     stats, rows, keys, unused = lse.contiguous().unsqueeze(-1), q.shape[2], k.shape[2], _unused(q)

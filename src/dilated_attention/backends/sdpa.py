@@ -1,6 +1,6 @@
 """PyTorch's own attention kernels on strided blocks: which of them can run, and what they leave to do around them.
 
-Legend: q, out (b, L, h, D); k, v (b, L, hk, D); lse, dlse (b, L, h).
+Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pad_multiple(request: Request) -> int:
 
 
 def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    kernel = _kernel_for(q.shape[1], kernels)
+    kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
     if kernel is None:
         return eager.forward((), q, k, v, masking)
     problem = _problem(q, k, v, masking)
@@ -77,7 +77,7 @@ def backward(
     dlse: Tensor | None,
     masking: Masking,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = _kernel_for(q.shape[1], kernels)
+    kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
     problem = _problem(q, k, v, masking)

@@ -46,8 +46,7 @@ class Asked:
         headers = _by_rank(self.transport, self.pending, self.mine)
         hashes, lengths, seeds, flags = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
         if len(set(hashes)) > 1 or REFUSED in self.fields:
-            text = json.dumps({name: str(value) for name, value in self.fields.items()}).encode()
-            text = text[:_FIELDS_BYTES].ljust(_FIELDS_BYTES)
+            text = _written(self.fields)
             said = _by_rank(self.transport, _to_all(self.transport, f"{self.call}: what differs", text), text)
             raise ValueError(difference([_read(one) for one in said], self.transport.rank, self.call))
         return Agreement(lengths, seeds, flags)
@@ -93,9 +92,20 @@ def _by_rank(transport: Transport, pending: Pending, mine: bytes) -> list[bytes]
     return [mine if peer == transport.rank else bytes(messages[peer].tolist()) for peer in range(transport.size)]
 
 
+def _written(fields: Mapping[str, object]) -> bytes:
+    """The fields, each in its share of the message; one that is longer ends in its hash, so that it still differs."""
+    share = _FIELDS_BYTES // len(fields)
+    cut: dict[str, str] = {}
+    for name, value in fields.items():
+        whole = text = str(value)
+        kept, digest = len(whole), hashlib.blake2b(whole.encode(), digest_size=4).hexdigest()
+        while kept and len(json.dumps({name: text})) > share:
+            kept -= 1 + kept // 8
+            text = f"{whole[:kept]}... ({digest})"
+        cut[name] = text
+    return json.dumps(cut).encode().ljust(_FIELDS_BYTES)
+
+
 def _read(text: bytes) -> dict[str, str]:
-    try:
-        fields = json.loads(text.decode(errors="replace").rstrip())
-    except json.JSONDecodeError:  # cut off: the pattern was too long to be told
-        return {"arguments": text.decode(errors="replace").rstrip()}
+    fields = json.loads(text.decode())
     return {str(name): str(value) for name, value in fields.items()}

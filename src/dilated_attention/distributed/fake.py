@@ -57,7 +57,7 @@ class FakeTransport:
     """A `Transport` over an office. ``log`` holds (step, collective, bytes to each rank) of what was posted."""
 
     backend = "fake"
-    names_peers = True
+    names_peers = agrees_on_host = True
 
     def __init__(self, office: Office, rank: int) -> None:
         self.office, self.rank, self.size = office, rank, office.size

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import time
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_NEVER_SENT = 2**20 + 1  # a tag
+_NEVER_SENT = 2**30  # a tag
 
 
 class CommunicationError(RuntimeError):
@@ -57,6 +58,7 @@ class Transport(Protocol):
     stats: Stats
     backend: str  # the name of what carries the messages
     names_peers: bool  # whether waiting has an end and tells for whom
+    agrees_on_host: bool  # whether small messages to all need no device
 
     def post(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
@@ -74,6 +76,36 @@ class Transport(Protocol):
 
     def closed_on_error(self) -> AbstractContextManager[None]:
         """Inside, an error on this rank ends the waiting of the others at once."""
+
+
+class Alone:
+    """A single rank, which has nobody to send to."""
+
+    rank, size, backend, names_peers, agrees_on_host = 0, 1, "none", True, True
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+
+    def post(
+        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
+    ) -> Pending:
+        raise AssertionError(f"a single rank posted {name}")
+
+    def post_all(self, name: str, message: Tensor) -> Pending:
+        return Nothing()
+
+    def release(self, messages: Mapping[int, Tensor]) -> None:
+        pass
+
+    def closed_on_error(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Nothing:
+    """No messages."""
+
+    def wait(self) -> dict[int, Tensor]:
+        return {}
 
 
 @dataclass
@@ -111,6 +143,7 @@ class GroupTransport:
         self.buffers = buffers
         self.backend = backend_name(group, device)
         self.names_peers = self.backend == "gloo"
+        self.agrees_on_host = backend_name(group, torch.device("cpu")) == "gloo"
         self.staged = device.type != "cpu" and self.names_peers
 
     def post(
@@ -119,9 +152,10 @@ class GroupTransport:
         wire = torch.device("cpu") if self.staged else self.device
         sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
         receives = {peer: count for peer, count in sorted(receives.items()) if count}
-        if collective:
+        # gloo's all-to-all is such a batch as well, but does not tell whose message is missing
+        if collective and not self.names_peers:
             flat = self._buffer(sum(receives.values()), wire)
-            arriving = dict(zip(receives, flat.split(list(receives.values())), strict=True))
+            arriving = dict(zip(receives, torch.split(flat, list(receives.values())), strict=True))
         else:
             flat = None
             arriving = {peer: self._buffer(count, wire) for peer, count in receives.items()}
@@ -129,19 +163,23 @@ class GroupTransport:
             self.stats.hops += 1
         self.stats.bytes_sent += sum(message.numel() for message in sent.values())
         self.stats.bytes_received += sum(receives.values())
-        works = self._batch(sent, arriving, name) if flat is None else self._collective(sent, receives, flat, name)
+        if flat is None:
+            works = self._batch(sent, arriving, name, kind=name)
+        else:
+            works = self._collective(sent, receives, flat, name)
         pending = GroupPending(self, name, works, sent, arriving, self.staged, self.names_peers)
         if self.debug:  # the host waits, so that an error names the step in which it happened
             pending.finish()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         return pending
 
     def post_all(self, name: str, message: Tensor) -> Pending:
         """Begin sending a small message from every rank to every rank; not counted in the statistics."""
-        host = torch.device("cpu")
         others = [peer for peer in range(self.size) if peer != self.rank]
-        if backend_name(self.group, host) == "gloo":  # one by one, so that a missing rank can be named
+        if self.agrees_on_host:  # one by one, so that a missing rank can be named
             arriving = {peer: torch.empty_like(message) for peer in others}
-            works = self._batch(dict.fromkeys(others, message), arriving, name)
+            works = self._batch(dict.fromkeys(others, message), arriving, name, kind="to all")
             return GroupPending(self, name, works, {self.rank: message}, arriving, staged=False, limited=True)
         message = message.to(self.device)
         all_messages = [torch.empty_like(message) for _ in range(self.size)]
@@ -170,11 +208,14 @@ class GroupTransport:
 
     def _close(self) -> None:
         """Gloo closes all connections when a receive times out, which the ranks at their other ends notice."""
-        if self.names_peers and self.size > 1:
-            never = torch.empty(1, dtype=torch.uint8)
-            with contextlib.suppress(RuntimeError):
-                work: Any = dist.irecv(never, group=self.group, group_src=(self.rank + 1) % self.size, tag=_NEVER_SENT)
-                work.wait(datetime.timedelta(milliseconds=1))
+        if not self.agrees_on_host:
+            return
+        never = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.size):  # until one is alive: a receive from a dead one fails at once and closes nothing
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    work: Any = dist.irecv(never, group=self.group, group_src=peer, tag=_NEVER_SENT)
+                    work.wait(datetime.timedelta(milliseconds=1))
 
     def _buffer(self, count: int, wire: torch.device) -> Tensor:
         self.stats.hold(count)
@@ -190,8 +231,9 @@ class GroupTransport:
         return staged.copy_(message)  # waits for the device
 
     def _batch(
-        self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str
+        self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str, *, kind: str
     ) -> list[tuple[int | None, dist.Work]]:
+        """Only messages of one kind meet, so that no rank takes one for another where calls differ."""
         peers = sorted({*sent, *arriving})
         order = [(peer, kind) for peer in peers for kind in ("send", "receive")]
         operations, whom = [], []
@@ -199,16 +241,26 @@ class GroupTransport:
             tensor = sent.get(peer) if kind == "send" else arriving.get(peer)
             if tensor is not None:
                 call = dist.isend if kind == "send" else dist.irecv
-                operations.append(dist.P2POp(call, tensor, group=self.group, group_peer=peer))
+                tag = _tag(kind, tensor)
+                operations.append(dist.P2POp(call, tensor, group=self.group, group_peer=peer, tag=tag))
                 whom.append(peer)
         if not operations:
             return []
+        if operations[0].tensor.device.type == "cpu":
+            return [(peer, self._one(operation, peer, name)) for peer, operation in zip(whom, operations, strict=True)]
         try:
             works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:  # a connection that is already closed
+        except RuntimeError as error:
             raise self.broken(f"could not reach one of ranks {peers}", name, error) from error
         # NCCL gives one handle for the whole batch
         return list(zip(whom, works, strict=True)) if len(works) == len(whom) else [(None, work) for work in works]
+
+    def _one(self, operation: dist.P2POp, peer: int, name: str) -> dist.Work:
+        try:
+            (work,) = dist.batch_isend_irecv([operation])
+        except RuntimeError as error:  # a connection that is already closed
+            raise self.broken(f"waited 0.0 s for rank {peer}", name, error) from error
+        return work
 
     def _collective(
         self, sent: dict[int, Tensor], receives: Mapping[int, int], flat: Tensor, name: str
@@ -226,7 +278,8 @@ class GroupTransport:
 
     def broken(self, what: str, name: str, error: RuntimeError) -> CommunicationError:
         what = f"rank {self.rank} {what} in {name}"
-        _failures[self.group] = what
+        _failures.setdefault(self.group, what)
+        self._close()  # the ranks that wait for this one need not
         late = "timed out" in str(error).lower()
         why = f"nothing came within {self.timeout:g} s, it hangs or is far behind" if late else _short(error)
         return CommunicationError(f"{what}: {why}")
@@ -288,9 +341,14 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
     return name.lower()
 
 
+def _tag(kind: str, message: Tensor) -> int:
+    """Gloo hands a message over where tags agree, and aborts the process if its size is not the one expected."""
+    return zlib.crc32(f"{kind}: {message.numel()}".encode()) % _NEVER_SENT
+
+
 def _short(error: RuntimeError) -> str:
     first = str(error).strip().splitlines()
     text = first[0] if first else type(error).__name__
-    if "closed by peer" in text.lower() or "reset by peer" in text.lower():
+    if any(sign in text.lower() for sign in ("closed by peer", "reset by peer", "broken pipe")):
         return "the connection was closed: that rank died, left, or gave up waiting itself"
     return text

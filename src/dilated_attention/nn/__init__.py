@@ -2,10 +2,22 @@
 
 from dilated_attention.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
+from dilated_attention.nn.ring import (
+    RingAttentionV2Simple,
+    RingDilatedAttention,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2Collective,
+    RingMultiheadDilatedAttention,
+)
 
 __all__ = [
     "DilatedAttention",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
+    "RingAttentionV2Simple",
+    "RingDilatedAttention",
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2Collective",
+    "RingMultiheadDilatedAttention",
 ]

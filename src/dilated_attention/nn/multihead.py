@@ -151,16 +151,7 @@ class MultiheadDilatedAttention(nn.Module):
         if unbatched:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        out = dilated_attention(
-            q,
-            k,
-            v,
-            self.pattern,
-            is_causal=is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
-            key_padding_mask=key_padding_mask,
-            backend=self.backend,
-        )
+        out = self._attend(q, k, v, is_causal, key_padding_mask)
         out = self.out_proj(self.norm(out.flatten(-2)))
         return (out.squeeze(0) if unbatched else out), None
 
@@ -181,6 +172,18 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
+        return dilated_attention(
+            q,
+            k,
+            v,
+            self.pattern,
+            is_causal=is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            backend=self.backend,
+        )
 
     def _heads(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, -1, (self.num_heads, self.head_dim))

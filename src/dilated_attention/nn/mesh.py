@@ -1,0 +1,213 @@
+"""The multihead module on a mesh of ranks: samples, the sequence and the heads are each split along one named axis.
+
+Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v here (B, n, H / T, D).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilated_attention import functional
+from dilated_attention.distributed.transport import backend_name
+from dilated_attention.nn.multihead import MultiheadDilatedAttention
+from dilated_attention.nn.ring import RingMultiheadDilatedAttention
+
+
+class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
+    """Equals :class:`MultiheadDilatedAttention` on the whole sequence, computed over a ``DeviceMesh`` with named axes.
+
+    A call takes this rank's samples (data axis) and its shard of their tokens (sequence axis), the same on all ranks
+    of the heads axis; so does the result lie. An axis that the mesh has not got counts as one of size 1.
+
+    Along the heads axis the parameters are DTensors: those of q, k and v split by heads, those of the output likewise,
+    the rest whole. Their gradients come out right by themselves. Along the data and sequence axes parameters are to be
+    the same, so seed all ranks alike or load one checkpoint, and their gradients are to be averaged over both, as DDP
+    and FSDP2 do, with the loss of ``sequence_mean(..., mesh["sequence"], gradients="average")``::
+
+        attention = RingAdvancedDistributedDilatedAttention(..., mesh)
+        fully_shard(attention, mesh=mesh["data", "sequence"])  # replicates along data, shards along sequence
+
+    The state dict has the keys and whole shapes of :class:`MultiheadDilatedAttention`: torch.distributed.checkpoint
+    loads one saved on any mesh, ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))`` a plain one.
+
+    Args:
+        mesh: has no axes but those named by the last three arguments.
+        data, sequence, heads: the names of its axes; ``num_heads`` is a multiple of the size of the heads axis.
+        others: see :class:`MultiheadDilatedAttention` and :func:`dilated_attention`. The dropped pairs are those of
+            one device, by the random state of the first rank along the sequence and heads axes.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Iterable[int],
+        dilation_rates: Iterable[int],
+        mesh: DeviceMesh,
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        exchange: str = "auto",
+        use_checkpointing: bool = True,
+        rule: str = "head_groups",
+        backend: str = "auto",
+        timeout: float = 60.0,
+        verify: str | None = None,
+        debug: bool = False,
+        data: str = "data",
+        sequence: str = "sequence",
+        heads: str = "heads",
+    ) -> None:
+        axes = _axes(mesh, data, sequence, heads)
+        shape: dict[str, Any] = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init}
+        options: dict[str, Any] = {"timeout": timeout, "verify": verify, "debug": debug, "exchange": exchange}
+        # without a sequence axis every rank is on its own, whatever default group there is
+        where: dict[str, Any] = {"group": mesh[sequence]} if sequence in axes else {"ring_size": 1}
+        super().__init__(
+            embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm,
+            use_checkpointing=use_checkpointing, device=device, dtype=dtype, rule=rule, backend=backend,
+            **shape, **options, **where,
+        )  # fmt: skip
+        self.split = _Split(mesh[heads], self.num_heads) if heads in axes and mesh[heads].size() > 1 else None
+        if self.split is not None:
+            self.split.parallelize(self)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As one device draws them: whole, then split. Ranks that draw parts in place may all draw the same."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            super().reset_parameters()
+            return
+        bias, norm, weight = self.out_proj.bias is not None, isinstance(self.norm, nn.LayerNorm), self.out_proj.weight
+        whole = MultiheadDilatedAttention(
+            self.embed_dim, self.num_heads, self.pattern.segment_lengths, self.pattern.dilation_rates, bias=bias,
+            layer_norm=norm, gamma_init=self.gamma_init, device="meta", dtype=weight.dtype, rule=self.pattern.rule,
+        ).to_empty(device=weight.device)  # fmt: skip
+        whole.reset_parameters()
+        mine: Any
+        for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
+            mine.copy_(distribute_tensor(drawn, mine.device_mesh, mine.placements))
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.split is None:
+            return super()._project(query, key, value)
+        # each tensor once: what q, k and v send back to the same one is then added up before it is summed over ranks
+        whole = {id(x): self.split.replicated(x) for x in (query, key, value)}
+        return super()._project(whole[id(query)], whole[id(key)], whole[id(value)])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
+        if self.split is None:
+            return super()._attend(q, k, v, is_causal, key_padding_mask)
+        dropout_p = self.dropout if self.training else 0.0
+        drawing = _drawing_as_the_first(self.split.group, q.device) if dropout_p > 0 else contextlib.nullcontext()
+        with drawing:
+            out, _ = functional.attend(
+                q, k, v, self.pattern, is_causal, None, dropout_p, key_padding_mask, False, self.backend,
+                (self.split.first, self.num_heads), self.ranks.link(),
+            )  # fmt: skip
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, -1, (-1, self.head_dim))
+
+    def extra_repr(self) -> str:
+        split = "" if self.split is None else f", heads over {self.split.mesh.size()} ranks"
+        return f"{super().extra_repr()}{split}"
+
+
+class _Split:
+    """The heads of a module over the ranks of a 1-D mesh."""
+
+    def __init__(self, mesh: DeviceMesh, num_heads: int) -> None:
+        if num_heads % mesh.size():
+            raise ValueError(
+                f"num_heads is {num_heads} and the heads axis of the mesh has {mesh.size()} ranks: each takes equally "
+                "many heads, so make num_heads a multiple of it, or that axis smaller"
+            )
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.first = mesh.get_local_rank() * (num_heads // mesh.size())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Split:
+        """A copy of a module runs over the same ranks: a process group cannot be copied."""
+        return self
+
+    def replicated(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate  # not at the top: it takes long
+
+        return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+
+    def parallelize(self, module: MultiheadDilatedAttention) -> None:
+        """Split the parameters. The norm, which is over all heads, runs whole on every rank, so it is gathered for."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        def gathered(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+            heads = DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
+            return heads.redistribute(placements=[Replicate()])
+
+        whole = isinstance(module.norm, nn.LayerNorm)
+        if whole:
+            distribute_module(module.norm, self.mesh, input_fn=gathered)
+        projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        output = RowwiseParallel(input_layouts=Replicate() if whole else Shard(-1))
+        parallelize_module(module, self.mesh, {**projections, "out_proj": output})
+
+
+def _axes(mesh: DeviceMesh, data: str, sequence: str, heads: str) -> tuple[str, ...]:
+    """The names of the axes that the mesh has, all of them known."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: make one with init_device_mesh()")
+    known = (data, sequence, heads)
+    if len(set(known)) < len(known):
+        raise ValueError(f"data, sequence and heads must name three axes, got {data!r}, {sequence!r} and {heads!r}")
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"the axes of {mesh} have no names: pass mesh_dim_names, out of {known}, to init_device_mesh()"
+        )
+    unknown = [name for name in mesh.mesh_dim_names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"the mesh has axes {mesh.mesh_dim_names} and {unknown} are none of {known}: slice the mesh, or tell what "
+            "its axes are with data=, sequence= and heads="
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process is not a member of {mesh}: make the module only on the ranks in it")
+    return mesh.mesh_dim_names
+
+
+@contextlib.contextmanager
+def _drawing_as_the_first(group: ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Inside, this rank draws the random numbers of the group's first: ranks with other heads of the same tokens.
+
+    One seed says for all heads what is dropped, and nothing else makes these ranks agree on it.
+    """
+    random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    where = () if device.type == "cpu" else (device,)
+    own = random.get_rng_state(*where)
+    wire = torch.device("cpu") if backend_name(group, device) == "gloo" else device
+    first = own.to(wire, copy=True)
+    dist.broadcast(first, group=group, group_src=0)
+    first = first.cpu()
+    if torch.equal(own, first):
+        yield
+        return
+    random.set_rng_state(first, *where)
+    try:
+        yield
+    finally:
+        random.set_rng_state(own, *where)

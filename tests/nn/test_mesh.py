@@ -1,0 +1,460 @@
+"""The module on a mesh of real ranks: all must come out as MultiheadDilatedAttention computes it on one device."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention import MultiheadDilatedAttention, sequence_mean, shard_sequence
+from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
+from dilated_attention.ranks import pool
+from dilated_attention.testing import error
+
+E, H, N, SAMPLES = 24, 6, 13, 4
+# four branches for six heads: with heads over two ranks, head_groups cuts through the second branch
+LENGTHS, RATES = [4, 8, 6, 32], [1, 2, 3, 1]
+RULES = ["longnet", "torchscale", "head_groups"]
+MESHES = [
+    {"data": 1, "sequence": 2},
+    {"heads": 2},
+    {"data": 2, "sequence": 2},
+    {"sequence": 2, "heads": 2},
+    {"data": 2, "sequence": 2, "heads": 2},
+]
+TOLERANCE = 1e-12
+
+
+def name(axes: Any) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in axes.items())
+
+
+def ranks(axes: dict[str, int]) -> Any:
+    size = 1
+    for count in axes.values():
+        size *= count
+    return pool(size)
+
+
+def mesh_of(axes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def changed(module: Any) -> Any:
+    """No parameter at the value it starts with, so that none can be left out unseen; before it is split."""
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            parameter.add_(0.1 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
+    return module
+
+
+def one_device(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return changed(MultiheadDilatedAttention(E, H, LENGTHS, RATES, dtype=torch.float64, **options))
+
+
+def on_mesh(mesh: DeviceMesh, **options: Any) -> Any:
+    """With the weights of `one_device`."""
+    torch.manual_seed(0)
+    module = RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, dtype=torch.float64, **options)
+    load_whole(module, one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule") if x in options}))
+    return module
+
+
+def load_whole(module: nn.Module, plain: nn.Module) -> None:
+    set_model_state_dict(module, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(SAMPLES, N, E, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def padding() -> Tensor:
+    mask = torch.zeros(SAMPLES, N, dtype=torch.bool)
+    mask[0, -4:] = mask[1, 2] = mask[3, :9] = True
+    return mask
+
+
+def samples(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Those of this rank's data coordinate."""
+    names = mesh.mesh_dim_names or ()
+    return x.tensor_split(mesh["data"].size())[mesh["data"].get_local_rank()] if "data" in names else x
+
+
+def part(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's samples and tokens."""
+    x = samples(x, mesh)
+    return shard_sequence(x, mesh["sequence"]) if "sequence" in (mesh.mesh_dim_names or ()) else x.clone()
+
+
+def loss_of(out: Tensor, mesh: DeviceMesh) -> Tensor:
+    """As the class says: the mean over the sequence, with gradients that are going to be averaged."""
+    losses = (out * part(batch(2), mesh)).sum(-1)
+    return sequence_mean(losses, mesh["sequence"]) if "sequence" in (mesh.mesh_dim_names or ()) else losses.mean()
+
+
+def reference(module: Any, x: Tensor, **options: Any) -> Tensor:
+    """One device's loss on the whole batch, after its backward pass."""
+    loss: Tensor = (module(x, **options)[0] * batch(2)).sum(-1).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def averaged(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What DDP and FSDP2 do: over data and sequence, and not over heads."""
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    for axis in {"data", "sequence"}.intersection(mesh.mesh_dim_names or ()):
+        dist.all_reduce(whole, group=mesh.get_group(axis))
+        whole /= mesh[axis].size()
+    return whole
+
+
+def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in module.state_dict().items()}
+
+
+def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert list(got) == list(expected)
+    found = {key: error(value.detach(), expected[key].detach()) for key, value in got.items()}
+    return {key: value for key, value in found.items() if not value <= TOLERANCE}
+
+
+# --- the computation --------------------------------------------------------------------------------------------
+
+
+def compared(mesh: DeviceMesh, options: dict[str, Any], call: dict[str, Any], padded: bool) -> dict[str, float]:
+    """What differs from one device: output, loss, gradients of the input and of every parameter."""
+    one = one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule") if x in options})
+    many = on_mesh(mesh, **options)
+    whole, x = batch().requires_grad_(), part(batch(), mesh).requires_grad_()
+    mask = {"key_padding_mask": padding()} if padded else {}
+    out, weights = many(x, **call, **{key: part(value, mesh) for key, value in mask.items()})
+    assert weights is None
+    expected_out = one(whole, **call, **mask)[0]
+    loss = loss_of(out, mesh)
+    loss.backward()
+    reference(one, whole, **call, **mask)
+    parallel = mesh.size() // (mesh["heads"].size() if "heads" in (mesh.mesh_dim_names or ()) else 1)
+    assert x.grad is not None
+    assert whole.grad is not None
+    # this rank's loss counts as one of `parallel` in the average
+    found = {"out": out, "input": x.grad / parallel}
+    wanted = {"out": part(expected_out, mesh), "input": part(whole.grad, mesh)}
+    for key, parameter in many.named_parameters():
+        found[key] = averaged(parameter.grad, mesh)
+        wanted[key] = dict(one.named_parameters())[key].grad
+    return differences(found, wanted)
+
+
+def computes_alike(axes: dict[str, int]) -> dict[str, Any]:
+    mesh, wrong = mesh_of(axes), {}
+    cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [({"rule": rule}, {}, False) for rule in RULES]
+    cases += [({"rule": rule}, {"is_causal": True}, True) for rule in RULES]
+    cases += [({"exchange": exchange}, {}, True) for exchange in ("ring", "allgather", "alltoall")]
+    cases += [({"layer_norm": False}, {}, False), ({"bias": False, "use_checkpointing": False}, {}, False)]
+    for case in cases:
+        found = compared(mesh, *case)
+        if found:
+            wrong[str(case)] = found
+    return wrong
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=name)
+def test_equals_one_device(axes: dict[str, int]) -> None:
+    assert not any(ranks(axes).run(computes_alike, axes))
+
+
+def inputs() -> dict[str, float]:
+    """Unbatched, and query, key and value that are not one tensor: each gets its own gradient."""
+    mesh = mesh_of({"sequence": 2, "heads": 2})
+    one, many = one_device(), on_mesh(mesh)
+    whole = [batch(seed).requires_grad_() for seed in (3, 4, 5)]
+    mine = [part(x, mesh).detach().requires_grad_() for x in whole]
+    expected, out = one(*whole)[0], many(*mine)[0]
+    upstream = batch(6)
+    got = torch.autograd.grad(out, mine, part(upstream, mesh))
+    wanted = torch.autograd.grad(expected, whole, upstream)
+    found = {"out": out, "unbatched": many(mine[0][1])[0], **dict(zip("qkv", got, strict=True))}
+    parts = [part(x, mesh) for x in wanted]
+    return differences(
+        found,
+        {
+            "out": part(expected, mesh),
+            "unbatched": part(one(whole[0])[0], mesh)[1],
+            **dict(zip("qkv", parts, strict=True)),
+        },
+    )
+
+
+def test_inputs_that_differ_and_one_without_a_batch() -> None:
+    assert not any(pool(4).run(inputs))
+
+
+def collectives() -> dict[str, int]:
+    mesh = mesh_of({"heads": 2})
+    module, x = on_mesh(mesh), batch().requires_grad_()
+    with CommDebugMode() as forward:
+        out = module(x)[0]
+    with CommDebugMode() as backward:
+        out.sum().backward()
+    return {"forward": forward.get_total_counts(), "backward": backward.get_total_counts()}
+
+
+def test_heads_cost_two_collectives_each_way() -> None:
+    """Gathered for the norm and summed for the output; back the same, q, k and v being summed in one go."""
+    assert pool(2).run(collectives) == [{"forward": 2, "backward": 2}] * 2
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------
+
+
+def drops_alike(axes: dict[str, int], seeds: str) -> dict[str, float]:
+    """Each data rank against one device that has its samples and the seed of the first of its ranks."""
+    mesh = mesh_of(axes)
+    at = dict(zip(axes, mesh.get_coordinate() or (), strict=True))
+    first = 100 * at.get("data", 0)
+    wrong: dict[str, float] = {}
+    for rule in RULES:
+        many, one = on_mesh(mesh, rule=rule, dropout=0.4), one_device(rule=rule)
+        one.dropout = 0.4
+        whole, x = samples(batch(), mesh), part(batch(), mesh)
+        torch.manual_seed(first + (10 * at["sequence"] + at["heads"] if seeds == "different" else 0))
+        out = many(x)[0]
+        after = torch.get_rng_state()
+        torch.manual_seed(first)
+        expected = one(whole)[0]
+        wrong |= differences({rule: out}, {rule: shard_sequence(expected, mesh["sequence"])})
+        if (seeds == "same" or at["heads"] == 0 == at["sequence"]) and not torch.equal(after, torch.get_rng_state()):
+            wrong["random state"] = 1.0
+        if error(many.eval()(x)[0], shard_sequence(one.eval()(whole)[0], mesh["sequence"])) > TOLERANCE:
+            wrong["eval"] = 1.0
+    return wrong
+
+
+@pytest.mark.parametrize("seeds", ["same", "different"])
+def test_dropout_is_that_of_one_device(seeds: str) -> None:
+    assert not any(pool(4).run(drops_alike, {"sequence": 2, "heads": 2}, seeds))
+    assert not any(pool(8).run(drops_alike, {"data": 2, "sequence": 2, "heads": 2}, seeds))
+
+
+# --- with what trains models ------------------------------------------------------------------------------------
+
+
+def trained(how: str, axes: dict[str, int]) -> dict[str, float]:
+    """Two steps of SGD, in a model with more than the attention in it."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells how full_tensor() is slow
+    mesh = mesh_of(axes)
+    one: nn.Module = one_device()
+    many: nn.Module = on_mesh(mesh)
+    if how == "ddp":
+        trainer: nn.Module = DistributedDataParallel(many)
+    elif how == "fsdp":
+        trainer = fully_shard(many, mesh=mesh["data", "sequence"])
+    else:
+        trainer = fully_shard(many, mesh=mesh["data", "sequence"]._flatten("data_sequence"))
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.5) for x in (one, trainer)]
+    before = whole_parameters(one)
+    before = {key: value.clone() for key, value in before.items()}
+    wrong = {}
+    for step in range(2):
+        expected = reference(one, batch(7 + step))
+        loss = loss_of(trainer(part(batch(7 + step), mesh))[0], mesh)
+        loss.backward()
+        mean = averaged(loss.detach(), mesh)
+        wrong |= differences({f"loss {step}": mean}, {f"loss {step}": expected})
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    after = whole_parameters(one)
+    assert not any(torch.equal(before[key], value) for key, value in after.items() if key != "k_proj.bias")
+    return wrong | differences(whole_parameters(many), after)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp flat"])
+def test_training_over_data_and_sequence_equals_one_device(how: str) -> None:
+    assert not any(pool(4).run(trained, how, {"data": 2, "sequence": 2}))
+
+
+@pytest.mark.parametrize("how", ["fsdp", "fsdp flat"])
+def test_training_over_all_three_axes_equals_one_device(how: str) -> None:
+    assert not any(pool(8).run(trained, how, {"data": 2, "sequence": 2, "heads": 2}))
+
+
+def recomputed(how: str, axes: dict[str, int]) -> dict[str, float]:
+    mesh = mesh_of(axes)
+    results = []
+    for wrapped in (False, True):
+        module = on_mesh(mesh, dropout=0.3)
+        call: Any = module
+        if wrapped and how == "wrapper":
+            call = checkpoint_wrapper(module)
+        elif wrapped:
+
+            def call(x: Tensor, module: nn.Module = module) -> Any:
+                return checkpoint(module, x, use_reentrant=how == "reentrant")
+
+        x = part(batch(), mesh).requires_grad_()
+        torch.manual_seed(3 + dist.get_rank())
+        out = call(x)[0]
+        loss_of(out, mesh).backward()
+        assert x.grad is not None
+        gradients = {key: averaged(value.grad, mesh) for key, value in module.named_parameters()}
+        results.append({"out": out, "input": x.grad, **gradients})
+    return {
+        key: error(value, results[0][key])
+        for key, value in results[1].items()
+        if not torch.equal(value, results[0][key])
+    }
+
+
+@pytest.mark.parametrize("how", ["function", "reentrant", "wrapper"])
+def test_activation_checkpointing_changes_nothing(how: str) -> None:
+    assert not any(pool(4).run(recomputed, how, {"sequence": 2, "heads": 2}))
+
+
+# --- parameters -------------------------------------------------------------------------------------------------
+
+
+def saved(folder: str, axes: dict[str, int], shard: bool) -> None:
+    module = on_mesh(mesh_of(axes))
+    if shard:
+        fully_shard(module, mesh=mesh_of(axes)["data", "sequence"])
+    dcp.save(get_model_state_dict(module), checkpoint_id=folder)
+
+
+def loaded(folder: str, axes: dict[str, int]) -> dict[str, float]:
+    """Into a module with other weights, on a mesh; without axes into MultiheadDilatedAttention."""
+    expected = one_device()
+    torch.manual_seed(99)
+    if axes:
+        mesh = mesh_of(axes)
+        module: nn.Module = RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, dtype=torch.float64)
+    else:
+        module = MultiheadDilatedAttention(E, H, LENGTHS, RATES, dtype=torch.float64)
+    state = get_model_state_dict(module)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(module, state)
+    for key, value in whole_parameters(module).items():
+        assert torch.equal(value, expected.state_dict()[key]), key
+    x = part(batch(), mesh) if axes else batch()
+    out = expected(batch())[0]
+    return differences({"out": module(x)[0]}, {"out": part(out, mesh) if axes else out})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("axes", [{"sequence": 2, "heads": 2}, {"data": 2, "sequence": 2}], ids=name)
+def test_checkpoints_load_on_any_mesh(axes: dict[str, int], tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    pool(4).run(saved, folder, axes, "data" in axes)
+    for other in ({"sequence": 2}, {"heads": 2}, {"data": 1, "sequence": 2, "heads": 1}):
+        assert not any(ranks(other).run(loaded, folder, other))
+    assert not any(pool(4).run(loaded, folder, {"sequence": 2, "heads": 2}))
+    assert not any(pool(1).run(loaded, folder, {"sequence": 1}))
+    assert not any(pool(1).run(loaded, folder, {}))
+
+
+def parameters() -> None:
+    """Keys, whole shapes and values; with a heads axis all are DTensors, without one none is."""
+    for axes in ({"sequence": 2, "heads": 1}, {"heads": 2}):
+        mesh = mesh_of(axes)
+        torch.manual_seed(5)
+        plain = MultiheadDilatedAttention(E, H, LENGTHS, RATES, gamma_init=0.7)
+        for device in ("cpu", "meta"):
+            torch.manual_seed(5 + mesh.get_local_rank("heads"))  # the first rank's count
+            many = RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, gamma_init=0.7, device=device)
+            if device == "meta":
+                many.to_empty(device="cpu")
+                for module in (plain, many):
+                    torch.manual_seed(5)
+                    module.reset_parameters()
+            assert {isinstance(x, DTensor) for x in many.parameters()} == {axes["heads"] == 2}
+            assert list(many.state_dict()) == list(plain.state_dict())
+            for key, value in whole_parameters(many).items():
+                assert torch.equal(value, plain.state_dict()[key]), (axes, device, key)
+        twin = copy.deepcopy(many)
+        assert torch.equal(twin(batch().float())[0], many(batch().float())[0])
+        assert all(a is not b for a, b in zip(twin.parameters(), many.parameters(), strict=True))
+        assert ("heads over 2 ranks" in repr(many)) == (axes["heads"] == 2)
+
+
+def test_parameters_are_those_of_one_device() -> None:
+    pool(2).run(parameters)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    """The first lines of what each wrong mesh raises."""
+    four = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sequence"))
+    outside = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], mesh_dim_names=("sequence",), _init_backend=False)
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (dist.group.WORLD, {}),
+        (init_device_mesh("cpu", (4,)), {}),
+        (other, {}),
+        (four, {"data": "heads"}),
+        (init_device_mesh("cpu", (4,), mesh_dim_names=("heads",)), {}),
+        (outside, {}),
+        (four, {"exchange": "smoke signals"}),
+    ]
+    said = []
+    for mesh, options in cases:
+        try:
+            RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, **options)
+        except (TypeError, ValueError) as fault:
+            said.append(f"{type(fault).__name__}: {fault}")
+        else:
+            said.append("nothing raised")
+    RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, other, data="dp")
+    return said
+
+
+def test_errors_of_the_mesh() -> None:
+    expected = [
+        "TypeError: mesh must be a DeviceMesh, got",
+        "have no names: pass mesh_dim_names, out of ('data', 'sequence', 'heads'), to init_device_mesh()",
+        "ValueError: the mesh has axes ('dp', 'sequence') and ['dp'] are none of ('data', 'sequence', 'heads')",
+        "ValueError: data, sequence and heads must name three axes, got 'heads', 'sequence' and 'heads'",
+        "ValueError: num_heads is 6 and the heads axis of the mesh has 4 ranks: each takes equally many heads",
+        "ValueError: this process is not a member of",
+        "ValueError: unknown exchange 'smoke signals'",
+    ]
+    for said in pool(4).run(refusals):
+        assert len(said) == len(expected)
+        for got, wanted in zip(said, expected, strict=True):
+            assert wanted in got
+
+
+def called_off() -> str:
+    """One sequence position gives a wrong shape: all four ranks hear of it at once, none waits."""
+    mesh = mesh_of({"sequence": 2, "heads": 2})
+    module = on_mesh(mesh, dropout=0.1)
+    x = part(batch(), mesh)
+    try:
+        module(x[..., 1:] if mesh.get_local_rank("sequence") else x)
+    except ValueError as fault:
+        return str(fault)
+    return "nothing raised"
+
+
+def test_an_error_on_one_rank_reaches_all() -> None:
+    own, told = "must all be (batch, tokens, 24)", "was called off on all ranks"
+    for said, wanted in zip(pool(4).run(called_off), [told, told, own, own], strict=True):
+        assert wanted in said
