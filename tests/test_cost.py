@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
         lengths = draw(st.lists(st.integers(0, 30), min_size=ranks, max_size=ranks).filter(any))
     else:
         starts = Shards.even(draw(st.integers(1, 200)), ranks).starts
-        lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(starts)]
     return Case(
         pattern, tuple(lengths), kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 9)),
         draw(st.sampled_from((torch.bfloat16, torch.float32, torch.float64))), draw(st.integers(1, 3)),
@@ -173,6 +174,14 @@ def test_every_rank_of_every_exchange(case: Case) -> None:
     check(case)
 
 
+@given(cases())
+def test_every_rank_as_counted_where_there_are_many(case: Case) -> None:
+    """Branch by branch, even segments apart from the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dilated_attention.cost.SMALL", 0)
+        check(case)
+
+
 LARGE = [
     Case(DilatedPattern.longnet([64, 256, 1024, 4096], [1, 3, 16, 64]), (64,) * 64, 8, is_causal=True),
     Case(DilatedPattern.longnet([100, 1000, 10000], [1, 7, 90]), (37, 52, 61) * 33, 6, 2, has_padding=True),
@@ -261,10 +270,10 @@ def test_operations(case: Case) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("shard", "span", "rate", "heads", "group"), [(64, 4, 8, 8, 1), (32, 8, 4, 8, 3), (16, 2, 1, 2, 1)])
-def test_formulas_where_all_divides(
-    shard: int, span: int, rate: int, heads: int, group: int, is_causal: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("shard", "span", "rate", "heads", "group"), [(64, 4, 8, 8, 1), (32, 8, 4, 8, 3), (16, 2, 1, 2, 1)]
+)
+def test_formulas_where_all_divides(shard: int, span: int, rate: int, heads: int, group: int, is_causal: bool) -> None:
     ranks, dim, size = 4 * span, 16, 2
     pattern = DilatedPattern.longnet([shard * span], [rate])
     cost = plan_cost(
@@ -311,9 +320,7 @@ def test_nothing_is_sent_where_segments_lie_inside_shards() -> None:
 
 
 def test_memory_of_a_rank() -> None:
-    cost = plan_cost(
-        DilatedPattern.longnet([2048], [1]), 1001, 4, num_heads=8, num_kv_heads=2, head_dim=16, batch=3
-    )
+    cost = plan_cost(DilatedPattern.longnet([2048], [1]), 1001, 4, num_heads=8, num_kv_heads=2, head_dim=16, batch=3)
     memory, tokens = cost.memory, 3 * 251
     assert cost.tokens_per_rank == 251
     assert (memory.q, memory.k, memory.v, memory.out) == tuple(tokens * h * 16 * 2 for h in (8, 2, 2, 8))
@@ -420,6 +427,13 @@ def test_one_segment_over_many_ranks_is_not_gathered() -> None:
     assert choice(replace(dense, pattern=DilatedPattern.longnet([2**20], [64]))) != "ring"
 
 
+def test_the_choice_is_made_on_the_host() -> None:
+    """Whatever device new tensors go to by default."""
+    case = Case(DilatedPattern.longnet([64, 128], [1, 2]), (32,) * 8, 5, head_dim=24)
+    with torch.device("meta"):
+        assert choice(case) in EXCHANGES
+
+
 def test_two_ranks_take_a_ring_before_an_allgather() -> None:
     """They send the same; one head cannot be dealt to two ranks."""
     assert choice(Case(DilatedPattern.longnet([64], [1]), (32, 32), 1, head_dim=64)) == "ring"
@@ -429,7 +443,14 @@ def test_two_ranks_take_a_ring_before_an_allgather() -> None:
 
 
 def test_units() -> None:
-    assert [size(x) for x in (0, 999, 1000, 56.6e6, 3.3e12, 4e18)] == ["0 B", "999 B", "1 kB", "56.6 MB", "3.3 TB", "4,000 PB"]
+    assert [size(x) for x in (0, 999, 1000, 56.6e6, 3.3e12, 4e18)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "56.6 MB",
+        "3.3 TB",
+        "4,000 PB",
+    ]
     assert [duration(x) for x in (0.0, 12.3e-6, 0.9999e-3, 0.0112, 65.9, 22518.4)] == [
         "0 µs", "12.3 µs", "1 ms", "11.2 ms", "65.9 s", "22,518 s",
     ]  # fmt: skip

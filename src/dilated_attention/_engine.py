@@ -223,7 +223,7 @@ class Work:
             if not grads:
                 if block.covers(self.k):
                     grads = [part.reshape(x.shape) for part, x in zip(parts, self.inputs, strict=True)]
-                    grads = [part.to(self.grad_dtype).contiguous() for part in grads]
+                    grads = [part.to(self.q.dtype).contiguous() for part in grads]
                     continue
                 grads = self.empty_grads()
             for grad, part, group in zip(grads, parts, groups, strict=True):
@@ -254,15 +254,10 @@ class Work:
             lse.fill_(-torch.inf)
         return out, lse
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """The dtype computed in, as unlike out gradients keep within their bound when branches are summed so; but
-        the number of ranks has no bound."""
-        return accumulate_dtype(self.q.dtype) if self.shards.ranks > 1 else self.q.dtype
-
     def empty_grads(self) -> list[Tensor]:
+        """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
         make = torch.zeros if self.plan.leaves_rows else torch.empty
-        return [make(x.shape, dtype=self.grad_dtype, device=x.device) for x in self.inputs]
+        return [make(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]
 
     def masking(self, block: Block) -> Masking:
         padding = dropout = None

@@ -211,7 +211,7 @@ class Exchange:
         offset_of = dict(channel.heads)
         heads = range(block.head, block.head + block.heads * block.head_step, block.head_step)
         first = torch.tensor([channel.first_row(offset_of[head], piece) for head in heads], device=self.work.q.device)
-        rows = torch.arange(lane.packed_rows, device=first.device).unsqueeze(1) * channel.dilation
+        rows = torch.arange(lane.theirs.count, device=first.device).unsqueeze(1) * channel.dilation
         return (first + rows).expand(self.samples, -1, -1)
 
     def visit(self, out: Tensor, lse: Tensor, part: Part, packed: Tensor) -> None:
@@ -224,25 +224,42 @@ class Exchange:
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(self, rows: Rows, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this rank's rows. ``kept``: the messages of the forward pass; None: they travel again."""
+        """dq, dk, dv of this rank's rows. ``kept``: the messages of the forward pass; None: they travel again.
+
+        What other ranks' rows add is summed in float32 for each channel, and added once: like one more branch.
+        """
         grads: list[Tensor] = []
         sums: dict[Part, Tensor] = {}
+        own_sums: dict[int, list[Tensor]] = {}  # by channel: dq, and when they have come home dk, dv
         pending: Pending | None = None
 
         def own() -> None:
             grads.extend(self.work.backward(rows))
 
         def visit(part: Part, packed: Tensor) -> None:
-            sums[part] = self.visit_backward(grads[0], rows, part, packed)
+            dq = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.work.group)])[0]
+            sums[part] = self.visit_backward(dq, rows, part, packed)
 
         steps = self.circulate("backward", own, visit) if kept is None else self.replay(kept, own, visit)
         for step, _ in enumerate(steps, 1):
             if pending is not None:
-                self.take_sums(step - 1, pending, sums, grads)
+                self.take_sums(step - 1, pending, sums, own_sums)
             pending = self.post_sums(step, sums)
         if pending is not None:
-            self.take_sums(self.traffic.steps, pending, sums, grads)
+            self.take_sums(self.traffic.steps, pending, sums, own_sums)
+        self.add_home(grads, own_sums)
         return grads[0], grads[1], grads[2]
+
+    def zeros(self, channel: int, heads: int = 1) -> Tensor:
+        """A sum over this rank's rows of a channel, packed."""
+        rows = self.rows(Part(channel, self.work.rank)) * heads
+        return self.work.q.new_zeros(rows, self.work.q.shape[3], dtype=self.sum_fields[0].dtype)
+
+    def add_home(self, grads: list[Tensor], own_sums: dict[int, list[Tensor]]) -> None:
+        for channel, packed in own_sums.items():
+            for grad, x, group in zip(grads, packed, (self.work.group, 1, 1), strict=False):
+                for lane in self.lanes(Part(channel, self.work.rank), group):
+                    lane.block.view(grad, group).add_(lane.packed(x, self.samples, group))
 
     def replay(
         self, kept: list[Tensor], own: Callable[[], None], visit: Callable[[Part, Tensor], None]
@@ -257,13 +274,13 @@ class Exchange:
             yield messages
 
     def visit_backward(self, dq: Tensor, rows: Rows, part: Part, packed: Tensor) -> Tensor:
-        """Add this rank's share to dq; give the part's dK and dV, packed."""
+        """Add to the channel's dq, packed; give the part's dK and dV, packed."""
         (size,) = self.sizes((part,), self.sum_fields)
         sums = torch.empty(size, dtype=torch.uint8, device=packed.device)
         dk_all, dv_all = _packing.unpack(sums, self.sum_fields, self.rows(part))
         for lane, q, k, v, masking in self.problems(part, packed):
             dq_part, dk, dv = self.work.attend_backward(self.work.of_rows(lane.block, rows), q, k, v, masking)
-            lane.block.view(dq, self.work.group).add_(dq_part)
+            lane.packed_here(dq, self.samples, self.work.group).add_(dq_part)
             lane.packed(dk_all, self.samples).copy_(dk)
             lane.packed(dv_all, self.samples).copy_(dv)
         return sums
@@ -276,21 +293,23 @@ class Exchange:
             del sums[part]
         return pending
 
-    def take_sums(self, step: int, pending: Pending, sums: dict[Part, Tensor], grads: list[Tensor]) -> None:
-        """Add what came after a step: to the sums of the next step's blocks, or home to this rank's own rows."""
+    def take_sums(
+        self, step: int, pending: Pending, sums: dict[Part, Tensor], own_sums: dict[int, list[Tensor]]
+    ) -> None:
+        """Add what came after a step: to the sums of the next step's blocks, or to those of this rank's own rows."""
         messages = pending.wait()
         for peer, parts in sorted(self.traffic.sum_receives[step - 1].items()):
             sizes = self.sizes(parts, self.sum_fields)
             for part, packed in zip(parts, _packing.split(messages[peer], sizes), strict=True):
-                fields = _packing.unpack(packed, self.sum_fields, self.rows(part))
-                if part.owner != self.work.rank:
-                    mine = _packing.unpack(sums[part], self.sum_fields, self.rows(part))
-                    for total, more in zip(mine, fields, strict=True):
-                        total.add_(more)
-                    continue
-                for grad, field in zip(grads[1:], fields, strict=True):
-                    for lane in self.lanes(part, 1):
-                        lane.block.view(grad).add_(lane.packed(field, self.samples))
+                if part.owner == self.work.rank:
+                    found = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.work.group)])
+                    if len(found) == 1:
+                        found += [self.zeros(part.channel), self.zeros(part.channel)]
+                    totals = found[1:]
+                else:
+                    totals = _packing.unpack(sums[part], self.sum_fields, self.rows(part))
+                for total, more in zip(totals, _packing.unpack(packed, self.sum_fields, self.rows(part)), strict=True):
+                    total.add_(more)
         self.transport.release(messages)
 
 

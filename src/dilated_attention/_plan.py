@@ -79,17 +79,31 @@ class Lane:
     """Some heads of a channel: their rows here as a block, and their rows in packed tensors."""
 
     block: Block
-    packed_rows: int  # per head
-    start: int  # the first head's first row in the packed tensor, counted in rows of one sample
-    step: int  # from head to head
+    theirs: PackedRows  # of the owner's packed tensors
+    mine: PackedRows  # of this rank's packed tensors
 
     def packed(self, x: Tensor, samples: int, group: int = 1) -> Tensor:
-        """The lane's (B, packed rows, h, ...) part of packed x (rows of all heads x B, ...), never a copy."""
+        """The lane's (B, L, h, ...) part of the owner's packed x (rows of all heads x B, ...), never a copy."""
+        return self.theirs.view(x, samples, self.block.heads, group)
+
+    def packed_here(self, x: Tensor, samples: int, group: int = 1) -> Tensor:
+        """The same of a packed tensor of this rank's rows."""
+        return self.mine.view(x, samples, self.block.heads, group)
+
+
+class PackedRows(NamedTuple):
+    """Where the rows of some heads lie in a packed tensor, counted in rows of one sample."""
+
+    count: int  # per head
+    start: int  # of the first head
+    step: int  # from head to head
+
+    def view(self, x: Tensor, samples: int, heads: int, group: int) -> Tensor:
         per_row = x.stride(0)
-        per_head = self.step * samples if group == 1 else self.packed_rows * samples
+        per_head = self.step * samples if group == 1 else self.count * samples
         return x.as_strided(
-            (samples, self.packed_rows, self.block.heads * group, *x.shape[1:]),
-            (self.packed_rows * per_row, per_row, per_head * per_row, *x.stride()[1:]),
+            (samples, self.count, heads * group, *x.shape[1:]),
+            (self.count * per_row, per_row, per_head * per_row, *x.stride()[1:]),
             x.storage_offset() + self.start * samples * group * per_row,
         )
 
@@ -147,20 +161,23 @@ def lanes(
 ) -> tuple[Lane, ...]:
     """A channel's heads in the fewest lanes: rows of ``rank`` in place beside those of ``owner`` packed."""
     mine, theirs = channel.piece(shards, rank), channel.piece(shards, owner)
-    start, placed, rows = 0, [], {}
+    starts, rows = (0, 0), {}
+    placed: list[Placed] = []
     for index, (head, offset) in enumerate(channel.heads):
-        packed = channel.rows(offset, theirs)
-        shifted = channel.first_row(offset, mine) - mine[0]
-        placed.append((head, shifted, start))
-        rows[head] = (channel.rows(offset, mine), packed, zeros[index] if zeros else 0)
-        start += packed
+        counts = channel.rows(offset, theirs), channel.rows(offset, mine)
+        placed.append((head, channel.first_row(offset, mine) - mine[0], *starts))
+        rows[head] = (*counts, zeros[index] if zeros else 0)
+        starts = (starts[0] + counts[0], starts[1] + counts[1])
     at = mine[0] - shards.starts[rank]
     shape = (channel.branch, 0, samples, at, 1, mine[1] - mine[0], channel.dilation)
     found = []
     for run in _runs(placed, lambda head: rows[head], group):
-        count, packed, filled = rows[run.head]
-        block = Block(*shape, *run[:5], count, channel.start - shards.starts[rank], filled)
-        found.append(Lane(block, packed, run.start, run.start_step))
+        their_count, my_count, filled = rows[run.first[0]]
+        block = Block(*shape, *run.shape(), my_count, channel.start - shards.starts[rank], filled)
+        (_, _, their_start, my_start), (_, _, their_step, my_step) = run.first, run.steps
+        found.append(
+            Lane(block, PackedRows(their_count, their_start, their_step), PackedRows(my_count, my_start, my_step))
+        )
     return tuple(found)
 
 
@@ -206,12 +223,13 @@ def _blocks(
 ) -> list[Block]:
     dilation = pattern.dilation_rates[branch]
     shift = piece.start - piece.segment_start
-    placed, counts = [], {}
+    placed: list[Placed] = []
+    counts = {}
     for head, offset in heads:
         shifted = (offset - shift) % dilation
         rows = rows_at_offset(piece.length, dilation, shifted)
         if rows:
-            placed.append((head, shifted, 0))
+            placed.append((head, shifted))
             counts[head] = rows, pattern.zeros_in_segment(branch, piece.whole_length, offset, shards.tokens)
     tokens = shards.starts[rank + 1] - shards.starts[rank]
     # samples and segments are one batch only if their strides chain; else the shorter of the two is a loop
@@ -223,34 +241,38 @@ def _blocks(
         parts = [(i, 1, 0, piece.segments) for i in range(samples)]
     found = []
     for run in _runs(placed, lambda head: counts[head], group):
-        rows, zeros = counts[run.head]
+        rows, zeros = counts[run.first[0]]
         for sample, many, at, some in parts:
             shape = (branch, sample, many, piece.start + at, some, piece.length, dilation)
-            found.append(Block(*shape, *run[:5], rows, piece.segment_start + at, zeros, first))
+            found.append(Block(*shape, *run.shape(), rows, piece.segment_start + at, zeros, first))
     return found
 
 
+Placed = tuple[int, ...]  # head, offset, and where else its rows begin
+
+
 class Run(NamedTuple):
-    """Key/value heads that one view takes: head, offset and packed start advance by constant steps."""
+    """Key/value heads that one view takes: head, offset and whatever else advance by constant steps."""
 
-    head: int
+    first: Placed
     heads: int
-    head_step: int
-    offset: int
-    offset_step: int
-    start: int
-    start_step: int
+    steps: tuple[int, ...]
+
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """As in `Block`: head, heads, head_step, offset, offset_step."""
+        return self.first[0], self.heads, self.steps[0], self.first[1], self.steps[1]
+
+    def singles(self) -> list[Run]:
+        nowhere = (1, *(0 for _ in self.steps[1:]))
+        return [Run(_advanced(self.first, self.steps, i), 1, nowhere) for i in range(self.heads)]
 
 
-Placed = list[tuple[int, int, int]]  # (head, offset, start of its packed rows)
-
-
-def _runs(placed: Placed, alike: Callable[[int], Hashable], group: int) -> list[Run]:
+def _runs(placed: list[Placed], alike: Callable[[int], Hashable], group: int) -> list[Run]:
     """Heads dealt into the fewest views; the heads of a view are alike: they have equally many rows."""
     straight = _lanes(placed, lambda head, offset: (offset, alike(head)))
     if group > 1:
         # the query heads of several key/value heads are one stride only where those are neighbours at one offset
-        return [one for run in straight for one in ([run] if run.head_step == 1 else _singles(run))]
+        return [one for run in straight for one in ([run] if run.steps[0] == 1 else run.singles())]
     turn: dict[int, int] = {}  # how often an offset came before: heads of one turn have offsets in steps of one
 
     def diagonal_lane(head: int, offset: int) -> Hashable:
@@ -260,30 +282,24 @@ def _runs(placed: Placed, alike: Callable[[int], Hashable], group: int) -> list[
     return min(straight, _lanes(placed, diagonal_lane), key=len)
 
 
-def _singles(run: Run) -> list[Run]:
-    return [
-        Run(run.head + i * run.head_step, 1, 1, run.offset, 0, run.start + i * run.start_step, 0)
-        for i in range(run.heads)
-    ]
-
-
-def _lanes(placed: Placed, lane_of: Callable[[int, int], Hashable]) -> list[Run]:
+def _lanes(placed: list[Placed], lane_of: Callable[[int, int], Hashable]) -> list[Run]:
     """Deal heads into lanes and cut each lane into stretches with constant steps."""
-    lanes: dict[Hashable, Placed] = {}
+    lanes: dict[Hashable, list[Placed]] = {}
     for one in placed:
         lanes.setdefault(lane_of(one[0], one[1]), []).append(one)
     runs = []
     for lane in lanes.values():
         while lane:
-            head, offset, start = lane[0]
-            count, steps = 1, (1, 0, 0)
-            if len(lane) > 1 and lane[1][1] >= offset:  # a stride can not be negative
-                steps = (lane[1][0] - head, lane[1][1] - offset, lane[1][2] - start)
-            while count < len(lane) and lane[count] == tuple(
-                x + count * step for x, step in zip(lane[0], steps, strict=True)
-            ):
+            first, count = lane[0], 1
+            alone = steps = (1, *(0 for _ in first[1:]))
+            if len(lane) > 1 and lane[1][1] >= first[1]:  # a stride cannot be negative
+                steps = tuple(after - before for before, after in zip(first, lane[1], strict=True))
+            while count < len(lane) and lane[count] == _advanced(first, steps, count):
                 count += 1
-            head_step, offset_step, start_step = steps if count > 1 else (1, 0, 0)
-            runs.append(Run(head, count, head_step, offset, offset_step, start, start_step))
+            runs.append(Run(first, count, steps if count > 1 else alone))
             lane = lane[count:]
     return runs
+
+
+def _advanced(first: Placed, steps: tuple[int, ...], count: int) -> Placed:
+    return tuple(x + count * step for x, step in zip(first, steps, strict=True))

@@ -2,16 +2,18 @@
 
 Every message is counted, those of the forward pass and those of the backward pass (in which K and V travel again), with
 sums over vectors of all ranks at once: no tensor has the length of the sequence, and N = 2**40 on 65,536 ranks take
-about a second. Bytes and hops of every rank are exact; the time is a model, hops x latency + bytes / bandwidth.
+a few seconds. Bytes and hops of every rank are exact; the time is a model, hops x latency + bytes / bandwidth.
 
 Legend: P ranks; a shard is one rank's tokens; a piece is what a rank holds of a segment, n pieces of S segments in a
 branch (of each rank the first segment and the last: those between lie inside its shard); heads are key/value heads, and
-a kind is the heads with equally many rows in every piece, K of them. rows (K, n); e bytes an element.
+a kind is the heads with equally many rows in every piece, K of them. rows (K, n).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +28,15 @@ from dilated_attention._shards import Heads, Shards
 from dilated_attention.backends.problem import accumulate_dtype
 from dilated_attention.pattern import DilatedPattern, rows_at_offset, whole_number
 
-# Seconds a hop and bytes a second: round figures of today's machines, not measurements. The first is for the rest.
+# Seconds a hop and bytes a second: round figures of today's machines, not measurements. Others count as the first.
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
 # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
 # and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
 EXCHANGES = ("ring", "allgather", "alltoall")
 # An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
 MOST_HELD = 2
+# Rows of so many pieces and heads are counted all at once: there the time goes into calls, not into numbers.
+SMALL = 2**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,8 @@ class Memory:
     v: int
     out: int
     lse: int
-    out_sums: int  # out in float32 while parts are merged
-    dq_sums: int
+    out_sums: int  # out in float32 while parts are merged; 0 where out is that itself
+    dq_sums: int  # gradients while they are summed, in float32
     dk_sums: int
     dv_sums: int
     received: Mapping[str, int]  # by exchange: `ExchangeCost.held`
@@ -130,7 +134,7 @@ class PlanCost:
             times = (duration(x.seconds), duration(x.total_seconds), duration(x.compute_seconds))
             lines.append(row(name, x.hops, size(x.bytes_received_max), *times, size(x.held)))
         naive = (size(self.naive_ring_bytes), duration(self.naive_ring_seconds), "", "", "")
-        return "\n".join([*lines, row("naive ring", self.naive_ring_hops, *naive), f"best: {self.best}"])
+        return "\n".join([*lines, row("naive ring", self.naive_ring_hops, *naive).rstrip(), f"best: {self.best}"])
 
 
 def plan_cost(
@@ -161,7 +165,8 @@ def plan_cost(
             it has.
         flops_per_second: how fast a rank computes, for ``compute_seconds`` only.
 
-    Counts are those of ``use_checkpointing=True`` and a loss that does not use lse.
+    Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that compare their arguments
+    first; without that the backward of an alltoall sends a gradient of lse along, whether there is one or not.
     """
     shards = _shards(whole_number("seq_len", seq_len), whole_number("num_ranks", num_ranks), lengths)
     num_heads = whole_number("num_heads", num_heads)
@@ -223,7 +228,8 @@ def duration(seconds: float) -> str:
 # --- the call, and sums over its ranks ----------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+@dataclass(frozen=True)
+class _Call:
     pattern: DilatedPattern
     shards: Shards
     heads: Heads
@@ -234,10 +240,9 @@ class _Call(NamedTuple):
     is_causal: bool
     has_padding: bool
 
-    @property
+    @functools.cached_property
     def lengths(self) -> list[int]:
-        starts = self.shards.starts
-        return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        return [stop - start for start, stop in itertools.pairwise(self.shards.starts)]
 
     def bytes_per_token(self, heads: int) -> int:
         return heads * self.head_dim * self.dtype.itemsize
@@ -247,6 +252,7 @@ class _Call(NamedTuple):
         heads, queries = self.heads.held, self.heads.held * self.group
         return self.bytes_per_token(2 * heads + 2 * queries) + queries * accumulate_dtype(self.dtype).itemsize
 
+    @functools.cached_property
     def fields(self) -> _Fields:
         """What travels, as `_exchange` and `_alltoall` pack it."""
         exact, dim = accumulate_dtype(self.dtype), (self.head_dim,)
@@ -280,8 +286,9 @@ class _Tally:
 
     @staticmethod
     def empty(ranks: int) -> _Tally:
-        both = torch.zeros(3, 2, ranks, dtype=torch.int64)
-        return _Tally(*both, torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.float64))
+        hops, sent, received = torch.zeros(3, 2, ranks, dtype=torch.int64)
+        held, pairs = torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.float64)
+        return _Tally(hops, sent, received, held, pairs)
 
 
 def _bytes(fields: Fields, rows: Tensor) -> Tensor:
@@ -304,17 +311,18 @@ def _exact_sum(x: Tensor) -> int:
 def _shards(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     if lengths is None:
         return Shards.even(tokens, ranks)
-    if len(lengths) != ranks or sum(lengths) != tokens or min(lengths, default=0) < 0:
+    shortest = min(lengths, default=0)
+    if len(lengths) != ranks or sum(lengths) != tokens or shortest < 0:
         raise ValueError(
-            f"lengths are {len(lengths)} shards of {sum(lengths)} tokens in all, the shortest of {min(lengths, default=0)}: "
-            f"give each of {ranks} ranks 0 or more of the {tokens} tokens, or leave lengths away to cut evenly"
+            f"lengths are {len(lengths)} shards of {sum(lengths)} tokens in all, the shortest of {shortest}: give each "
+            f"of {ranks} ranks 0 or more of the {tokens} tokens, or leave lengths out to cut evenly"
         )
     return Shards.of(tuple(lengths))
 
 
 def _check_range(call: _Call) -> None:
     """Raise if a rank's bytes could leave 64 bits."""
-    longest, row = max(call.lengths), sum(f.bytes_per_row() for fields in call.fields() for f in fields)
+    longest, row = max(call.lengths), sum(f.bytes_per_row() for fields in call.fields for f in fields)
     rows = 0
     for branch, (width, rate) in enumerate(call.pattern.branches):
         width = min(width, call.shards.tokens)
@@ -390,8 +398,9 @@ class _Branches(NamedTuple):
         table = torch.tensor(distinct, dtype=torch.int64).view(-1, len(some)).T
         table = torch.where(table < 0, rates, table)
         # the kernels want one padding for all heads of a call if they group heads
-        apart = table[:, kinds].unique(return_inverse=True)[1] if call.has_padding and call.group > 1 else None
-        apart = torch.zeros(len(some), len(kinds), dtype=torch.int64) if apart is None else apart
+        apart = torch.zeros(len(some), len(kinds), dtype=torch.int64)
+        if call.has_padding and call.group > 1:
+            _, apart = torch.unique(table[:, kinds], return_inverse=True)
         widths = [min(call.pattern.segment_lengths[branch], call.shards.tokens) for branch in some]
         return _Branches(widths, rates, table, kinds, apart)
 
@@ -404,7 +413,7 @@ class _Branches(NamedTuple):
     def split(self, pieces: _Pieces) -> Iterator[tuple[_Pieces, bool]]:
         """Many pieces: the segments in which all heads have equally many rows (True) apart from the others (False),
         which most often are few."""
-        if len(pieces.rank) * self.offsets.shape[1] < 2**14:
+        if len(pieces.rank) * self.offsets.shape[1] < SMALL:
             yield pieces, False
             return
         # rows before a token differ among heads only if they do between the lowest offset and the highest
@@ -447,30 +456,30 @@ class _Work(NamedTuple):
 
 def _alike(x: Tensor, pieces: _Pieces) -> Tensor:
     """(K, S): the first kind whose x (K, n) is the same in all pieces of the segment."""
-    kinds = len(x)
-    found = torch.full((kinds, len(pieces.first)), kinds - 1)
-    if kinds == 1:
-        return found
-    for some in torch.arange(kinds).split(max(1, 2**22 // x.numel())):
-        differ = pieces.per_segment(x[some].unsqueeze(1) != x)
-        found = torch.minimum(found, torch.where(differ == 0, some[:, None, None], kinds).amin(0))
-    return found
+    if bool((x == x[:1]).all()):
+        return torch.zeros(len(x), len(pieces.first), dtype=torch.int64)
+    at_once = max(1, 128 * SMALL // x.numel())
+    same = (pieces.per_segment(some.unsqueeze(1) != x) == 0 for some in torch.split(x, at_once))
+    return torch.cat([one.byte().argmax(1) for one in same])  # the first of the ones
 
 
 def _tallies(call: _Call, pairs: bool = False) -> dict[str, _Tally]:
     """Each exchange's numbers, by rank. ``pairs``: also what each computes."""
     _check_range(call)
+    elsewhere = torch.get_default_device().type != "cpu"  # new tensors would go there
+    with torch.device("cpu") if elsewhere else contextlib.nullcontext():
+        return _count(call, pairs)
+
+
+def _count(call: _Call, pairs: bool) -> dict[str, _Tally]:
     starts = torch.tensor(call.shards.starts)
     borders = starts[starts < call.shards.tokens]
     ring, allgather, alltoall = (_Tally.empty(call.shards.ranks) for _ in EXCHANGES)
     home_steps: list[Tensor] = []
     bundled = torch.zeros(3, 4, call.shards.ranks, dtype=torch.int64)
     some = [branch for branch, width in enumerate(call.pattern.segment_lengths) if pairs or (borders % width).any()]
-    if 2 * len(borders) * call.heads.held * len(some) > 2**16:  # few pieces are quicker counted together
-        some, groups = [], [[branch] for branch in some]
-    else:
-        groups = [some] if some else []
-    for group in groups:
+    is_small = 2 * len(borders) * call.heads.held * len(some) < SMALL
+    for group in [some] if is_small and some else [[branch] for branch in some]:
         branches = _Branches.of(call, group)
         pieces = _Pieces.of(starts, branches.widths)
         for work in (_Work.of(branches, *x) for x in branches.split(pieces)):
@@ -529,12 +538,12 @@ def _flow(lines: _Lines, own: Tensor, is_causal: bool) -> _Flow:
         return _Flow(total - own, total - following, own * (lines.stop - lines.first - 1), total - preceding)
     continued = earlier - preceding.masked_fill(is_first, 0)
     passed_on = (earlier + own).masked_fill(is_last, 0)
-    return _Flow(earlier, passed_on, own * (lines.stop - 1 - place), continued + own.masked_fill(is_last, 0))
+    return _Flow(earlier, passed_on, own * (lines.stop - place), continued + own.masked_fill(is_last, 0))
 
 
 def _circulate(call: _Call, work: _Work, ring: _Tally, allgather: _Tally) -> list[Tensor]:
     """Add a branch's messages. When causal, gives the steps in which a rank's own sums come home: rank x P + step."""
-    fields, causal = call.fields(), call.is_causal
+    fields, causal = call.fields, call.is_causal
     lines = _Lines.of(work.channel_rows(), work.pieces)
     rank = lines.rank
     if not len(rank):
@@ -601,21 +610,27 @@ def _bundles(work: _Work) -> _Bundles:
 
 
 def _deal(call: _Call, work: _Work, bundles: _Bundles, tally: _Tally, bundled: Tensor) -> None:
-    """Add a branch's messages to ``bundled`` (3, 4, P): there and back, forward and backward, what the computing rank
-    has from or for others, what others have, and whole segments."""
-    pieces, fields, (kinds, segments) = work.pieces, call.fields()[2:], work.members.shape
+    """Add messages to ``bundled`` (3, 4, P): there and back, forward and backward, what the computing rank has from or
+    for others, what others have, and whole segments."""
+    pieces, (kinds, segments) = work.pieces, work.members.shape
     gathered, spread, whole = bundled
-    for heads in torch.unique(bundles.heads).tolist():
-        target, kind = (x[bundles.heads == heads] for x in bundles[:2])
-        segment, rank = pieces.segment[target], pieces.rank[target]
-        count = torch.bincount(kind * segments + segment, minlength=kinds * segments).view(kinds, segments)
-        parts = torch.stack([_bytes(some, work.rows * (heads * call.batch)) for some in fields])  # (4, K, n)
-        here, every = parts[:, kind, target], pieces.per_segment(parts)[:, kind, segment]
-        gathered.index_add_(1, rank, every - here)
-        whole.index_add_(1, rank, every)
-        spread.index_add_(1, pieces.rank, (parts * count[:, pieces.segment]).sum(1)).index_add_(1, rank, -here)
-    shared = (work.members[:, pieces.segment] > 1) & (work.rows > 0)
-    tally.hops[:, pieces.rank[shared.any(0)]] = 2
+    rank, segment = pieces.rank[bundles.target], pieces.segment[bundles.target]
+    # many ranks compute alike bundles of one segment: their parts are counted once
+    alike = (bundles.heads * kinds + bundles.kind) * segments + segment
+    alike, index, count = torch.unique(alike, return_inverse=True, return_counts=True)
+    heads, kind, segment = alike // (segments * kinds), alike // segments % kinds, alike % segments
+    size = (pieces.stop - pieces.first)[segment]
+    begin, line = size.cumsum(0) - size, torch.arange(len(size)).repeat_interleave(size)
+    shift = pieces.first[segment] - begin
+    piece = torch.arange(len(line)) + shift[line]
+    rows = work.rows[kind[line], piece] * heads[line] * call.batch
+    parts = torch.stack([_bytes(some, rows) for some in call.fields[2:]])  # (4, pieces of all alike bundles)
+    before = _before(parts)
+    every, here = (before[:, begin + size] - before[:, begin])[:, index], parts[:, bundles.target - shift[index]]
+    gathered.index_add_(1, rank, every - here)
+    whole.index_add_(1, rank, every)
+    spread.index_add_(1, pieces.rank[piece], parts * count[line]).index_add_(1, rank, -here)
+    tally.hops[:, pieces.rank[piece[rows > 0]]] = 2
 
 
 def _finish_dealing(tally: _Tally, gathered: Tensor, spread: Tensor, whole: Tensor) -> None:
@@ -660,13 +675,14 @@ def _compute(call: _Call, work: _Work, bundles: _Bundles, ring: _Tally, alltoall
 
 
 def _summary(tally: _Tally, call: _Call, latency: float, bandwidth: float, speed: float) -> ExchangeCost:
-    numbers = []
-    for way in (0, 1):
-        sent, received = int(tally.sent[way].max()), int(tally.received[way].max())
-        numbers += [int(tally.hops[way].max()), sent, received, _exact_sum(tally.received[way])]
-    flops = [factor * call.head_dim * call.group * call.batch * float(tally.pairs.max()) for factor in (4, 10)]
-    seconds = _seconds(tally, latency, bandwidth)
-    return ExchangeCost(*numbers, int(tally.held.max()), *flops, *seconds, sum(flops) / speed)
+    hops, sent, received = (x.amax(1).tolist() for x in (tally.hops, tally.sent, tally.received))
+    total, backward_total = (_exact_sum(x) for x in tally.received)
+    seconds, backward_seconds = _seconds(tally, latency, bandwidth)
+    flops, backward_flops = (call.head_dim * call.group * call.batch * float(tally.pairs.max()) * x for x in (4, 10))
+    return ExchangeCost(
+        hops[0], sent[0], received[0], total, hops[1], sent[1], received[1], backward_total,
+        int(tally.held.max()), flops, backward_flops, seconds, backward_seconds, (flops + backward_flops) / speed,
+    )  # fmt: skip
 
 
 def _seconds(tally: _Tally, latency: float, bandwidth: float) -> list[float]:
@@ -681,9 +697,11 @@ def _fastest(tallies: Mapping[str, _Tally], call: _Call, latency: float, bandwid
 
 
 def _memory(call: _Call, exchanges: Mapping[str, ExchangeCost]) -> Memory:
-    tokens, exact = max(call.lengths) * call.batch, accumulate_dtype(call.dtype).itemsize
+    tokens, exact = max(call.lengths) * call.batch, accumulate_dtype(call.dtype)
     heads, queries = call.heads.held, call.heads.held * call.group
     q, k = tokens * call.bytes_per_token(queries), tokens * call.bytes_per_token(heads)
-    q_sums, k_sums = tokens * queries * call.head_dim * exact, tokens * heads * call.head_dim * exact
+    sums = exact if call.shards.ranks > 1 else call.dtype
+    q_sums, k_sums = (tokens * count * call.head_dim * sums.itemsize for count in (queries, heads))
+    out_sums = 0 if exact is call.dtype else tokens * queries * call.head_dim * exact.itemsize
     held = {name: cost.held for name, cost in exchanges.items()}
-    return Memory(q, k, k, q, tokens * queries * exact, q_sums, q_sums, k_sums, k_sums, held)
+    return Memory(q, k, k, q, tokens * queries * exact.itemsize, out_sums, q_sums, k_sums, k_sums, held)

@@ -103,7 +103,7 @@ def test_an_allgather_is_one_step_from_the_owner(members: tuple[int, ...], causa
 
 @every
 def test_sums_come_home_with_every_users_share_once(name: str, members: tuple[int, ...], causal: bool) -> None:
-    """Each user adds its share when it uses the block, to the sum that came a step before, and sends it in that step."""
+    """A user adds its share when it uses the block, to the sum that came a step before, and sends it in that step."""
     plan = routes(name, members, causal)
     used = {(rank, trip.owner): trip.step for rank, one in plan.items() for trip in one.arrivals}
     shares: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)  # of whom, in the sum that a rank has
@@ -126,8 +126,7 @@ def test_sums_come_home_with_every_users_share_once(name: str, members: tuple[in
 
 
 @every
-def test_the_sum_of_a_block_never_waits_for_itself(name: str, members: tuple[int, ...], causal: bool) -> None:
-    """In a step a rank gets no sum that another can send only after a later step of its own."""
+def test_sums_take_no_more_steps_than_blocks(name: str, members: tuple[int, ...], causal: bool) -> None:
     last = max((trip.step for one in routes(name, members, causal).values() for trip in one.arrivals), default=0)
     for one in routes(name, members, causal).values():
         assert all(1 <= trip.step <= last for trip in one.sums_received())

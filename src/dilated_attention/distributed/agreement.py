@@ -93,17 +93,18 @@ def _by_rank(transport: Transport, pending: Pending, mine: bytes) -> list[bytes]
 
 
 def _written(fields: Mapping[str, object]) -> bytes:
-    """The fields, each in its share of the message; one that is longer ends in its hash, so that it still differs."""
-    share = _FIELDS_BYTES // len(fields)
-    cut: dict[str, str] = {}
-    for name, value in fields.items():
-        whole = text = str(value)
-        kept, digest = len(whole), hashlib.blake2b(whole.encode(), digest_size=4).hexdigest()
-        while kept and len(json.dumps({name: text})) > share:
-            kept -= 1 + kept // 8
-            text = f"{whole[:kept]}... ({digest})"
-        cut[name] = text
-    return json.dumps(cut).encode().ljust(_FIELDS_BYTES)
+    """The fields, as much of each as the message has room for; a hash of the rest tells that it differs."""
+    room, text = _FIELDS_BYTES, b""
+    while not text or len(text) > _FIELDS_BYTES:
+        text = json.dumps({name: _cut(str(value), room) for name, value in fields.items()}).encode()
+        room -= 1 + room // 8
+    return text.ljust(_FIELDS_BYTES)
+
+
+def _cut(text: str, room: int) -> str:
+    if len(text) <= room:
+        return text
+    return f"{text[:room]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
 
 
 def _read(text: bytes) -> dict[str, str]:

@@ -1,0 +1,546 @@
+"""The exchanges in one process: ranks are threads, or take turns, and every message is seen.
+
+First the engine itself on drawn problems against the oracle. Then the plan without attention, on many more of them:
+the ids of rows travel instead of keys, and each query must end up beside exactly the keys of the pattern. Last what is
+sent, received and held.
+
+Legend as in `_exchange` and `_alltoall`; P ranks, N tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, _packing, _parallel, reference, testing
+from dilated_attention._alltoall import AllToAll, bundles
+from dilated_attention._engine import Settings
+from dilated_attention._exchange import Exchange, Messages, Part, traffic
+from dilated_attention._packing import Field
+from dilated_attention._plan import plan
+from dilated_attention._shards import Channel, Heads, Shards, channels
+from dilated_attention.distributed.fake import FakeTransport, Office, run_threads
+from dilated_attention.pattern import RULES
+
+EXCHANGES = ("ring", "allgather", "alltoall")
+
+
+def few(examples: int) -> settings:
+    return settings(deadline=None, derandomize=True, database=None, max_examples=examples)
+
+
+@dataclass(frozen=True)
+class Problem:
+    lengths: tuple[int, ...]
+    pattern: DilatedPattern
+    kv_heads: int
+    group: int
+    samples: int
+    is_causal: bool
+    exchange: str
+    use_checkpointing: bool
+    mask: str
+    dropout_p: float
+    lse_gradient: bool
+    backend: str
+    seed: int
+
+    @property
+    def shards(self) -> Shards:
+        return Shards.of(self.lengths)
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.lengths))
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(0, self.kv_heads, self.kv_heads)
+
+    def channels(self, rank: int) -> tuple[Channel, ...]:
+        return channels(self.pattern, self.shards, self.heads, rank)
+
+    def inputs(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        tokens, heads = self.shards.tokens, self.kv_heads * self.group
+        qkv = testing.make_qkv(
+            self.samples, tokens, heads, 3, kv_heads=self.kv_heads, dtype=torch.float64, seed=self.seed
+        )
+        draws = torch.Generator().manual_seed(self.seed)
+        dout = torch.randn(qkv[0].shape, generator=draws, dtype=torch.float64)
+        dlse = torch.randn(dout.shape[:3], generator=draws, dtype=torch.float64) if self.lse_gradient else None
+        return qkv, dout, dlse
+
+    def options(self) -> dict[str, Any]:
+        draws = torch.Generator().manual_seed(self.seed)
+        tokens = self.shards.tokens
+        padding = {
+            "none": None,
+            "random": torch.rand(self.samples, tokens, generator=draws) < 0.4,
+            "right": torch.arange(tokens) >= torch.randint(0, tokens + 1, (self.samples, 1), generator=draws),
+        }[self.mask]
+        seed = torch.tensor(self.seed * 2654435761 - 2**62) if self.dropout_p else None
+        return {
+            "is_causal": self.is_causal,
+            "key_padding_mask": padding,
+            "dropout_p": self.dropout_p,
+            "seed": seed,
+        }
+
+    def run(self) -> tuple[testing.Results, list[FakeTransport]]:
+        qkv, dout, dlse = self.inputs()
+        return testing.run_sharded(
+            qkv, self.lengths, self.pattern, dout, dlse, exchange=self.exchange, backend=self.backend,
+            use_checkpointing=self.use_checkpointing, **self.options(),
+        )  # fmt: skip
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_ranks: int = 8, most_tokens: int = 60) -> Problem:
+    """Drawn one by one, numbers would mostly be small or equal; so a seed is drawn and the rest follows evenly."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    pick = random.Random(seed)
+    rule, branches = pick.choice(RULES), pick.randint(1, 3)
+    tokens = pick.randint(1, most_tokens)
+    ranks = pick.choice((pick.randint(1, min(8, most_ranks)), pick.randint(1, most_ranks)))
+    lengths = tuple(b - a for a, b in itertools.pairwise(Shards.even(tokens, ranks).starts))
+    if pick.random() < 0.7:  # unequal ones, also empty
+        borders = sorted(pick.randint(0, tokens) for _ in range(ranks - 1))
+        lengths = tuple(b - a for a, b in itertools.pairwise([0, *borders, tokens]))
+    width = pick.choice((tokens // 2, tokens + 5, 2 * tokens))
+    pattern = DilatedPattern(
+        rule,
+        tuple(pick.randint(1, max(1, width)) for _ in range(branches)),
+        tuple(pick.choice((1, pick.randint(1, 4), pick.randint(1, 9))) for _ in range(branches)),
+    )
+    dropout_p = pick.choice((0.0, 0.0, 0.4))
+    return Problem(
+        lengths,
+        pattern,
+        kv_heads=pick.randint(branches if rule == "head_groups" else 1, 6),
+        group=pick.choice((1, 1, 2, 3)),
+        samples=pick.choice((1, 1, 2)),
+        is_causal=pick.random() < 0.5,
+        exchange=pick.choice(EXCHANGES),
+        use_checkpointing=pick.random() < 0.5,
+        mask=pick.choice(("none", "random", "right")),
+        dropout_p=dropout_p,
+        lse_gradient=pick.random() < 0.7,
+        backend=pick.choice(("auto", "eager")),
+        seed=seed,
+    )
+
+
+# --- the engine -------------------------------------------------------------------------------------------------
+
+
+@few(200)
+@given(problems())
+def test_the_engine_against_the_oracle(problem: Problem) -> None:
+    got, transports = problem.run()
+    qkv, dout, dlse = problem.inputs()
+    testing.assert_exact(got, testing.oracle(qkv, problem.pattern, dout, dlse, **problem.options()))
+    for transport in transports:
+        assert not problem.use_checkpointing or transport.stats.buffer_bytes == 0
+        assert not transport.office.waiting
+
+
+@few(20)
+@given(problems(most_ranks=5, most_tokens=40))
+def test_exchanges_agree_and_keeping_rows_changes_no_bit(problem: Problem) -> None:
+    results = {}
+    for exchange in EXCHANGES:
+        pair = [replace(problem, exchange=exchange, use_checkpointing=x).run()[0] for x in (False, True)]
+        for (name, kept), (_, sent_again) in zip(*(x.items() for x in pair), strict=True):
+            assert torch.equal(kept, sent_again), name
+        results[exchange] = pair[0]
+    for exchange in EXCHANGES[1:]:
+        testing.assert_exact(results[exchange], results["ring"])
+
+
+# --- the plan alone: ids of rows travel instead of keys ---------------------------------------------------------
+
+
+def ids(problem: Problem, rank: int, group: int) -> Tensor:
+    """(1, n, heads, 1): unique to each row of the whole sequence, in float64 as what travels is."""
+    heads = problem.kv_heads * group
+    first, last = problem.shards.starts[rank : rank + 2]
+    return torch.arange(first * heads, last * heads, dtype=torch.float64).view(1, last - first, heads, 1)
+
+
+def work_on_ids(problem: Problem, rank: int) -> SimpleNamespace:
+    """What an exchange reads of a `Work`."""
+    q, k = ids(problem, rank, problem.group), ids(problem, rank, 1)
+    return SimpleNamespace(
+        q=q, k=k, v=-k, padding=None, seed=None, shards=problem.shards, rank=rank, group=problem.group,
+        settings=SimpleNamespace(is_causal=problem.is_causal, pattern=problem.pattern, scale=1.0),
+    )  # fmt: skip
+
+
+class Seen:
+    """How often each query was shown each key."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.tokens = problem, problem.shards.tokens
+        self.pairs: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
+
+    def add(self, q: Tensor, k: Tensor, is_causal: bool) -> None:
+        """q (b, L, h * group, 1) and k (b, Lk, h, 1) of ids: all heads of a problem at once."""
+        group, heads = self.problem.group, self.problem.kv_heads
+        q, k = q.squeeze(-1).long(), k.squeeze(-1).long().repeat_interleave(group, dim=2)
+        query, key = q // (heads * group), k // heads
+        head, key_head = q - query * (heads * group), k - key * heads
+        assert torch.equal(head // group, key_head[:, :1].expand_as(q))
+        assert torch.equal(head[:, :1].expand_as(k) // group, key_head)
+        pairs = (head[:, :, None] * self.tokens + query[:, :, None]) * self.tokens + key[:, None]
+        if is_causal:  # by row numbers, as kernels do
+            shown = torch.ones(pairs.shape[1:3], dtype=torch.bool).tril()
+            pairs = pairs.transpose(0, 1).transpose(1, 2)[shown]
+        self.pairs.append(pairs.reshape(-1))
+
+    def add_own_blocks(self, rank: int, elsewhere: tuple[Channel, ...]) -> None:
+        problem = self.problem
+        mine = plan(problem.pattern, 1, problem.shards, rank, problem.heads, problem.group, True, True, elsewhere)
+        q, k = ids(problem, rank, problem.group), ids(problem, rank, 1)
+        for block in mine.blocks:
+            self.add(block.view(q, problem.group), block.view(k), problem.is_causal)
+
+    def check(self) -> None:
+        """All counts are those of the oracle, and of some rows those that the pattern tells."""
+        problem, heads = self.problem, self.problem.kv_heads * self.problem.group
+        count = torch.bincount(torch.cat(self.pairs), minlength=heads * self.tokens**2)
+        count = count.view(heads, self.tokens, self.tokens)
+        like = torch.zeros((), dtype=torch.float64)
+        expected, _ = reference.key_counts(
+            problem.pattern, self.tokens, heads, None, problem.is_causal, problem.group, like
+        )
+        assert torch.equal(count, expected.sum((0, 1)).long())
+        pick = random.Random(problem.seed)
+        for query, head in ((pick.randrange(self.tokens), pick.randrange(heads)) for _ in range(2)):
+            keys = problem.pattern.keys(
+                query, head, num_tokens=self.tokens, num_heads=heads, num_kv_heads=problem.kv_heads,
+                is_causal=problem.is_causal,
+            )  # fmt: skip
+            assert tuple(torch.arange(self.tokens).repeat_interleave(count[head, query]).tolist()) == keys
+
+
+def exchanges(problem: Problem) -> tuple[list[Exchange], Office]:
+    office = Office(len(problem.lengths), patience=0.0)  # all posts of a step come before the first wait
+    return [
+        Exchange(work_on_ids(problem, rank), FakeTransport(office, rank), problem.channels(rank), problem.exchange)
+        for rank in problem.ranks
+    ], office
+
+
+def circulate_ids(problem: Problem) -> None:
+    """The steps of `Exchange.circulate` and `Exchange.backward`, the ranks taking turns."""
+    ranks, office = exchanges(problem)
+    seen = Seen(problem)
+    parts = [one.own_parts() for one in ranks]
+    steps = max(one.traffic.steps for one in ranks)
+    sums: list[dict[Part, Tensor]] = [{} for _ in ranks]
+    summing: dict[int, Any] = {}
+    grads = [[torch.zeros_like(one.work.q), *(torch.zeros_like(one.work.k) for _ in range(2))] for one in ranks]
+    for one in ranks:
+        seen.add_own_blocks(one.work.rank, ())
+    for step in range(1, steps + 1):
+        taking_part = [(one.work.rank, one) for one in ranks if step <= one.traffic.steps]
+        waiting = {rank: one.post("forward", step, parts[rank]) for rank, one in taking_part}
+        for rank, one in taking_part:
+            messages = waiting[rank].wait()
+            one.transport.release(messages)
+            parts[rank] = one.parts(messages, one.traffic.receives[step - 1], one.fields)
+            for part, packed in parts[rank].items():
+                for lane, q, k, v, masking in one.problems(part, packed):
+                    assert torch.equal(k, -v)
+                    assert not masking.is_causal
+                    positions = one.positions(part, lane).unsqueeze(-1)
+                    assert torch.equal(positions, k.long() // problem.kv_heads)
+                    seen.add(q, k, is_causal=False)
+                (size,) = one.sizes((part,), one.sum_fields)
+                sums[rank][part] = torch.empty(size, dtype=torch.uint8)
+                shares = _packing.unpack(sums[rank][part], one.sum_fields, one.rows(part))
+                for x, value in zip(shares, (1.0, rank), strict=True):
+                    x.fill_(value)
+        if step > 1:  # sums of the step before come after this step's blocks were used
+            for rank, one in enumerate(ranks):
+                if step - 1 <= one.traffic.steps:
+                    one.take_sums(step - 1, summing[rank], sums[rank], grads[rank])
+        summing = {rank: one.post_sums(step, sums[rank]) for rank, one in taking_part}
+    if steps:
+        for rank, one in enumerate(ranks):
+            if one.traffic.steps == steps:
+                one.take_sums(steps, summing[rank], sums[rank], grads[rank])
+    seen.check()
+    check_sums(problem, [grad[1:] for grad in grads])
+    assert not any(sums), "a sum was not sent home"
+    check_counts(problem, [one.transport for one in ranks], office)
+
+
+def check_sums(problem: Problem, grads: Sequence[Sequence[Tensor]]) -> None:
+    """Each row got one share of every other rank that has queries for it, once for each branch."""
+    shards, heads = problem.shards, problem.kv_heads
+    rank = torch.arange(shards.ranks)
+    owner = rank.repeat_interleave(torch.tensor(problem.lengths))
+    expected = torch.zeros(2, shards.tokens, heads, dtype=torch.float64)
+    position = torch.arange(shards.tokens)
+    for branch, (width, rate) in enumerate(problem.pattern.branches):
+        for head in problem.pattern.heads(branch, heads):
+            rows = position[position % width % rate == problem.pattern.offset(branch, head, heads)]
+            has_rows = torch.zeros(shards.tokens // width + 1, shards.ranks, dtype=torch.bool)
+            has_rows[rows // width, owner[rows]] = True
+            mine = owner[rows][:, None]
+            users = has_rows[rows // width] & (mine < rank if problem.is_causal else mine != rank)
+            expected[0, rows, head] += users.sum(1)
+            expected[1, rows, head] += (users * rank).sum(1)
+    for got, wanted in zip(zip(*grads, strict=True), expected, strict=True):
+        assert torch.equal(torch.cat(got, 1)[0, :, :, 0], wanted)
+
+
+def check_counts(problem: Problem, transports: Sequence[FakeTransport], office: Office) -> None:
+    assert not office.waiting
+    stats = [transport.stats for transport in transports]
+    assert sum(one.bytes_sent for one in stats) == sum(one.bytes_received for one in stats)
+    assert all(one.buffer_bytes == 0 for one in stats)
+    for transport in transports:
+        assert all(collective == (problem.exchange != "ring") for _, collective, _ in transport.log)
+
+
+def deal_ids(problem: Problem) -> None:
+    """The steps of `AllToAll.forward`: rows travel to whoever computes them, and home again."""
+
+    def rank(transport: FakeTransport) -> list[list[Tensor]]:
+        work = work_on_ids(problem, transport.rank)
+        one = AllToAll(work, transport, problem.channels(work.rank))
+        segments = one.segments(one.post("there", one.inputs, one.input_tensors), one.inputs)
+        results = {bundle: [q[..., 0], q] for bundle, (q, _, _) in segments.items()}
+        out, lse, rows = torch.full_like(work.q, -1.0), torch.full_like(work.q[..., 0], -1.0), 0
+        for bundle, (part_lse, part) in one.send_back("back", one.results, results).items():
+            for lane in one.lanes(bundle, work.group):
+                for whole, packed in ((out, part), (lse, part_lse)):
+                    view = lane.block.view(whole, work.group)
+                    view.copy_(lane.packed(packed, 1, work.group))
+                rows += lane.block.rows * lane.block.heads
+        came_home = out >= 0
+        assert torch.equal(out[came_home], work.q[came_home])
+        assert torch.equal(lse.unsqueeze(-1), out)
+        assert rows == sum(channel.packed_rows(problem.shards, work.rank) for channel in one.channels)
+        return list(segments.values())
+
+    found, transports = run_threads(len(problem.lengths), rank)
+    seen = Seen(problem)
+    for at, segments in enumerate(found):
+        seen.add_own_blocks(at, problem.channels(at))
+        for q, k, v in segments:
+            assert torch.equal(k, -v)
+            seen.add(q, k, problem.is_causal)
+    seen.check()
+    check_counts(problem, transports, transports[0].office)
+
+
+def travel(problem: Problem) -> None:
+    if problem.exchange == "alltoall":
+        deal_ids(problem)
+    else:
+        circulate_ids(problem)
+
+
+@few(2000)
+@given(problems(most_tokens=40))
+def test_rows_that_travel_meet_the_queries_of_the_pattern(problem: Problem) -> None:
+    travel(problem)
+
+
+@few(60)
+@given(problems(most_ranks=64, most_tokens=120))
+def test_rows_that_travel_among_many_ranks_too(problem: Problem) -> None:
+    travel(problem)
+
+
+@few(100)
+@given(problems(), st.booleans())
+def test_every_head_of_a_channel_is_in_one_bundle(problem: Problem, apart: bool) -> None:
+    for channel in {channel for rank in problem.ranks for channel in problem.channels(rank)}:
+        found = bundles((channel,), problem.shards, apart)
+        assert sorted(head for one in found for head in one.channel.heads) == sorted(channel.heads)
+        dealt = Counter(dict.fromkeys(channel.members, 0))
+        for one in found:
+            dealt[one.target] += len(one.channel.heads)
+            assert not apart or len({offset for _, offset in one.channel.heads}) == 1
+            for member in channel.members:
+                piece = channel.piece(problem.shards, member)
+                assert len({channel.rows(offset, piece) for _, offset in one.channel.heads}) == 1
+        assert set(dealt) == set(channel.members)
+        assert max(dealt.values()) - min(dealt.values()) <= 1, "as even as can be"
+
+
+# --- what is sent and held --------------------------------------------------------------------------------------
+
+
+def message_sizes(
+    pattern: DilatedPattern, shards: Shards, heads: Heads, exchange: str, is_causal: bool, row_bytes: int
+) -> tuple[list[dict[tuple[int, int], int]], list[dict[tuple[int, int], int]]]:
+    """For blocks and for sums, what ranks say that they send: (step, target) -> bytes, and what they say they get."""
+    sent: list[dict[tuple[int, int], int]] = []
+    received: list[dict[tuple[int, int], int]] = []
+    for rank in range(shards.ranks):
+        mine = channels(pattern, shards, heads, rank)
+        plans = traffic(mine, exchange, is_causal, rank)
+
+        def sizes(steps: tuple[Messages, ...], mine: tuple[Channel, ...] = mine) -> dict[tuple[int, int], int]:
+            return {
+                (step, peer): row_bytes * sum(mine[part.channel].packed_rows(shards, part.owner) for part in parts)
+                for step, messages in enumerate(steps, 1)
+                for peer, parts in messages.items()
+            }
+
+        sent += [sizes(plans.sends), sizes(plans.sum_sends)]
+        received += [sizes(plans.receives), sizes(plans.sum_receives)]
+    return sent, received
+
+
+def check_both_ends(sent: list[dict[tuple[int, int], int]], received: list[dict[tuple[int, int], int]]) -> None:
+    for kind in (0, 1):
+        leaving = {
+            (step, source, target): count
+            for source, one in enumerate(sent[kind::2])
+            for (step, target), count in one.items()
+        }
+        coming = {
+            (step, source, target): count
+            for target, one in enumerate(received[kind::2])
+            for (step, source), count in one.items()
+        }
+        assert leaving == coming
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("exchange", "ranks", "spanned", "rate"),
+    [("ring", 1024, 8, 1), ("allgather", 1024, 16, 4), ("ring", 96, 96, 5), ("ring", 1024, 3, 8)],
+)
+def test_bytes_of_many_ranks(exchange: str, ranks: int, spanned: int, rate: int, is_causal: bool) -> None:
+    c, Hk, D, e = 40, 2, 64, 2  # c is a multiple of all rates
+    w = spanned * c
+    shards, pattern = Shards.even(ranks * c, ranks), DilatedPattern.longnet([20, w], [1, rate])
+    sent, received = message_sizes(pattern, shards, Heads(0, Hk, Hk), exchange, is_causal, 2 * D * e)
+    check_both_ends(sent, received)
+    for rank, one in enumerate(received[0::2]):
+        start = rank // spanned * spanned
+        others = rank - start if is_causal else min(spanned, ranks - start) - 1
+        assert sum(one.values()) == 2 * Hk * D * e * others * c // rate
+
+
+@few(60)
+@given(problems(most_ranks=64, most_tokens=3000))
+def test_both_ends_of_every_message_agree(problem: Problem) -> None:
+    for exchange in ("ring", "allgather"):
+        check_both_ends(
+            *message_sizes(problem.pattern, problem.shards, problem.heads, exchange, problem.is_causal, 1)
+        )  # fmt: skip
+
+
+def spanning(**changes: Any) -> Problem:
+    """Every segment lies on all ranks."""
+    problem = Problem(
+        (10,) * 6, DilatedPattern.longnet([60], [2]), 3, 2, 1, False, "ring", True, "none", 0.0, True, "auto", 0
+    )
+    return replace(problem, **changes)
+
+
+def forward_only(problem: Problem) -> list[FakeTransport]:
+    qkv, _, _ = problem.inputs()
+
+    def rank(transport: FakeTransport) -> None:
+        first, last = problem.shards.starts[transport.rank : transport.rank + 2]
+        call = Settings(problem.pattern, problem.is_causal, 1.0, 0.0, problem.backend)
+        link = testing._FakeLink(transport, exchange=problem.exchange)
+        _parallel.attend(*(x[:, first:last] for x in qkv), None, None, call, link)
+
+    return run_threads(len(problem.lengths), rank)[1]
+
+
+def block_bytes(problem: Problem, rank: int) -> int:
+    """Keys and values of one rank's rows; the sums of their gradients are as large."""
+    rows = sum(channel.packed_rows(problem.shards, rank) for channel in problem.channels(rank))
+    return _packing.part_bytes((Field(torch.float64, 1, (3,)),) * 2, rows)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(10,) * 6, (20, 3, 7, 0, 25, 5), (1, 58, 1)], ids=str)
+def test_a_ring_holds_two_blocks_and_the_sums_of_one_step(lengths: tuple[int, ...], is_causal: bool) -> None:
+    problem = spanning(lengths=lengths, is_causal=is_causal)
+    blocks = [block_bytes(problem, rank) for rank in problem.ranks]
+    # on a line the sum to go on with and the one that comes home may come in the same step
+    for sums, transports in ((0, forward_only(problem)), (2 if is_causal else 1, problem.run()[1])):
+        for transport in transports:
+            assert transport.stats.buffer_bytes == 0
+            assert transport.stats.peak_buffer_bytes <= sum(sorted(blocks)[-2:]) + sums * max(blocks)
+    assert max(transport.stats.peak_buffer_bytes for transport in transports) > 0
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_kept_rows_are_held_and_others_are_not(exchange: str) -> None:
+    kept, again = (spanning(kv_heads=6, exchange=exchange, use_checkpointing=x).run()[1] for x in (False, True))
+    for one, other in zip(kept, again, strict=True):
+        assert other.stats.buffer_bytes == 0
+        assert one.stats.bytes_received < other.stats.bytes_received
+        assert one.stats.bytes_sent < other.stats.bytes_sent
+
+
+def test_on_a_ring_blocks_go_to_the_next_rank_only() -> None:
+    problem = spanning(lengths=(20, 3, 7, 0, 25, 5))
+    after = {0: 1, 1: 2, 2: 4, 4: 5, 5: 0, 3: None}
+    for transport in problem.run()[1]:
+        hops = [(name, set(sends)) for name, collective, sends in transport.log if not collective]
+        assert len(hops) == len(transport.log)
+        blocks = [peers for name, peers in hops if "gradients'" not in name]
+        sums = [peers for name, peers in hops if "gradients'" in name]
+        if after[transport.rank] is None:
+            assert not any(blocks) and not any(sums)  # noqa: PT018 - one thought
+            continue
+        assert blocks == [{after[transport.rank]}] * 8  # four steps, forward and again backward
+        assert sums == [{after[transport.rank]}] * 4  # the last user is the rank before the owner
+
+
+@pytest.mark.parametrize(("exchange", "hops"), [("ring", (5, 10)), ("allgather", (1, 2)), ("alltoall", (2, 2))])
+def test_hops(exchange: str, hops: tuple[int, int]) -> None:
+    problem = spanning(exchange=exchange)
+    assert [one.stats.hops for one in forward_only(problem)] == [hops[0]] * 6
+    assert [one.stats.hops for one in problem.run()[1]] == [sum(hops)] * 6
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_nothing_is_posted_where_no_segment_crosses_a_border(exchange: str) -> None:
+    problem = spanning(exchange=exchange, lengths=(20, 40, 0, 7), pattern=DilatedPattern.longnet([10, 20], [1, 3]))
+    for transport in problem.run()[1]:
+        assert transport.log == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_nan_in_what_is_allocated_never_comes_out(exchange: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages and results are written in full before they are read."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        x = empty(*args, **options)
+        return x.fill_(255) if x.dtype == torch.uint8 else x.fill_(torch.nan) if x.is_floating_point() else x
+
+    problem = spanning(
+        exchange=exchange, pattern=DilatedPattern(rule, (7, 30), (2, 5)), lengths=(11, 0, 29, 20), mask="random"
+    )
+    plain = problem.run()[0]
+    monkeypatch.setattr(torch, "empty", poisoned)
+    for (name, got), (_, wanted) in zip(problem.run()[0].items(), plain.items(), strict=True):
+        assert torch.equal(got, wanted), name
