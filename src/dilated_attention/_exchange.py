@@ -211,7 +211,7 @@ class Exchange:
         offset_of = dict(channel.heads)
         heads = range(block.head, block.head + block.heads * block.head_step, block.head_step)
         first = torch.tensor([channel.first_row(offset_of[head], piece) for head in heads], device=self.work.q.device)
-        rows = torch.arange(lane.theirs.count, device=first.device).unsqueeze(1) * channel.dilation
+        rows = torch.arange(lane.theirs.rows, device=first.device).unsqueeze(1) * channel.dilation
         return (first + rows).expand(self.samples, -1, -1)
 
     def visit(self, out: Tensor, lse: Tensor, part: Part, packed: Tensor) -> None:

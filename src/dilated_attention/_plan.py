@@ -94,16 +94,16 @@ class Lane:
 class PackedRows(NamedTuple):
     """Where the rows of some heads lie in a packed tensor, counted in rows of one sample."""
 
-    count: int  # per head
+    rows: int  # per head
     start: int  # of the first head
     step: int  # from head to head
 
     def view(self, x: Tensor, samples: int, heads: int, group: int) -> Tensor:
         per_row = x.stride(0)
-        per_head = self.step * samples if group == 1 else self.count * samples
+        per_head = self.step * samples if group == 1 else self.rows * samples
         return x.as_strided(
-            (samples, self.count, heads * group, *x.shape[1:]),
-            (self.count * per_row, per_row, per_head * per_row, *x.stride()[1:]),
+            (samples, self.rows, heads * group, *x.shape[1:]),
+            (self.rows * per_row, per_row, per_head * per_row, *x.stride()[1:]),
             x.storage_offset() + self.start * samples * group * per_row,
         )
 

@@ -422,7 +422,7 @@ class _Branches(NamedTuple):
         even = pieces.per_segment((before[:, 0] != before[:, 1]).any(0)) == 0
         for some, is_even in ((even, True), (~even, False)):
             if bool(some.any()):
-                yield (pieces if bool(some.all()) else pieces.some(some)), is_even
+                yield (pieces if bool(some.all()) else pieces.some(some)), True
 
 
 class _Work(NamedTuple):
@@ -538,7 +538,7 @@ def _flow(lines: _Lines, own: Tensor, is_causal: bool) -> _Flow:
         return _Flow(total - own, total - following, own * (lines.stop - lines.first - 1), total - preceding)
     continued = earlier - preceding.masked_fill(is_first, 0)
     passed_on = (earlier + own).masked_fill(is_last, 0)
-    return _Flow(earlier, passed_on, own * (lines.stop - place), continued + own.masked_fill(is_last, 0))
+    return _Flow(earlier, passed_on, own * (lines.stop - 1 - place), continued + own.masked_fill(is_last, 0))
 
 
 def _circulate(call: _Call, work: _Work, ring: _Tally, allgather: _Tally) -> list[Tensor]:
