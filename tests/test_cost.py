@@ -434,6 +434,17 @@ def test_the_choice_is_made_on_the_host() -> None:
         assert choice(case) in EXCHANGES
 
 
+@pytest.mark.parametrize("small", [0, 2**15])
+def test_heads_split_over_processes(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may hold no head of a branch that crosses borders."""
+    monkeypatch.setattr("dilated_attention.cost.SMALL", small)
+    pattern, shards = DilatedPattern.head_groups([16, 24 + small, 96], [1, 2, 4]), Shards.even(96, 6)
+    for first in range(3):
+        heads = Heads(first, 1, 3)
+        chosen = fastest_exchange(pattern, shards, heads, 1, 8, torch.float32, False, "gloo")
+        assert chosen == "ring" if first == 0 else chosen in EXCHANGES
+
+
 def test_two_ranks_take_a_ring_before_an_allgather() -> None:
     """They send the same; one head cannot be dealt to two ranks."""
     assert choice(Case(DilatedPattern.longnet([64], [1]), (32, 32), 1, head_dim=64)) == "ring"

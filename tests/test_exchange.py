@@ -144,7 +144,7 @@ def problems(draw: st.DrawFn, most_ranks: int = 8, most_tokens: int = 60) -> Pro
 # --- the engine -------------------------------------------------------------------------------------------------
 
 
-@few(200)
+@few(160)
 @given(problems())
 def test_the_engine_against_the_oracle(problem: Problem) -> None:
     got, transports = problem.run()
@@ -356,7 +356,7 @@ def travel(problem: Problem) -> None:
 
 
 @few(2000)
-@given(problems(most_tokens=40))
+@given(problems(most_ranks=6, most_tokens=30))
 def test_rows_that_travel_meet_the_queries_of_the_pattern(problem: Problem) -> None:
     travel(problem)
 

@@ -165,8 +165,8 @@ def plan_cost(
             it has.
         flops_per_second: how fast a rank computes, for ``compute_seconds`` only.
 
-    Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that compare their arguments
-    first; without that the backward of an alltoall sends a gradient of lse along, whether there is one or not.
+    Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that first compare their
+    arguments; without that the backward of an alltoall sends a gradient of lse along, whether there is one or not.
     """
     shards = _shards(whole_number("seq_len", seq_len), whole_number("num_ranks", num_ranks), lengths)
     num_heads = whole_number("num_heads", num_heads)
@@ -422,7 +422,7 @@ class _Branches(NamedTuple):
         even = pieces.per_segment((before[:, 0] != before[:, 1]).any(0)) == 0
         for some, is_even in ((even, True), (~even, False)):
             if bool(some.any()):
-                yield (pieces if bool(some.all()) else pieces.some(some)), True
+                yield (pieces if bool(some.all()) else pieces.some(some)), is_even
 
 
 class _Work(NamedTuple):
