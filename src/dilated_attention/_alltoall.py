@@ -227,7 +227,7 @@ class AllToAll:
             size, first = _packing.part_bytes(fields, self.rows(bundle, me)), taken[bundle.target]
             found[bundle] = _packing.unpack(arrived[bundle.target][first : first + size], fields, self.rows(bundle, me))
             taken[bundle.target] += size
-        self.transport.stats.hold(-sum(message.numel() for message in arrived.values()))
+        self.transport.release(arrived, reuse=False)
         return found
 
     def masking(self, bundle: Bundle, padding: list[Tensor]) -> Masking:

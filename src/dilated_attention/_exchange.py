@@ -123,8 +123,7 @@ class Exchange:
         passed_on: dict[int, Tensor] = {}
         for step in range(1, self.traffic.steps + 1):
             messages = pending.wait()
-            if not keep:  # what came a step ago has now been sent on
-                self.transport.release(passed_on)
+            self.transport.release(passed_on, reuse=not keep)  # what came a step ago has now been sent on
             passed_on = messages
             parts = self.parts(messages, self.traffic.receives[step - 1], self.fields)
             if step < self.traffic.steps:
@@ -133,8 +132,7 @@ class Exchange:
                 for part, packed in parts.items():
                     visit(part, packed)
             yield messages
-        if not keep:
-            self.transport.release(passed_on)
+        self.transport.release(passed_on, reuse=not keep)
 
     def post(self, direction: str, step: int, parts: dict[Part, Tensor]) -> Pending:
         return self._post(

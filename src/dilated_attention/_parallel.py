@@ -77,12 +77,14 @@ class Call:
     shards: Shards
     exchange: str
 
-    def work(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None) -> Work:
+    def work(
+        self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, ends: Tensor | None
+    ) -> Work:
         rank = self.transport.rank
         mine = channels(self.settings.pattern, self.shards, self.settings.heads(k), rank)
         return Work.prepare(
             q, k, v, padding, seed, self.settings,
-            shards=self.shards, rank=rank, ends=self.ends(padding, q.device), visited=bool(mine),
+            shards=self.shards, rank=rank, ends=ends, visited=bool(mine),
             elsewhere=mine if self.exchange == "alltoall" else (), limit=self.link.limit,
         )  # fmt: skip
 
@@ -93,11 +95,12 @@ class Call:
         here = _engine.sample_ends(padding, self.shards.starts[self.transport.rank])
         if self.settings.pattern.rule != "torchscale" or self.settings.is_causal:
             return here
-        message = here.cpu().view(torch.uint8) if here.numel() else torch.empty(0, dtype=torch.uint8)
-        if not message.numel():
+        if not here.numel():
             return here
+        message = here.view(torch.uint8)
+        message = message.cpu() if self.transport.agrees_on_host else message
         for other in self.transport.post_all("the ends of the samples", message).wait().values():
-            here = torch.maximum(here, other.cpu().view(torch.int64).to(device))
+            here = torch.maximum(here, other.view(torch.int64).to(device))
         return here
 
     def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
@@ -231,7 +234,8 @@ class _Parallel(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
         with _engine.no_autocast(q.device), call.transport.closed_on_error():
-            work = call.work(q, k, v, padding, seed)
+            ends = call.ends(padding, q.device)
+            work = call.work(q, k, v, padding, seed, ends)
             exchanger = call.exchanger(work, k)
             keep = not call.link.use_checkpointing and any(ctx.needs_input_grad)
             kept: list[Tensor] = []
@@ -240,7 +244,7 @@ class _Parallel(torch.autograd.Function):
             else:
                 out, lse, kept = exchanger.forward(keep)
             out, lse = _engine.finished_out(out, q), lse.contiguous()
-        ctx.save_for_backward(q, k, v, padding, seed, out, lse, *kept)
+        ctx.save_for_backward(q, k, v, padding, seed, ends, out, lse, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
         return out, lse
@@ -249,10 +253,10 @@ class _Parallel(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        q, k, v, padding, seed, out, lse, *kept = ctx.saved_tensors
+        q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
         dlse = call.agree_on_backward(dlse, lse)
         with _engine.no_autocast(q.device), call.transport.closed_on_error():
-            work = call.work(_engine.one_layout(q), k, v, padding, seed)
+            work = call.work(_engine.one_layout(q), k, v, padding, seed, ends)
             rows = work.rows(dout, dlse, out, lse)
             exchanger = call.exchanger(work, k)
             if exchanger is None:

@@ -477,7 +477,9 @@ def _count(call: _Call, pairs: bool) -> dict[str, _Tally]:
     ring, allgather, alltoall = (_Tally.empty(call.shards.ranks) for _ in EXCHANGES)
     home_steps: list[Tensor] = []
     bundled = torch.zeros(3, 4, call.shards.ranks, dtype=torch.int64)
-    some = [branch for branch, width in enumerate(call.pattern.segment_lengths) if pairs or (borders % width).any()]
+    run_here = [bool(call.heads.of_branch(call.pattern, branch)) for branch in range(len(call.pattern.branches))]
+    widths = enumerate(call.pattern.segment_lengths)
+    some = [branch for branch, width in widths if run_here[branch] and (pairs or bool((borders % width).any()))]
     is_small = 2 * len(borders) * call.heads.held * len(some) < SMALL
     for group in [some] if is_small and some else [[branch] for branch in some]:
         branches = _Branches.of(call, group)

@@ -81,7 +81,7 @@ class FakeTransport:
         others = [peer for peer in range(self.size) if peer != self.rank]
         return self._carry(name, dict.fromkeys(others, message), dict.fromkeys(others, message.numel()))
 
-    def release(self, messages: Mapping[int, Tensor]) -> None:
+    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
         self.stats.hold(-sum(message.numel() for message in messages.values()))
 
     def closed_on_error(self) -> AbstractContextManager[None]:

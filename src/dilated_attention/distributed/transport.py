@@ -71,8 +71,8 @@ class Transport(Protocol):
     def post_all(self, name: str, message: Tensor) -> Pending:
         """Begin sending a small message from every rank to every rank; not counted in the statistics."""
 
-    def release(self, messages: Mapping[int, Tensor]) -> None:
-        """Say that received messages are no longer read."""
+    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
+        """Say that received messages are no longer the transport's to hold; ``reuse``: nor anyone's."""
 
     def closed_on_error(self) -> AbstractContextManager[None]:
         """Inside, an error on this rank ends the waiting of the others at once."""
@@ -94,7 +94,7 @@ class Alone:
     def post_all(self, name: str, message: Tensor) -> Pending:
         return Nothing()
 
-    def release(self, messages: Mapping[int, Tensor]) -> None:
+    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
         pass
 
     def closed_on_error(self) -> AbstractContextManager[None]:
@@ -187,9 +187,9 @@ class GroupTransport:
         arriving = {peer: all_messages[peer] for peer in others}
         return GroupPending(self, name, [(None, work)], {self.rank: message}, arriving, staged=False, limited=False)
 
-    def release(self, messages: Mapping[int, Tensor]) -> None:
+    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
         self.stats.hold(-sum(message.numel() for message in messages.values()))
-        if self.buffers is not None and not self.staged:
+        if reuse and self.buffers is not None and not self.staged:
             for message in messages.values():
                 if message.untyped_storage().nbytes() == message.numel():  # not one part of a collective's
                     self.buffers.give(message)
@@ -235,13 +235,12 @@ class GroupTransport:
     ) -> list[tuple[int | None, dist.Work]]:
         """Only messages of one kind meet, so that no rank takes one for another where calls differ."""
         peers = sorted({*sent, *arriving})
-        order = [(peer, kind) for peer in peers for kind in ("send", "receive")]
+        order = [(peer, way) for peer in peers for way in ("send", "receive")]
         operations, whom = [], []
-        for peer, kind in order:
-            tensor = sent.get(peer) if kind == "send" else arriving.get(peer)
+        for peer, way in order:
+            tensor = sent.get(peer) if way == "send" else arriving.get(peer)
             if tensor is not None:
-                call = dist.isend if kind == "send" else dist.irecv
-                tag = _tag(kind, tensor)
+                call, tag = dist.isend if way == "send" else dist.irecv, _tag(kind, tensor)
                 operations.append(dist.P2POp(call, tensor, group=self.group, group_peer=peer, tag=tag))
                 whom.append(peer)
         if not operations:
