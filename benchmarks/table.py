@@ -1,4 +1,7 @@
-"""The table of README.md, from the results that h200.py wrote: python benchmarks/table.py [FILE]"""
+"""Tables for the documentation: python benchmarks/table.py [FILE]
+
+From the results that h200.py wrote the one of README.md, from those of ring.py the one of docs/scaling.md.
+"""
 
 from __future__ import annotations
 
@@ -36,5 +39,28 @@ def _line(record: dict[str, Any]) -> str:
     return f"| {shape} | {record['rule']} | {record['implementation']} | {verdict} | {times} |"
 
 
+def ring_table(results: dict[str, Any]) -> str:
+    """Memory of the busiest rank beyond its q, k and v: first at a fixed length, then at a fixed length a rank."""
+    machine = results["runs"][0]["machine"]
+    found = [
+        f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, commit {machine['commit']}; "
+        f"`benchmarks/ring.py --backend gloo`, the ranks sharing one GPU, exchange {results['runs'][0]['exchange']}:",
+        "",
+        "| tokens | ranks | tokens a rank | q, k, v MiB | forward, peak MiB | forward + backward, peak MiB | received MiB |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    fixed = max(run["tokens"] for run in results["runs"] if run["ranks"] == 1)
+    each = min(run["tokens"] for run in results["runs"] if run["ranks"] == 1)
+    runs = [run for run in results["runs"] if run["tokens"] == fixed]
+    runs += [run for run in results["runs"] if run["tokens"] == each * run["ranks"] and run["tokens"] != fixed]
+    for run in runs:
+        figures = (run["inputs_mib"], run["forward/peak_mib"], run["forward + backward/peak_mib"])
+        sizes = " | ".join(f"{figure:,.0f}" for figure in figures)
+        tokens = f"{run['tokens']:,} | {run['ranks']} | {run['tokens'] // run['ranks']:,}"
+        found.append(f"| {tokens} | {sizes} | {run['received_mib']:.2f} |")
+    return "\n".join(found)
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1] if len(sys.argv) > 1 else RESULTS).read_text(encoding="utf-8"))))
+    results = json.loads(Path(sys.argv[1] if len(sys.argv) > 1 else RESULTS).read_text(encoding="utf-8"))
+    print(ring_table(results) if "runs" in results else table(results))
