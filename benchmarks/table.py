@@ -46,7 +46,7 @@ def ring_table(results: dict[str, Any]) -> str:
         f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, commit {machine['commit']}; "
         f"`benchmarks/ring.py --backend gloo`, the ranks sharing one GPU, exchange {results['runs'][0]['exchange']}:",
         "",
-        "| tokens | ranks | tokens a rank | q, k, v MiB | forward, peak MiB | forward + backward, peak MiB | received MiB |",
+        "| tokens | ranks | tokens a rank | q, k, v MiB | forward MiB | forward + backward MiB | received MiB |",
         "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     fixed = max(run["tokens"] for run in results["runs"] if run["ranks"] == 1)
