@@ -44,10 +44,10 @@ def ring_table(results: dict[str, Any]) -> str:
     machine = results["runs"][0]["machine"]
     found = [
         f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, commit {machine['commit']}; "
-        f"`benchmarks/ring.py --backend gloo`, the ranks sharing one GPU, exchange {results['runs'][0]['exchange']}:",
+        "`benchmarks/ring.py --backend gloo`, the ranks sharing one GPU:",
         "",
-        "| tokens | ranks | tokens a rank | q, k, v MiB | forward MiB | forward + backward MiB | received MiB |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+        "| tokens | ranks | each | exchange | q, k, v MiB | forward MiB | forward + backward MiB | received MiB |",
+        "|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     fixed = max(run["tokens"] for run in results["runs"] if run["ranks"] == 1)
     each = min(run["tokens"] for run in results["runs"] if run["ranks"] == 1)
@@ -56,7 +56,7 @@ def ring_table(results: dict[str, Any]) -> str:
     for run in runs:
         figures = (run["inputs_mib"], run["forward/peak_mib"], run["forward + backward/peak_mib"])
         sizes = " | ".join(f"{figure:,.0f}" for figure in figures)
-        tokens = f"{run['tokens']:,} | {run['ranks']} | {run['tokens'] // run['ranks']:,}"
+        tokens = f"{run['tokens']:,} | {run['ranks']} | {run['tokens'] // run['ranks']:,} | {run['exchange']}"
         found.append(f"| {tokens} | {sizes} | {run['received_mib']:.2f} |")
     return "\n".join(found)
 

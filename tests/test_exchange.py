@@ -243,14 +243,17 @@ def exchanges(problem: Problem) -> tuple[list[Exchange], Office]:
 
 
 def circulate_ids(problem: Problem) -> None:
-    """The steps of `Exchange.circulate` and `Exchange.backward`, the ranks taking turns."""
+    """The steps of `Exchange.circulate` and `Exchange.backward`, the ranks taking turns.
+
+    The gradients are shares of 1 for each query that meets rows of a rank, and for each row 1 and the user's number.
+    """
     ranks, office = exchanges(problem)
     seen = Seen(problem)
     parts = [one.own_parts() for one in ranks]
     steps = max(one.traffic.steps for one in ranks)
     sums: list[dict[Part, Tensor]] = [{} for _ in ranks]
+    own_sums: list[dict[int, list[Tensor]]] = [{} for _ in ranks]
     summing: dict[int, Any] = {}
-    grads = [[torch.zeros_like(one.work.q), *(torch.zeros_like(one.work.k) for _ in range(2))] for one in ranks]
     for one in ranks:
         seen.add_own_blocks(one.work.rank, ())
     for step in range(1, steps + 1):
@@ -261,12 +264,14 @@ def circulate_ids(problem: Problem) -> None:
             one.transport.release(messages)
             parts[rank] = one.parts(messages, one.traffic.receives[step - 1], one.fields)
             for part, packed in parts[rank].items():
+                dq = own_sums[rank].setdefault(part.channel, [one.zeros(part.channel, problem.group)])[0]
                 for lane, q, k, v, masking in one.problems(part, packed):
                     assert torch.equal(k, -v)
                     assert not masking.is_causal
                     positions = one.positions(part, lane).unsqueeze(-1)
                     assert torch.equal(positions, k.long() // problem.kv_heads)
                     seen.add(q, k, is_causal=False)
+                    lane.packed_here(dq, 1, problem.group).add_(1.0)
                 (size,) = one.sizes((part,), one.sum_fields)
                 sums[rank][part] = torch.empty(size, dtype=torch.uint8)
                 shares = _packing.unpack(sums[rank][part], one.sum_fields, one.rows(part))
@@ -275,36 +280,40 @@ def circulate_ids(problem: Problem) -> None:
         if step > 1:  # sums of the step before come after this step's blocks were used
             for rank, one in enumerate(ranks):
                 if step - 1 <= one.traffic.steps:
-                    one.take_sums(step - 1, summing[rank], sums[rank], grads[rank])
+                    one.take_sums(step - 1, summing[rank], sums[rank], own_sums[rank])
         summing = {rank: one.post_sums(step, sums[rank]) for rank, one in taking_part}
-    if steps:
-        for rank, one in enumerate(ranks):
-            if one.traffic.steps == steps:
-                one.take_sums(steps, summing[rank], sums[rank], grads[rank])
+    for rank, one in enumerate(ranks):
+        if one.traffic.steps == steps > 0:
+            one.take_sums(steps, summing[rank], sums[rank], own_sums[rank])
     seen.check()
-    check_sums(problem, [grad[1:] for grad in grads])
     assert not any(sums), "a sum was not sent home"
+    grads = []
+    for rank, one in enumerate(ranks):
+        grads.append([torch.zeros_like(x) for x in (one.work.q, one.work.k, one.work.k)])
+        one.add_home(grads[-1], own_sums[rank])
+    check_sums(problem, grads)
     check_counts(problem, [one.transport for one in ranks], office)
 
 
 def check_sums(problem: Problem, grads: Sequence[Sequence[Tensor]]) -> None:
-    """Each row got one share of every other rank that has queries for it, once for each branch."""
+    """Queries got a share of every other rank that has rows for them, and rows of every one with queries for them."""
     shards, heads = problem.shards, problem.kv_heads
     rank = torch.arange(shards.ranks)
     owner = rank.repeat_interleave(torch.tensor(problem.lengths))
-    expected = torch.zeros(2, shards.tokens, heads, dtype=torch.float64)
+    expected = torch.zeros(3, shards.tokens, heads, dtype=torch.float64)
     position = torch.arange(shards.tokens)
     for branch, (width, rate) in enumerate(problem.pattern.branches):
         for head in problem.pattern.heads(branch, heads):
             rows = position[position % width % rate == problem.pattern.offset(branch, head, heads)]
-            has_rows = torch.zeros(shards.tokens // width + 1, shards.ranks, dtype=torch.bool)
-            has_rows[rows // width, owner[rows]] = True
-            mine = owner[rows][:, None]
-            users = has_rows[rows // width] & (mine < rank if problem.is_causal else mine != rank)
-            expected[0, rows, head] += users.sum(1)
-            expected[1, rows, head] += (users * rank).sum(1)
-    for got, wanted in zip(zip(*grads, strict=True), expected, strict=True):
-        assert torch.equal(torch.cat(got, 1)[0, :, :, 0], wanted)
+            there = torch.zeros(shards.tokens // width + 1, shards.ranks, dtype=torch.bool)
+            there[rows // width, owner[rows]] = True  # which ranks have rows of the segment
+            there, mine = there[rows // width], owner[rows][:, None]
+            seen = there & (rank < mine if problem.is_causal else rank != mine)
+            users = there & (rank > mine if problem.is_causal else rank != mine)
+            for total, shares in zip(expected, (seen, users, users * rank), strict=True):
+                total[rows, head] += shares.sum(1)
+    for got, wanted, group in zip(zip(*grads, strict=True), expected, (problem.group, 1, 1), strict=True):
+        assert torch.equal(torch.cat(got, 1)[0, :, :, 0], wanted.repeat_interleave(group, dim=1))
 
 
 def check_counts(problem: Problem, transports: Sequence[FakeTransport], office: Office) -> None:

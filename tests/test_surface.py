@@ -22,6 +22,7 @@ PUBLIC = [
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
+    "RingAdvancedDistributedDilatedAttention",
     "RingAttentionV2Simple",
     "RingDilatedAttention",
     "RingDilatedAttentionProduction",

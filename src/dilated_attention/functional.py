@@ -146,8 +146,12 @@ def attend(
     backend: str,
     heads: tuple[int, int] | None,
     link: Link | None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank."""
+    """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank.
+
+    ``seed``: what dropout follows, drawn from torch's generator if it is not given.
+    """
     alone = link is None or link.size == 1
     try:
         settings = _checked(
@@ -161,9 +165,8 @@ def attend(
         if link is not None and not alone and isinstance(query, Tensor):
             _parallel.refuse(link, query.device, error)
         raise
-    seed = None
-    if settings.dropout_p > 0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=query.device)
+    if settings.dropout_p > 0 and seed is None:
+        seed = drawn_seed(query.device)
     if link is not None and (not alone or link.limit is not None):
         out, lse = _parallel.attend(query, key, value, key_padding_mask, seed, settings, link)
         return out, lse
@@ -184,6 +187,10 @@ def attend(
         settings.total_heads,
     )
     return out, lse
+
+
+def drawn_seed(device: torch.device) -> Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def checked_link(

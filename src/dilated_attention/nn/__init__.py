@@ -1,6 +1,7 @@
 """The operation as modules: nothing here computes more than `dilated_attention` and the projections around it."""
 
 from dilated_attention.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
 from dilated_attention.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention.nn.ring import (
     RingAttentionV2Simple,
@@ -15,6 +16,7 @@ __all__ = [
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
+    "RingAdvancedDistributedDilatedAttention",
     "RingAttentionV2Simple",
     "RingDilatedAttention",
     "RingDilatedAttentionProduction",

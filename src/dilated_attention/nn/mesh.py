@@ -5,14 +5,12 @@ Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
@@ -88,11 +86,11 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """As one device draws them: whole, then split. Ranks that draw parts in place may all draw the same."""
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+        if not hasattr(self.out_proj.weight, "device_mesh"):  # no DTensor
             super().reset_parameters()
             return
+        from torch.distributed.tensor import distribute_tensor
+
         bias, norm, weight = self.out_proj.bias is not None, isinstance(self.norm, nn.LayerNorm), self.out_proj.weight
         whole = MultiheadDilatedAttention(
             self.embed_dim, self.num_heads, self.pattern.segment_lengths, self.pattern.dilation_rates, bias=bias,
@@ -114,12 +112,11 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         if self.split is None:
             return super()._attend(q, k, v, is_causal, key_padding_mask)
         dropout_p = self.dropout if self.training else 0.0
-        drawing = _drawing_as_the_first(self.split.group, q.device) if dropout_p > 0 else contextlib.nullcontext()
-        with drawing:
-            out, _ = functional.attend(
-                q, k, v, self.pattern, is_causal, None, dropout_p, key_padding_mask, False, self.backend,
-                (self.split.first, self.num_heads), self.ranks.link(),
-            )  # fmt: skip
+        seed = self.split.seed(q.device) if dropout_p > 0 else None
+        out, _ = functional.attend(
+            q, k, v, self.pattern, is_causal, None, dropout_p, key_padding_mask, False, self.backend,
+            (self.split.first, self.num_heads), self.ranks.link(), seed,
+        )  # fmt: skip
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -150,6 +147,14 @@ class _Split:
         from torch.distributed.tensor import DTensor, Replicate  # not at the top: it takes long
 
         return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+
+    def seed(self, device: torch.device) -> Tensor:
+        """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""
+        own = functional.drawn_seed(device)
+        wire = torch.device("cpu") if backend_name(self.group, device) == "gloo" else device
+        first = own.to(wire, copy=True)
+        dist.broadcast(first, group=self.group, group_src=0)
+        return first.to(device)
 
     def parallelize(self, module: MultiheadDilatedAttention) -> None:
         """Split the parameters. The norm, which is over all heads, runs whole on every rank, so it is gathered for."""
@@ -188,26 +193,3 @@ def _axes(mesh: DeviceMesh, data: str, sequence: str, heads: str) -> tuple[str, 
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not a member of {mesh}: make the module only on the ranks in it")
     return mesh.mesh_dim_names
-
-
-@contextlib.contextmanager
-def _drawing_as_the_first(group: ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Inside, this rank draws the random numbers of the group's first: ranks with other heads of the same tokens.
-
-    One seed says for all heads what is dropped, and nothing else makes these ranks agree on it.
-    """
-    random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-    where = () if device.type == "cpu" else (device,)
-    own = random.get_rng_state(*where)
-    wire = torch.device("cpu") if backend_name(group, device) == "gloo" else device
-    first = own.to(wire, copy=True)
-    dist.broadcast(first, group=group, group_src=0)
-    first = first.cpu()
-    if torch.equal(own, first):
-        yield
-        return
-    random.set_rng_state(first, *where)
-    try:
-        yield
-    finally:
-        random.set_rng_state(own, *where)

@@ -134,18 +134,9 @@ class MultiheadDilatedAttention(nn.Module):
             average_attn_weights: says how to return weights, so it changes nothing.
             is_causal: a query sees no later token.
         """
-        if need_weights:
-            raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
-        if attn_mask is not None:
-            raise ValueError(
-                "attn_mask must be None: the pattern says who sees whom; for a causal mask pass is_causal=True and "
-                "no attn_mask, for padded tokens pass key_padding_mask"
-            )
         key = query if key is None else key
         value = key if value is None else value
-        self._check_tokens(query, key, value, key_padding_mask)
-        if key_padding_mask is not None:
-            key_padding_mask = _ignored(key_padding_mask)
+        key_padding_mask = self._checked_mask(query, key, value, key_padding_mask, need_weights, attn_mask)
         unbatched = query.dim() == 2
         q, k, v = self._project(query, key, value)
         if unbatched:
@@ -187,6 +178,26 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, -1, (self.num_heads, self.head_dim))
+
+    def _checked_mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+    ) -> Tensor | None:
+        """The padding mask as bool, after all that can be wrong with a call."""
+        if weights:
+            raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask must be None: the pattern says who sees whom; for a causal mask pass is_causal=True and "
+                "no attn_mask, for padded tokens pass key_padding_mask"
+            )
+        self._check_tokens(query, key, value, mask)
+        return None if mask is None else _ignored(mask)
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):

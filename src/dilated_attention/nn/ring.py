@@ -7,6 +7,7 @@ Legend: query (B, n, H, D); key, value (B, n, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,8 +38,11 @@ class Ranks:
         self.link()  # an error now rather than in the first step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """A copy of a module runs over the same ranks: a process group cannot be copied."""
-        return self
+        """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
+        twin = copy.copy(self)
+        twin.stats = Stats()
+        twin.limit = None if self.limit is None else Limit(self.limit.max_workspace_bytes)
+        return twin
 
     def link(self) -> Link | None:
         """How to reach the ranks; None: there is only this one."""
@@ -285,10 +289,18 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         )  # fmt: skip
         return out
 
-    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    def _checked_mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+    ) -> Tensor | None:
         try:
-            super()._check_tokens(query, key, value, mask)
-        except ValueError as error:  # the other ranks are to know, not to wait
+            return super()._checked_mask(query, key, value, mask, weights, attn_mask)
+        except (TypeError, ValueError) as error:  # the other ranks are to know, not to wait
             link = self.ranks.link()
             if link is not None and link.size > 1:
                 refuse(link, query.device, error)

@@ -1,0 +1,87 @@
+"""What is asked: the shape of a call, what a row of each message is made of, and how much can be counted."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dilated_attention._packing import Field, Fields
+from dilated_attention._shards import Heads, Shards
+from dilated_attention.backends.problem import accumulate_dtype
+from dilated_attention.pattern import DilatedPattern
+
+
+class Travelling(NamedTuple):
+    """What travels, as `_exchange` and `_alltoall` pack it."""
+
+    blocks: Fields  # ring and allgather: K and V,
+    sums: Fields  # and in the backward pass dK and dV
+    inputs: Fields  # alltoall, there
+    results: Fields  # and back;
+    rows: Fields  # in the backward pass there
+    gradients: Fields  # and back
+
+
+@dataclass(frozen=True)
+class Call:
+    pattern: DilatedPattern
+    shards: Shards
+    heads: Heads
+    group: int  # query heads to a key/value head
+    head_dim: int
+    dtype: torch.dtype
+    batch: int
+    is_causal: bool
+    has_padding: bool
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        return [stop - start for start, stop in itertools.pairwise(self.shards.starts)]
+
+    @functools.cached_property
+    def fields(self) -> Travelling:
+        exact, dim = accumulate_dtype(self.dtype), (self.head_dim,)
+        queries, keys, column = Field(self.dtype, self.group, dim), Field(self.dtype, 1, dim), Field(exact, self.group)
+        padding = (Field(torch.bool),) if self.has_padding else ()
+        inputs = (queries, keys, keys, *padding)
+        return Travelling(
+            (keys, keys, *padding), (Field(exact, 1, dim),) * 2,
+            inputs, (column, queries), (column, queries, queries, *inputs), (queries, keys, keys),
+        )  # fmt: skip
+
+    @property
+    def heads_apart(self) -> bool:
+        """Whether an alltoall bundles only heads of one offset: kernels that group heads want one padding for all."""
+        return self.has_padding and self.group > 1
+
+    def check_range(self) -> None:
+        """Raise if a rank's bytes could leave 64 bits."""
+        row, longest = sum(field.bytes_per_row() for fields in self.fields for field in fields), max(self.lengths)
+        rows = 0
+        for branch, (width, rate) in enumerate(self.pattern.branches):
+            width = min(width, self.shards.tokens)
+            most = max(width // rate + 1, (min(width, longest) // rate + 1) * self.shards.ranks)
+            rows += 2 * most * len(self.heads.of_branch(self.pattern, branch))
+        if rows * row * self.batch + longest >= 2**62:
+            raise ValueError(
+                f"up to {rows:,} rows of {row:,} bytes in {self.batch} samples may touch one rank: more than 2**62 "
+                "bytes are not counted; ask for a batch of 1, fewer heads or a shorter sequence, and multiply"
+            )
+
+
+def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
+    """Cut evenly, unless the length of every shard is given."""
+    if lengths is None:
+        return Shards.even(tokens, ranks)
+    shortest = min(lengths, default=0)
+    if len(lengths) != ranks or sum(lengths) != tokens or shortest < 0:
+        raise ValueError(
+            f"lengths are {len(lengths)} shards of {sum(lengths)} tokens in all, the shortest of {shortest}: give each "
+            f"of {ranks} ranks 0 or more of the {tokens} tokens, or leave lengths out to cut evenly"
+        )
+    return Shards.of(tuple(lengths))

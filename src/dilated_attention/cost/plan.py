@@ -1,0 +1,241 @@
+"""The answers: what `count` found, summed up for programs, and as a table for people."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dilated_attention._shards import Heads, Shards
+from dilated_attention.backends.problem import accumulate_dtype
+from dilated_attention.cost.call import Call, shards_of
+from dilated_attention.cost.count import EXCHANGES, count
+from dilated_attention.cost.messages import Tally
+from dilated_attention.pattern import DilatedPattern, whole_number
+
+# Seconds a hop and bytes a second: round figures of today's machines, not measurements. Others count as the first.
+LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
+# An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
+MOST_HELD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What one rank sends and receives, as `Transport.stats` counts it; the backward pass comes on top."""
+
+    hops: int
+    bytes_sent: int
+    bytes_received: int
+    backward_hops: int
+    backward_bytes_sent: int
+    backward_bytes_received: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeCost:
+    """One exchange: of each number that of the busiest rank, but ``bytes_total``, received by all ranks together."""
+
+    hops: int
+    bytes_sent_max: int
+    bytes_received_max: int
+    bytes_total: int
+    backward_hops: int
+    backward_bytes_sent_max: int
+    backward_bytes_received_max: int
+    backward_bytes_total: int
+    held: int  # bytes of received rows at one time, at most, in either pass
+    flops: float  # forward; exact below 2**53
+    backward_flops: float
+    seconds: float  # forward: communication alone
+    backward_seconds: float
+    compute_seconds: float  # forward and backward
+
+    @property
+    def total_seconds(self) -> float:
+        """Communication, forward and backward."""
+        return self.seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the busiest rank. The first five are kept from the forward pass to the backward pass."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    lse: int
+    out_sums: int  # out in float32 while parts are merged; 0 where out is that itself
+    dq: int
+    dk: int
+    dv: int
+    # by exchange; in half precision what travels is summed in float32
+    sums: Mapping[str, int]  # gradients of this rank's rows that travel, and sums it made on their way: at most
+    received: Mapping[str, int]  # `ExchangeCost.held`
+
+    @property
+    def saved(self) -> int:
+        return self.q + self.k + self.v + self.out + self.lse
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """The cost of one call; print it for a table."""
+
+    pattern: DilatedPattern
+    tokens: int
+    ranks: int
+    tokens_per_rank: int  # of the longest shard
+    memory: Memory
+    exchanges: Mapping[str, ExchangeCost]  # ring, allgather, alltoall
+    naive_ring_bytes: int  # that a rank receives where all of K and V goes round
+    naive_ring_hops: int
+    naive_ring_seconds: float  # forward
+    best: str  # least communication time, forward and backward, of those that do not hold too much
+    _tallies: Mapping[str, Tally] = field(repr=False, compare=False)
+
+    def of_rank(self, rank: int, exchange: str) -> RankCost:
+        """The exact numbers of one rank."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"there is no rank {rank} among {self.ranks}: count from 0 to {self.ranks - 1}")
+        if exchange not in self._tallies:
+            raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
+        tally = self._tallies[exchange]
+        return RankCost(*(int(x[way, rank]) for way in (0, 1) for x in (tally.hops, tally.sent, tally.received)))
+
+    def __str__(self) -> str:
+        memory, row = self.memory, "{:<12}{:>7}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}".format
+        lines = [
+            f"{self.tokens:,} tokens on {self.ranks:,} ranks, at most {self.tokens_per_rank:,} on one",
+            f"a rank keeps {size(memory.saved)} (q, k, v, out, lse), sums up out in {size(memory.out_sums)}, "
+            f"has gradients of {size(memory.dq + memory.dk + memory.dv)}",
+            row("", "hops", "received", "time", "+ backward", "computing", "held", "sums"),
+        ]
+        for name, x in self.exchanges.items():
+            times = (duration(x.seconds), duration(x.total_seconds), duration(x.compute_seconds))
+            lines.append(row(name, x.hops, size(x.bytes_received_max), *times, size(x.held), size(memory.sums[name])))
+        naive = (size(self.naive_ring_bytes), duration(self.naive_ring_seconds), "", "", "", "")
+        return "\n".join([*lines, row("naive ring", self.naive_ring_hops, *naive).rstrip(), f"best: {self.best}"])
+
+
+def plan_cost(
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_ranks: int,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    is_causal: bool = False,
+    has_padding: bool = False,
+    lengths: Sequence[int] | None = None,
+    latency: float = LINKS["nccl"][0],
+    bandwidth: float = LINKS["nccl"][1],
+    flops_per_second: float = 400e12,
+) -> PlanCost:
+    """What ``dilated_attention`` over a group of ``num_ranks`` will send, hold and compute, forward and backward.
+
+    Args:
+        seq_len: tokens on all ranks together, cut as ``shard_sequence`` does unless ``lengths`` gives every shard's.
+        dtype: what is computed in, and so what travels: float32 for half precision on a CPU without AMX. Likewise
+            ``head_dim`` is what the kernels see: on CUDA the next multiple of 8.
+        has_padding: whether there is a key_padding_mask.
+        latency, bandwidth: seconds a hop and bytes a second into one rank. A hop counts once, however many messages
+            it has.
+        flops_per_second: how fast a rank computes, for ``compute_seconds`` only.
+
+    Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that first compare their
+    arguments; without that the backward of an alltoall sends a gradient of lse along, whether there is one or not.
+    """
+    shards = shards_of(whole_number("seq_len", seq_len), whole_number("num_ranks", num_ranks), lengths)
+    num_heads = whole_number("num_heads", num_heads)
+    kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+    group = pattern.check_heads(num_heads, kv_heads)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating point torch.dtype, as of query, key and value, got {dtype!r}")
+    for name, value in (("bandwidth", bandwidth), ("flops_per_second", flops_per_second)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive, in units a second, got {value!r}")
+    if not 0 <= latency < math.inf:
+        raise ValueError(f"latency must be the seconds that a hop takes, 0 or more, got {latency!r}")
+    head_dim, batch = whole_number("head_dim", head_dim), whole_number("batch", batch)
+    call = Call(pattern, shards, Heads(0, kv_heads, kv_heads), group, head_dim, dtype, batch, is_causal, has_padding)
+    tallies = count(call, pairs=True)
+    exchanges = {name: _summary(tally, call, latency, bandwidth, flops_per_second) for name, tally in tallies.items()}
+    naive = 2 * kv_heads * head_dim * dtype.itemsize * batch * (shards.tokens - min(call.lengths))
+    return PlanCost(
+        pattern, shards.tokens, shards.ranks, max(call.lengths), _memory(call, tallies), exchanges,
+        naive, shards.ranks - 1, (shards.ranks - 1) * latency + naive / bandwidth,
+        _fastest(tallies, call, latency, bandwidth), tallies,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def fastest_exchange(
+    pattern: DilatedPattern,
+    shards: Shards,
+    heads: Heads,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    backend: str,
+) -> str:
+    """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
+    have the same, and so all come to the same."""
+    call = Call(pattern, shards, heads, group, head_dim, dtype, 1, is_causal, False)
+    return _fastest(count(call), call, *LINKS.get(backend, LINKS["nccl"]))
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if count < 1000 or unit == "PB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+
+
+def _summary(tally: Tally, call: Call, latency: float, bandwidth: float, speed: float) -> ExchangeCost:
+    hops, sent, received = (x.amax(1).tolist() for x in (tally.hops, tally.sent, tally.received))
+    total, backward_total = (sum(x.tolist()) for x in tally.received)  # may not fit into 64 bits
+    seconds, backward_seconds = _seconds(tally, latency, bandwidth)
+    flops, backward_flops = (call.head_dim * call.group * call.batch * float(tally.pairs.max()) * x for x in (4, 10))
+    return ExchangeCost(
+        hops[0], sent[0], received[0], total, hops[1], sent[1], received[1], backward_total,
+        int(tally.held.max()), flops, backward_flops, seconds, backward_seconds, (flops + backward_flops) / speed,
+    )  # fmt: skip
+
+
+def _seconds(tally: Tally, latency: float, bandwidth: float) -> list[float]:
+    """Forward, backward."""
+    return [int(tally.hops[way].max()) * latency + int(tally.received[way].max()) / bandwidth for way in (0, 1)]
+
+
+def _fastest(tallies: Mapping[str, Tally], call: Call, latency: float, bandwidth: float) -> str:
+    memory = _memory(call, tallies)
+    fitting = [name for name in EXCHANGES if name == "ring" or memory.received[name] <= MOST_HELD * memory.saved]
+    return min(fitting, key=lambda name: sum(_seconds(tallies[name], latency, bandwidth)))
+
+
+def _memory(call: Call, tallies: Mapping[str, Tally]) -> Memory:
+    exact, keys = accumulate_dtype(call.dtype), max(call.lengths) * call.batch * call.heads.held
+    queries = keys * call.group
+    q, k = (rows * call.head_dim * call.dtype.itemsize for rows in (queries, keys))
+    out_sums = 0 if exact is call.dtype else queries * call.head_dim * exact.itemsize
+    sums = {name: int(tally.sums.max()) for name, tally in tallies.items()}
+    held = {name: int(tally.held.max()) for name, tally in tallies.items()}
+    return Memory(q, k, k, q, queries * exact.itemsize, out_sums, q, k, k, sums, held)
