@@ -12,8 +12,8 @@ key/value heads, and a kind is the heads with equally many rows in every piece, 
 what is computed. `plan`: the answers, for programs and for people.
 """
 
+from dilated_attention.cost.count import EXCHANGES
 from dilated_attention.cost.plan import (
-    EXCHANGES,
     LINKS,
     MOST_HELD,
     ExchangeCost,

@@ -97,7 +97,7 @@ def circulate(call: Call, work: Work, ring: Tally, allgather: Tally) -> list[Ten
     allgather.sent.index_add_(1, rank, torch.stack((blocks.fanned_out, blocks.fanned_out + sums.received)))
     allgather.received.index_add_(1, rank, torch.stack((blocks.received, blocks.received + sums.fanned_out)))
 
-    # two steps at a time: a block in use and the next one; sums just made, and those that leave or are joined for it
+    # at most two steps at a time: a block in use and the next; sums just made, and those that leave or their message
     pair = torch.stack((own + own_sums, own_sums))
     largest = 2 * torch.zeros_like(pair).scatter_reduce_(1, lines.line.expand(2, -1), pair, "amax")[:, lines.line]
     ring.held.index_add_(0, rank, largest[0])

@@ -72,8 +72,8 @@ class Memory:
     dq: int
     dk: int
     dv: int
-    # by exchange; in half precision what travels is summed in float32
-    sums: Mapping[str, int]  # gradients of this rank's rows that travel, and sums it made on their way: at most
+    # by exchange: float32 sums of gradients, of this rank's rows that travel and of others' on their way; at most
+    sums: Mapping[str, int]
     received: Mapping[str, int]  # `ExchangeCost.held`
 
     @property

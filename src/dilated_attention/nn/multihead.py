@@ -189,7 +189,7 @@ class MultiheadDilatedAttention(nn.Module):
         attn_mask: Tensor | None,
     ) -> Tensor | None:
         """The padding mask as bool, after all that can be wrong with a call."""
-        if weights:
+        if need_weights:
             raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
         if attn_mask is not None:
             raise ValueError(

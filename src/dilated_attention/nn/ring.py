@@ -299,7 +299,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         attn_mask: Tensor | None,
     ) -> Tensor | None:
         try:
-            return super()._checked_mask(query, key, value, mask, weights, attn_mask)
+            return super()._checked_mask(query, key, value, mask, need_weights, attn_mask)
         except (TypeError, ValueError) as error:  # the other ranks are to know, not to wait
             link = self.ranks.link()
             if link is not None and link.size > 1:
