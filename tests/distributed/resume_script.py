@@ -1,6 +1,6 @@
 """A small training over the ranks of torchrun that goes on from its last checkpoint, wherever it was ended.
 
-python -m torch.distributed.run --nproc-per-node=2 --max-restarts=3 resume_script.py FOLDER STEPS [STEP RANK]
+torchrun --standalone --nproc-per-node=2 --max-restarts=3 resume_script.py FOLDER STEPS [STEP RANK]
 With STEP and RANK, that rank kills itself in the backward pass of that step, in its first life only.
 """
 
@@ -84,15 +84,22 @@ def train(folder: Path, steps: int, death: tuple[int, int] | None, group: dist.P
         dist.barrier(group)
 
 
+def meet(life: int) -> dist.ProcessGroup:
+    """The group of all ranks. torchrun keeps its store over restarts, and in it the addresses of ranks now gone."""
+    address, port, rank, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    store = dist.PrefixStore(f"life {life}", dist.TCPStore(address, int(port), int(size), is_master=False))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def main() -> None:
     folder, steps, *death = Path(sys.argv[1]), *map(int, sys.argv[2:])
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with open(folder / "lives", "a") as file:
         file.write(f"{life} {os.getpid()}\n")
-    dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    train(folder, steps, (death[0], death[1]) if death and life == 0 else None, group)
+    train(folder, steps, (death[0], death[1]) if death and life == 0 else None, meet(life))
     dist.destroy_process_group()
 
 
