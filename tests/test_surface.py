@@ -55,6 +55,7 @@ LAYERS = [
     "_parallel",
     "_ops",
     "functional",
+    "_explain",
     "testing",
     "ranks",
     "nn",

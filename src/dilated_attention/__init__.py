@@ -1,8 +1,9 @@
 """Exact, fast dilated attention for long sequences: LongNet's operation and its family, on PyTorch."""
 
+from dilated_attention._explain import explain
 from dilated_attention.cost import plan_cost
 from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
-from dilated_attention.functional import dilated_attention, explain
+from dilated_attention.functional import dilated_attention
 from dilated_attention.nn import (
     DilatedAttention,
     ImprovedDilatedAttention,

@@ -23,14 +23,8 @@ from dilated_attention._shards import Shards, channels, crosses
 from dilated_attention.backends.slices import Limit
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
-from dilated_attention.distributed.transport import (
-    Alone,
-    Buffers,
-    GroupTransport,
-    Stats,
-    Transport,
-    check_usable,
-)
+from dilated_attention.distributed.group import Buffers, GroupTransport, check_usable
+from dilated_attention.distributed.transport import Alone, Stats, Transport
 
 EXCHANGES = ("auto", "ring", "allgather", "alltoall")
 VERIFY = ("always", "first")
@@ -181,6 +175,7 @@ def _fields(
         "key_padding_mask": "given" if padding is not None else "not given",
         "exchange": link.exchange,
         "use_checkpointing": link.use_checkpointing,
+        "verify": link.verify,
         "gradients": "wanted" if wants_gradients else "not wanted",
     }
 

@@ -1,4 +1,4 @@
-"""dilated_attention(): check, resolve, apply; and explain(), which says what would run and why.
+"""dilated_attention(): check, resolve, apply.
 
 Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H).
 """
@@ -6,7 +6,6 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, overload
 
@@ -17,8 +16,6 @@ from torch.autograd import forward_ad
 from dilated_attention import _ops, _parallel
 from dilated_attention._engine import Settings
 from dilated_attention._parallel import EXCHANGES, VERIFY, Link
-from dilated_attention._plan import plan
-from dilated_attention._shards import Heads, Shards
 from dilated_attention.backends import choose
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import DilatedPattern
@@ -111,7 +108,7 @@ def dilated_attention(
             rank's contiguous shard of the sequence. The shards may differ in length, and be empty. All ranks of the
             group make the same call. Not traced by ``torch.compile``.
         exchange: how rows of other ranks come here. "ring": from neighbour to neighbour, two blocks at a time;
-            "allgather": all of them in one collective; "alltoall": whole segments for a share of the heads; "auto":
+            "allgather": all of them in one step; "alltoall": whole segments for a share of the heads; "auto":
             the one with the least modelled time whose buffers are no larger than a few shards.
         use_checkpointing: received rows travel again in the backward pass; False keeps them.
         timeout: seconds to wait for another rank before an error that names it (gloo).
@@ -157,7 +154,7 @@ def attend(
         settings = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads
         )
-        query, key, value = (x.to(_computed(x)) for x in (query, key, value))
+        query, key, value = (x.to(computed_dtype(x)) for x in (query, key, value))
         if not torch.compiler.is_compiling() and (backend != "auto" or not alone):
             # a refusal must not cost a draw of the seed, nor leave other ranks waiting
             choose.choose(backend, settings.request(query, key_padding_mask is not None))
@@ -229,7 +226,7 @@ def _checked(
 ) -> Settings:
     """All that can be wrong with a call, before any work."""
     first, total = (0, 0) if heads is None else heads
-    _check(query, key, value, pattern, key_padding_mask, enable_gqa, total)
+    check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, total)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     if heads is not None and not 0 <= first <= total - key.shape[2]:
@@ -239,50 +236,7 @@ def _checked(
     return Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend, first, total)
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What a call would run, and for everything else why it does not."""
-
-    backend: str
-    kernel: str
-    why_not: dict[str, list[str]]
-
-    def __str__(self) -> str:
-        lines = [f"runs: {self.backend}, kernel: {self.kernel}"]
-        lines += [f"not {name}: {'; '.join(reasons)}" for name, reasons in self.why_not.items()]
-        return "\n".join(lines)
-
-
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    enable_gqa: bool = False,
-    backend: str = "auto",
-) -> Explanation:
-    """Which backend and kernel `dilated_attention` with the same arguments runs, and why no other. Computes nothing."""
-    _check(query, key, value, pattern, key_padding_mask, enable_gqa)
-    query = query.to(_computed(query))
-    check_backend(backend)
-    scale = 1.0 if scale is None else checked_scale(scale)
-    settings = Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend)
-    request = settings.request(query, key_padding_mask is not None)
-    choice = choose.choose(backend, request)
-    samples, tokens, heads, _ = query.shape
-    kv_heads = key.shape[2]
-    shards = Shards.of((tokens,))
-    blocks = plan(pattern, samples, shards, 0, Heads(0, kv_heads, kv_heads), heads // kv_heads, True).blocks
-    kernel = choice.module.describe(choice.kernels, {block.rows for block in blocks})
-    return Explanation(choice.name, kernel, choose.why_not(choice, request))
-
-
-def _computed(x: Tensor) -> torch.dtype:
+def computed_dtype(x: Tensor) -> torch.dtype:
     """Under autocast, the dtype that F.scaled_dot_product_attention would compute in; float64 is left alone."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast, and raises when asked
@@ -290,7 +244,7 @@ def _computed(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if x.dtype in DTYPES and x.dtype != torch.float64 else x.dtype
 
 
-def _check(
+def check_tensors(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -313,7 +267,7 @@ def _check(
                 "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
                 "dilated_attention.reference.attention()"
             )
-        if _computed(x) != _computed(query) or x.device != query.device:
+        if computed_dtype(x) != computed_dtype(query) or x.device != query.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: make them alike"
             )

@@ -29,8 +29,8 @@ import dilated_attention
 from dilated_attention import DilatedPattern, testing
 from dilated_attention._shards import Heads
 from dilated_attention.backends import sdpa
+from dilated_attention.distributed.group import CommunicationError, GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence
-from dilated_attention.distributed.transport import CommunicationError, GroupTransport
 from dilated_attention.ranks import Outcome, pool
 from dilated_attention.testing import Results
 

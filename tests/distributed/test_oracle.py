@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention, functional, testing
 from dilated_attention._shards import Shards
-from dilated_attention.distributed.transport import GroupTransport
+from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.testing import Results

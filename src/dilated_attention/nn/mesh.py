@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
-from dilated_attention.distributed.transport import backend_name
+from dilated_attention.distributed.group import backend_name
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention._parallel import Link, refuse
 from dilated_attention.backends.slices import Limit
+from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group, process_group
-from dilated_attention.distributed.transport import Buffers, Stats
+from dilated_attention.distributed.transport import Stats
 from dilated_attention.functional import check_backend, checked_link, checked_probability
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.pattern import MAX_NUMBER, DilatedPattern, whole_number

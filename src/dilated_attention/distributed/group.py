@@ -1,0 +1,277 @@
+"""Messages over a process group.
+
+Posting sends and receives of a step in one batch, in the same order of steps on every rank, is what keeps NCCL from
+hanging. Gloo cannot read CUDA memory: there messages go through pinned host memory. Gloo also tells when a peer is late
+or gone, so waiting there ends with an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dilated_attention.distributed.transport import Pending, Stats
+
+_NEVER_SENT = 2**30  # a tag
+
+
+class CommunicationError(RuntimeError):
+    """A rank did not get what another one should have sent. The group cannot be used again."""
+
+
+@dataclass
+class Buffers:
+    """Receive buffers that were handed back, to be used again; page-locked ones are slow to make."""
+
+    free: dict[tuple[int, torch.device, bool], list[Tensor]] = field(default_factory=dict)
+
+    def take(self, count: int, device: torch.device, pinned: bool = False) -> Tensor:
+        waiting = self.free.get((count, device, pinned))
+        if waiting:
+            return waiting.pop()
+        return torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+    def give(self, buffer: Tensor, pinned: bool = False) -> None:
+        self.free.setdefault((buffer.numel(), buffer.device, pinned), []).append(buffer)
+
+
+class GroupTransport:
+    """Messages over a process group; ranks count within the group."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        *,
+        debug: bool = False,
+        stats: Stats | None = None,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self.group, self.device, self.timeout, self.debug = group, device, timeout, debug
+        self.rank, self.size = group.rank(), group.size()
+        self.stats = Stats() if stats is None else stats
+        self.buffers = buffers
+        host, own = backend_name(group, torch.device("cpu")), backend_name(group, device)
+        if own is None and host != "gloo":
+            raise ValueError(f"the process group carries no {device.type} tensors: it has {group.name()} alone")
+        self.backend = own or "gloo"  # without one of its own a device's tensors are staged through the host
+        self.names_peers, self.agrees_on_host = self.backend == "gloo", host == "gloo"
+        self.staged = device.type != "cpu" and self.names_peers
+
+    def post(
+        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
+    ) -> Pending:
+        wire = torch.device("cpu") if self.staged else self.device
+        sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
+        receives = {peer: count for peer, count in sorted(receives.items()) if count}
+        # gloo's all-to-all is such a batch as well, but does not tell whose message is missing
+        if collective and not self.names_peers:
+            flat = self._buffer(sum(receives.values()), wire)
+            arriving = dict(zip(receives, torch.split(flat, list(receives.values())), strict=True))
+        else:
+            flat = None
+            arriving = {peer: self._buffer(count, wire) for peer, count in receives.items()}
+        if sent or arriving:
+            self.stats.hops += 1
+        self.stats.bytes_sent += sum(message.numel() for message in sent.values())
+        self.stats.bytes_received += sum(receives.values())
+        if flat is None:
+            works = self._batch(sent, arriving, name, kind=name)
+        else:
+            works = self._collective(sent, receives, flat, name)
+        pending = GroupPending(self, name, works, sent, arriving, self.staged, self.names_peers)
+        if self.debug:  # the host waits, so that an error names the step in which it happened
+            pending.finish()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return pending
+
+    def post_all(self, name: str, message: Tensor) -> Pending:
+        """Begin sending a small message from every rank to every rank; not counted in the statistics."""
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        if self.agrees_on_host:  # one by one, so that a missing rank can be named
+            arriving = {peer: torch.empty_like(message) for peer in others}
+            works = self._batch(dict.fromkeys(others, message), arriving, name, kind="to all")
+            return GroupPending(self, name, works, {self.rank: message}, arriving, staged=False, limited=True)
+        message = message.to(self.device)
+        all_messages = [torch.empty_like(message) for _ in range(self.size)]
+        work = dist.all_gather(all_messages, message, group=self.group, async_op=True)
+        arriving = {peer: all_messages[peer] for peer in others}
+        return GroupPending(self, name, [(None, work)], {self.rank: message}, arriving, staged=False, limited=False)
+
+    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
+        self.stats.hold(-sum(message.numel() for message in messages.values()))
+        if reuse and self.buffers is not None and not self.staged:
+            for message in messages.values():
+                if message.untyped_storage().nbytes() == message.numel():  # not one part of a collective's
+                    self.buffers.give(message)
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                what = f"rank {self.rank} raised an error while others waited for its messages"
+                _failures.setdefault(self.group, what)
+                self._close()
+
+    def _close(self) -> None:
+        """Gloo closes all connections when a receive times out, which the ranks at their other ends notice."""
+        if not self.agrees_on_host:
+            return
+        never = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.size):  # until one is alive: a receive from a dead one fails at once and closes nothing
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    work: Any = dist.irecv(never, group=self.group, group_src=peer, tag=_NEVER_SENT)
+                    work.wait(datetime.timedelta(milliseconds=1))
+
+    def _buffer(self, count: int, wire: torch.device) -> Tensor:
+        self.stats.hold(count)
+        pinned = self.staged and torch.cuda.is_available()
+        if self.buffers is not None:
+            return self.buffers.take(count, wire, pinned)
+        return torch.empty(count, dtype=torch.uint8, device=wire, pin_memory=pinned)
+
+    def _to_wire(self, message: Tensor) -> Tensor:
+        if not self.staged:
+            return message.contiguous()
+        staged = torch.empty(message.numel(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return staged.copy_(message)  # waits for the device
+
+    def _batch(
+        self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str, *, kind: str
+    ) -> list[tuple[int | None, dist.Work]]:
+        """Only messages of one kind meet, so that no rank takes one for another where calls differ."""
+        peers = sorted({*sent, *arriving})
+        order = [(peer, way) for peer in peers for way in ("send", "receive")]
+        operations, whom = [], []
+        for peer, way in order:
+            tensor = sent.get(peer) if way == "send" else arriving.get(peer)
+            if tensor is not None:
+                call, tag = dist.isend if way == "send" else dist.irecv, _tag(kind, tensor)
+                operations.append(dist.P2POp(call, tensor, group=self.group, group_peer=peer, tag=tag))
+                whom.append(peer)
+        if not operations:
+            return []
+        if operations[0].tensor.device.type == "cpu":
+            return [(peer, self._one(operation, peer, name)) for peer, operation in zip(whom, operations, strict=True)]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self.broken(f"could not reach one of ranks {peers}", name, error) from error
+        # NCCL gives one handle for the whole batch
+        return list(zip(whom, works, strict=True)) if len(works) == len(whom) else [(None, work) for work in works]
+
+    def _one(self, operation: dist.P2POp, peer: int, name: str) -> dist.Work:
+        try:
+            (work,) = dist.batch_isend_irecv([operation])
+        except RuntimeError as error:  # a connection that is already closed
+            raise self.broken(f"waited 0.0 s for rank {peer}", name, error) from error
+        return work
+
+    def _collective(
+        self, sent: dict[int, Tensor], receives: Mapping[int, int], flat: Tensor, name: str
+    ) -> list[tuple[int | None, dist.Work]]:
+        """One all-to-all of uneven parts: empty but among the ranks that have something for each other."""
+        sending = torch.cat([flat.new_empty(0), *(sent[peer] for peer in sorted(sent))])
+        to_all = [sent[peer].numel() if peer in sent else 0 for peer in range(self.size)]
+        from_all = [receives.get(peer, 0) for peer in range(self.size)]
+        try:
+            work = dist.all_to_all_single(flat, sending, from_all, to_all, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.broken("could not begin the collective", name, error) from error
+        sent[self.rank] = sending  # kept until it has left
+        return [(None, work)]
+
+    def broken(self, what: str, name: str, error: RuntimeError) -> CommunicationError:
+        what = f"rank {self.rank} {what} in {name}"
+        _failures.setdefault(self.group, what)
+        self._close()  # the ranks that wait for this one need not
+        late = "timed out" in str(error).lower()
+        why = f"nothing came within {self.timeout:g} s, it hangs or is far behind" if late else _short(error)
+        return CommunicationError(f"{what}: {why}")
+
+
+_failures: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def check_usable(group: ProcessGroup) -> None:
+    """Raise if an earlier step over the group failed: messages may still be on their way in it."""
+    if group in _failures:
+        raise CommunicationError(f"this process group failed before ({_failures[group]}): make a new one, or restart")
+
+
+@dataclass
+class GroupPending:
+    """A step under way."""
+
+    transport: GroupTransport
+    name: str
+    works: list[tuple[int | None, dist.Work]]
+    sent: dict[int, Tensor]  # kept until they have left
+    arriving: dict[int, Tensor]
+    staged: bool
+    limited: bool  # whether waiting has an end
+
+    def finish(self) -> None:
+        """Wait until all messages of the step have come and gone."""
+        transport, began = self.transport, time.monotonic()
+        for peer, work in self.works:
+            left = max(0.05, transport.timeout - (time.monotonic() - began))
+            try:
+                _ = work.wait(datetime.timedelta(seconds=left)) if self.limited else work.wait()
+            except RuntimeError as error:
+                seconds = time.monotonic() - began
+                whom = f"rank {peer}" if peer is not None else f"some of {transport.size} ranks"
+                raise transport.broken(f"waited {seconds:.1f} s for {whom}", self.name, error) from error
+        self.works = []
+        self.sent = {}
+        transport.stats.seconds_waited += time.monotonic() - began
+
+    def wait(self) -> dict[int, Tensor]:
+        self.finish()
+        if not self.staged:
+            return self.arriving
+        arrived = {peer: buffer.to(self.transport.device) for peer, buffer in self.arriving.items()}
+        if self.transport.buffers is not None:
+            for buffer in self.arriving.values():
+                self.transport.buffers.give(buffer, pinned=buffer.is_pinned())
+        return arrived
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
+    """What carries a device's tensors: a group can have one backend a device type. None: nothing does."""
+    try:
+        name: str = group._get_backend(device).name()
+    except RuntimeError:
+        return None
+    return name.lower()
+
+
+def _tag(kind: str, message: Tensor) -> int:
+    """Gloo hands a message over where tags agree, and aborts the process if its size is not the one expected."""
+    return zlib.crc32(f"{kind}: {message.numel()}".encode()) % _NEVER_SENT
+
+
+def _short(error: RuntimeError) -> str:
+    first = str(error).strip().splitlines()
+    text = first[0] if first else type(error).__name__
+    if any(sign in text.lower() for sign in ("closed by peer", "reset by peer", "broken pipe")):
+        return "the connection was closed: that rank died, left, or gave up waiting itself"
+    return text
