@@ -1,7 +1,7 @@
 """Whole segments for some of the heads: rows go to the ranks that compute them, and results come back.
 
 Where a segment lies on s ranks, each of them computes it whole for 1/s of the heads. So the work is even when causal
-too, and no partial result ever travels. A rank gets no head where heads are fewer than ranks.
+too, and no sum over ranks ever travels. A rank gets no head of a branch where heads are fewer than ranks.
 
 Legend as in `_engine` and `_packing`; a bundle is some heads of a channel that one rank computes, with the same number
 of rows each: L rows in all, of which each member of the channel holds some.
@@ -48,7 +48,8 @@ def bundles(channels: tuple[Channel, ...], shards: Shards, apart: bool) -> tuple
         pieces = [channel.piece(shards, member) for member in channel.members]
         for index, member in enumerate(channel.members):
             alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-            for at in share(len(channel.heads), len(channel.members), index):
+            turn = (index - channel.branch) % len(channel.members)  # where heads are few, others in each branch
+            for at in share(len(channel.heads), len(channel.members), turn):
                 head, offset = channel.heads[at]
                 rows = (*(channel.rows(offset, piece) for piece in pieces), offset if apart else 0)
                 alike.setdefault(rows, []).append((head, offset))
@@ -85,7 +86,8 @@ class AllToAll:
         results: Segments = {}
         for bundle, segment in self.segments(posted, self.inputs).items():
             q, k, v, *padding = segment
-            part, part_lse = work.attend(q, k, v, self.masking(bundle, padding))
+            parts = [part.results for part in work.attend(q, k, v, self.masking(bundle, padding))]
+            part, part_lse = (torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
             results[bundle] = [part_lse, part.to(work.q.dtype)]
             kept += segment if keep else []
         for bundle, (part_lse, part) in self.send_back("hop 2 of the forward alltoall", self.results, results).items():
@@ -115,8 +117,9 @@ class AllToAll:
             *dlse, lse, dout, out = segment[:of_rows]
             q, k, v, *padding = segment[of_rows:] or [next(waiting) for _ in self.inputs]
             here = Rows(dout, dlse[0] if dlse else None, out, lse)
-            parts = work.attend_backward(here, q, k, v, self.masking(bundle, padding))
-            results[bundle] = [part.to(work.q.dtype) for part in parts]
+            parts = [part.results for part in work.attend_backward(here, q, k, v, self.masking(bundle, padding))]
+            whole = (torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
+            results[bundle] = [x.to(work.q.dtype) for x in whole]
         home = self.send_back("hop 2 of the backward alltoall", self.gradients, results)
         for bundle, packed in home.items():
             for grad, part, group in zip(grads, packed, (work.group, 1, 1), strict=True):

@@ -24,7 +24,7 @@ from dilated_attention._shards import Channel, Heads, Shards
 from dilated_attention.backends import sdpa, slices
 from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
-from dilated_attention.backends.slices import Limit
+from dilated_attention.backends.slices import ALL, Limit, Part, of_heads
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_
 from dilated_attention.pattern import DilatedPattern
@@ -177,58 +177,57 @@ class Work:
             dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
         return Rows(dout, dlse, out, lse)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one dense problem."""
-        if self.limit is None:
-            return self.choice.module.forward(self.choice.kernels, q, k, v, masking)  # type: ignore[no-any-return]
-        return slices.forward(self.choice, self.limit, q, k, v, masking)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Iterator[Part]:
+        """(out, lse) of one dense problem, all heads at once unless memory has a limit."""
+        if self.limit is not None:
+            return slices.forward(self.choice, self.limit, q, k, v, masking)
+        return iter([Part(ALL, ALL, self.choice.module.forward(self.choice.kernels, q, k, v, masking))])
 
-    def attend_backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, masking: Masking
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of one dense problem."""
-        if self.limit is None:
-            return self.choice.module.backward(  # type: ignore[no-any-return]
-                self.choice.kernels, rows.dout, q, k, v, rows.out, rows.lse, rows.dlse, masking
-            )
-        return slices.backward(self.choice, self.limit, rows.dout, q, k, v, rows.out, rows.lse, rows.dlse, masking)
+    def attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Iterator[Part]:
+        """(dq, dk, dv) of one dense problem, likewise."""
+        given = (rows.dout, q, k, v, rows.out, rows.lse, rows.dlse, masking)
+        if self.limit is not None:
+            return slices.backward(self.choice, self.limit, *given)
+        return iter([Part(ALL, ALL, self.choice.module.backward(self.choice.kernels, *given))])
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
         for block in self.plan.blocks:
             q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
-            part, part_lse = self.attend(q, k, v, self.masking(block))
             log_zeros = self.log_zero_keys(block)
-            if log_zeros is not None:
-                add_zero_keys_(part, part_lse, log_zeros)
-            if out is None or lse is None:
-                if block.covers(self.k):
-                    out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
-                    lse = part_lse.reshape(self.q.shape[:3]).contiguous()
-                    continue
-                out, lse = self.empty_result()
-            if block.first:
-                block.view(out, self.group).copy_(part)
-                block.view(lse, self.group).copy_(part_lse)
-            else:
-                merge_(block.view(out, self.group), block.view(lse, self.group), part, part_lse)
+            for heads, rows, (part, part_lse) in self.attend(q, k, v, self.masking(block)):
+                if log_zeros is not None:
+                    here_zeros = of_heads(log_zeros, rows) if isinstance(log_zeros, Tensor) else log_zeros
+                    add_zero_keys_(part, part_lse, here_zeros)
+                if out is None or lse is None:
+                    if heads == ALL and block.covers(self.k):
+                        out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
+                        lse = part_lse.reshape(self.q.shape[:3]).contiguous()
+                        continue
+                    out, lse = self.empty_result()
+                here, here_lse = (of_heads(block.view(x, self.group), rows) for x in (out, lse))
+                if block.first:
+                    here.copy_(part)
+                    here_lse.copy_(part_lse)
+                else:
+                    merge_(here, here_lse, part, part_lse)
         return self.empty_result() if out is None or lse is None else (out, lse)
 
     def backward(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         grads: list[Tensor] = []
-        groups = (self.group, 1, 1)
         for block in self.plan.blocks:
             q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
-            parts = self.attend_backward(self.of_rows(block, rows), q, k, v, self.masking(block))
-            if not grads:
-                if block.covers(self.k):
-                    grads = [part.reshape(x.shape) for part, x in zip(parts, self.inputs, strict=True)]
-                    grads = [part.to(self.q.dtype).contiguous() for part in grads]
-                    continue
-                grads = self.empty_grads()
-            for grad, part, group in zip(grads, parts, groups, strict=True):
-                view = block.view(grad, group)
-                _ = view.copy_(part) if block.first else view.add_(part)
+            for part in self.attend_backward(self.of_rows(block, rows), q, k, v, self.masking(block)):
+                if not grads:
+                    if part.heads == ALL and block.covers(self.k):
+                        grads = [x.reshape(y.shape) for x, y in zip(part.results, self.inputs, strict=True)]
+                        grads = [x.to(self.q.dtype).contiguous() for x in grads]
+                        continue
+                    grads = self.empty_grads()
+                which = ((self.group, part.rows), (1, part.heads), (1, part.heads))
+                for grad, x, (group, heads) in zip(grads, part.results, which, strict=True):
+                    view = of_heads(block.view(grad, group), heads)
+                    _ = view.copy_(x) if block.first else view.add_(x)
         dq, dk, dv = grads or self.empty_grads()
         return dq, dk, dv
 

@@ -23,6 +23,7 @@ from dilated_attention._packing import Field, Fields
 from dilated_attention._plan import Lane, lanes
 from dilated_attention._shards import Channel
 from dilated_attention.backends.problem import Masking, accumulate_dtype
+from dilated_attention.backends.slices import of_heads
 from dilated_attention.distributed.routes import ROUTES, Route, Trip
 from dilated_attention.distributed.transport import Pending, Transport
 from dilated_attention.merge import merge_
@@ -216,8 +217,9 @@ class Exchange:
         """Merge what this rank's queries see in a part."""
         group = self.work.group
         for lane, q, k, v, masking in self.problems(part, packed):
-            part_out, part_lse = self.work.attend(q, k, v, masking)
-            merge_(lane.block.view(out, group), lane.block.view(lse, group), part_out, part_lse)
+            here, here_lse = lane.block.view(out, group), lane.block.view(lse, group)
+            for _, rows, (seen, seen_lse) in self.work.attend(q, k, v, masking):
+                merge_(of_heads(here, rows), of_heads(here_lse, rows), seen, seen_lse)
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -277,10 +279,13 @@ class Exchange:
         sums = torch.empty(size, dtype=torch.uint8, device=packed.device)
         dk_all, dv_all = _packing.unpack(sums, self.sum_fields, self.rows(part))
         for lane, q, k, v, masking in self.problems(part, packed):
-            dq_part, dk, dv = self.work.attend_backward(self.work.of_rows(lane.block, rows), q, k, v, masking)
-            lane.packed_here(dq, self.samples, self.work.group).add_(dq_part)
-            lane.packed(dk_all, self.samples).copy_(dk)
-            lane.packed(dv_all, self.samples).copy_(dv)
+            dq_here = lane.packed_here(dq, self.samples, self.work.group)
+            dk_here, dv_here = (lane.packed(x, self.samples) for x in (dk_all, dv_all))
+            mine = self.work.of_rows(lane.block, rows)
+            for heads, query_heads, (dq_part, dk, dv) in self.work.attend_backward(mine, q, k, v, masking):
+                of_heads(dq_here, query_heads).add_(dq_part)
+                of_heads(dk_here, heads).copy_(dk)
+                of_heads(dv_here, heads).copy_(dv)
         return sums
 
     def post_sums(self, step: int, sums: dict[Part, Tensor]) -> Pending:

@@ -20,6 +20,7 @@ from dilated_attention._alltoall import AllToAll
 from dilated_attention._engine import Settings, Work
 from dilated_attention._exchange import Exchange
 from dilated_attention._shards import Shards, channels, crosses
+from dilated_attention.backends.choose import choose
 from dilated_attention.backends.slices import Limit
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
@@ -28,7 +29,7 @@ from dilated_attention.distributed.transport import Alone, Stats, Transport
 
 EXCHANGES = ("auto", "ring", "allgather", "alltoall")
 VERIFY = ("always", "first")
-FIRST_CALLS = 8  # that "first" checks, of each group
+FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Link:
         self.check_usable()
         if self.group is None:
             return Alone(self.stats)
+        if self.buffers is not None:
+            self.buffers.begin()
         return GroupTransport(
             self.group, device, self.timeout, debug=self.debug, stats=self.stats, buffers=self.buffers
         )
@@ -71,6 +74,7 @@ class Call:
     transport: Transport
     shards: Shards
     exchange: str
+    wants_gradients: bool
 
     def work(
         self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, ends: Tensor | None
@@ -92,9 +96,7 @@ class Call:
             return here
         if not here.numel():
             return here
-        message = here.view(torch.uint8)
-        message = message.cpu() if self.transport.agrees_on_host else message
-        for other in self.transport.post_all("the ends of the samples", message).wait().values():
+        for other in self.transport.post_all("the ends of the samples", here.view(torch.uint8)).wait().values():
             here = torch.maximum(here, other.view(torch.int64).to(device))
         return here
 
@@ -134,39 +136,47 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings, link: Link
 ) -> tuple[Tensor, Tensor]:
     transport = link.transport(q.device)
-    fields = _fields(q, k, v, padding, settings, link)
+    fields = _fields(q, k, v, padding, settings, link, resolved_verify(transport, link))
     lengths: tuple[int, ...] = (q.shape[1],)
     if transport.size > 1:
         lengths, seed = _agree(transport, link, fields, q.shape[1], seed)
+        transport.warm_up()
     shards = Shards.of(lengths)
     exchange = link.exchange
     if exchange == "auto":
         exchange = fastest_exchange(
-            settings.pattern, shards, settings.heads(k), q.shape[2] // k.shape[2], q.shape[3], q.dtype,
-            settings.is_causal, transport.backend,
+            settings.pattern, shards, settings.heads(k), q.shape[2] // k.shape[2], q.shape[3],
+            _engine.compute_dtype(q), settings.is_causal, transport.backend, q.shape[0], padding is not None,
         )  # fmt: skip
-    out, lse = _Parallel.apply(q, k, v, padding, seed, Call(settings, link, transport, shards, exchange))  # type: ignore[no-untyped-call]
+    call = Call(settings, link, transport, shards, exchange, fields["gradients"] == "wanted")
+    out, lse = _Parallel.apply(q, k, v, padding, seed, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 def refuse(link: Link, device: torch.device, error: Exception) -> None:
     """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too."""
-    transport = link.transport(device)
-    if _verifies(transport, link):
-        with contextlib.suppress(ValueError):  # the one that all ranks raise; the caller's own error says more
-            _ask(transport, link, "dilated_attention", {REFUSED: f"{type(error).__name__}: {error}"}, 0).wait()
+    verify = link.verify if link.verify in VERIFY else None  # it may be the link that is wrong
+    timeout = link.timeout if isinstance(link.timeout, float) and link.timeout > 0 else 60.0
+    plain = Link(link.group, timeout=timeout, verify=verify)
+    with contextlib.suppress(ValueError):  # the one that all ranks raise; the caller's own error says more
+        transport = plain.transport(device)
+        if _verifies(transport, plain):
+            _ask(transport, plain, "dilated_attention", {REFUSED: f"{type(error).__name__}: {error}"}, 0).wait()
 
 
 def _fields(
-    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, settings: Settings, link: Link
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, settings: Settings, link: Link, verify: str
 ) -> dict[str, object]:
     """What must be alike on all ranks."""
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    request = settings.request(q, padding is not None)
     return {
         "shape": f"(batch {q.shape[0]}, tokens, heads {q.shape[2]}, head_dim {q.shape[3]})",
         "key heads": k.shape[2],
         "dtype": q.dtype,
         "device": q.device.type,
+        "backend": choose(settings.backend, request).name,  # with device and dtype, what decides how rows are packed
+        "computed in": request.dtype,
         "pattern": settings.pattern,
         "is_causal": settings.is_causal,
         "scale": settings.scale,
@@ -175,7 +185,7 @@ def _fields(
         "key_padding_mask": "given" if padding is not None else "not given",
         "exchange": link.exchange,
         "use_checkpointing": link.use_checkpointing,
-        "verify": link.verify,
+        "verify": verify,
         "gradients": "wanted" if wants_gradients else "not wanted",
     }
 
@@ -185,7 +195,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.lengths: dict[int, tuple[int, ...]] = {}  # by this rank's length
+        self.lengths: set[tuple[int, ...]] = set()  # of all shards
 
 
 _seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
@@ -196,9 +206,17 @@ def _seen_by(link: Link) -> _Seen:
     return _seen.setdefault(link.group, _Seen())
 
 
+def resolved_verify(transport: Transport, link: Link) -> str:
+    return link.verify or ("always" if transport.agrees_on_host else "first")
+
+
 def _verifies(transport: Transport, link: Link) -> bool:
-    verify = link.verify or ("always" if transport.agrees_on_host else "first")
-    return verify == "always" or _seen_by(link).calls < FIRST_CALLS
+    """Whether this call is checked: the same answer on every rank, as all have seen the same calls.
+
+    With shards of several lengths every call is: one rank's own length does not tell it those of the others.
+    """
+    seen = _seen_by(link)
+    return resolved_verify(transport, link) == "always" or seen.calls < FIRST_CALLS or len(seen.lengths) != 1
 
 
 def _ask(
@@ -217,19 +235,19 @@ def _agree(
         agreement = _ask(transport, link, "dilated_attention", fields, length, number).wait()
         if seed is not None:
             seed = torch.full_like(seed, agreement.seeds[0])
-        _seen_by(link).lengths[length] = agreement.lengths
+        _seen_by(link).lengths.add(agreement.lengths)
         return agreement.lengths, seed
-    known = _seen_by(link).lengths
-    if length not in known:
+    (known,) = _seen_by(link).lengths
+    if length != known[transport.rank]:
         raise ValueError(
-            f"rank {transport.rank} has {length} tokens, a length that none of the checked calls over this group had "
-            f"({sorted(known)}), and later calls are not checked: give verify='always'"
+            f"rank {transport.rank} has {length} tokens and had {known[transport.rank]} in all checked calls over this "
+            "group; later ones are not checked: for shards that vary in length give verify='always'"
         )
-    if seed is not None and transport.rank == 0:
-        transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()
-    elif seed is not None:  # it stays on the device: reading it would make the host wait
-        seed = transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()[0].view(torch.int64)[0]
-    return known[length], seed
+    if seed is not None:  # it stays on the device: reading it would make the host wait
+        others = transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()
+        if transport.rank:
+            seed = others[0].view(torch.int64)[0].to(seed.device)
+    return known, seed
 
 
 class _Parallel(torch.autograd.Function):
@@ -241,7 +259,7 @@ class _Parallel(torch.autograd.Function):
             ends = call.ends(padding, q.device)
             work = call.work(q, k, v, padding, seed, ends)
             exchanger = call.exchanger(work, k)
-            keep = not call.link.use_checkpointing and any(ctx.needs_input_grad)
+            keep = call.wants_gradients and not call.link.use_checkpointing
             kept: list[Tensor] = []
             if exchanger is None:
                 out, lse = work.forward()

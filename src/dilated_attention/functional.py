@@ -109,12 +109,13 @@ def dilated_attention(
             group make the same call. Not traced by ``torch.compile``.
         exchange: how rows of other ranks come here. "ring": from neighbour to neighbour, two blocks at a time;
             "allgather": all of them in one step; "alltoall": whole segments for a share of the heads; "auto":
-            the one with the least modelled time whose buffers are no larger than a few shards.
+            the one with the least modelled time that holds at most twice what a shard keeps for its backward pass.
         use_checkpointing: received rows travel again in the backward pass; False keeps them.
-        timeout: seconds to wait for another rank before an error that names it (gloo).
-        verify: "always": every call first compares its arguments over the ranks; "first": only the first calls of a
-            group do. By default "always" where the group has gloo for the host ("gloo", "cpu:gloo,cuda:nccl"), else
-            "first", as reading the answer makes the host wait for the device.
+        timeout: seconds to wait for another rank before an error that names it (gloo; NCCL has its own).
+        verify: "always": every call first compares its arguments over the ranks; "first": only the first 64 checks of
+            a group, forward and backward, as long as its shards keep their lengths. By default "always" where the
+            group has gloo for the host ("gloo", "cpu:gloo,cuda:nccl"), else "first", as reading the answer makes the
+            host wait for the device.
         debug: wait on the host in every hop, so that an error comes from where it happened.
         heads: (first, total) of the key/value heads, where this process holds some of them (tensor parallelism).
 
@@ -123,7 +124,7 @@ def dilated_attention(
     """
     link = None
     if group is not None:
-        link = checked_link(group, exchange, use_checkpointing, timeout, verify, debug)
+        link = Link(process_group(group), exchange, use_checkpointing, timeout, verify, debug)
     out, lse = attend(
         query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link
     )
@@ -151,6 +152,8 @@ def attend(
     """
     alone = link is None or link.size == 1
     try:
+        if link is not None:
+            check_link(link)
         settings = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads
         )
@@ -159,8 +162,9 @@ def attend(
             # a refusal must not cost a draw of the seed, nor leave other ranks waiting
             choose.choose(backend, settings.request(query, key_padding_mask is not None))
     except (TypeError, ValueError, NotImplementedError) as error:
-        if link is not None and not alone and isinstance(query, Tensor):
-            _parallel.refuse(link, query.device, error)
+        if link is not None and not alone:
+            device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+            _parallel.refuse(link, device, error)
         raise
     if settings.dropout_p > 0 and seed is None:
         seed = drawn_seed(query.device)
@@ -190,25 +194,17 @@ def drawn_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
-def checked_link(
-    group: Group,
-    exchange: str = "auto",
-    use_checkpointing: bool = True,
-    timeout: float = 60.0,
-    verify: str | None = None,
-    debug: bool = False,
-) -> Link:
-    """How calls go over a group, or an error that says what is wrong with it."""
-    if exchange not in EXCHANGES:
-        raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
-    if verify is not None and verify not in VERIFY:
-        raise ValueError(f"unknown verify {verify!r}: use one of {', '.join(VERIFY)}, or None")
-    for name, flag in (("use_checkpointing", use_checkpointing), ("debug", debug)):
+def check_link(link: Link) -> None:
+    """Raise if calls cannot go over a group in this way."""
+    if link.exchange not in EXCHANGES:
+        raise ValueError(f"unknown exchange {link.exchange!r}: use one of {', '.join(EXCHANGES)}")
+    if link.verify is not None and link.verify not in VERIFY:
+        raise ValueError(f"unknown verify {link.verify!r}: use one of {', '.join(VERIFY)}, or None")
+    for name, flag in (("use_checkpointing", link.use_checkpointing), ("debug", link.debug)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
-    if not isinstance(timeout, Real) or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    return Link(process_group(group), exchange, use_checkpointing, float(timeout), verify, debug)
+    if not isinstance(link.timeout, Real) or not 0 < link.timeout < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, got {link.timeout!r}")
 
 
 def _checked(

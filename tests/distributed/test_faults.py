@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dilated_attention
-from dilated_attention import DilatedPattern, testing
+from dilated_attention import DilatedPattern, _parallel, testing
 from dilated_attention._shards import Heads
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.group import CommunicationError, GroupTransport
@@ -558,22 +558,29 @@ def test_no_message_is_taken_for_another(exchange: str) -> None:
     assert all(x.seconds < SHORT + MARGIN for x in outcomes)
 
 
-def change_length(exchange: str, timeout: float) -> None:
-    """Without checks, one rank's shard becomes longer and the others do not know."""
+def change_length(exchange: str, timeout: float, changes: tuple[int, ...]) -> None:
+    """One rank's shard becomes longer in some calls, which the others do not know where calls are not checked."""
     query = testing.make_qkv(2, TOKENS + 4, 4, 8, dtype=torch.float64)[0]
-    for count in range(12):
-        longer = dist.get_rank() == VICTIM and count in (1, 11)
-        lengths_known = query[:, : TOKENS + 4 if longer else TOKENS]
-        dilated_attention.dilated_attention(
-            *[lengths_known] * 3, PATTERN, group=world(), exchange=exchange, timeout=timeout, verify="first"
-        )
+    with mock.patch.object(_parallel, "FIRST_CALLS", 8):
+        for count in range(12):
+            longer = dist.get_rank() == VICTIM and count in changes
+            shard = query[:, : TOKENS + 4 if longer else TOKENS]
+            dilated_attention.dilated_attention(
+                *[shard] * 3, PATTERN, group=world(), exchange=exchange, timeout=timeout, verify="first"
+            )
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_no_message_of_another_length_is_taken(exchange: str) -> None:
-    outcomes = outcomes_of(change_length, exchange, SHORT)
-    assert_waited(outcomes, "of the forward", seconds=SHORT, within=MARGIN, again=False)
-    assert outcomes[VICTIM].error_type == "CommunicationError"
+    outcomes = outcomes_of(change_length, exchange, SHORT, (11,))
+    assert outcomes[VICTIM].error_type == "ValueError"
+    assert "verify='always'" in str(outcomes[VICTIM].error)
+    assert [x.error_type for x in outcomes if x.rank != VICTIM] == ["CommunicationError"] * (P - 1)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_lengths_that_vary_keep_being_checked(exchange: str) -> None:
+    pool(P).run(change_length, exchange, LONG, (1, 5, 11))
 
 
 # --- other lengths, other groups --------------------------------------------------------------------------------

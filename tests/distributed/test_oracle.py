@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import DilatedPattern, dilated_attention, functional, testing
+from dilated_attention import DilatedPattern, _parallel, dilated_attention, functional, testing
 from dilated_attention._shards import Shards
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
@@ -762,7 +762,7 @@ def unverified_here(case: Case, calls: int) -> tuple[list[list[str]], list[Resul
         return post_all(self, name, message)
 
     words, results = [], []
-    with mock.patch.object(GroupTransport, "post_all", noted):
+    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(_parallel, "FIRST_CALLS", 8):
         for _ in range(calls):
             results.append(case.on_this_rank(group, verify="first"))
             words.append(said.copy())

@@ -136,7 +136,7 @@ class Bundles(NamedTuple):
 
     @staticmethod
     def of(call: Call, work: Work) -> Bundles:
-        """Every channel's heads dealt to its members as `routes.share` does."""
+        """Every channel's heads dealt to its members as `_alltoall.bundles` does."""
         pieces, (kinds, count) = work.pieces, work.rows.shape
         shared = (work.members > 1).any(0).nonzero().squeeze(1)
         members, channel = (x[:, shared][work.kinds] for x in (work.members, work.channel))  # (heads, shared segments)
@@ -147,7 +147,8 @@ class Bundles(NamedTuple):
             heads = torch.where(here, here.sum(0), heads)
         head, place = (members > 1).nonzero(as_tuple=True)
         kind, segment = work.kinds[head], shared[place]
-        member = (((at + 1) * members - 1) // heads)[head, place]  # the one whose share the head is in
+        member = ((at + 1) * members - 1) // heads + work.turn[shared]  # the one whose share the head is in,
+        member = (member % members.clamp(min=1))[head, place]  # which is another one in each branch
         has = (work.rows > 0).flatten()
         earlier = sums_before(has)[kind * count + pieces.first[segment]]
         target = has.nonzero().squeeze(1)[earlier + member] % count

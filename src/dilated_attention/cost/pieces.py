@@ -73,6 +73,7 @@ class Pieces(NamedTuple):
 class Branches(NamedTuple):
     """One or more branches, and which head is at which offset in each."""
 
+    numbers: Tensor  # (branches,) which of the pattern's
     widths: list[int]
     rates: Tensor  # (branches,)
     offsets: Tensor  # (kinds, branches); a width where the heads do not run the branch: no row lies there
@@ -96,7 +97,7 @@ class Branches(NamedTuple):
         ]
         distinct = list(dict.fromkeys(columns))
         kinds = torch.tensor([distinct.index(column) for column in columns])
-        return Branches(widths, rates, torch.tensor(distinct), kinds)
+        return Branches(torch.tensor(some), widths, rates, torch.tensor(distinct), kinds)
 
     def rows_before(self, token: Tensor, pieces: Pieces, offsets: Tensor) -> Tensor:
         """(kinds, n): how many of each segment's rows come before a token (n,) of it; offsets (kinds, branches)."""
@@ -130,6 +131,7 @@ class Work(NamedTuple):
     offsets: Tensor  # (heads,) equal where the heads' offsets are
     members: Tensor  # (K, S) how many pieces of the segment have rows
     channel: Tensor  # (K, S) the first kind that has rows in the same pieces of the segment
+    turn: Tensor  # (S,) the number of the segment's branch
 
     @staticmethod
     def of(branches: Branches, pieces: Pieces, offsets: Tensor) -> Work:
@@ -139,7 +141,8 @@ class Work(NamedTuple):
             rows, kinds = rows[:1], torch.zeros_like(kinds)
         has = rows > 0
         heads = torch.bincount(kinds).unsqueeze(1)
-        return Work(pieces, rows, kinds, heads, branches.kinds, pieces.per_segment(has), pieces.alike(has))
+        turn = branches.numbers[pieces.branch[pieces.first]]
+        return Work(pieces, rows, kinds, heads, branches.kinds, pieces.per_segment(has), pieces.alike(has), turn)
 
     def channel_rows(self) -> Tensor:
         """(K, n): the rows of all heads of a channel, in the place of its first kind."""

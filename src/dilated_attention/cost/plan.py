@@ -185,10 +185,12 @@ def fastest_exchange(
     dtype: torch.dtype,
     is_causal: bool,
     backend: str,
+    batch: int = 1,
+    has_padding: bool = False,
 ) -> str:
     """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
     have the same, and so all come to the same."""
-    call = Call(pattern, shards, heads, group, head_dim, dtype, 1, is_causal, False)
+    call = Call(pattern, shards, heads, group, head_dim, dtype, batch, is_causal, has_padding)
     return _fastest(count(call), call, *LINKS.get(backend, LINKS["nccl"]))
 
 

@@ -54,7 +54,7 @@ class FakePending:
 
 
 class FakeTransport:
-    """A `Transport` over an office. ``log`` holds (step, collective, bytes to each rank) of what was posted."""
+    """A `Transport` over an office. ``log``: (step, collective, bytes to, bytes from each rank) of what was posted."""
 
     backend = "fake"
     names_peers = agrees_on_host = True
@@ -62,7 +62,7 @@ class FakeTransport:
     def __init__(self, office: Office, rank: int) -> None:
         self.office, self.rank, self.size = office, rank, office.size
         self.stats = Stats()
-        self.log: list[tuple[str, bool, dict[int, int]]] = []
+        self.log: list[tuple[str, bool, dict[int, int], dict[int, int]]] = []
         self._posted: dict[str, int] = {}
 
     def post(
@@ -70,7 +70,7 @@ class FakeTransport:
     ) -> FakePending:
         sends = {peer: message for peer, message in sends.items() if message.numel()}
         receives = {peer: count for peer, count in receives.items() if count}
-        self.log.append((name, collective, {peer: message.numel() for peer, message in sends.items()}))
+        self.log.append((name, collective, {peer: message.numel() for peer, message in sends.items()}, receives))
         self.stats.hops += bool(sends or receives)
         self.stats.bytes_sent += sum(message.numel() for message in sends.values())
         self.stats.bytes_received += sum(receives.values())
@@ -80,6 +80,9 @@ class FakeTransport:
     def post_all(self, name: str, message: Tensor) -> FakePending:
         others = [peer for peer in range(self.size) if peer != self.rank]
         return self._carry(name, dict.fromkeys(others, message), dict.fromkeys(others, message.numel()))
+
+    def warm_up(self) -> None:
+        pass
 
     def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
         self.stats.hold(-sum(message.numel() for message in messages.values()))

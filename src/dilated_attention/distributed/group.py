@@ -35,8 +35,15 @@ class Buffers:
     """Receive buffers that were handed back, to be used again; page-locked ones are slow to make."""
 
     free: dict[tuple[int, torch.device, bool], list[Tensor]] = field(default_factory=dict)
+    used: set[tuple[int, torch.device, bool]] = field(default_factory=set)  # in this call
+
+    def begin(self) -> None:
+        """A new call: sizes that the last one did not use are let go, as lengths may vary without end."""
+        self.free = {key: buffers for key, buffers in self.free.items() if key in self.used}
+        self.used = set()
 
     def take(self, count: int, device: torch.device, pinned: bool = False) -> Tensor:
+        self.used.add((count, device, pinned))
         waiting = self.free.get((count, device, pinned))
         if waiting:
             return waiting.pop()
@@ -102,6 +109,7 @@ class GroupTransport:
         """Begin sending a small message from every rank to every rank; not counted in the statistics."""
         others = [peer for peer in range(self.size) if peer != self.rank]
         if self.agrees_on_host:  # one by one, so that a missing rank can be named
+            message = message.cpu()
             arriving = {peer: torch.empty_like(message) for peer in others}
             works = self._batch(dict.fromkeys(others, message), arriving, name, kind="to all")
             return GroupPending(self, name, works, {self.rank: message}, arriving, staged=False, limited=True)
@@ -110,6 +118,12 @@ class GroupTransport:
         work = dist.all_gather(all_messages, message, group=self.group, async_op=True)
         arriving = {peer: all_messages[peer] for peer in others}
         return GroupPending(self, name, [(None, work)], {self.rank: message}, arriving, staged=False, limited=False)
+
+    def warm_up(self) -> None:
+        """NCCL wants all ranks in the first call over a group: a batch over some of them may hang it for good."""
+        if not self.names_peers and self.agrees_on_host and self.group not in _warm:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            _warm.add(self.group)
 
     def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
         self.stats.hold(-sum(message.numel() for message in messages.values()))
@@ -208,13 +222,16 @@ class GroupTransport:
         return CommunicationError(f"{what}: {why}")
 
 
+_warm: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _failures: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 def check_usable(group: ProcessGroup) -> None:
     """Raise if an earlier step over the group failed: messages may still be on their way in it."""
     if group in _failures:
-        raise CommunicationError(f"this process group failed before ({_failures[group]}): make a new one, or restart")
+        raise CommunicationError(
+            f"this process group failed before ({_failures[group]}): make a new one on all ranks, or restart"
+        )
 
 
 @dataclass

@@ -57,8 +57,11 @@ class Transport(Protocol):
     def post_all(self, name: str, message: Tensor) -> Pending:
         """Begin sending a small message from every rank to every rank; not counted in the statistics."""
 
+    def warm_up(self) -> None:
+        """Before the first step, on every rank."""
+
     def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
-        """Say that received messages are no longer the transport's to hold; ``reuse``: nor anyone's."""
+        """Say that received messages are no longer the transport's to count; ``reuse``: and that nobody reads them."""
 
     def closed_on_error(self) -> AbstractContextManager[None]:
         """Inside, an error on this rank ends the waiting of the others at once."""
@@ -79,6 +82,9 @@ class Alone:
 
     def post_all(self, name: str, message: Tensor) -> Pending:
         return Nothing()
+
+    def warm_up(self) -> None:
+        pass
 
     def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
         pass

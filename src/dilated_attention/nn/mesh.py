@@ -40,7 +40,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         mesh: has no axes but those named by the last three arguments.
         data, sequence, heads: the names of its axes; ``num_heads`` is a multiple of the size of the heads axis.
         others: see :class:`MultiheadDilatedAttention` and :func:`dilated_attention`. The dropped pairs are those of
-            one device, by the random state of the first rank along the sequence and heads axes.
+            one device, by the random state of the first rank along the sequence and heads axes; ranks along the data
+            axis are to draw differently. An error in one rank's arguments reaches its sequence group at once, and
+            ranks with other heads only through their collectives' own timeouts.
     """
 
     def __init__(

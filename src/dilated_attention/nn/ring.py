@@ -21,7 +21,7 @@ from dilated_attention.backends.slices import Limit
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.distributed.transport import Stats
-from dilated_attention.functional import check_backend, checked_link, checked_probability
+from dilated_attention.functional import check_backend, check_link, checked_probability
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.pattern import MAX_NUMBER, DilatedPattern, whole_number
 
@@ -36,7 +36,8 @@ class Ranks:
         self.limit: Limit | None = None
         self.stats = Stats()
         self.buffers: Buffers | None = None
-        self.link()  # an error now rather than in the first step
+        check_link(Link(None, exchange, **settings))  # errors now rather than in the first step
+        self.link()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
@@ -61,9 +62,7 @@ class Ranks:
             )
         if group is None:
             return None if self.limit is None else Link(None, limit=self.limit, stats=self.stats)
-        link = checked_link(group, self.exchange, **self.settings)
-        link.limit, link.stats, link.buffers = self.limit, self.stats, self.buffers
-        return link
+        return Link(group, self.exchange, **self.settings, limit=self.limit, stats=self.stats, buffers=self.buffers)
 
     def __repr__(self) -> str:
         ranks = "default group" if self.group is None else f"{self.group.size()} ranks"
@@ -139,8 +138,8 @@ class RingAttentionV2Simple(RingDilatedAttention):
     """Equals ``dilated_attention(..., DilatedPattern.longnet([N], [1]), exchange="ring", backend="eager")``: dense.
 
     Every token sees every other, or every earlier one when causal. Plain matrix products on blocks that go round the
-    ring: the algorithm with nothing around it. The arguments are those of :class:`RingDilatedAttention`; with a single
-    segment all rules are the same.
+    ring; the same in twenty lines and one process is in docs/scaling.md. The arguments are those that
+    :class:`RingDilatedAttention` has of the same names; with a single segment all rules are the same.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class RingDilatedAttentionV2Collective(RingDilatedAttention):
     """Equals ``dilated_attention(..., enable_gqa=True, group=group, exchange="allgather")`` with the pattern made here.
 
     The rows of all ranks that share a segment come in one collective: the LongNet paper's way. Fewer steps than a ring,
-    and room for all those rows. The arguments are those of :class:`RingDilatedAttention`.
+    and room for all those rows. Arguments as in :class:`RingDilatedAttention`.
     """
 
     exchange = "allgather"
