@@ -9,6 +9,7 @@ Legend as in `_exchange` and `_alltoall`; P ranks, N tokens.
 
 from __future__ import annotations
 
+import graphlib
 import itertools
 import random
 from collections import Counter
@@ -322,7 +323,7 @@ def check_counts(problem: Problem, transports: Sequence[FakeTransport], office: 
     assert sum(one.bytes_sent for one in stats) == sum(one.bytes_received for one in stats)
     assert all(one.buffer_bytes == 0 for one in stats)
     for transport in transports:
-        assert all(collective == (problem.exchange != "ring") for _, collective, _ in transport.log)
+        assert all(collective == (problem.exchange != "ring") for _, collective, *_ in transport.log)
 
 
 def deal_ids(problem: Problem) -> None:
@@ -370,7 +371,7 @@ def test_rows_that_travel_meet_the_queries_of_the_pattern(problem: Problem) -> N
     travel(problem)
 
 
-@few(60)
+@few(150)
 @given(problems(most_ranks=64, most_tokens=120))
 def test_rows_that_travel_among_many_ranks_too(problem: Problem) -> None:
     travel(problem)
@@ -450,7 +451,7 @@ def test_bytes_of_many_ranks(exchange: str, ranks: int, spanned: int, rate: int,
         assert sum(one.values()) == 2 * Hk * D * e * others * c // rate
 
 
-@few(60)
+@few(150)
 @given(problems(most_ranks=64, most_tokens=3000))
 def test_both_ends_of_every_message_agree(problem: Problem) -> None:
     for exchange in ("ring", "allgather"):
@@ -511,7 +512,7 @@ def test_on_a_ring_blocks_go_to_the_next_rank_only() -> None:
     problem = spanning(lengths=(20, 3, 7, 0, 25, 5))
     after = {0: 1, 1: 2, 2: 4, 4: 5, 5: 0, 3: None}
     for transport in problem.run()[1]:
-        hops = [(name, set(sends)) for name, collective, sends in transport.log if not collective]
+        hops = [(name, set(sends)) for name, collective, sends, _ in transport.log if not collective]
         assert len(hops) == len(transport.log)
         blocks = [peers for name, peers in hops if "gradients'" not in name]
         sums = [peers for name, peers in hops if "gradients'" in name]
@@ -520,6 +521,26 @@ def test_on_a_ring_blocks_go_to_the_next_rank_only() -> None:
             continue
         assert blocks == [{after[transport.rank]}] * 8  # four steps, forward and again backward
         assert sums == [{after[transport.rank]}] * 4  # the last user is the rank before the owner
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(10,) * 6, (20, 3, 7, 0, 25, 5), (1, 50, 2, 60)], ids=str)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_all_ranks_post_in_one_order(exchange: str, lengths: tuple[int, ...], is_causal: bool) -> None:
+    """NCCL runs what is posted in that order: two ranks that differ in it wait for each other for ever."""
+    pattern = DilatedPattern.longnet([8, 24, 200], [1, 2, 3])
+    problem = spanning(exchange=exchange, lengths=lengths, is_causal=is_causal, pattern=pattern)
+    logs = [transport.log for transport in problem.run()[1]]
+    order: dict[str, set[str]] = {}
+    for log in logs:
+        names = [name for name, collective, sends, receives in log if collective or sends or receives]
+        assert len(names) == len(set(names))
+        for before, after in itertools.pairwise(names):
+            order.setdefault(after, set()).add(before)
+    graphlib.TopologicalSorter(order).prepare()  # raises where two ranks disagree
+    for source, target in itertools.permutations(range(len(logs)), 2):
+        sent = [(name, sends[target]) for name, _, sends, _ in logs[source] if target in sends]
+        assert sent == [(name, receives[source]) for name, _, _, receives in logs[target] if source in receives]
 
 
 @pytest.mark.parametrize(("exchange", "hops"), [("ring", (5, 10)), ("allgather", (1, 2)), ("alltoall", (2, 2))])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, _parallel, testing
+from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.distributed.transport import Transport
 from dilated_attention.functional import attend
 from dilated_attention.ranks import pool
@@ -106,3 +107,20 @@ def test_collectives_are_called_as_often_as_they_should(outcome) -> None:
     assert counts[0]["all_gather"] == _parallel.FIRST_CALLS + seeds + ends
     assert counts[1].get("batch_isend_irecv", 0) == 0  # an empty shard takes part in collectives only
     assert counts[0]["batch_isend_irecv"] > 0
+
+
+def debugged() -> list[tuple[bool, list[int]]]:
+    """Whether a step was over when it had been posted, and what came."""
+    found = []
+    for debug in (False, True):
+        transport = GroupTransport(dist.group.WORLD, torch.device("cpu"), 10.0, debug=debug)
+        peer = 1 - transport.rank
+        message = torch.full((5,), transport.rank, dtype=torch.uint8)
+        pending: Any = transport.post("a step", {peer: message}, {peer: 5})
+        found.append((not pending.works, pending.wait()[peer].tolist()))
+    return found
+
+
+def test_debug_waits_in_every_step() -> None:
+    for rank, found in enumerate(pool(2).run(debugged)):
+        assert found == [(False, [1 - rank] * 5), (True, [1 - rank] * 5)]

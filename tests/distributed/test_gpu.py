@@ -1,4 +1,4 @@
-"""Ranks that share one GPU over gloo, their messages staged through pinned memory, against the oracle; NCCL alone."""
+"""Ranks that share one GPU over gloo, staged through pinned memory, against the oracle; NCCL with one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, testing
+from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.ranks import pool
 
 pytestmark = pytest.mark.gpu
@@ -69,14 +70,51 @@ def test_ranks_on_one_gpu_match_the_oracle(which, shards, exchange, is_causal, d
     testing.assert_exact(got, on_host(want), on_host(plain))
 
 
-def test_nccl_with_one_rank(tmp_path) -> None:
-    """All that one GPU can show of NCCL: a group of one rank computes as without a group."""
+@pytest.fixture
+def nccl(tmp_path):
+    """A group of one rank: as much of NCCL as one GPU can run."""
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1, timeout=limit)
-    try:
-        q, k, v = testing.make_qkv(1, 500, 4, 32, dtype=torch.bfloat16, device="cuda")
-        pattern = DilatedPattern.longnet([64, 256], [1, 2])
-        alone = dilated_attention(q, k, v, pattern)
-        assert torch.equal(dilated_attention(q, k, v, pattern, group=dist.group.WORLD), alone)
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_one_rank_on_nccl_computes_as_without_a_group(nccl) -> None:
+    q, k, v = testing.make_qkv(1, 500, 4, 32, dtype=torch.bfloat16, device="cuda")
+    pattern = DilatedPattern.longnet([64, 256], [1, 2])
+    assert torch.equal(dilated_attention(q, k, v, pattern, group=nccl), dilated_attention(q, k, v, pattern))
+
+
+def test_a_group_with_nccl_alone_agrees_on_the_device(nccl) -> None:
+    """Its host has no backend: messages to all, and steps, are collectives of CUDA tensors."""
+    transport = GroupTransport(nccl, torch.device("cuda"), 60.0)
+    assert (transport.backend, transport.names_peers, transport.agrees_on_host) == ("nccl", False, False)
+    transport.warm_up()
+    assert transport.post_all("a word", torch.zeros(8, dtype=torch.uint8)).wait() == {}
+    assert transport.post("a step", {}, {}, collective=True).wait() == {}
+    with pytest.raises(ValueError, match="carries no cpu tensors"):
+        GroupTransport(nccl, torch.device("cpu"), 60.0)
+
+
+@pytest.mark.parametrize("cap", [8, 64])
+def test_a_cap_on_memory_is_one(cap: int) -> None:
+    """Less is held than without it, and what is held beyond the results is no more than it says and some."""
+    mib = 1 << 20
+
+    def peak(attention, backward: bool) -> int:
+        q, k, v = (
+            x.requires_grad_() for x in testing.make_qkv(1, 1 << 17, 16, 64, dtype=torch.bfloat16, device="cuda")
+        )
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        out = attention(q, k, v)
+        if backward:
+            out.backward(torch.ones_like(out))
+        return (torch.cuda.max_memory_allocated() - base) // mib
+
+    shape = ([2048, 8192], [1, 1])
+    for backward in (False, True):
+        free = peak(RingDilatedAttentionProduction(*shape, rule="longnet"), backward)
+        capped = peak(RingDilatedAttentionProduction(*shape, rule="longnet", max_workspace_bytes=cap * mib), backward)
+        assert capped < free, f"{capped} MiB with a cap and {free} without"
