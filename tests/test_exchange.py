@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _packing, _parallel, reference, testing
+from dilated_attention import DilatedPattern, _engine, _packing, _parallel, reference, testing
 from dilated_attention._alltoall import AllToAll, bundles
 from dilated_attention._engine import Settings
 from dilated_attention._exchange import Exchange, Messages, Part, traffic
@@ -574,3 +574,21 @@ def test_nan_in_what_is_allocated_never_comes_out(exchange: str, rule: str, monk
     monkeypatch.setattr(torch, "empty", poisoned)
     for (name, got), (_, wanted) in zip(problem.run()[0].items(), plain.items(), strict=True):
         assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("exchange", ["ring", "allgather"])
+def test_blocks_travel_in_the_dtype_computed_in_and_sums_in_float32(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_engine, "_has_amx", lambda: True)  # else a CPU computes bfloat16 in float32
+    problem = spanning(exchange=exchange, lengths=(8,) * 8, pattern=DilatedPattern.longnet([64], [1]), group=1)
+    qkv, dout, _ = problem.inputs()
+    qkv, dout = tuple(x.bfloat16() for x in qkv), dout.bfloat16()
+    got, transports = testing.run_sharded(qkv, problem.lengths, problem.pattern, dout, exchange=exchange)
+    plain = testing.oracle(qkv, problem.pattern, dout, dtype=None)
+    testing.assert_exact(got, testing.oracle(qkv, problem.pattern, dout), plain)
+    for transport in transports:
+        sizes = {"forward": 2, "backward": 2, "gradients'": 4}
+        for name, _, sends, _ in transport.log:
+            (kind,) = (kind for kind in sizes if kind in name)
+            assert set(sends.values()) == {2 * 8 * 3 * 3 * sizes[kind]}, name  # keys and values of 8 rows, 3 heads

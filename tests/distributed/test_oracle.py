@@ -676,7 +676,7 @@ def test_a_ring_is_point_to_point_between_neighbours(exchange: str, use_checkpoi
 
 def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
     """Hops, bytes received, bytes sent and bytes still held, after the forward and after the backward pass."""
-    link = functional.checked_link(dist.group.WORLD, case.exchange, case.use_checkpointing)
+    link = _parallel.Link(dist.group.WORLD, case.exchange, case.use_checkpointing)
     qkv, dout, _, padding = case.inputs()
     shard = case.shard(dist.get_rank())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
