@@ -263,7 +263,7 @@ def circulate_ids(problem: Problem) -> None:
         for rank, one in taking_part:
             messages = waiting[rank].wait()
             one.transport.release(messages)
-            parts[rank] = one.parts(messages, one.traffic.receives[step - 1], one.fields)
+            parts[rank] = dict(one.parts(messages, one.traffic.receives[step - 1], one.fields))
             for part, packed in parts[rank].items():
                 dq = own_sums[rank].setdefault(part.channel, [one.zeros(part.channel, problem.group)])[0]
                 for lane, q, k, v, masking in one.problems(part, packed):
@@ -273,7 +273,7 @@ def circulate_ids(problem: Problem) -> None:
                     assert torch.equal(positions, k.long() // problem.kv_heads)
                     seen.add(q, k, is_causal=False)
                     lane.packed_here(dq, 1, problem.group).add_(1.0)
-                (size,) = one.sizes((part,), one.sum_fields)
+                size = one.size(part, one.sum_fields)
                 sums[rank][part] = torch.empty(size, dtype=torch.uint8)
                 shares = _packing.unpack(sums[rank][part], one.sum_fields, one.rows(part))
                 for x, value in zip(shares, (1.0, rank), strict=True):
@@ -332,10 +332,10 @@ def deal_ids(problem: Problem) -> None:
     def rank(transport: FakeTransport) -> list[list[Tensor]]:
         work = work_on_ids(problem, transport.rank)
         one = AllToAll(work, transport, problem.channels(work.rank))
-        segments = one.segments(one.post("there", one.inputs, one.input_tensors), one.inputs)
+        segments = one.segments(one.post("there", one.fields.inputs, one.input_tensors), one.fields.inputs)
         results = {bundle: [q[..., 0], q] for bundle, (q, _, _) in segments.items()}
         out, lse, rows = torch.full_like(work.q, -1.0), torch.full_like(work.q[..., 0], -1.0), 0
-        for bundle, (part_lse, part) in one.send_back("back", one.results, results).items():
+        for bundle, (part_lse, part) in one.send_back("back", one.fields.results, results).items():
             for lane in one.lanes(bundle, work.group):
                 for whole, packed in ((out, part), (lse, part_lse)):
                     view = lane.block.view(whole, work.group)

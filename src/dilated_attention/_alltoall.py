@@ -10,7 +10,7 @@ of rows each: L rows in all, of which each member of the channel holds some.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dilated_attention import _packing
 from dilated_attention._engine import Rows, Work
-from dilated_attention._packing import Field, Fields
+from dilated_attention._packing import Expected, Fields, Travelling
 from dilated_attention._plan import Lane, lanes
 from dilated_attention._shards import Channel, Shards
-from dilated_attention.backends.problem import Masking, accumulate_dtype
+from dilated_attention.backends.problem import Masking
 from dilated_attention.distributed.routes import share
 from dilated_attention.distributed.transport import Pending, Transport
 from dilated_attention.dropout import Dropout, row_words
@@ -69,28 +69,25 @@ class AllToAll:
         work = self.work
         # kernels that group heads want one padding for all of them
         self.bundles = bundles(self.channels, work.shards, work.padding is not None and work.group > 1)
-        self.samples, group, dim = work.q.shape[0], work.group, (work.q.shape[3],)
-        dtype, exact = work.q.dtype, accumulate_dtype(work.q.dtype)
-        queries, keys, column = Field(dtype, group, dim), Field(dtype, 1, dim), Field(exact, group)
-        self.inputs: Fields = (queries, keys, keys, *((Field(torch.bool),) if work.padding is not None else ()))
-        self.results: Fields = (column, queries)  # lse, out
-        self.rows_fields: Fields = (column, queries, queries)  # lse, dout, out; dlse in front if there is one
-        self.gradients: Fields = (queries, keys, keys)
+        self.samples = work.q.shape[0]
+        self.fields = Travelling.of(work.q.dtype, work.group, work.q.shape[3], work.padding is not None)
 
     def forward(self, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out, lse, and the q, k, v of the segments computed here if they are to be kept for the backward pass."""
         work = self.work
-        posted = self.post("hop 1 of the forward alltoall", self.inputs, self.input_tensors)
+        posted = self.post("hop 1 of the forward alltoall", self.fields.inputs, self.input_tensors)
         out, lse = work.forward()
         kept: list[Tensor] = []
         results: Segments = {}
-        for bundle, segment in self.segments(posted, self.inputs).items():
+        for bundle, segment in self.segments(posted, self.fields.inputs).items():
             q, k, v, *padding = segment
             parts = [part.results for part in work.attend(q, k, v, self.masking(bundle, padding))]
             part, part_lse = (torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
             results[bundle] = [part_lse, part.to(work.q.dtype)]
             kept += segment if keep else []
-        for bundle, (part_lse, part) in self.send_back("hop 2 of the forward alltoall", self.results, results).items():
+        for bundle, (part_lse, part) in self.send_back(
+            "hop 2 of the forward alltoall", self.fields.results, results
+        ).items():
             for lane in self.lanes(bundle, work.group):
                 here, here_lse = (lane.packed(x, self.samples, work.group) for x in (part, part_lse))
                 log_zeros = work.log_zero_keys(lane.block)
@@ -103,24 +100,24 @@ class AllToAll:
     def backward(self, rows: Rows, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows. ``kept``: q, k, v of the segments computed here; None: they travel again."""
         work = self.work
-        tensors, fields = [rows.lse, rows.dout, rows.out], self.rows_fields
-        if rows.dlse is not None:
+        tensors, fields = [rows.lse, rows.dout, rows.out], self.fields.rows
+        if rows.dlse is not None:  # a column more
             tensors, fields = [rows.dlse, *tensors], (fields[0], *fields)
         of_rows = len(tensors)
         if kept is None:
-            tensors, fields = [*tensors, *self.input_tensors], (*fields, *self.inputs)
+            tensors, fields = [*tensors, *self.input_tensors], (*fields, *self.fields.inputs)
         posted = self.post("hop 1 of the backward alltoall", fields, tensors)
         grads = work.backward(rows)
         waiting = iter(kept or ())
         results: Segments = {}
         for bundle, segment in self.segments(posted, fields).items():
             *dlse, lse, dout, out = segment[:of_rows]
-            q, k, v, *padding = segment[of_rows:] or [next(waiting) for _ in self.inputs]
+            q, k, v, *padding = segment[of_rows:] or [next(waiting) for _ in self.fields.inputs]
             here = Rows(dout, dlse[0] if dlse else None, out, lse)
             parts = [part.results for part in work.attend_backward(here, q, k, v, self.masking(bundle, padding))]
             whole = (torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
             results[bundle] = [x.to(work.q.dtype) for x in whole]
-        home = self.send_back("hop 2 of the backward alltoall", self.gradients, results)
+        home = self.send_back("hop 2 of the backward alltoall", self.fields.gradients, results)
         for bundle, packed in home.items():
             for grad, part, group in zip(grads, packed, (work.group, 1, 1), strict=True):
                 for lane in self.lanes(bundle, group):
@@ -160,30 +157,30 @@ class AllToAll:
                 staying[bundle] = part
             else:
                 messages.setdefault(bundle.target, []).append(part)
-        sizes: dict[int, int] = {}
-        for bundle in staying:
-            for member in bundle.channel.members:
-                if member != me:
-                    more = _packing.part_bytes(fields, self.rows(bundle, member))
-                    sizes[member] = sizes.get(member, 0) + more
         sends = {peer: _packing.join(parts) for peer, parts in messages.items()}
+        sizes = _packing.totals(self.expected(staying, fields))
         return self.transport.post(name, sends, sizes, collective=True), staying
+
+    def expected(self, computed: Iterable[Bundle], fields: Fields) -> list[Expected]:
+        """What other members send for the bundles computed here."""
+        return [
+            Expected(member, _packing.part_bytes(fields, self.rows(bundle, member)))
+            for bundle in computed
+            for member in bundle.channel.members
+            if member != self.work.rank
+        ]
 
     def segments(self, posted: tuple[Pending, dict[Bundle, Tensor]], fields: Fields) -> Segments:
         """The whole segments computed here: for each field (B, L, heads of the bundle, ...)."""
         pending, staying = posted
         messages = pending.wait()
-        taken = dict.fromkeys(messages, 0)
+        parts = _packing.split(messages, self.expected(staying, fields))
         found: Segments = {}
         for bundle, own in staying.items():
-            pieces = []
-            for member in bundle.channel.members:
-                part = own
-                if member != self.work.rank:
-                    size = _packing.part_bytes(fields, self.rows(bundle, member))
-                    part = messages[member][taken[member] : taken[member] + size]
-                    taken[member] += size
-                pieces.append(self.by_head(bundle, part, fields, member))
+            pieces = [
+                self.by_head(bundle, own if member == self.work.rank else next(parts), fields, member)
+                for member in bundle.channel.members
+            ]
             whole = (torch.cat(some, 2) for some in zip(*pieces, strict=True))
             found[bundle] = [x.movedim(0, 2) for x in whole]
         self.transport.release(messages)
@@ -219,17 +216,11 @@ class AllToAll:
                 else:
                     messages.setdefault(member, []).append(part)
         away = [bundle for bundle in self.bundles if bundle.target != me]
-        sizes: dict[int, int] = {}
-        for bundle in away:
-            more = _packing.part_bytes(fields, self.rows(bundle, me))
-            sizes[bundle.target] = sizes.get(bundle.target, 0) + more
+        expected = [Expected(one.target, _packing.part_bytes(fields, self.rows(one, me))) for one in away]
         sends = {peer: _packing.join(parts) for peer, parts in messages.items()}
-        arrived = self.transport.post(name, sends, sizes, collective=True).wait()
-        taken = dict.fromkeys(arrived, 0)
-        for bundle in away:
-            size, first = _packing.part_bytes(fields, self.rows(bundle, me)), taken[bundle.target]
-            found[bundle] = _packing.unpack(arrived[bundle.target][first : first + size], fields, self.rows(bundle, me))
-            taken[bundle.target] += size
+        arrived = self.transport.post(name, sends, _packing.totals(expected), collective=True).wait()
+        for bundle, part in zip(away, _packing.split(arrived, expected), strict=True):
+            found[bundle] = _packing.unpack(part, fields, self.rows(bundle, me))
         self.transport.release(arrived, reuse=False)
         return found
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dilated_attention import _packing
 from dilated_attention._engine import Rows, Work
-from dilated_attention._packing import Field, Fields
+from dilated_attention._packing import Expected, Fields, Travelling
 from dilated_attention._plan import Lane, lanes
 from dilated_attention._shards import Channel
-from dilated_attention.backends.problem import Masking, accumulate_dtype
+from dilated_attention.backends.problem import Masking
 from dilated_attention.backends.slices import of_heads
 from dilated_attention.distributed.routes import ROUTES, Route, Trip
 from dilated_attention.distributed.transport import Pending, Transport
@@ -89,12 +89,9 @@ class Exchange:
     def __post_init__(self) -> None:
         work = self.work
         self.traffic = traffic(self.channels, self.name, work.settings.is_causal, work.rank)
-        samples, dim = work.k.shape[0], work.k.shape[3]
-        self.samples = samples
-        keys = (Field(work.k.dtype, 1, (dim,)), Field(work.k.dtype, 1, (dim,)))
-        self.fields: Fields = keys if work.padding is None else (*keys, Field(torch.bool))
-        exact = accumulate_dtype(work.k.dtype)
-        self.sum_fields: Fields = (Field(exact, 1, (dim,)), Field(exact, 1, (dim,)))
+        self.samples = work.k.shape[0]
+        travelling = Travelling.of(work.k.dtype, work.group, work.k.shape[3], work.padding is not None)
+        self.fields, self.sum_fields = travelling.blocks, travelling.sums
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -118,42 +115,34 @@ class Exchange:
         self, direction: str, own: Callable[[], None], visit: Callable[[Part, Tensor], None], keep: bool = False
     ) -> Iterable[dict[int, Tensor]]:
         """Post a step, compute the one before; gives each step's messages after they were used."""
-        parts = self.own_parts()
-        pending = self.post(direction, 1, parts)
+        if not self.traffic.steps:
+            own()
+            return
+        pending = self.post(direction, 1, self.own_parts())
         own()
         passed_on: dict[int, Tensor] = {}
         for step in range(1, self.traffic.steps + 1):
             messages = pending.wait()
             self.transport.release(passed_on, reuse=not keep)  # what came a step ago has now been sent on
             passed_on = messages
-            parts = self.parts(messages, self.traffic.receives[step - 1], self.fields)
+            parts = dict(self.parts(messages, self.traffic.receives[step - 1], self.fields))
             if step < self.traffic.steps:
                 pending = self.post(direction, step + 1, parts)
             with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {step}"):
-                for part, packed in parts.items():
-                    visit(part, packed)
+                for part in sorted(parts):
+                    visit(part, parts[part])
             yield messages
         self.transport.release(passed_on, reuse=not keep)
 
     def post(self, direction: str, step: int, parts: dict[Part, Tensor]) -> Pending:
-        return self._post(
-            f"{direction} {self.name}", step, self.traffic.sends, self.traffic.receives, parts, self.fields
-        )
+        sends, receives = self.traffic.sends[step - 1], self.traffic.receives[step - 1]
+        return self._post(f"hop {step} of the {direction} {self.name}", sends, receives, parts, self.fields)
 
     def _post(
-        self,
-        name: str,
-        step: int,
-        sends: tuple[Messages, ...],
-        receives: tuple[Messages, ...],
-        parts: dict[Part, Tensor],
-        fields: Fields,
+        self, hop: str, sends: Messages, receives: Messages, parts: dict[Part, Tensor], fields: Fields
     ) -> Pending:
-        outgoing = sends[step - 1] if sends else {}
-        incoming = receives[step - 1] if receives else {}
-        sizes = {peer: sum(self.sizes(some, fields)) for peer, some in incoming.items()}
-        hop = f"hop {step} of the {name}"
-        return self.transport.post(hop, _joined(outgoing, parts), sizes, collective=self.name == "allgather")
+        sizes = _packing.totals(self.expected(receives, fields))
+        return self.transport.post(hop, _joined(sends, parts), sizes, collective=self.name == "allgather")
 
     def own_parts(self) -> dict[Part, Tensor]:
         """This rank's rows, packed, of each channel in which someone needs them."""
@@ -163,24 +152,24 @@ class Exchange:
         if self.work.padding is not None:
             tensors.append(self.work.padding_of_heads)
         for part in sorted(wanted):
-            (size,) = self.sizes((part,), self.fields)
-            packed = torch.empty(size, dtype=torch.uint8, device=self.work.k.device)
-            rows = self.rows(part)
-            _packing.pack(packed, self.fields, rows, self.lanes(part, 1), tensors)
+            packed = torch.empty(self.size(part, self.fields), dtype=torch.uint8, device=self.work.k.device)
+            _packing.pack(packed, self.fields, self.rows(part), self.lanes(part, 1), tensors)
             found[part] = packed
         return found
 
     def rows(self, part: Part) -> int:
         return self.samples * self.channels[part.channel].packed_rows(self.work.shards, part.owner)
 
-    def sizes(self, parts: Iterable[Part], fields: Fields) -> list[int]:
-        return [_packing.part_bytes(fields, self.rows(part)) for part in parts]
+    def size(self, part: Part, fields: Fields) -> int:
+        return _packing.part_bytes(fields, self.rows(part))
 
-    def parts(self, messages: dict[int, Tensor], expected: Messages, fields: Fields) -> dict[Part, Tensor]:
-        found: dict[Part, Tensor] = {}
-        for peer, parts in expected.items():
-            found.update(zip(parts, _packing.split(messages[peer], self.sizes(parts, fields)), strict=True))
-        return dict(sorted(found.items()))
+    def expected(self, messages: Messages, fields: Fields) -> list[Expected]:
+        return [Expected(peer, self.size(part, fields)) for peer, parts in messages.items() for part in parts]
+
+    def parts(self, messages: dict[int, Tensor], receives: Messages, fields: Fields) -> list[tuple[Part, Tensor]]:
+        """What came, part by part."""
+        which = [part for parts in receives.values() for part in parts]
+        return list(zip(which, _packing.split(messages, self.expected(receives, fields)), strict=True))
 
     def lanes(self, part: Part, group: int) -> tuple[Lane, ...]:
         work = self.work
@@ -269,14 +258,14 @@ class Exchange:
         own()
         for receives in self.traffic.receives:
             messages = {peer: next(waiting) for peer in sorted(receives)}
-            for part, packed in self.parts(messages, receives, self.fields).items():
-                visit(part, packed)
+            parts = dict(self.parts(messages, receives, self.fields))
+            for part in sorted(parts):
+                visit(part, parts[part])
             yield messages
 
     def visit_backward(self, dq: Tensor, rows: Rows, part: Part, packed: Tensor) -> Tensor:
         """Add to the channel's dq, packed; give the part's dK and dV, packed."""
-        (size,) = self.sizes((part,), self.sum_fields)
-        sums = torch.empty(size, dtype=torch.uint8, device=packed.device)
+        sums = torch.empty(self.size(part, self.sum_fields), dtype=torch.uint8, device=packed.device)
         dk_all, dv_all = _packing.unpack(sums, self.sum_fields, self.rows(part))
         for lane, q, k, v, masking in self.problems(part, packed):
             dq_here = lane.packed_here(dq, self.samples, self.work.group)
@@ -290,9 +279,10 @@ class Exchange:
 
     def post_sums(self, step: int, sums: dict[Part, Tensor]) -> Pending:
         """Send the sums of the blocks used in this step on, or home."""
-        sends, receives = self.traffic.sum_sends, self.traffic.sum_receives
-        pending = self._post(f"gradients' {self.name}", step, sends, receives, sums, self.sum_fields)
-        for part in {part for parts in sends[step - 1].values() for part in parts}:
+        sends, receives = self.traffic.sum_sends[step - 1], self.traffic.sum_receives[step - 1]
+        hop = f"hop {step} of the gradients' {self.name}"
+        pending = self._post(hop, sends, receives, sums, self.sum_fields)
+        for part in {part for parts in sends.values() for part in parts}:
             del sums[part]
         return pending
 
@@ -301,18 +291,16 @@ class Exchange:
     ) -> None:
         """Add what came after a step: to the sums of the next step's blocks, or to those of this rank's own rows."""
         messages = pending.wait()
-        for peer, parts in sorted(self.traffic.sum_receives[step - 1].items()):
-            sizes = self.sizes(parts, self.sum_fields)
-            for part, packed in zip(parts, _packing.split(messages[peer], sizes), strict=True):
-                if part.owner == self.work.rank:
-                    found = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.work.group)])
-                    if len(found) == 1:
-                        found += [self.zeros(part.channel), self.zeros(part.channel)]
-                    totals = found[1:]
-                else:
-                    totals = _packing.unpack(sums[part], self.sum_fields, self.rows(part))
-                for total, more in zip(totals, _packing.unpack(packed, self.sum_fields, self.rows(part)), strict=True):
-                    total.add_(more)
+        for part, packed in self.parts(messages, self.traffic.sum_receives[step - 1], self.sum_fields):
+            if part.owner == self.work.rank:
+                found = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.work.group)])
+                if len(found) == 1:
+                    found += [self.zeros(part.channel), self.zeros(part.channel)]
+                totals = found[1:]
+            else:
+                totals = _packing.unpack(sums[part], self.sum_fields, self.rows(part))
+            for total, more in zip(totals, _packing.unpack(packed, self.sum_fields, self.rows(part)), strict=True):
+                total.add_(more)
         self.transport.release(messages)
 
 

@@ -9,13 +9,14 @@ Legend: R rows of all heads that a rank owns in a channel, B samples, D head dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention._plan import Lane
+from dilated_attention.backends.problem import accumulate_dtype
 
 
 class Field(NamedTuple):
@@ -33,6 +34,28 @@ class Field(NamedTuple):
 
 
 Fields = tuple[Field, ...]
+
+
+class Travelling(NamedTuple):
+    """What travels in each kind of message."""
+
+    blocks: Fields  # ring and allgather: K and V, and padding if there is any;
+    sums: Fields  # in the backward pass their gradients
+    inputs: Fields  # alltoall: q, k, v, padding
+    results: Fields  # and back lse, out;
+    rows: Fields  # in the backward pass lse, dout, out,
+    gradients: Fields  # and back dq, dk, dv
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, group: int, head_dim: int, has_padding: bool) -> Travelling:
+        """``group`` query heads to a key/value head."""
+        exact, dim = accumulate_dtype(dtype), (head_dim,)
+        queries, keys, column = Field(dtype, group, dim), Field(dtype, 1, dim), Field(exact, group)
+        padding = (Field(torch.bool),) if has_padding else ()
+        sums = (Field(exact, 1, dim),) * 2
+        inputs = (queries, keys, keys, *padding)
+        rows = (column, queries, queries)
+        return cls((keys, keys, *padding), sums, inputs, (column, queries), rows, (queries, keys, keys))
 
 
 def part_bytes(fields: Fields, rows: int) -> int:
@@ -59,9 +82,28 @@ def pack(part: Tensor, fields: Fields, rows: int, lanes: Sequence[Lane], tensors
             lane.packed(packed, x.shape[0], field.heads).copy_(lane.block.view(x, field.heads))
 
 
-def split(message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The parts of a message."""
-    return list(torch.split(message, list(sizes)))
+class Expected(NamedTuple):
+    """A part to come: from whom, and how many bytes."""
+
+    peer: int
+    size: int
+
+
+def totals(expected: Iterable[Expected]) -> dict[int, int]:
+    """The bytes to come from each rank."""
+    found: dict[int, int] = {}
+    for peer, size in expected:
+        found[peer] = found.get(peer, 0) + size
+    return found
+
+
+def split(messages: Mapping[int, Tensor], expected: Iterable[Expected]) -> Iterator[Tensor]:
+    """The parts of messages, each rank's in the order in which they were expected."""
+    taken: dict[int, int] = {}
+    for peer, size in expected:
+        first = taken.get(peer, 0)
+        yield messages[peer][first : first + size]
+        taken[peer] = first + size
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

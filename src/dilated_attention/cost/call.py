@@ -6,25 +6,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from dilated_attention._packing import Field, Fields
+from dilated_attention._packing import Travelling
 from dilated_attention._shards import Heads, Shards
-from dilated_attention.backends.problem import accumulate_dtype
 from dilated_attention.pattern import DilatedPattern
-
-
-class Travelling(NamedTuple):
-    """What travels, as `_exchange` and `_alltoall` pack it."""
-
-    blocks: Fields  # ring and allgather: K and V,
-    sums: Fields  # and in the backward pass dK and dV
-    inputs: Fields  # alltoall, there
-    results: Fields  # and back;
-    rows: Fields  # in the backward pass there
-    gradients: Fields  # and back
 
 
 @dataclass(frozen=True)
@@ -45,14 +32,7 @@ class Call:
 
     @functools.cached_property
     def fields(self) -> Travelling:
-        exact, dim = accumulate_dtype(self.dtype), (self.head_dim,)
-        queries, keys, column = Field(self.dtype, self.group, dim), Field(self.dtype, 1, dim), Field(exact, self.group)
-        padding = (Field(torch.bool),) if self.has_padding else ()
-        inputs = (queries, keys, keys, *padding)
-        return Travelling(
-            (keys, keys, *padding), (Field(exact, 1, dim),) * 2,
-            inputs, (column, queries), (column, queries, queries, *inputs), (queries, keys, keys),
-        )  # fmt: skip
+        return Travelling.of(self.dtype, self.group, self.head_dim, self.has_padding)
 
     @property
     def heads_apart(self) -> bool:

@@ -173,7 +173,9 @@ def deal(call: Call, work: Work, bundles: Bundles, tally: Tally, bundled: Tensor
     shift = pieces.first[segment] - begin
     piece = torch.arange(len(line)) + shift[line]
     rows = work.rows[kind[line], piece] * heads[line] * call.batch
-    parts = torch.stack([part_bytes(some, rows) for some in call.fields[2:]])  # (4, pieces of all alike bundles)
+    fields = call.fields
+    kinds_of_message = (fields.inputs, fields.results, (*fields.rows, *fields.inputs), fields.gradients)
+    parts = torch.stack([part_bytes(some, rows) for some in kinds_of_message])  # (4, pieces of all alike bundles)
     before = sums_before(parts)
     every, here = (before[:, begin + size] - before[:, begin])[:, index], parts[:, bundles.target - shift[index]]
     gathered.index_add_(1, rank, every - here)
