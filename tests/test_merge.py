@@ -126,3 +126,24 @@ def test_zero_keys_at_the_edges() -> None:
     add_zero_keys_(out, lse, torch.tensor([-INF, 0.0, -INF]))  # none, one, none
     assert torch.equal(out, torch.tensor([[0.0], [0.0], [3.0]]))
     assert torch.equal(lse, torch.tensor([-INF, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bits_do_not_depend_on_where_a_number_stands(dtype: torch.dtype) -> None:
+    """A CPU treats the last numbers of a tensor, which fill no vector, by other code."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 1037
+    out, part = (torch.randn(rows, 3, generator=generator, dtype=dtype) for _ in range(2))
+    lse, part_lse = (4 * torch.randn(rows, generator=generator, dtype=dtype) for _ in range(2))
+
+    def merged(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        found, found_lse = out.clone(), lse.clone()
+        for first in range(0, rows, step):
+            some = slice(first, first + step)
+            merge_(found[some], found_lse[some], part[some], part_lse[some])
+            add_zero_keys_(found[some], found_lse[some], 0.7)
+        return found, found_lse
+
+    for step in (1, 5, 100):
+        for got, wanted in zip(merged(step), merged(rows), strict=True):
+            assert torch.equal(got, wanted), step

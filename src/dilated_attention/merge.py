@@ -8,8 +8,11 @@ Legend: out (..., D), lse (...), natural log.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -18,15 +21,31 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     That dtype is not half: rounding ``out`` at every merge doubles the error of five branches.
     """
     # sigmoid(-inf - -inf) is NaN: where the part is empty its weight is selected, not computed
-    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+    weight = _alike(torch.sigmoid, part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, part_lse))
+    lse.copy_(_alike(torch.logaddexp, lse, part_lse))
 
 
 def add_zero_keys_(out: Tensor, lse: Tensor, log_count: Tensor | float) -> None:
     """Merge with exp(log_count) keys of score 0 and value 0, the state (0, log_count), in place."""
     if isinstance(log_count, float):
         log_count = lse.new_full((), log_count)  # filled on the device: a copy from the host would wait for it
-    weight = torch.sigmoid(lse - log_count).masked_fill_(lse == -torch.inf, 0.0)
+    log_count = log_count.expand_as(lse)
+    weight = _alike(torch.sigmoid, lse - log_count).masked_fill_(lse == -torch.inf, 0.0)
     out.mul_(weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, log_count))
+    lse.copy_(_alike(torch.logaddexp, lse, log_count))
+
+
+def _alike(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function, elementwise, with the same bits for a number wherever in a tensor it stands.
+
+    On a CPU the last few numbers of a tensor do not fill a vector, and the scalar code for them rounds differently: the
+    result would depend on how a sequence is cut. So float32 is rounded from float64, and float64 fills whole vectors.
+    """
+    first = tensors[0]
+    if first.device.type != "cpu":
+        return function(*tensors)
+    if first.dtype is not torch.float64:
+        return function(*(x.double() for x in tensors)).to(first.dtype)
+    count = first.numel()
+    return function(*(F.pad(x.reshape(-1), (0, -count % 64)) for x in tensors))[:count].view(first.shape)

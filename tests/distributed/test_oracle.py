@@ -312,8 +312,6 @@ def test_long_segments_are_as_on_one_device(case: Case) -> None:
 
 # --- bit for bit ------------------------------------------------------------------------------------------------
 
-# torch.sigmoid, with which parts are merged, rounds whole vectors and what is left of them differently. So where parts
-# are merged, equal bits can be asked for only if the rows of every shard fill up vectors.
 FULL = ((8, 16), (1, 2)), ((64, 128), (64, 32, 0, 64))
 RAGGED = ((12, 18), (3, 5)), ((36, 72), (36, 0, 72, 41))
 APART = [
@@ -326,7 +324,6 @@ APART = [
         (("f32", 1), ("f64", 1), ("f64", 2)), ("sdpa", "eager"),
     )
     for lengths, mask in zip(some, ("none", "right"), strict=True)
-    if rule == "head_groups" or branches == FULL[0]
 ]  # fmt: skip
 
 
