@@ -1,0 +1,26 @@
+"""benchmarks/ring.py on two CPU ranks: it checks, measures, and counts the bytes that were planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    size = ["--tokens", "8192", "--heads", "2", "--dim", "8", "--dtype", "float32", "--repeats", "1"]
+    command = [*launch, ROOT / "benchmarks/ring.py", "--device", "cpu", *size, "--causal", "--out", tmp_path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads((tmp_path / "ring.json").read_text())["runs"]
+    assert run["ranks"] == 2
+    assert run["received_mib"] == run["planned_received_mib"] > 0
+    assert run["forward/ms"] > 0
+    assert "forward/peak_mib" not in run
+    assert run["machine"]["versions"]["torch"]
