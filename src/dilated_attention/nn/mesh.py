@@ -5,6 +5,7 @@ Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
+from dilated_attention._parallel import Link
+from dilated_attention.distributed.agreement import REFUSED, ask
 from dilated_attention.distributed.group import backend_name
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
@@ -41,8 +44,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         data, sequence, heads: the names of its axes; ``num_heads`` is a multiple of the size of the heads axis.
         others: see :class:`MultiheadDilatedAttention` and :func:`dilated_attention`. The dropped pairs are those of
             one device, by the random state of the first rank along the sequence and heads axes; ranks along the data
-            axis are to draw differently. An error in one rank's arguments reaches its sequence group at once, and
-            ranks with other heads only through their collectives' own timeouts.
+            axis are to draw differently. An error in one rank's arguments reaches ranks with other heads at once where
+            the mesh's groups have gloo for the host, and through their collectives' own timeouts elsewhere.
     """
 
     def __init__(
@@ -103,6 +106,16 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
             mine.copy_(distribute_tensor(drawn, mine.device_mesh, mine.placements))
 
+    def _checked_here(self, query: Tensor, *given: Any) -> Tensor | None:
+        if self.split is None:
+            return super()._checked_here(query, *given)
+        try:
+            mask, error = super()._checked_here(query, *given), None
+        except (TypeError, ValueError) as found:
+            mask, error = None, found
+        self.split.agree(error, query.device, self.ranks.settings["timeout"])
+        return mask
+
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.split is None:
             return super()._project(query, key, value)
@@ -149,6 +162,16 @@ class _Split:
         from torch.distributed.tensor import DTensor, Replicate  # not at the top: it takes long
 
         return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+
+    def agree(self, error: Exception | None, device: torch.device, timeout: float) -> None:
+        """Raise if some rank with other heads of the same tokens has an error; only where the host can tell them."""
+        transport = Link(self.group, timeout=timeout).transport(device)
+        if transport.agrees_on_host:
+            fields = {} if error is None else {REFUSED: f"{type(error).__name__}: {error}"}
+            with contextlib.nullcontext() if error is None else contextlib.suppress(ValueError):
+                ask(transport, "dilated_attention over heads", fields, 0, 0, 0).wait()
+        if error is not None:
+            raise error
 
     def seed(self, device: torch.device) -> Tensor:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""

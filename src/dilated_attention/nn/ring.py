@@ -299,12 +299,15 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         attn_mask: Tensor | None,
     ) -> Tensor | None:
         try:
-            return super()._checked_mask(query, key, value, mask, need_weights, attn_mask)
+            return self._checked_here(query, key, value, mask, need_weights, attn_mask)
         except (TypeError, ValueError) as error:  # the other ranks are to know, not to wait
             link = self.ranks.link()
             if link is not None and link.size > 1:
                 refuse(link, query.device, error)
             raise
+
+    def _checked_here(self, *given: Any) -> Tensor | None:
+        return super()._checked_mask(*given)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.ranks}"
