@@ -186,9 +186,8 @@ class Exchange:
             if work.seed is not None:
                 dropout = work.dropout_of_keys(lane.block, work.seed, self.positions(part, lane))
             padding = rest[0] if rest else None
-            if (
-                padding is not None and not lane.block.offset_step
-            ):  # the heads share it, as kernels that group heads ask
+            if padding is not None and not lane.block.offset_step:
+                # the heads share it, and kernels that group heads want one for all
                 padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
             yield lane, q, k, v, Masking(work.settings.scale, False, padding, dropout)
 

@@ -156,7 +156,7 @@ def _attend(
 def refuse(link: Link, device: torch.device, error: Exception) -> None:
     """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too."""
     verify = link.verify if link.verify in VERIFY else None  # it may be the link that is wrong
-    timeout = link.timeout if isinstance(link.timeout, float) and link.timeout > 0 else 60.0
+    timeout = link.timeout if isinstance(link.timeout, (int, float)) and 0 < link.timeout < float("inf") else 60.0
     plain = Link(link.group, timeout=timeout, verify=verify)
     with contextlib.suppress(ValueError):  # the one that all ranks raise; the caller's own error says more
         transport = plain.transport(device)

@@ -160,8 +160,9 @@ class RingAttentionV2Simple(RingDilatedAttention):
 class RingDilatedAttentionV2Collective(RingDilatedAttention):
     """Equals ``dilated_attention(..., enable_gqa=True, group=group, exchange="allgather")`` with the pattern made here.
 
-    The rows of all ranks that share a segment come in one collective: the LongNet paper's way. Fewer steps than a ring,
-    and room for all those rows. Arguments as in :class:`RingDilatedAttention`.
+    The rows of all ranks that share a segment come in one step: the LongNet paper's way. It is one collective, but over
+    gloo a batch of messages, so that a missing rank can be named. Fewer steps than a ring, and room for all those rows.
+    Arguments as in :class:`RingDilatedAttention`.
     """
 
     exchange = "allgather"
