@@ -8,10 +8,10 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-all lint format clean help
+.PHONY: bench test test-all lint format docs docs-serve clean help
 
-bench: $(STAMP) ## run the benchmark (the default)
-	$(PY) -m dilated_attention.bench $(ARGS)
+bench: $(STAMP) ## check and time every implementation, report in report/ (the default)
+	$(PY) -m dilated_attention bench $(ARGS)
 
 test: $(STAMP) ## run the tests, less the slow ones
 	$(PY) -m pytest -m "not slow" $(ARGS)
@@ -28,8 +28,14 @@ format: $(STAMP) ## format the code and apply safe fixes
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(STAMP) ## build the documentation into build/site
+	$(PY) -m zensical build --strict
+
+docs-serve: $(STAMP) ## serve it on localhost:8000, built anew at every change
+	$(PY) -m zensical serve
+
 clean: ## remove reports, builds and caches (.venv stays: it is slow to make)
-	rm -rf report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	find src tests \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
 
 help: ## show this list

@@ -1,6 +1,7 @@
-"""Tables for the documentation: python benchmarks/table.py [FILE]
+"""Tables for the documentation: python benchmarks/table.py FILE
 
-From the results that h200.py wrote the one of README.md, from those of ring.py the one of docs/scaling.md.
+From the results of `dilated-attention bench --suite all` a table of README.md, from those of h200.py the one of
+docs/benchmark.md, from those of ring.py the one of docs/scaling.md. A test holds each to its page.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "h200.json"
+# who stands in README.md, and at which lengths; the page of the run has all
+ROWS = (
+    "dense SDPA", "head_groups, sdpa", "copy and gather, index_select", "copy and gather, slicing", "longnet, sdpa",
+    "torchscale, sdpa", "gather-pad-scatter", "attention over heads",
+)  # fmt: skip
+LENGTHS = {"cuda": (8192, 131072, 1 << 20), "cpu": (2048, 8192, 32768)}
 HEAD = """\
 | case | rule | implementation | gradients | forward ms | forward + backward ms |
 |---|---|---|---|---|---|"""
@@ -61,6 +67,48 @@ def ring_table(results: dict[str, Any]) -> str:
     return "\n".join(found)
 
 
+def comparison_table(results: dict[str, Any]) -> str:
+    """Forward / forward + backward by length, w = 1024, 2048, 4096; the machine on top."""
+    machine, kind = results["machine"], "cuda" if "cuda" in results["machine"]["versions"] else "cpu"
+    dtype, lengths = results["ceilings"][0]["dtype"], LENGTHS[kind]
+    where = machine["device"] if kind == "cuda" else f"{machine['cores']} cores of {machine['device']}"
+    found = [
+        f"{where}, torch {machine['versions']['torch']}, {dtype}, commit {machine['commit'][:7]}; ms forward / "
+        "forward + backward:",
+        "",
+        f"| implementation | verdict | {' | '.join(f'N={n:,}' for n in lengths)} |",
+        f"|---|---|{'---:|' * len(lengths)}",
+    ]
+    records = {
+        (x["implementation"], x["tokens"], x["direction"]): x
+        for x in results["measurements"]
+        if x["suite"] == "scaling" and not x["causal"] and (x["dtype"], x["samples"], x["heads"]) == (dtype, 1, 8)
+        and x["lengths"] == [1024, 2048, 4096]
+    }  # fmt: skip
+    verdicts = {x["implementation"]: x["verdict"] for x in results["checks"] if not x["causal"] and x["dtype"] == dtype}
+    for name in ROWS:
+        verdict = verdicts[name] if verdicts[name] == "exact" else f"**{verdicts[name]}**"
+        cells = " | ".join(_cell(records, name, tokens) for tokens in lengths)
+        found.append(f"| {name} | {verdict} | {cells} |")
+    return "\n".join(found)
+
+
+def _cell(records: dict[tuple[str, int, str], dict[str, Any]], name: str, tokens: int) -> str:
+    return " / ".join(_time(records.get((name, tokens, way))) for way in ("forward", "forward_backward"))
+
+
+def _time(record: dict[str, Any] | None) -> str:
+    if record is None or record["ms"] is None:
+        return "–"
+    return f"{record['ms']['median']:,.0f}" if record["ms"]["median"] >= 100 else f"{record['ms']['median']:.3g}"
+
+
+def page_table(results: dict[str, Any]) -> str:
+    """Which table these results are for, by what they hold."""
+    if "schema" in results:
+        return comparison_table(results)
+    return ring_table(results) if "runs" in results else table(results)
+
+
 if __name__ == "__main__":
-    results = json.loads(Path(sys.argv[1] if len(sys.argv) > 1 else RESULTS).read_text(encoding="utf-8"))
-    print(ring_table(results) if "runs" in results else table(results))
+    print(page_table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))

@@ -1,23 +1,296 @@
-"""Every Python block in the documentation runs, in order, page by page."""
+"""Every code block of the documentation is held to what the code does. What the fences mean:
 
+python                            runs, in order, in one namespace a page
+python title="on 2 ranks"         runs on so many gloo ranks, with the tensors, modules and patterns made above it
+python title="train.py"           a file in the folder where the page's commands run
+console                           ``$ dilated-attention ...`` and ``$ torchrun ...`` run, and print what stands below
+console title="checked, not run"  the programs, scripts, targets and options that it names are there
+text                              what the block above printed; ``...`` stands for anything
+
+There is no other fence and no indented code, so no block goes unread. API pages hold no code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
+
+from dilated_attention import DilatedPattern
+from dilated_attention.ranks import pool
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?$')
+NOT_RUN = "checked, not run"
+TITLES = {"python": r"on \d ranks|\w+\.py", "console": re.escape(NOT_RUN), "text": r"(?!)"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_blocks_run(page: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert blocks, f"{page.name} shows no code"
-    names: dict[str, object] = {}
+@dataclass(frozen=True)
+class Block:
+    """``code`` begins on line ``line`` of the page, counted from 0."""
+
+    language: str
+    title: str
+    line: int
+    code: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    """All fenced blocks. Raises on code that nothing would run or check."""
+    found: list[Block] = []
+    opened: tuple[str, str] | None = None
+    start, lines = 0, text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if opened is not None:
+            if line == "```":
+                found.append(Block(*opened, start, "\n".join(lines[start : number - 1]) + "\n"))
+                opened = None
+        elif fence := FENCE.match(line):
+            language, title = fence[1], fence[2] or ""
+            known = language in TITLES and (not title or re.fullmatch(TITLES[language], title))
+            assert known, f"line {number}: nothing runs or checks {line}"
+            opened, start = (language, title), number
+        else:
+            assert not re.match(r"\s*(```|~~~)", line), f"line {number}: a fence that is not read: {line}"
+            assert not re.match(r"( {4}|\t)", line), f"line {number}: indented code, which nothing runs: {line}"
+    assert opened is None, f"line {start}: a fence that is never closed"
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks(page: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    if page.parent.name != "api":
+        assert blocks, f"{page.name} shows no code"
+    check(blocks, page.name, tmp_path)
+
+
+def check(blocks: list[Block], page: str, folder: Path) -> None:
+    """Run a page from top to bottom."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed: str | None = None
     for block in blocks:
-        exec(compile(block, page.name, "exec"), names)
+        if block.language == "text":
+            assert printed is not None, f"{page}, line {block.line}: nothing above has printed this"
+            assert_printed(block.code, printed, f"{page}, line {block.line}")
+        elif block.language == "console":
+            printed = run_console(block, folder, page)
+        elif block.title.endswith(".py"):
+            (folder / block.title).write_text(block.code, encoding="utf-8")
+            printed = None
+        elif block.title:
+            printed = run_on_ranks(block, page, names)
+        else:
+            printed = run_python(block, page, names)
+
+
+def compiled(block: Block, page: str) -> CodeType:
+    """Line numbers are those of the page."""
+    return compile("\n" * block.line + block.code, page, "exec")
+
+
+def run_python(block: Block, page: str, names: dict[str, Any]) -> str:
+    """What the block printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compiled(block, page), names)
+    return said.getvalue()
+
+
+def run_on_ranks(block: Block, page: str, names: dict[str, Any]) -> str:
+    """What the first rank printed."""
+    used = {name: names[name] for name in compiled(block, page).co_names if name in names}
+    modules = {name: value.__name__ for name, value in used.items() if isinstance(value, ModuleType)}
+    values = {name: value for name, value in used.items() if isinstance(value, Tensor | nn.Module | DilatedPattern)}
+    first: str = pool(int(block.title.split()[1])).run(run_on_rank, block, page, modules, values)[0]
+    return first
+
+
+def run_on_rank(block: Block, page: str, modules: dict[str, str], values: dict[str, Any]) -> str:
+    imported = {name: importlib.import_module(module) for name, module in modules.items()}
+    return run_python(block, page, {"__name__": "__main__", **imported, **values})
+
+
+def assert_printed(wanted: str, got: str, where: str) -> None:
+    wanted, got = ("".join(f"{line.rstrip()}\n" for line in text.strip().splitlines()) for text in (wanted, got))
+    assert wanted.replace("...", "").strip(), f"{where} says nothing"
+    same = doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS)
+    assert same, f"{where} says\n{wanted}but this was printed\n{got}"
+
+
+# --- commands ---------------------------------------------------------------------------------------------------
+
+
+def commands_of(block: Block) -> Iterator[tuple[list[str], str]]:
+    """Each command, and what the page shows of its output. A backslash at the end of a line goes on in the next."""
+    first, *parts = re.split(r"^\$ ", block.code.replace("\\\n", " "), flags=re.MULTILINE)
+    assert not first.strip(), f"line {block.line}: commands begin with $, got {first}"
+    for part in parts:
+        line, _, output = part.partition("\n")
+        yield shlex.split(re.sub(r"\$[A-Z_]+", "1", line), comments=True), output
+
+
+def run_console(block: Block, folder: Path, page: str) -> str:
+    said = ""
+    for words, output in commands_of(block):
+        if block.title == NOT_RUN:
+            assert not output, f"{page}, line {block.line}: output of a command that is not run: {output}"
+            check_command(words)
+            continue
+        said = run_torchrun(words, folder) if words[0] == "torchrun" else run_ours(words, folder)
+        if output.strip():
+            assert_printed(output, said, f"{page}: {' '.join(words)}")
+    return said
+
+
+def run_ours(words: list[str], folder: Path) -> str:
+    """A command of this package, in this process."""
+    from dilated_attention.cli import main
+
+    assert words[0] == "dilated-attention", f"only commands of this package run here, got {words[0]}"
+    raw = io.BytesIO()
+    said = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(said):
+        code = main(words[1:])
+    printed = raw.getvalue().decode()
+    assert code == 0, f"{' '.join(words)} ended with {code}:\n{printed}"
+    return printed
+
+
+def run_torchrun(words: list[str], folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words[1:]],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_command(words: list[str]) -> None:
+    """Raise unless what the command names is there."""
+    while re.match(r"\w+=", words[0]):  # NAME=value in front of it
+        words = words[1:]
+    program, *arguments = words
+    known = {"make": check_make, "pip": check_pip, "torchrun": check_torchrun, "dilated-attention": check_ours}
+    assert program in known, f"no check for {program}"
+    known[program](arguments)
+
+
+def check_make(arguments: list[str]) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    wanted = [word for word in arguments if "=" not in word]
+    assert wanted, "make without a target"
+    assert set(wanted) <= set(targets), f"the Makefile has no {set(wanted) - set(targets)}"
+
+
+def check_pip(arguments: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert arguments[0] == "install"
+    for word in arguments[1:]:
+        wanted = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
+        assert wanted, f"pip installs this package from its folder here, got {word}"
+        assert set((wanted[1] or "").split(",")) <= {"", *extras}, f"no such extra: {word}"
+
+
+def check_torchrun(arguments: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(arguments)
+    script = ROOT / options.training_script
+    if options.training_script == "train.py":  # the reader's
+        return
+    assert script.is_file(), f"there is no {options.training_script}"
+    source = script.read_text(encoding="utf-8")
+    for word in options.training_script_args:
+        assert not word.startswith("--") or f'add_argument("{word}"' in source, f"{script.name} has no option {word}"
+
+
+def check_ours(arguments: list[str]) -> None:
+    """Typer reads the options as in a run, and stops there."""
+    import typer
+
+    from dilated_attention.cli.app import app
+
+    command, *rest = arguments
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert command in commands, f"dilated-attention has no command {command}"
+    commands[command].make_context(command, rest)
+
+
+# --- what this file would notice --------------------------------------------------------------------------------
+
+ESCAPES = {
+    "```\nx\n```": "nothing runs or checks",
+    "```sh\nls\n```": "nothing runs or checks",
+    '```python title="later"\nx\n```': "nothing runs or checks",
+    "``` python\nx\n```": "not read",
+    "- a list\n\n  ```python\n  x\n  ```": "not read",
+    "~~~python\nx\n~~~": "not read",
+    "text\n\n    x = 1": "indented",
+    "```python\nx": "never closed",
+}
+WRONG = {
+    "```python\nraise AssertionError('a fault')\n```": "a fault",
+    "```python\nprint(1)\n```\n```text\n2\n```": r"says\s+2",
+    "```python\nprint(1)\n```\n```text\n...\n```": "says nothing",
+    "```text\n2\n```": "nothing above",
+    "```console\nls\n```": "begin with",
+    "```console\n$ ls\n```": "only commands of this package",
+    "```console\n$ dilated-attention suggest -n 64q\n```": "ended with 2",
+    "```console\n$ dilated-attention --version\nversion\n```": r"says\s+version",
+}
+NOT_THERE = {
+    "ls": "no check for ls",
+    "make fog": "no {'fog'}",
+    "pip install .[fog]": "no such extra",
+    "pip install torch": "from its folder",
+    "torchrun --fog 1 train.py": "2",
+    "torchrun benchmarks/fog.py": "there is no",
+    "torchrun benchmarks/ring.py --fog": "no option --fog",
+    "dilated-attention fog": "no command fog",
+    "dilated-attention plan -n 1M -w 2k -r 1 --fog": "--fog",
+}
+
+
+@pytest.mark.parametrize("text", ESCAPES)
+def test_no_block_escapes(text: str) -> None:
+    with pytest.raises(AssertionError, match=ESCAPES[text]):
+        blocks_of(text)
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_block_fails(text: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=WRONG[text]):
+        check(blocks_of(text), "page.md", tmp_path)
+
+
+@pytest.mark.parametrize("command", NOT_THERE)
+def test_a_command_that_names_what_is_not_there_fails(command: str) -> None:
+    from dilated_attention.cli.app import USAGE_ERROR
+
+    with pytest.raises((AssertionError, SystemExit, USAGE_ERROR)) as caught:
+        check_command(command.split())
+    assert NOT_THERE[command] in str(getattr(caught.value, "message", caught.value))
+
+
+# --- the README -------------------------------------------------------------------------------------------------
 
 
 def test_readme_is_short_and_its_map_true() -> None:

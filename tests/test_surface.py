@@ -59,10 +59,16 @@ LAYERS = [
     "testing",
     "ranks",
     "nn",
+    "show",
+    "advice",
     "bench",
+    "cli",
+    "__main__",
 ]
 
-OPTIONAL = ["matplotlib", "rich", "typer", "transformers", "safetensors", "triton", "pytest", "hypothesis"]
+OPTIONAL = [
+    "matplotlib", "rich", "typer", "einops", "selenium", "transformers", "safetensors", "triton", "pytest", "hypothesis",
+]  # fmt: skip
 
 
 def test_the_public_names_are_these() -> None:

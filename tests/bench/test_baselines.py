@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from dilated_attention import DilatedPattern
 from dilated_attention.bench import baselines
@@ -17,11 +18,50 @@ def checked(function, pattern: DilatedPattern, tokens: int, is_causal: bool, hea
     return expected.check(lambda *x: function(*x, pattern, is_causal=is_causal))
 
 
+@pytest.mark.parametrize("function", [baselines.copy_and_gather, baselines.copy_slices])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("tokens", [1, 31, 64, 101])
-def test_copy_and_gather_is_exact(tokens: int, is_causal: bool) -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 31, 64, 101])
+def test_copying_is_exact(function, tokens: int, is_causal: bool) -> None:
     pattern = DilatedPattern.head_groups([8, 19, 64], [1, 3, 5])
-    assert checked(baselines.copy_and_gather, pattern, tokens, is_causal).verdict == "exact"
+    assert checked(function, pattern, tokens, is_causal).verdict == "exact"
+
+
+def test_copying_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is compared for: the kernel gets rows that lie together, in both ways."""
+    pattern = DilatedPattern.head_groups([16], [2])
+    seen: list[bool] = []
+    monkeypatch.setattr(baselines, "dense", lambda q, k, v, **_: seen.append(q.is_contiguous()) or q)
+    baselines.copy_and_gather(*make_qkv(1, 32, 2, 8), pattern)
+    baselines.copy_slices(*make_qkv(1, 32, 2, 8), pattern)
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_over_heads_sees_no_other_token(is_causal: bool) -> None:
+    pattern = DilatedPattern.head_groups([8, 16], [1, 2])
+    assert checked(baselines.over_heads, pattern, 64, is_causal).verdict == "wrong"
+    query, key, value = make_qkv(1, 64, 4, 8)
+    before = baselines.over_heads(query, key, value, pattern)
+    value[:, 1:] += 1
+    assert torch.equal(baselines.over_heads(query, key, value, pattern)[:, 0], before[:, 0])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_mask_of_flex_attention_is_the_pattern(is_causal: bool) -> None:
+    """The mask alone: on a CPU FlexAttention has no backward, and compiling it takes long."""
+    pattern, tokens, heads = DilatedPattern.head_groups([32, 50, 128], [1, 2, 3]), 140, 5
+    mask = baselines._block_mask(pattern, tokens, heads, is_causal, torch.device("cpu"))
+    for head in range(heads):
+        for query in range(0, tokens, 7):
+            index = torch.arange(tokens)
+            seen = mask.mask_mod(torch.tensor(0), torch.tensor(head), torch.tensor(query), index).nonzero().flatten()
+            expected = pattern.keys(query, head, num_tokens=tokens, num_heads=heads, is_causal=is_causal)
+            assert tuple(seen.tolist()) == expected
+
+
+def test_dense_with_a_kernel_that_cannot_run_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="kernel"):
+        baselines.dense(*make_qkv(1, 8, 2, 4), kernel=SDPBackend.CUDNN_ATTENTION)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -48,7 +88,13 @@ def test_dense_is_its_own_pattern() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "rule"), [(baselines.copy_and_gather, "longnet"), (baselines.gather_pad_scatter, "head_groups")]
+    ("function", "rule"),
+    [
+        (baselines.copy_and_gather, "longnet"),
+        (baselines.copy_slices, "torchscale"),
+        (baselines.flex, "longnet"),
+        (baselines.gather_pad_scatter, "head_groups"),
+    ],
 )
 def test_a_rule_it_does_not_follow_is_refused(function, rule: str) -> None:
     with pytest.raises(ValueError, match=f"got '{rule}'"):

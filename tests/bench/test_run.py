@@ -10,19 +10,27 @@ import torch
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.bench import machine, probes
-from dilated_attention.bench.run import Check, Expected, Timing, oracle, time_calls
+from dilated_attention.bench.run import Check, Expected, Timing, interleave, oracle, time_calls
 from dilated_attention.testing import make_qkv
 
 CPU = torch.device("cpu")
 PATTERN = DilatedPattern.longnet([16, 40], [1, 3])
 
 
-def test_calls_are_timed_in_turn_and_slow_ones_once() -> None:
+def test_calls_are_timed_in_turn() -> None:
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    timings = time_calls(calls, CPU, seconds=0.0, least={"a": 3}, warmups=0)
-    assert order == ["a", "b", "c", "a", "a"]
-    assert [timings[name].repeats for name in "abc"] == [3, 1, 1]
+    timings = time_calls(calls, CPU, seconds=0.0, least=2, warmups=1)
+    assert "".join(order) == "abcabcabc"  # once to warm up, twice measured
+    assert [timings[name].repeats for name in "abc"] == [2, 2, 2]
+
+
+def test_slow_calls_are_timed_once_and_quick_ones_get_their_share() -> None:
+    measures = {"slow": lambda: [1500.0], "quick": lambda: [1.0], "some": lambda: [2.0, 4.0]}
+    timings = interleave(measures, seconds=0.03, least=5)
+    assert timings["slow"] == Timing(1500.0, 1500.0, 1500.0, 1)
+    assert timings["quick"].repeats == 10  # a third of 30 ms
+    assert timings["some"] == Timing.of([2.0, 4.0] * 3)
 
 
 def test_repeats_end() -> None:
@@ -95,6 +103,13 @@ def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:
     assert "aten::mm" in [name for name, _, _ in found]
     times = [ms for *_, ms in found]
     assert times == sorted(times, reverse=True)
+
+
+def test_the_ceilings_are_those_of_a_machine() -> None:
+    found = probes.ceilings(CPU, torch.float32)
+    assert found["dtype"] == "float32"
+    assert 1e-4 < found["matmul_tflops"] < 100
+    assert 0.1 < found["copy_gb_per_s"] < 10_000
 
 
 def test_the_machine_is_described_in_json() -> None:

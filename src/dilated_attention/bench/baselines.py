@@ -1,4 +1,4 @@
-"""What dilated attention is compared with: dense attention, and the two usual ways of writing dilated attention.
+"""What dilated attention is compared with: dense attention, and the usual ways of writing dilated attention.
 
 They are written plainly and given PyTorch's own kernels, so that what they lose is what their way costs: copies of
 rows on the way in and out, and one set of saved tensors per branch.
@@ -8,21 +8,41 @@ Legend: query, key, value, out (B, N, H, D); S segments of w tokens; L rows of a
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dilated_attention.pattern import DilatedPattern
 
 aten = torch.ops.aten
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Every token sees every token: the yardstick, and another operation than dilated attention."""
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, kernel: SDPBackend | None = None
+) -> Tensor:
+    """Every token sees every token: the yardstick, and another operation than dilated attention.
+
+    ``kernel`` names the one to use, and an error where it cannot; otherwise torch chooses.
+    """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+    with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+
+
+def over_heads(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
+) -> Tensor:
+    """Attention over the wrong axis, as it was published and timed: (B, N, H, D) goes in where (B, H, N, D) belongs.
+
+    Each token attends to its own heads and to no other token. It is fast, and the pattern makes no difference to it.
+    """
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
 def dense_pattern(tokens: int) -> DilatedPattern:
@@ -30,15 +50,33 @@ def dense_pattern(tokens: int) -> DilatedPattern:
     return DilatedPattern.longnet([tokens], [1])
 
 
-# --- copy and gather: the rule head_groups ----------------------------------------------------------------------
+# --- copies: the rule head_groups -------------------------------------------------------------------------------
 
 
 def copy_and_gather(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
 ) -> Tensor:
     """Each branch copies its rows out with index_select, attends, and copies them back with index_copy."""
+    return _by_branches(_gathered, query, key, value, pattern, is_causal)
+
+
+def copy_slices(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
+) -> Tensor:
+    """Each branch copies its rows out with strided slices made contiguous, and back into a slice of zeros."""
+    return _by_branches(_sliced, query, key, value, pattern, is_causal)
+
+
+# what is left of a branch's heads: (q, k, v, out, start, length, segments, rate, branch, is_causal) -> new out
+Part = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int, int, bool], Tensor]
+
+
+def _by_branches(
+    part: Part, query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool
+) -> Tensor:
+    """The heads of each branch on their own: its equal segments, then the shorter last one; all put together again."""
     if pattern.rule != "head_groups":
-        raise ValueError(f"copy_and_gather deals heads to branches: it needs rule 'head_groups', got {pattern.rule!r}")
+        raise ValueError(f"this way deals heads to branches: it needs rule 'head_groups', got {pattern.rule!r}")
     tokens, heads = query.shape[1:3]
     parts = []
     for branch, width in enumerate(pattern.segment_lengths):
@@ -49,11 +87,50 @@ def copy_and_gather(
         out = torch.zeros_like(q)
         whole = tokens - tokens % width
         for start, length, segments in ((0, width, tokens // width), (whole, tokens - whole, 1)):
-            index = _rows(start, length, segments, pattern.dilation_rates[branch], branch, query.device)
-            if index.numel():
-                out = out.index_copy(1, index, _attend_rows(q, k, v, index, segments, is_causal))
+            if segments and length > branch % pattern.dilation_rates[branch]:
+                rate = pattern.dilation_rates[branch]
+                out = part(q, k, v, out, start, length, segments, rate, branch, is_causal)
         parts.append(out)
     return torch.cat(parts, dim=2)
+
+
+def _gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    start: int,
+    length: int,
+    segments: int,
+    rate: int,
+    branch: int,
+    is_causal: bool,
+) -> Tensor:
+    index = _rows(start, length, segments, rate, branch, q.device)
+    samples, _, heads, dim = q.shape
+    q, k, v = (x.index_select(1, index).view(samples * segments, -1, heads, dim) for x in (q, k, v))
+    return out.index_copy(1, index, dense(q, k, v, is_causal=is_causal).reshape(samples, -1, heads, dim))
+
+
+def _sliced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    start: int,
+    length: int,
+    segments: int,
+    rate: int,
+    branch: int,
+    is_causal: bool,
+) -> Tensor:
+    def rows(x: Tensor) -> Tensor:  # (B, S, L, heads, D), a view
+        part = torch.unflatten(x[:, start : start + segments * length], 1, (segments, length))
+        return part[:, :, branch % rate :: rate]
+
+    q, k, v = (rows(x).contiguous().flatten(0, 1) for x in (q, k, v))
+    rows(out).copy_(torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, segments)))
+    return out
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,12 +139,6 @@ def _rows(start: int, length: int, segments: int, rate: int, branch: int, device
     row = torch.arange(min(branch % rate, length), length, rate, device=device)
     segment = torch.arange(segments, device=device) * length + start
     return (segment[:, None] + row).flatten()
-
-
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, segments: int, is_causal: bool) -> Tensor:
-    samples, _, heads, dim = q.shape
-    q, k, v = (x.index_select(1, index).view(samples * segments, -1, heads, dim) for x in (q, k, v))
-    return dense(q, k, v, is_causal=is_causal).reshape(samples, -1, heads, dim)
 
 
 # --- gather, pad, scatter: the rule torchscale ------------------------------------------------------------------
@@ -140,3 +211,38 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str | No
     else:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False)
     return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+# --- the pattern as a mask: the rule head_groups ----------------------------------------------------------------
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
+    """FlexAttention with the pattern as its mask, which is made once for each shape. On CUDA, compiled."""
+    mask = _block_mask(pattern, query.shape[1], query.shape[2], is_causal, query.device)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out: Tensor = _compiled_flex()(query, key, value, block_mask=mask)
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    return compiled
+
+
+@functools.lru_cache(maxsize=8)
+def _block_mask(pattern: DilatedPattern, tokens: int, heads: int, is_causal: bool, device: torch.device) -> BlockMask:
+    if pattern.rule != "head_groups":  # elsewhere keys count more than once, which a mask cannot say
+        raise ValueError(f"a mask says it all under rule 'head_groups' only, got {pattern.rule!r}")
+    branch = [i for i in range(len(pattern.branches)) for _ in pattern.heads(i, heads)]
+    width = torch.tensor([pattern.segment_lengths[i] for i in branch], device=device)
+    rate = torch.tensor([pattern.dilation_rates[i] for i in branch], device=device)
+    offset = torch.tensor([i % pattern.dilation_rates[i] for i in branch], device=device)
+
+    def sees(_: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        w, r, o = width[head], rate[head], offset[head]
+        same = (query // w == key // w) & (query % w % r == o) & (key % w % r == o)
+        return same & (query >= key) if is_causal else same
+
+    # compiled, or the mask is made whole, with a byte for each pair of tokens
+    return create_block_mask(sees, None, heads, tokens, tokens, device=device, _compile=device.type == "cuda")

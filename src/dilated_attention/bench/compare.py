@@ -1,123 +1,230 @@
-"""The comparison: every implementation checked, those that are right timed in turn, all of them listed.
+"""The comparison in one setting: all implementations checked, their memory measured, and those that are right timed.
 
-Legend: times in milliseconds; "x" is the time of dense SDPA divided by the time of the implementation.
+Legend: results is the dict that becomes results.json; a key is (implementation, direction).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
-from dilated_attention.bench import probes
-from dilated_attention.bench.cases import DENSE, Implementation, Setting, Subject
-from dilated_attention.bench.run import Attention, Call, Check, Expected, Timing, forward, forward_backward, time_calls
+from dilated_attention.bench import memory, over_ranks, runners
+from dilated_attention.bench.memory import OutOfMemory, ran_out
+from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
+from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.subject import BOTH, Implementation, least_work
 
-Say = Callable[[str], None]
-Known = dict[tuple[Setting, Attention], Expected]
-PARTS = FORWARD, BOTH = "forward", "forward_backward"
-FAR = "wrong at full length"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the table. Without a check that holds there are no times."""
-
-    name: str
-    ours: bool
-    check: Check
-    rows: dict[str, Any] | None = None  # single rows at full length, where they can be checked
-    forward: Timing | None = None
-    forward_backward: Timing | None = None
-
-    @property
-    def verdict(self) -> str:
-        if self.rows is not None and not self.rows["right"]:
-            return FAR
-        return self.check.verdict
-
-    def as_dict(self, setting: Setting, dense: Result | None) -> dict[str, Any]:
-        record = {"implementation": self.name, "ours": self.ours, **self.check.as_dict(), "verdict": self.verdict}
-        record["rows"] = self.rows
-        for part in PARTS:
-            timing, yardstick = getattr(self, part), getattr(dense, part, None)
-            record[part] = None if timing is None else timing.as_dict()
-            record[f"{part}_x_dense"] = ratio(yardstick, timing)
-        record["tokens_per_s"] = tokens_per_second(self, setting)
-        return record
+FAR, FAILED = "wrong at full length", "failed"
+# what an implementation may end with without ending the run: torch's errors are RuntimeErrors
+ERRORS = (RuntimeError, ValueError, TypeError)
+ONCE = 20  # a call that is run once, for its memory, may take this much longer than one that is timed
+Key = tuple[str, str]
+UNKNOWN = "unknown"  # of a record that is not finished
 
 
-def ratio(dense: Timing | None, timing: Timing | None) -> float | None:
-    return None if dense is None or timing is None else dense.median / timing.median
+class Progress(Protocol):
+    def step(self, text: str) -> None:
+        """This is being done now."""
+
+    def say(self, text: str) -> None:
+        """Something that is to stay readable."""
 
 
-def tokens_per_second(result: Result, setting: Setting) -> float | None:
-    """Of forward and backward together, as in training."""
-    timing = result.forward_backward
-    return None if timing is None else setting.samples * setting.tokens / timing.median * 1000
+class Comparison:
+    """Adds checks and measurements to the results, and knows what was checked and how fast things were."""
+
+    def __init__(self, results: dict[str, Any], progress: Progress, limit_ms: float) -> None:
+        self.results, self.progress, self.limit_ms = results, progress, limit_ms
+        self._expected: dict[Any, Expected] = {}
+        self._checks: dict[Any, Check | str] = {}  # a str is why there is none
+        self._pace: dict[Any, float] = {}  # milliseconds a FLOP, of the longest setting so far
+
+    def run(
+        self,
+        suite: str,
+        implementations: Sequence[Implementation],
+        setting: Setting,
+        directions: Sequence[str],
+        *,
+        seconds: float | None,
+    ) -> None:
+        """``seconds``: of timing, shared by all; None: only memory is measured."""
+        records: dict[Key, dict[str, Any]] = {}
+        measures: dict[Key, Measure] = {}
+        try:
+            for one in implementations:
+                self.progress.step(f"{setting}: checking {one.name}")
+                found = {way: self._record(suite, one, setting, way) for way in directions}
+                records |= {(one.name, way): record for way, record in found.items()}
+                for way, measure in self._prepare(one, setting, found, timed=seconds is not None).items():
+                    measures[one.name, way] = measure
+            self._time(measures, records, implementations, setting, seconds or 0.0)
+        finally:  # also of a run that is interrupted: what is known, and nothing of what was still to come
+            known = [record for record in records.values() if record["status"] != UNKNOWN]
+            self.results["measurements"].extend(known)
+        self._expected.clear()
+        runners.release(setting.device, sorted({one.ranks for one in implementations} - {1}))
+
+    # --- before the clock ---------------------------------------------------------------------------------------
+
+    def _prepare(
+        self, one: Implementation, setting: Setting, records: dict[str, dict[str, Any]], *, timed: bool
+    ) -> dict[str, Measure]:
+        """Fill in what is known without a clock; the directions that are to be timed."""
+        why_not = one.why_not(setting)
+        if why_not is not None:
+            return _end(records, "skipped", why_not)
+        check = self.check(one, setting)
+        if isinstance(check, str):
+            return _end(records, "out of memory" if ran_out(check) else "wrong", check)
+        if not check.right("out"):
+            return _end(records, "wrong", _errors(check))
+        limit = self.limit_ms * (1 if timed else ONCE)
+        ways = {way: x for way, x in records.items() if self._may_run(one, setting, x, check, limit)}
+        if not ways:
+            return {}
+        try:
+            for way, peak in memory.peaks(one.build, setting, list(ways), one.ranks).items():
+                ways[way]["peak_bytes"] = peak
+            if not timed or not one.timed:
+                return _end(ways, "measured", "") if not timed else _end(ways, "skipped", "it is checked, not timed")
+            measures, rows = runners.prepare(one, setting, list(ways))
+        except ERRORS as error:
+            short = isinstance(error, OutOfMemory | torch.OutOfMemoryError) or ran_out(str(error))
+            return _end(ways, "out of memory" if short else "wrong", _first_line(error))
+        if rows is not None and not rows["right"]:
+            self._judge(one, setting, FAR)
+            return _end(ways, "wrong", f"rows at full length are off by {rows['worst']:.1e}, allowed {rows['limit']}")
+        return measures
+
+    def _may_run(
+        self, one: Implementation, setting: Setting, record: dict[str, Any], check: Check, limit: float
+    ) -> bool:
+        way = record["direction"]
+        if way == BOTH and not check.right():
+            return bool(_end({way: record}, "wrong", _errors(check)))
+        expected = self._pace.get(_pace_key(one, setting, way), 0.0) * record["flops"]
+        if expected > limit:
+            why = f"one call is expected to take {expected / 1000:.0f} s, more than the {limit / 1000:.0f} s allowed"
+            return bool(_end({way: record}, "skipped", why))
+        return True
+
+    def check(self, one: Implementation, setting: Setting) -> Check | str:
+        """Out and gradients against the oracle in every setting for checks; of each the worst is kept."""
+        for small in setting.checks():
+            if (one.name, small) not in self._checks:
+                try:
+                    self._checks[one.name, small] = self._held(one, small)
+                except ERRORS as error:
+                    self._checks[one.name, small] = _first_line(error)
+        found = self._found(one, setting)
+        self._judge(one, setting)
+        return found
+
+    def _found(self, one: Implementation, setting: Setting) -> Check | str:
+        known = [self._checks[one.name, small] for small in setting.checks()]
+        failed = [check for check in known if isinstance(check, str)]
+        return failed[0] if failed else functools.reduce(Check.worse, [x for x in known if isinstance(x, Check)])
+
+    def _held(self, one: Implementation, small: Setting) -> Check:
+        whole = one.build(small) if one.ranks == 1 else over_ranks.alone(one.name, small)
+        if (small, whole.exact) not in self._expected:
+            self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
+        return self._expected[small, whole.exact].compare(runners.results_of(one, small))
+
+    def _judge(self, one: Implementation, setting: Setting, verdict: str | None = None) -> None:
+        """The verdict as a record; one for each dtype, causal or not, of the worst that was found."""
+        identity = {**_identity(one), "dtype": setting.dtype_name, "causal": setting.causal}
+        check = self._found(one, setting)
+        before = next((x for x in self.results["checks"] if identity.items() <= x.items()), None)
+        if before is None:
+            self.results["checks"].append({**identity, "verdict": "", "errors": {}, "limits": {}, "why": ""})
+            before = self.results["checks"][-1]
+        elif before["verdict"] in (FAR, FAILED):
+            return
+        if isinstance(check, str):
+            before |= {"verdict": FAILED, "why": check}
+            return
+        if before["errors"]:
+            check = check.worse(Check(before["errors"], before["limits"]))
+        before |= {**check.as_dict(), "verdict": verdict or check.verdict}
+
+    # --- the clock ----------------------------------------------------------------------------------------------
+
+    def _time(
+        self,
+        measures: dict[Key, Measure],
+        records: dict[Key, dict[str, Any]],
+        implementations: Sequence[Implementation],
+        setting: Setting,
+        seconds: float,
+    ) -> None:
+        by_name = {one.name: one for one in implementations}
+        begun: set[str] = set()
+
+        def tick(key: Key) -> None:
+            if key[0] not in begun:
+                begun.add(key[0])
+                self.progress.step(f"{setting}: timing {key[0]}")
+
+        spent: dict[Key, list[float]] = {}
+        try:
+            interleave(measures, seconds=seconds, tick=tick, spent=spent)
+        finally:
+            for key, had in spent.items():
+                if had:
+                    self._timed(by_name[key[0]], setting, records[key], Timing.of(had))
+        for name in by_name.keys() - begun:  # those that are not timed have had their turn too
+            self.progress.step(f"{setting}: {name} is not timed")
+
+    def _timed(self, one: Implementation, setting: Setting, record: dict[str, Any], timing: Timing) -> None:
+        seconds = timing.median / 1000
+        ceiling = next(x for x in self.results["ceilings"] if x["dtype"] == setting.dtype_name)
+        tflops, speed = record["flops"] / seconds / 1e12, record["bytes"] / seconds / 1e9
+        record |= {
+            "status": "measured",
+            "ms": timing.as_dict(),
+            "tokens_per_s": setting.samples * setting.tokens / seconds,
+            "tflops": tflops,
+            "of_matmul": tflops / ceiling["matmul_tflops"],
+            "gb_per_s": speed,
+            "of_copy": speed / ceiling["copy_gb_per_s"],
+        }
+        self._pace[_pace_key(one, setting, record["direction"])] = timing.median / record["flops"]
+
+    def _record(self, suite: str, one: Implementation, setting: Setting, way: str) -> dict[str, Any]:
+        flops, count = least_work(one, setting, way)
+        sizes = {name: getattr(setting, name) for name in ("samples", "tokens", "heads", "head_dim")}
+        return {
+            "suite": suite, **_identity(one), **sizes,
+            "lengths": list(setting.lengths), "rates": list(setting.rates),
+            "dtype": setting.dtype_name, "causal": setting.causal, "direction": way,
+            "status": UNKNOWN, "why": "", "ms": None, "tokens_per_s": None, "flops": flops, "bytes": count,
+            "tflops": None, "of_matmul": None, "gb_per_s": None, "of_copy": None, "peak_bytes": None,
+        }  # fmt: skip
 
 
-def compare(
-    implementations: Sequence[Implementation], setting: Setting, *, seconds: float, say: Say = lambda message: None
-) -> list[Result]:
-    """Check all, then time those that are right: wrong gradients get no backward time, a wrong out no time at all.
-
-    A call slower than its share of ``seconds`` is measured once; the yardstick three times, as all depends on it.
-    """
-    results: dict[str, Result] = {}
-    calls: dict[tuple[str, str], Call] = {}
-    known: Known = {}
-    for one in implementations:
-        say(f"checking {one.name}")
-        result = Result(one.name, one.ours, check(one, setting, known))
-        if result.check.right("out"):
-            subject = one.build(setting)
-            result = replace(result, rows=_rows(subject))
-            if one.timed and result.verdict != FAR:
-                calls |= {(one.name, part): call for part, call in _calls(subject, result.check.right()).items()}
-        results[one.name] = result
-    timings = time_calls(
-        calls,
-        setting.device,
-        seconds=seconds,
-        least={(DENSE, part): 3 for part in PARTS},
-        warmups=3 if setting.device.type == "cuda" else 0,  # on a CPU `_rows` and `_calls` were the warm-up
-        tick=lambda key: say(f"timing {key[0]}, {key[1].replace('_', ' + ')}"),
-    )
-    return [
-        replace(r, forward=timings.get((r.name, FORWARD)), forward_backward=timings.get((r.name, BOTH)))
-        for r in results.values()
-    ]
+def _identity(one: Implementation) -> dict[str, Any]:
+    return {"implementation": one.name, "kind": one.kind, "ours": one.ours, "rule": one.rule, "ranks": one.ranks}
 
 
-def check(implementation: Implementation, setting: Setting, known: Known) -> Check:
-    """Out and gradients against the oracle in every setting for checks; of each the worst is kept.
-
-    ``known`` keeps what the oracle said, for the next implementation of the same function.
-    """
-    found = []
-    for small in setting.checks():
-        subject = implementation.build(small)
-        if (small, subject.exact) not in known:
-            known[small, subject.exact] = Expected.of(subject.exact, subject.inputs, subject.dout(), subject.parameters)
-        found.append(known[small, subject.exact].check(subject.attention, subject.parameters))
-    return functools.reduce(Check.worse, found)
+def _pace_key(one: Implementation, setting: Setting, way: str) -> tuple[Any, ...]:
+    return (one.name, way, setting.dtype, setting.causal)
 
 
-@torch.no_grad()
-def _rows(subject: Subject) -> dict[str, Any] | None:
-    """Single rows at full length, the one thing there that needs no quadratic oracle."""
-    out = subject.attention(*subject.inputs)
-    return None if subject.pattern is None else probes.check_rows(out, subject.inputs, subject.pattern, False)
+def _end(records: dict[str, dict[str, Any]], status: str, why: str) -> dict[str, Measure]:
+    for record in records.values():
+        record |= {"status": status, "why": why}
+    return {}
 
 
-def _calls(subject: Subject, gradients_right: bool) -> dict[str, Call]:
-    calls = {FORWARD: forward(subject.attention, subject.inputs)}
-    if gradients_right:
-        calls[BOTH] = forward_backward(subject.attention, subject.inputs, subject.dout(), subject.parameters.values())
-        if subject.compiled:  # what torch.compile makes of a forward that will be differentiated is other code
-            subject.attention(*(x.detach().requires_grad_() for x in subject.inputs))
-    return calls
+def _errors(check: Check) -> str:
+    wrong = {name: error for name, error in check.errors.items() if not error <= check.limits[name]}
+    return ", ".join(f"{name} off by {error:.1e}, allowed {check.limits[name]:.1e}" for name, error in wrong.items())
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

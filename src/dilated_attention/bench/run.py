@@ -6,6 +6,7 @@ Legend: inputs are what the implementation takes, (B, N, H, D) each for attentio
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ Attention = Callable[..., Tensor]  # inputs -> out
 Call = Callable[[], Any]
 Key = TypeVar("Key")
 FLUSH_BYTES = 256 << 20  # larger than any L2 cache
+LONG_MS = 50.0
 
 
 # --- right or wrong ---------------------------------------------------------------------------------------------
@@ -86,9 +88,20 @@ class Expected:
 
     def check(self, attention: Attention, parameters: Mapping[str, Tensor] | None = None) -> Check:
         """Out and the gradients of all inputs and parameters. ``attention`` takes the inputs only."""
-        found = _results(attention, _named(self.inputs), self.dout, parameters)
-        errors = {name: testing.error(value, self.results[name]) for name, value in found.items()}
+        return self.compare(results(attention, self.inputs, self.dout, parameters))
+
+    def compare(self, found: Mapping[str, Tensor]) -> Check:
+        """What someone else computed from the same inputs, by the names that `results` gives."""
+        device = self.dout.device
+        errors = {name: testing.error(value.to(device), self.results[name]) for name, value in found.items()}
         return Check(errors, self.limits)
+
+
+def results(
+    attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Out and, by name, the gradients of the inputs and the parameters."""
+    return _results(attention, _named(inputs), dout, parameters)
 
 
 def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -98,7 +111,6 @@ def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
 def _results(
     attention: Attention, inputs: Mapping[str, Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Out and, by name, the gradients of the inputs and the parameters."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     out = attention(*leaves.values())
     wanted = {**leaves, **(parameters or {})}
@@ -168,45 +180,79 @@ def forward_backward(
     return lambda: torch.autograd.grad(attention(*leaves), wanted, dout)
 
 
+Measure = Callable[[], Sequence[float]]  # the milliseconds of one call or more
+
+
+def measure_of(call: Call, device: torch.device) -> Measure:
+    """A call as something that can be timed whenever its turn comes.
+
+    On a CPU by the clock of torch.utils.benchmark, whose Timer would run each call three times to time it once; on
+    CUDA by triton.testing.do_bench, which runs a call eight times at least, so long ones only between its two events.
+    """
+    if device.type != "cuda":
+        return lambda: [_cpu_milliseconds(call)]
+    last = [math.inf]
+
+    def on_cuda() -> Sequence[float]:
+        last[:] = _short_calls(call) if last[0] < LONG_MS else [_cuda_milliseconds(call)]
+        return last
+
+    return on_cuda
+
+
 def time_calls(
-    calls: Mapping[Key, Call],
-    device: torch.device,
+    calls: Mapping[Key, Call], device: torch.device, *, seconds: float, warmups: int = 1, **options: Any
+) -> dict[Key, Timing]:
+    """`interleave` of calls on this device, after some that are not counted."""
+    for call in calls.values():
+        for _ in range(warmups):
+            call()
+    return interleave({key: measure_of(call, device) for key, call in calls.items()}, seconds=seconds, **options)
+
+
+def interleave(
+    measures: Mapping[Key, Measure],
     *,
     seconds: float,
-    least: Mapping[Key, int] | int = 3,
+    least: int = 5,
     most: int = 1000,
-    warmups: int = 1,
+    slow_ms: float = 1000.0,
+    spent: dict[Key, list[float]] | None = None,
     tick: Callable[[Key], None] = lambda key: None,
 ) -> dict[Key, Timing]:
     """Time the calls in turn, round after round, so that a change of the machine meets them all alike.
 
-    A call takes part until it has had ``least`` repeats (1 where a mapping does not say) and its share of
-    ``seconds``, or ``most`` repeats. ``tick`` is told the key before each repeat.
+    A call takes part until it has had ``least`` repeats and its share of ``seconds``, or ``most`` repeats; one slower
+    than ``slow_ms`` is measured once where its share is spent. ``tick`` is told the key before each repeat; ``spent``
+    gets the milliseconds as they come, for who wants them when this is interrupted.
     """
-    once = _cuda_milliseconds if device.type == "cuda" else _cpu_milliseconds
-    spent: dict[Key, list[float]] = {key: [] for key in calls}
-    wanted = {key: least if isinstance(least, int) else least.get(key, 1) for key in calls}
-    for call in calls.values():
-        for _ in range(warmups):
-            call()
-    share = 1000 * seconds / max(1, len(calls))
+    spent = {} if spent is None else spent
+    spent |= {key: [] for key in measures}
+    share = 1000 * seconds / max(1, len(measures))
 
     def waits(key: Key) -> bool:
         had = spent[key]
-        return len(had) < wanted[key] or (sum(had) < share and len(had) < most)
+        few = len(had) < least and not (had and min(had) > slow_ms)
+        return not had or few or (sum(had) < share and len(had) < most)
 
-    while waiting := [key for key in calls if waits(key)]:
+    while waiting := [key for key in measures if waits(key)]:
         for key in waiting:
             tick(key)
-            spent[key].append(once(calls[key]))
+            spent[key].extend(measures[key]())
     return {key: Timing.of(had) for key, had in spent.items()}
 
 
 def _cpu_milliseconds(call: Call) -> float:
-    """One call by the clock of torch.utils.benchmark, whose Timer would run each call three times to time it once."""
     start = timer()
     call()
     return 1000 * (timer() - start)
+
+
+def _short_calls(call: Call) -> list[float]:
+    from triton.testing import do_bench  # comes with the builds of torch that can use it
+
+    found: list[float] = do_bench(call, warmup=1, rep=20, return_mode="all")
+    return found
 
 
 def _cuda_milliseconds(call: Call) -> float:

@@ -1,0 +1,183 @@
+"""Everything that is compared: the yardstick, ours, and the baselines, each with the oracle it is held against.
+
+Legend: query, key, value (B, N, H, D); x (B, N, E) with E = H * D for the modules that project.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from dilated_attention.bench import baselines, multihead, over_ranks
+from dilated_attention.bench.run import oracle
+from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.subject import Implementation, Subject
+from dilated_attention.functional import dilated_attention
+from dilated_attention.nn import (
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    RingAttentionV2Simple,
+    RingDilatedAttention,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2Collective,
+    RingMultiheadDilatedAttention,
+)
+from dilated_attention.pattern import RULES, DilatedPattern
+
+BACKENDS = ("sdpa", "eager")
+RANKS = (2, 4)
+DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
+GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
+RELEASED = "gather-pad-scatter"
+
+
+def everything() -> list[Implementation]:
+    """The yardstick first, then ours, then the baselines."""
+    return [Implementation(DENSE, "baseline", "dense", _dense, ours=False), *ours(), *_baselines()]
+
+
+def named(*names: str) -> list[Implementation]:
+    """Those of these names, in this order."""
+    found = {one.name: one for one in everything()}
+    return [found[name] for name in names]
+
+
+def ours() -> list[Implementation]:
+    return [*_functions(), *_modules(), *_on_ranks()]
+
+
+def _functions() -> list[Implementation]:
+    found = []
+    for rule in RULES:
+        for backend in BACKENDS:
+            found.append(Implementation(f"{rule}, {backend}", "function", rule, partial(_ours, rule, backend)))
+            # the slow backend as one opaque op in a compiled graph: right or wrong is all there is to learn
+            compiled = partial(_compiled, rule, backend)
+            name, timed = f"{rule}, {backend}, compiled", backend == "sdpa"
+            found.append(Implementation(name, "function", rule, compiled, timed=timed, why_not=_cannot_compile))
+    return found
+
+
+def _modules() -> list[Implementation]:
+    ring: tuple[type[RingDilatedAttention], ...]
+    ring = (RingDilatedAttention, RingDilatedAttentionV2Collective, RingDilatedAttentionProduction)
+    many = (MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
+    plain: Sequence[type[Any]] = (DilatedAttention, ImprovedDilatedAttention, *ring)
+    return [
+        *(Implementation(kind.__name__, "module", "head_groups", partial(_module, kind)) for kind in plain),
+        Implementation(RingAttentionV2Simple.__name__, "module", "dense", _v2_simple),
+        *(Implementation(kind.__name__, "multihead", "head_groups", partial(multihead.ours, kind)) for kind in many),
+    ]
+
+
+def _on_ranks() -> list[Implementation]:
+    """The ring classes with the sequence over several processes, which meet over gloo."""
+    return [
+        Implementation(
+            f"{name}, {ranks} ranks", "ring", rule, partial(over_ranks.build, name), ranks=ranks,
+            why_not=partial(over_ranks.why_not, name),
+        )
+        for ranks in RANKS
+        for name, rule in over_ranks.RULE_OF.items()
+    ]  # fmt: skip
+
+
+def _baselines() -> list[Implementation]:
+    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
+               "memory-efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
+    released = partial(_function, baselines.gather_pad_scatter, "torchscale")
+    cudnn = partial(_function, partial(baselines.gather_pad_scatter, kernel="cudnn"), "torchscale")
+    found = [
+        *(
+            Implementation(f"dense {name}", "baseline", "dense", partial(_dense, kernel=kernel), why_not=_cuda_half)
+            for name, kernel in kernels.items()
+        ),
+        Implementation("nn.MultiheadAttention", "multihead", "dense", multihead.torchs),
+        Implementation(GATHER, "baseline", "head_groups", partial(_function, baselines.copy_and_gather, "head_groups")),
+        Implementation(SLICES, "baseline", "head_groups", partial(_function, baselines.copy_slices, "head_groups")),
+        Implementation(RELEASED, "baseline", "torchscale", released, why_not=_half_on_cuda),
+        Implementation(f"{RELEASED}, cuDNN", "baseline", "torchscale", cudnn, why_not=_cuda_half),
+        Implementation(
+            "FlexAttention", "baseline", "head_groups", partial(_function, baselines.flex, "head_groups"),
+            why_not=_cuda_half,
+        ),
+        Implementation(OVER_HEADS, "baseline", "head_groups", partial(_function, baselines.over_heads, "head_groups")),
+    ]  # fmt: skip
+    return [_not_ours(one) for one in found]
+
+
+def _not_ours(one: Implementation) -> Implementation:
+    return Implementation(one.name, one.kind, one.rule, one.build, ours=False, why_not=one.why_not)
+
+
+# --- what cannot run where --------------------------------------------------------------------------------------
+
+
+def _cuda_half(setting: Setting) -> str | None:
+    """Kernels that are there on CUDA in half precision only."""
+    if setting.device.type != "cuda":
+        return "it runs on CUDA only"
+    return _half_on_cuda(setting)
+
+
+def _half_on_cuda(setting: Setting) -> str | None:
+    if setting.device.type == "cuda" and setting.dtype.itemsize != 2:
+        return f"its kernel takes float16 and bfloat16 on CUDA, not {setting.dtype_name}"
+    return None
+
+
+def _cannot_compile(setting: Setting) -> str | None:
+    if setting.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs triton on CUDA"
+    return None
+
+
+# --- one builder per kind ---------------------------------------------------------------------------------------
+
+
+def _subject(function: Callable[..., Tensor], pattern: DilatedPattern, setting: Setting, **more: Any) -> Subject:
+    exact = oracle(pattern, setting.causal)
+    return Subject(function, exact, pattern, setting.qkv(), setting.dout(), **more)
+
+
+def _function(function: Callable[..., Tensor], rule: str, setting: Setting) -> Subject:
+    pattern, is_causal = setting.pattern(rule), setting.causal
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return function(query, key, value, pattern, is_causal=is_causal)
+
+    return _subject(attention, pattern, setting)
+
+
+def _ours(rule: str, backend: str, setting: Setting) -> Subject:
+    return _function(partial(dilated_attention, backend=backend), rule, setting)
+
+
+def _compiled(rule: str, backend: str, setting: Setting) -> Subject:
+    plain = _ours(rule, backend, setting)
+    # one graph or an error: a fallback to plain Python would be timed under the wrong name
+    compiled = torch.compile(plain.attention, fullgraph=True, dynamic=False)
+    return _subject(compiled, plain.pattern, setting, compiled=True)
+
+
+def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:
+    attention = partial(baselines.dense, is_causal=setting.causal, kernel=kernel)
+    return _subject(attention, baselines.dense_pattern(setting.tokens), setting)
+
+
+def _module(kind: type[DilatedAttention] | type[RingDilatedAttention], setting: Setting) -> Subject:
+    module = kind(setting.lengths, setting.rates)
+    return _subject(partial(module, is_causal=setting.causal), module.pattern, setting)
+
+
+def _v2_simple(setting: Setting) -> Subject:
+    attention = partial(RingAttentionV2Simple(), is_causal=setting.causal)
+    return _subject(attention, baselines.dense_pattern(setting.tokens), setting)

@@ -1,0 +1,163 @@
+"""Two results files beside one another: what became slower, faster, larger, wrong or right, and where they come from.
+
+A change of time is called one only where it is clear: the ratio of the medians passes the threshold, and the interval
+from the quartiles (lower of one over upper of the other) leaves out 1. Fewer than three repeats have no quartiles.
+
+Legend: before and after are the two files; a ratio is after / before, so that more than 1 is slower or larger.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1  # what is read here; a test holds it against what is written
+Record = dict[str, Any]
+MEASURED_BY = (
+    "suite", "implementation", "kind", "rule", "ranks", "samples", "tokens", "heads", "head_dim", "lengths", "rates",
+    "dtype", "causal", "direction",
+)  # fmt: skip
+CHECKED_BY = ("implementation", "kind", "rule", "ranks", "dtype", "causal")
+MACHINE = ("device", "cpu", "cores", "threads", "system")
+FEWEST_REPEATS = 3
+WORSE = ("slower", "wrong", "out of memory")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One measurement in both files. ``ratio`` and its interval are None unless both have a time."""
+
+    before: Record
+    after: Record
+    verdict: str  # slower, faster, same, unclear, or what the measurement's status became
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    memory: float | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        return self.verdict in WORSE
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A check in both files that came out differently."""
+
+    before: Record
+    after: Record
+
+    @property
+    def is_worse(self) -> bool:
+        return str(self.before["verdict"]) == "exact"
+
+
+@dataclass(frozen=True)
+class Regression:
+    origins: tuple[tuple[str, str, str], ...]  # (what, before, after) where the files come from different places
+    is_other_machine: bool
+    changes: tuple[Change, ...]
+    verdicts: tuple[Verdict, ...]
+    only_before: tuple[Record, ...]
+    only_after: tuple[Record, ...]
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether anything became slower, wrong, or too large for the memory."""
+        return any(x.is_worse for x in self.changes) or any(x.is_worse for x in self.verdicts)
+
+
+def load(path: Path) -> Record:
+    """A results file, or the one in a folder; ValueError if it is none."""
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise ValueError(f"{file} is no results file, as it is no JSON: {error}") from error
+    if not isinstance(found, dict) or "schema" not in found:
+        raise ValueError(f"{file} is no results file: it does not say its schema; `dilated-attention bench` writes one")
+    if found["schema"] != SCHEMA:
+        raise ValueError(
+            f"{file} has schema {found['schema']!r}, and this version reads {SCHEMA}: use the one that wrote it"
+        )
+    if not isinstance(found.get("machine"), dict):
+        raise ValueError(f"{file} is no results file: it does not say on which machine it was made")
+    _check_records(file, found, "measurements", (*MEASURED_BY, "status", "ms", "peak_bytes"))
+    _check_records(file, found, "checks", (*CHECKED_BY, "verdict"))
+    return found
+
+
+def _check_records(file: Path, found: Record, part: str, names: Sequence[str]) -> None:
+    records = found.get(part)
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"{file} is no results file: {part} must be a list of records")
+    for index, record in enumerate(records):
+        missing = [name for name in names if name not in record]
+        if missing:
+            raise ValueError(f"{file} is no results file: {part}[{index}] has no {', '.join(missing)}")
+
+
+def compare(before: Record, after: Record, threshold: float = 1.05) -> Regression:
+    """``threshold``: the ratio from which a change counts, more than 1."""
+    if not 1 < threshold < float("inf"):
+        raise ValueError(f"threshold must be a ratio of more than 1, such as 1.05, got {threshold}")
+    origins = tuple(_origins(before["machine"], after["machine"]))
+    measured = [_by_key(results["measurements"], MEASURED_BY) for results in (before, after)]
+    checked = [_by_key(results["checks"], CHECKED_BY) for results in (before, after)]
+    both = [(one, measured[1][key]) for key, one in measured[0].items() if key in measured[1]]
+    verdicts = [(one, checked[1][key]) for key, one in checked[0].items() if key in checked[1]]
+    return Regression(
+        origins,
+        any(name in MACHINE for name, _, _ in origins),
+        tuple(_change(one, other, threshold) for one, other in both),
+        tuple(Verdict(one, other) for one, other in verdicts if one["verdict"] != other["verdict"]),
+        tuple(one for key, one in measured[0].items() if key not in measured[1]),
+        tuple(one for key, one in measured[1].items() if key not in measured[0]),
+    )
+
+
+def _origins(before: Record, after: Record) -> Iterable[tuple[str, str, str]]:
+    for name in (*MACHINE, "commit", "dirty"):
+        if before.get(name) != after.get(name):
+            yield name, str(before.get(name)), str(after.get(name))
+    old, new = before.get("versions", {}), after.get("versions", {})
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            yield name, str(old.get(name, "none")), str(new.get(name, "none"))
+
+
+def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[str, ...], Record]:
+    """What was measured more than once pairs in its order."""
+    found: dict[tuple[str, ...], Record] = {}
+    for record in records:
+        key, turn = tuple(json.dumps(record[name]) for name in names), 0
+        while (*key, str(turn)) in found:
+            turn += 1
+        found[(*key, str(turn))] = record
+    return found
+
+
+def _change(before: Record, after: Record, threshold: float) -> Change:
+    sizes = before["peak_bytes"], after["peak_bytes"]
+    memory = sizes[1] / sizes[0] if sizes[0] and sizes[1] else None
+    if before["status"] != after["status"]:
+        became = "right" if before["status"] == "wrong" and after["status"] == "measured" else after["status"]
+        return Change(before, after, became, memory=memory)
+    old, new = before["ms"], after["ms"]
+    if old is None or new is None:
+        return Change(before, after, "same" if (old is None) == (new is None) else "unclear", memory=memory)
+    ratio, low, high = new["median"] / old["median"], new["lower"] / old["upper"], new["upper"] / old["lower"]
+    if min(old["repeats"], new["repeats"]) < FEWEST_REPEATS:
+        verdict = "unclear"
+    elif low > 1 and ratio >= threshold:
+        verdict = "slower"
+    elif high < 1 and ratio <= 1 / threshold:
+        verdict = "faster"
+    else:
+        verdict = "same"
+    return Change(before, after, verdict, ratio, low, high, memory)

@@ -1,0 +1,153 @@
+"""One run of some suites: what is known so far, kept in the shape that is written to results.json.
+
+A suite is a list of steps. Each step holds implementations against the oracle, measures memory and times those that are
+right, or fills a table. After each step the results are saved, so that a run that dies loses one step at most.
+
+Legend: times in milliseconds, memory in bytes beyond the inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dilated_attention.bench import claims, machine, recommend
+from dilated_attention.bench.compare import Comparison, Progress
+from dilated_attention.bench.probes import ceilings
+from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.subject import DIRECTIONS, Implementation
+
+SCHEMA = 1
+
+
+class Watch(Progress, Protocol):
+    """Whoever shows how far a run is."""
+
+    def begin(self, total: int) -> None:
+        """So many steps are planned."""
+
+
+class Quiet:
+    """Nobody looks."""
+
+    def begin(self, total: int) -> None:
+        pass
+
+    def step(self, text: str) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Step:
+    """``size`` is how often it tells the watch; ``run`` does it."""
+
+    text: str
+    size: int
+    run: Callable[[Session], None]
+
+
+class Session:
+    """The settings of a run and its results so far."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+        *,
+        watch: Watch | None = None,
+        seconds: float | None = None,
+        limit_ms: float | None = None,
+        commit: str | None = None,
+    ) -> None:
+        self.device, self.dtypes = device, tuple(dtypes)
+        self.seconds = seconds if seconds is not None else 2.0 if device.type == "cuda" else 6.0
+        self.watch = Quiet() if watch is None else watch
+        self.limit_ms = limit_ms if limit_ms is not None else 2000.0 if device.type == "cuda" else 4000.0
+        self.results: dict[str, Any] = {
+            "schema": SCHEMA,
+            "machine": machine.describe(device, commit),
+            "suites": [],
+            "complete": False,
+            "seconds": 0.0,
+            "answer": "",
+            **{part: [] for part in ("ceilings", "checks", "measurements", "tables", "claims")},
+            **{part: [] for part in ("recommendations", "matrix")},
+        }
+        self.comparison = Comparison(self.results, self.watch, self.limit_ms)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtypes[0]
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def setting(self, tokens: int, pattern: tuple[tuple[int, ...], tuple[int, ...]], **more: Any) -> Setting:
+        options = {"dtype": self.dtype, **more}
+        return Setting(tokens, *pattern, self.device, **options)
+
+    def compare(
+        self,
+        suite: str,
+        implementations: Sequence[Implementation],
+        setting: Setting,
+        directions: Sequence[str] = DIRECTIONS,
+        *,
+        timed: bool = True,
+    ) -> None:
+        """Check, memory and times of all these in one setting."""
+        if all(known["dtype"] != setting.dtype_name for known in self.results["ceilings"]):
+            self.results["ceilings"].append(ceilings(self.device, setting.dtype))
+        self.comparison.run(suite, implementations, setting, directions, seconds=self.seconds if timed else None)
+
+    def table(self, suite: str, title: str, note: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        found = {
+            "suite": suite,
+            "title": title,
+            "note": note,
+            "columns": list(columns),
+            "rows": [list(r) for r in rows],
+        }
+        self.results["tables"].append(found)
+
+    def conclude(self) -> None:
+        """What follows from the measurements so far."""
+        self.results["claims"] = claims.claims(self.results)
+        self.results |= recommend.recommend(self.results)
+
+    def run(self, suites: dict[str, list[Step]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        began = time.monotonic()
+        self.watch.begin(sum(step.size for steps in suites.values() for step in steps))
+        try:
+            for name, steps in suites.items():
+                self.results["suites"].append(name)
+                for step in steps:
+                    step.run(self)
+                    self.results["seconds"] = time.monotonic() - began
+                    self.conclude()
+                    save(self.results)
+            self.results["complete"] = True
+        finally:  # an interrupted run keeps what it has
+            self.results["seconds"] = time.monotonic() - began
+            self.conclude()
+            save(self.results)
+        return self.results
+
+
+def compare_step(
+    suite: str, implementations: Sequence[Implementation], setting: Setting, *ways: str, timed: bool = True
+) -> Step:
+    directions = ways or DIRECTIONS
+    return Step(
+        str(setting),
+        2 * len(implementations),
+        lambda session: session.compare(suite, implementations, setting, directions, timed=timed),
+    )

@@ -1,0 +1,217 @@
+"""The optimisations that the reports claim, each on and off.
+
+Legend: key and value as they travel, (n,) bytes; x (B, N, E).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dilated_attention import _alltoall, _exchange, _ops, _plan, _shards
+from dilated_attention.bench import implementations as known
+from dilated_attention.bench import memory, multihead, over_ranks
+from dilated_attention.bench.memory import call_of
+from dilated_attention.bench.run import Timing
+from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.steps import Session, Step
+from dilated_attention.bench.subject import BOTH, FORWARD
+from dilated_attention.bench.suites.common import PATTERNS, mib, timed
+from dilated_attention.nn import MultiheadDilatedAttention, RingDilatedAttentionProduction
+from dilated_attention.ranks import pool
+
+SUITE, TITLE = "optimisations", "Claimed optimisations, off and on"
+COLUMNS = ["optimisation", "where", "off", "on", "unit", "saved"]
+BUFFERS, PLAN, PACKED, FUSED, BUCKETS, SHARE = (
+    "buffers reused", "plan cached", "K/V in one message", "qkv fused", "DDP bucket size", "time in communication",
+)  # fmt: skip
+BUCKET_MB = (1, 25, 100)  # 25 is what DDP takes by itself
+REPEATS = 15
+
+
+def steps(session: Session) -> list[Step]:
+    parts = (buffers, plan_cache, packed, fused, buckets, communication)
+    rows: list[list[Any]] = []
+
+    def part(one: Callable[[Session], list[list[Any]]], last: bool) -> Callable[[Session], None]:
+        def run(session: Session) -> None:
+            session.watch.step(f"{TITLE}: {one.__name__.replace('_', ' ')}")
+            rows.extend(one(session))
+            if last:
+                note = "Medians; saved is what is less when on. Ranks are processes on this machine, over gloo."
+                session.table(SUITE, TITLE, note, COLUMNS, rows)
+
+        return run
+
+    return [Step(one.__name__, 1, part(one, one is parts[-1])) for one in parts]
+
+
+def row(what: str, where: str, off: float | None, on: float | None, unit: str) -> list[Any]:
+    saved = None if off is None or on is None or off == 0 else 1 - on / off
+    return [what, where, off, on, unit, saved]
+
+
+# --- in one process ---------------------------------------------------------------------------------------------
+
+
+def plan_cache(session: Session) -> list[list[Any]]:
+    """Every cache of plans emptied before each call, or left alone."""
+    caches = [
+        thing
+        for module in (_plan, _shards, _ops, _exchange, _alltoall)
+        for _, thing in inspect.getmembers(module)
+        if isinstance(thing, functools._lru_cache_wrapper)
+    ]
+    rows = []
+    for tokens in (2048, 32768):
+        call = call_of(known.named("longnet, sdpa")[0].build(session.setting(tokens, PATTERNS[0])), FORWARD)
+
+        def forgetful(call: Callable[[], Any] = call) -> None:
+            for cache in caches:
+                cache.cache_clear()
+            call()
+
+        found = timed({"off": forgetful, "on": call}, session.device)
+        rows.append(row(PLAN, f"longnet, {tokens:,} tokens, forward", found["off"].median, found["on"].median, "ms"))
+    return rows
+
+
+def fused(session: Session) -> list[list[Any]]:
+    """Three projections, or one."""
+    rows = []
+    for tokens in (2048, 8192):
+        setting = session.setting(tokens, PATTERNS[0])
+        names = {"off": "MultiheadDilatedAttention", "on": "ImprovedMultiheadDilatedAttention"}
+        for way in (FORWARD, BOTH):
+            calls = {key: call_of(known.named(name)[0].build(setting), way) for key, name in names.items()}
+            found = timed(calls, session.device, 4.0)
+            where = f"{tokens:,} tokens, {way.replace('_', ' + ')}"
+            rows.append(row(FUSED, where, found["off"].median, found["on"].median, "ms"))
+    return rows
+
+
+# --- over ranks -------------------------------------------------------------------------------------------------
+
+
+def buffers(session: Session) -> list[list[Any]]:
+    """Receive buffers made for each message, or kept from call to call."""
+    setting = session.setting(16384, PATTERNS[1])
+    names = {"off": "RingDilatedAttention, 2 ranks", "on": "RingDilatedAttentionProduction, 2 ranks"}
+    found = {
+        key: memory.peaks(known.named(name)[0].build, setting, [BOTH], ranks=2)[BOTH] for key, name in names.items()
+    }
+    where = "2 ranks, 16,384 tokens, forward + backward"
+    return [row(BUFFERS, where, mib(found["off"]), mib(found["on"]), "MiB")]
+
+
+def packed(session: Session) -> list[list[Any]]:
+    """K and V to a neighbour as two messages, or as one."""
+    rows = []
+    for size in (1 << 12, 1 << 16, 1 << 22):
+        found = _on_two(_messages, size)
+        where = f"2 ranks, {size >> 10:,} kB each"
+        rows.append(row(PACKED, where, found["off"].median, found["on"].median, "ms"))
+    return rows
+
+
+def buckets(session: Session) -> list[list[Any]]:
+    """A training step of two layers under DDP: buckets of 25 MB against smaller and larger ones."""
+    setting = session.setting(256, PATTERNS[0])
+    found = _on_two(_ddp_steps, setting)
+    usual = found[25].median
+    return [
+        row(BUCKETS, f"2 ranks, {megabytes} MB against 25 MB", usual, found[megabytes].median, "ms")
+        for megabytes in BUCKET_MB
+        if megabytes != 25
+    ]
+
+
+def communication(session: Session) -> list[list[Any]]:
+    """Of the time of a call, the part that a rank spends waiting for others. There is no on and off: it is a share."""
+    rows = []
+    for ranks in known.RANKS:
+        setting = session.setting(16384, PATTERNS[1])
+        share = max(pool(ranks).run(_share_waiting, setting, timeout=300.0))
+        rows.append([SHARE, f"{ranks} ranks, 16,384 tokens, forward + backward", None, 100 * share, "%", None])
+    return rows
+
+
+def _on_two(function: Callable[..., dict[Any, list[float]]], *args: Any) -> dict[Any, Timing]:
+    """Of every repeat the slower rank."""
+    first, second = pool(2).run(function, *args, timeout=300.0)
+    return {key: Timing.of([max(pair) for pair in zip(first[key], second[key], strict=True)]) for key in first}
+
+
+# --- in the ranks -----------------------------------------------------------------------------------------------
+
+
+def _repeat(calls: dict[Any, Callable[[], Any]], repeats: int = REPEATS) -> dict[Any, list[float]]:
+    found: dict[Any, list[float]] = {key: [] for key in calls}
+    for round_ in range(repeats + 2):
+        for key, call in calls.items():
+            dist.barrier()
+            start = torch.utils.benchmark.timer()
+            call()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+            if round_ > 1:
+                found[key].append(1000 * float(torch.utils.benchmark.timer() - start))
+    return found
+
+
+def _messages(size: int) -> dict[str, list[float]]:
+    peer = 1 - dist.get_rank()
+    pair = torch.zeros(2, size, dtype=torch.uint8)
+    taken = torch.empty_like(pair)
+
+    def exchange(sent: list[torch.Tensor], got: list[torch.Tensor]) -> None:
+        steps = [dist.P2POp(dist.isend, x, peer) for x in sent] + [dist.P2POp(dist.irecv, x, peer) for x in got]
+        for work in dist.batch_isend_irecv(steps):
+            work.wait()
+
+    return _repeat({
+        "off": lambda: exchange(list(pair), list(taken)),
+        "on": lambda: exchange([pair.flatten()], [taken.flatten()]),
+    })  # fmt: skip
+
+
+def _ddp_steps(setting: Setting) -> dict[int, list[float]]:
+    def model() -> nn.Module:
+        make = functools.partial(MultiheadDilatedAttention, 1024, 16, setting.lengths, setting.rates)
+        return nn.Sequential(*(_Only(multihead.filled(make(), setting)) for _ in range(2)))
+
+    x = torch.randn(1, setting.tokens, 1024, device=setting.device, dtype=setting.dtype)
+    models = {size: DistributedDataParallel(model(), bucket_cap_mb=size) for size in BUCKET_MB}
+    return _repeat({size: lambda m=m: m(x).sum().backward() for size, m in models.items()})  # type: ignore[misc]
+
+
+class _Only(nn.Module):
+    """The output alone, so that layers can follow one another."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attention(x)[0]
+        return out
+
+
+def _share_waiting(setting: Setting) -> float:
+    subject = over_ranks.build("RingDilatedAttentionProduction", setting)
+    module = subject.attention.func  # type: ignore[attr-defined]
+    assert isinstance(module, RingDilatedAttentionProduction)
+    call = call_of(subject, BOTH)
+    call()
+    before = module.stats()["seconds_waited"]
+    spent = _repeat({"": call})[""]
+    calls = REPEATS + 2
+    waited = (module.stats()["seconds_waited"] - before) / calls
+    return waited / (sum(spent) / len(spent) / 1000)

@@ -1,0 +1,37 @@
+"""The command `dilated-attention`. Here is its door: whatever the user got wrong ends here, in one line and code 2.
+
+What needs typer or rich is imported only when a command runs, so that this package says what to install without them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dilated_attention.cli.arguments import Refused
+
+OPTIONAL = ("typer", "rich", "matplotlib", "numpy")  # what the extra `bench` installs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line, sys.argv's by default; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure") and (stream.encoding or "").lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="replace")  # a µ that cannot be printed is no reason to stop
+    try:
+        from dilated_attention.cli.app import run
+
+        return run(arguments)
+    except Refused as error:
+        return _refuse(str(error))
+    except ModuleNotFoundError as error:
+        name = error.name or getattr(error.__cause__, "name", None) or ""  # some say in their own words what to do
+        name = name.partition(".")[0]
+        if name not in OPTIONAL:
+            raise
+        return _refuse(f'this needs {name}: pip install "dilated-attention[bench]"' if error.name else str(error))
+
+
+def _refuse(message: str) -> int:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return 2

@@ -1,0 +1,91 @@
+"""`bench`: run suites, keep what was found whatever happens, and show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dilated_attention.bench import machine
+from dilated_attention.cli import arguments
+from dilated_attention.cli.output import console, print_written
+from dilated_attention.cli.progress import watching
+from dilated_attention.cli.tables import is_ours_wrong, print_results
+
+NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, all"
+INTERRUPTED = 130  # as a shell has it for a program ended by Ctrl-C
+
+
+def bench(
+    suite: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"With commas or again: {NAMES}.  [default: quick]")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:1; cuda where there is one.")] = "",
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE,...", help="The first is the main one; by device if not given.")
+    ] = "",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For results.json and the report.")] = Path("report"),
+    seconds: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Of timing in each setting, shared by all.  [default: 6, on CUDA 2]"),
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Of a tree that came without its .git.")] = None,
+) -> int:
+    """Check and time every implementation.
+
+    Each is held against the oracle; those that are right are timed, and a report is written. Results are on disk after
+    every setting; an interrupted run keeps them and makes its report. The exit code is 1 when one of this library's
+    implementations is wrong, however fast it is, and 130 when the run was interrupted.
+    """
+    # here and not above: it takes a while, and needs matplotlib, which other commands do without
+    from dilated_attention.bench import session
+    from dilated_attention.bench.report import write_report
+
+    with arguments.refusing():
+        suites = [name for some in suite or ["quick"] for name in some.split(",")]
+        unknown = [name for name in suites if name not in session.SUITES]
+        if unknown:
+            raise ValueError(f"--suite must be one or more of {', '.join(session.SUITES)}, got {', '.join(unknown)!r}")
+        if seconds is not None and not 0 < seconds < float("inf"):
+            raise ValueError(f"--seconds must be more than 0, got {seconds}")
+        where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtypes = [arguments.dtype("--dtype", name) for name in dtype.split(",")] if dtype else None
+        arguments.writable(out)
+    kept = Kept(out / "results.json")
+    is_interrupted = False
+    try:
+        with watching() as watch:
+            session.run(suites, where, dtypes, save=kept.save, watch=watch, seconds=seconds, commit=commit)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        kept.interrupt()
+    screen = console()
+    if kept.results is None:
+        screen.print("interrupted before anything was measured: nothing was written")
+        return INTERRUPTED
+    left_out: list[str] = []
+    files = write_report(kept.results, out, say=left_out.append)
+    screen.print(machine.one_line(kept.results["machine"]), soft_wrap=True)
+    print_results(screen, kept.results)
+    for line in left_out:
+        screen.print(line, soft_wrap=True)
+    print_written(screen, out, [kept.file, *files])
+    return INTERRUPTED if is_interrupted else int(is_ours_wrong(kept.results))
+
+
+class Kept:
+    """The results so far, in memory and on disk."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.results: dict[str, Any] | None = None
+
+    def save(self, results: dict[str, Any]) -> None:
+        self.results = results
+        machine.write_json(self.file, results)
+
+    def interrupt(self) -> None:
+        if self.results is not None:
+            self.save({**self.results, "complete": False})

@@ -1,0 +1,99 @@
+"""`compare`: two results files beside one another, and an exit code for scripts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dilated_attention.bench.regress import Change, Regression, load
+from dilated_attention.bench.regress import compare as compare_results
+from dilated_attention.cli import arguments
+from dilated_attention.cli.output import console, print_table
+from dilated_attention.cli.tables import STYLES, name_of, setting
+
+HELP = "A results.json, or a folder that holds one."
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="BEFORE", help=HELP)],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help=HELP)],
+    threshold: Annotated[float, typer.Option(metavar="RATIO", help="Smaller changes are not called changes.")] = 1.05,
+) -> int:
+    """What changed between two results files.
+
+    Says what became slower, faster, wrong or right, what is in one file only, and where the two come from. A change
+    of time counts where the ratio of the medians passes the threshold and the quartiles of the two leave out that
+    nothing changed. The exit code is 1 if something became slower, wrong or too large for the memory, else 0.
+    """
+    with arguments.refusing():
+        found = compare_results(load(before), load(after), threshold)
+    _print(console(), found)
+    return int(found.is_worse)
+
+
+def _print(screen: Console, found: Regression) -> None:
+    if found.origins:
+        print_table(screen, "where they come from", ["", "<before", "<after"], found.origins)
+    if found.is_other_machine:
+        screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
+    for verdict in found.verdicts:
+        one, other = verdict.before, verdict.after
+        what = f"{name_of(one)}, {one['dtype']}{', causal' if one['causal'] else ''}"
+        became = "became wrong" if verdict.is_worse else "is right" if other["verdict"] == "exact" else "is wrong"
+        screen.print(
+            Text(f"{what} {became}: {one['verdict']}, now {other['verdict']}", STYLES.get(became, "")), soft_wrap=True
+        )
+    for name, changes in _groups(found.changes).items():
+        columns = ["implementation", "<direction", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
+        print_table(screen, name, columns, (_row(change) for change in changes))
+    screen.print()
+    for title, records in (("only before", found.only_before), ("only after", found.only_after)):
+        if records:
+            screen.print(f"{title}: {len(records)} measurements")
+            for line in _names(records):
+                screen.print(f"    {line}", soft_wrap=True)
+    for change in (change for change in found.changes if change.is_worse):
+        times = "" if change.ratio is None else f", {change.ratio:.2f} times"
+        where = (
+            f"{change.before['suite']}: {setting(change.before)}: {name_of(change.before)}, {_direction(change.before)}"
+        )
+        screen.print(Text(f"{change.verdict}: {where}{times}", "bold red"), soft_wrap=True)
+    count = Counter(change.verdict for change in found.changes)
+    screen.print(", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common")
+
+
+def _groups(changes: Iterable[Change]) -> dict[str, list[Change]]:
+    found: dict[str, list[Change]] = {}
+    for change in changes:
+        found.setdefault(f"{change.before['suite']}: {setting(change.before)}", []).append(change)
+    return found
+
+
+def _row(change: Change) -> Sequence[str | Text]:
+    one, other = change.before, change.after
+    times = [x["status"] if x["ms"] is None else _ms(x["ms"]["median"]) for x in (one, other)]
+    ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
+    interval = "" if change.low is None or change.high is None else f"{change.low:.2f}–{change.high:.2f}"
+    memory = "" if change.memory is None else f"{change.memory:.3f}"
+    verdict = Text(change.verdict, STYLES.get(change.verdict, ""))
+    return [name_of(one), _direction(one), *times, ratio, interval, memory, verdict]
+
+
+def _ms(median: float) -> str:
+    return f"{median:.4g}" if median < 1000 else f"{median:,.0f}"
+
+
+def _direction(record: dict[str, Any]) -> str:
+    return str(record["direction"]).replace("_", " + ")
+
+
+def _names(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Each implementation once, with how many measurements of it there are."""
+    for (suite, name), number in Counter((x["suite"], x["implementation"]) for x in records).items():
+        yield f"{suite}: {name}, {number} times" if number > 1 else f"{suite}: {name}"

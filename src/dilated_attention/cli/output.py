@@ -1,0 +1,47 @@
+"""How things are printed: in colour and as wide as the window on a terminal, plain and wide elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDE = 160  # where nobody's window says how wide: tables are not folded, and lines are not cut anyway
+
+
+def console(*, stderr: bool = False) -> Console:
+    """No markup: what is printed has names and errors in it, whose brackets are meant."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, width=None if is_terminal else WIDE, highlight=False, markup=False, emoji=False)
+
+
+def print_table(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """The first column is to be read, the others are numbers to the right; but one that starts with < is read, too."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, name in enumerate(columns):
+        side: Literal["left", "right"] = "left" if not index or name.startswith("<") else "right"
+        made.add_column(name.removeprefix("<"), justify=side, overflow="fold")  # rather folded than cut
+    for row in rows:
+        made.add_row(*row)
+    screen.print()
+    screen.print(Text(title, "bold"), soft_wrap=True)
+    screen.print(made)
+
+
+def print_written(screen: Console, folder: Path, files: Iterable[Path]) -> None:
+    """Each file of the folder; those below it by number."""
+    below: Counter[Path] = Counter()
+    for file in dict.fromkeys(files):
+        if file.parent == folder:
+            screen.print(f"written: {file}", soft_wrap=True)
+        else:
+            below[file.parent] += 1
+    for where, number in below.items():
+        screen.print(f"written: {number} files in {where}", soft_wrap=True)

@@ -1,0 +1,27 @@
+"""`report`: the page of a results file, made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dilated_attention.bench.regress import load
+from dilated_attention.cli import arguments, options
+from dilated_attention.cli.output import console, print_written
+
+
+def report(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results.json, or a folder that holds one.")],
+    out: options.Out = None,
+) -> None:
+    """Make the report of a results file again."""
+    with arguments.refusing():
+        found = load(results)
+        folder = arguments.writable(out or (results if results.is_dir() else results.parent))
+    from dilated_attention.bench.report import write_report  # needs matplotlib, which other commands do without
+
+    screen = console()
+    files = write_report(found, folder, say=screen.print)
+    print_written(screen, folder, files)

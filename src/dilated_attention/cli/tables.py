@@ -1,0 +1,146 @@
+"""The results of a run on the terminal: measurements by setting, what is wrong, the answer and who is best for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from dilated_attention.cli.output import print_table
+from dilated_attention.cost import size
+
+Record = dict[str, Any]
+STYLES = {
+    "exact": "green", "right": "green", "faster": "green", "is right": "green", "yes": "green",
+    "slower": "bold red", "wrong": "bold red", "out of memory": "bold red", "became wrong": "bold red", "no": "red",
+    "skipped": "dim", "same": "dim", "unclear": "yellow",
+}  # fmt: skip
+LEGEND = "times: median (quartiles); memory: most beyond the inputs, of forward + backward where that was run"
+DIRECTIONS = ("forward", "forward_backward")
+
+
+def print_results(screen: Console, results: Record) -> None:
+    """Everything but the claims, for which the report has the room."""
+    verdicts = {_checked(check): check["verdict"] for check in results["checks"]}
+    for (suite, name), records in _settings(results["measurements"]).items():
+        columns = ["implementation", "forward ms", "fwd + bwd ms", "memory", "<verdict"]
+        print_table(screen, f"{suite}: {name}", columns, _rows(records, verdicts))
+    for made in results["tables"]:
+        rows = ([cell(x) for x in row] for row in made["rows"])
+        print_table(screen, f"{made['suite']}: {made['title']}", made["columns"], rows)
+        if made["note"]:
+            screen.print(made["note"], soft_wrap=True)
+    screen.print()
+    if results["measurements"]:
+        screen.print(LEGEND, soft_wrap=True)
+    for line in wrong(results):
+        screen.print(line, soft_wrap=True)
+    if results["recommendations"]:
+        columns = ["use case", "<best", "<value", "<runner-up", "factor"]
+        print_table(screen, "which to use", columns, map(_recommendation, results["recommendations"]))
+    if results["matrix"]:
+        columns = ["implementation", "<verdict", "x best", "<best for", "<note"]
+        print_table(screen, "all of them", columns, map(_in_matrix, results["matrix"]))
+    screen.print()
+    if results["answer"]:
+        screen.print(Text(results["answer"], "bold"), soft_wrap=True)
+    if not results["complete"]:
+        screen.print("The run was interrupted: this is what it had until then.")
+
+
+def is_ours_wrong(results: Record) -> bool:
+    checks = any(check["ours"] and check["verdict"] != "exact" for check in results["checks"])
+    return checks or any(x["ours"] and x["status"] == "wrong" for x in results["measurements"])
+
+
+def wrong(results: Record) -> Iterator[Text]:
+    """Each check that failed, ours first: it has no times, and this is why."""
+    failed = [check for check in results["checks"] if check["verdict"] != "exact"]
+    for check in sorted(failed, key=lambda check: not check["ours"]):
+        over = [
+            f"{name} off by {float(error):.1e}, allowed {float(check['limits'][name]):.1e}"
+            for name, error in check["errors"].items()
+            if not float(error) <= float(check["limits"][name])
+        ]
+        why = "; ".join(filter(None, [*over, check["why"]]))
+        ours = "OURS: " if check["ours"] else ""
+        where = f"{check['dtype']}{', causal' if check['causal'] else ''}"
+        yield Text(f"{ours}{name_of(check)} ({where}): {check['verdict']}: {why}", "bold red" if check["ours"] else "")
+
+
+def name_of(record: Record) -> str:
+    ranks = f", {record['ranks']} ranks" if record["ranks"] != 1 else ""
+    return f"{record['implementation']}{ranks}"
+
+
+def setting(record: Record) -> str:
+    """What was run, whatever ran it."""
+    shape = f"B={record['samples']} N={record['tokens']:,} H={record['heads']} D={record['head_dim']}"
+    pattern = f"w={','.join(map(str, record['lengths']))} r={','.join(map(str, record['rates']))}"
+    return f"{shape} {pattern} {record['dtype']}{' causal' if record['causal'] else ''}"
+
+
+def cell(value: object) -> str:
+    """A cell of a suite's own table."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _settings(measurements: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in measurements:
+        found.setdefault((record["suite"], setting(record)), []).append(record)
+    return found
+
+
+def _rows(records: Iterable[Record], verdicts: dict[tuple[Any, ...], str]) -> Iterator[Sequence[str | Text]]:
+    """One an implementation, both directions in it."""
+    found: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        found.setdefault(_checked(record), {})[record["direction"]] = record
+    for key, ways in found.items():
+        some = [ways.get(way) for way in DIRECTIONS]
+        peaks = [one["peak_bytes"] for one in some if one is not None and one["peak_bytes"] is not None]
+        verdict = verdicts.get(key, "")
+        one = next(iter(ways.values()))
+        yield [name_of(one), *map(_time, some), size(peaks[-1]) if peaks else "–", Text(verdict, _style(verdict))]
+
+
+def _style(verdict: str) -> str:
+    return STYLES.get(verdict, "bold red")
+
+
+def _time(record: Record | None) -> Text:
+    """Median and quartiles, or why there are none; quartiles need three repeats."""
+    if record is None:
+        return Text("–")
+    ms = record["ms"]
+    if ms is None:
+        status = "–" if record["status"] == "measured" else record["status"]  # memory alone was measured
+        return Text(status, STYLES.get(status, ""))
+    digits = 2 if ms["median"] < 10 else 1 if ms["median"] < 100 else 0
+    spread = {1: "once", 2: "twice"}.get(ms["repeats"], f"{ms['lower']:.{digits}f}–{ms['upper']:.{digits}f}")
+    return Text(f"{ms['median']:.{digits}f} ({spread})")
+
+
+def _checked(record: Record) -> tuple[Any, ...]:
+    return tuple(record[name] for name in ("implementation", "kind", "rule", "ranks", "dtype", "causal"))
+
+
+def _recommendation(one: Record) -> list[str]:
+    ties = f" (level with {', '.join(one['ties'])})" if one["ties"] else ""
+    return [one["use_case"], one["best"] + ties, one["value"], one["runner_up"] or "–", _factor(one["factor"])]
+
+
+def _in_matrix(one: Record) -> Sequence[str | Text]:
+    verdict = Text(one["verdict"], _style(one["verdict"]))
+    return [one["implementation"], verdict, _factor(one["slower"]), ", ".join(one["best_for"]), one["note"]]
+
+
+def _factor(factor: float | None) -> str:
+    return "–" if factor is None else f"{factor:.2f}"

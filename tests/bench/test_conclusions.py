@@ -1,0 +1,205 @@
+"""Claims and recommendations say what the measurements say, and nothing where there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dilated_attention.bench import claims, recommend
+from dilated_attention.bench.suites import optimisations
+
+EMPTY: dict[str, Any] = {"checks": [], "measurements": [], "tables": []}
+
+
+def record(name: str, ms: float | None = 1.0, **more: Any) -> dict[str, Any]:
+    tokens = more.get("tokens", 4096)
+    timing = None if ms is None else {"median": ms, "lower": 0.99 * ms, "upper": 1.01 * ms, "repeats": 5}
+    return {
+        "suite": "s", "implementation": name, "kind": "module", "ours": True, "rule": "head_groups", "ranks": 1,
+        "samples": 1, "tokens": tokens, "heads": 8, "head_dim": 64, "lengths": [4], "rates": [1], "dtype": "float32",
+        "causal": False, "direction": "forward_backward", "status": "measured" if ms else "wrong", "ms": timing,
+        "tokens_per_s": None if ms is None else 1000 * tokens / ms, "peak_bytes": 1 << 30, **more,
+    }  # fmt: skip
+
+
+def check(name: str, verdict: str = "exact", error: float = 1e-7, **more: Any) -> dict[str, Any]:
+    found = {"implementation": name, "ours": True, "verdict": verdict, "errors": {"out": error}}
+    return {**found, "limits": {"out": 5e-6}, "why": "", "dtype": "float32", "causal": False, **more}
+
+
+def claim(results: dict[str, Any], words: str) -> dict[str, Any]:
+    (found,) = [x for x in claims.claims({**EMPTY, **results}) if words in x["claim"]]
+    return found
+
+
+def improved(before: float, after: float, **more: Any) -> dict[str, Any]:
+    two = [record("DilatedAttention", before), record("ImprovedDilatedAttention", after, **more)]
+    return {"measurements": two}
+
+
+# --- claims -----------------------------------------------------------------------------------------------------
+
+
+def test_without_results_no_claim_is_judged() -> None:
+    found = claims.claims(EMPTY)
+    assert len(found) == 12
+    assert {x["holds"] for x in found} == {"not measured"}
+    assert {x["ours"] for x in found} == {""}
+
+
+@pytest.mark.parametrize(
+    ("after", "holds", "ours"), [(6.0, "yes", "40 % less"), (9.9, "no", "1 % less"), (12.0, "no", "20 % more")]
+)
+def test_a_saving_of_time(after: float, holds: str, ours: str) -> None:
+    found = claim(improved(10.0, after), "ImprovedDilatedAttention takes less time")
+    assert (found["holds"], found["ours"]) == (holds, ours)
+
+
+def test_a_saving_of_memory_and_throughput() -> None:
+    results = improved(10.0, 5.0, peak_bytes=int(0.8 * (1 << 30)))
+    assert claim(results, "ImprovedDilatedAttention takes less memory")["ours"] == "20 % less"
+    assert claim(results, "ImprovedDilatedAttention takes less memory")["holds"] == "yes"
+    assert claim(results, "tokens per second")["ours"] == "100 % more"
+    assert claim(improved(10.0, 9.0), "tokens per second")["holds"] == "no"
+    assert claim(improved(10.0, 20.0), "tokens per second")["ours"] == "50 % fewer"
+
+
+def test_only_equal_settings_are_compared() -> None:
+    results = {"measurements": [record("DilatedAttention", 10.0), record("ImprovedDilatedAttention", 1.0, tokens=8192)]}
+    assert claim(results, "tokens per second")["holds"] == "not measured"
+    results["measurements"].append(record("ImprovedDilatedAttention", 1.0, causal=True))
+    assert claim(results, "tokens per second")["holds"] == "not measured"
+
+
+def test_what_is_wrong_counts_for_nothing() -> None:
+    results = {"measurements": [record("DilatedAttention", 10.0), record("ImprovedDilatedAttention", None)]}
+    assert claim(results, "tokens per second")["holds"] == "not measured"
+
+
+def test_a_ring_of_one_is_slower_only_beyond_the_quartiles() -> None:
+    def ring(ms: float) -> dict[str, Any]:
+        return claim(
+            {"measurements": [record("DilatedAttention", 10.0), record("RingDilatedAttention", ms)]}, "ring_size"
+        )
+
+    assert ring(10.1)["holds"] == "no"
+    assert ring(12.0)["holds"] == "yes"
+    assert ring(12.0)["ours"].startswith("1.20 to 1.20")
+
+
+def test_the_wrong_axis_is_shown_with_its_error() -> None:
+    found = claim({"checks": [check("attention over heads", "wrong", 1.6)]}, "many times faster")
+    assert found["holds"] == "no"
+    assert "1.6e+00" in found["ours"]
+
+
+def test_no_memory_is_no_memory_only_if_measured_so() -> None:
+    out = 4096 * 8 * 64 * 4
+    assert claim({"measurements": [record("a", peak_bytes=2 * out)]}, "no memory")["ours"].startswith("at least 2.00")
+    assert claim({"measurements": [record("a", peak_bytes=2 * out)]}, "no memory")["holds"] == "no"
+    assert claim({"measurements": [record("a", peak_bytes=0)]}, "no memory")["holds"] == "yes"
+
+
+def test_optimisations_are_read_from_their_table() -> None:
+    rows = [
+        optimisations.row(optimisations.PLAN, "here", 10.0, 7.0, "ms"),
+        optimisations.row(optimisations.BUFFERS, "here", 10.0, 9.0, "MiB"),
+        optimisations.row(optimisations.PACKED, "here", 10.0, 4.0, "ms"),
+        optimisations.row(optimisations.FUSED, "here", 10.0, 11.0, "ms"),
+        optimisations.row(optimisations.BUCKETS, "here", 10.0, 11.0, "ms"),
+        optimisations.row(optimisations.BUCKETS, "there", 10.0, 8.0, "ms"),
+        [optimisations.SHARE, "2 ranks, here", None, 12.0, "%", None],
+    ]
+    results = {"tables": [{"suite": "optimisations", "rows": rows}]}
+    holds = {x["claim"]: x["holds"] for x in claims.claims({**EMPTY, **results}) if x["holds"] != "not measured"}
+    assert list(holds.values()) == ["no", "yes", "yes", "no", "yes", "yes"]
+    assert claim(results, "fused")["ours"] == "10 % more"
+    assert claim(results, "DDP")["ours"] == "20 % less"  # tuned: the best of those tried
+    rows[-1][3] = 30.0
+    assert claim(results, "communication")["holds"] == "no"
+
+
+# --- recommendations --------------------------------------------------------------------------------------------
+
+
+def recommended(*records: dict[str, Any], case: str) -> dict[str, Any]:
+    found = recommend.recommend({**EMPTY, "measurements": list(records)})["recommendations"]
+    (one,) = [x for x in found if x["use_case"].startswith(case)]
+    return one
+
+
+def test_the_fastest_is_best_and_overlapping_quartiles_tie() -> None:
+    one = recommended(record("a", 10.0), record("b", 10.15), record("c", 20.0), case="training on long")
+    assert (one["best"], one["ties"], one["runner_up"], one["factor"]) == ("a", ["b"], "c", 2.0)
+    assert one["value"] == "10 ms"
+
+
+def test_times_measured_once_are_not_taken_for_exact() -> None:
+    rough = [record(name, ms) for name, ms in (("a", 10.0), ("b", 10.7), ("c", 20.0))]
+    for one in rough:
+        one["ms"] |= {"lower": one["ms"]["median"], "upper": one["ms"]["median"], "repeats": 1}
+    assert recommended(*rough, case="training on long")["ties"] == ["b"]
+
+
+def test_different_runs_are_not_compared() -> None:
+    """What was timed at another time met another machine, in a way."""
+    here = [record(name, ms) for name, ms in (("a", 10.0), ("b", 12.0), ("c", 13.0))]
+    there = [record(name, ms, suite="other") for name, ms in (("d", 1.0), ("e", 2.0))]
+    assert recommended(*here, *there, case="training on long")["best"] == "a"
+
+
+def test_long_and_short_look_at_different_lengths() -> None:
+    short = [record(name, ms, tokens=1024) for name, ms in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
+    long = [record(name, ms, tokens=65536) for name, ms in (("a", 9.0), ("b", 5.0), ("c", 7.0))]
+    alone = [record("a", 1e6, tokens=1 << 20)]  # nothing to compare it with there
+    assert recommended(*short, *long, *alone, case="training on short")["best"] == "a"
+    best = recommended(*short, *long, *alone, case="training on long")
+    assert best["best"] == "b"
+    assert "65,536 tokens" in best["use_case"]
+
+
+def test_only_what_computes_the_same_is_compared() -> None:
+    records = [
+        record("a", 10.0), record("b", 12.0), record("dense", 1.0, rule="dense"), record("all", 1.0, rule="longnet"),
+        record("ranks", 1.0, ranks=2, kind="ring"), record("projects", 1.0, kind="multihead"),
+        record("causal", 1.0, causal=True), record("forward", 1.0, direction="forward"),
+    ]  # fmt: skip
+    assert recommended(*records, case="training on long")["best"] == "a"
+
+
+def test_what_is_wrong_wins_nothing() -> None:
+    wrong = record("wrong", None)
+    assert recommended(wrong, record("a", 10.0), record("b", 12.0), case="training on long")["best"] == "a"
+
+
+def test_memory_has_its_own_winner() -> None:
+    records = [record("a", 1.0, peak_bytes=300 << 20), record("b", 9.0, peak_bytes=200 << 20)]
+    one = recommended(*records, case="least memory in training")
+    assert (one["best"], one["factor"], one["value"]) == ("b", 1.5, "200 MiB beyond the inputs")
+
+
+def test_the_matrix_has_every_implementation_and_its_worst_verdict() -> None:
+    records = [record("a", 10.0), record("b", 30.0)]
+    checks = [check("a"), check("b"), check("c", "wrong", 0.5), check("c", causal=True)]
+    found = {
+        x["implementation"]: x
+        for x in recommend.recommend({**EMPTY, "measurements": records, "checks": checks})["matrix"]
+    }
+    assert set(found) == {"a", "b", "c"}
+    assert "training on long sequences" in found["a"]["best_for"]
+    assert (found["a"]["slower"], found["b"]["slower"], found["c"]["slower"]) == (1.0, 3.0, None)
+    assert (found["c"]["verdict"], found["c"]["note"]) == ("wrong", "out off by 5.0e-01")
+
+
+def test_the_answer_names_what_is_wrong_and_the_speed() -> None:
+    speeds = {"head_groups, sdpa": 10.0, "dense SDPA": 42.0, "copy and gather, index_select": 13.0}
+    records = [record(name, ms, kind="function") for name, ms in speeds.items()]
+    checks = [check("head_groups, sdpa"), check("x", "wrong gradients", ours=False)]
+    said = recommend.answer({**EMPTY, "measurements": records, "checks": checks})
+    assert "4.2 times the speed of dense attention at 4,096 tokens" in said
+    assert "1.3 times the speed of copying rows by index" in said
+    assert "1 of 2 implementations matched" in said
+    assert "none of them ours: x" in said
+    assert "1 of them ours (y)" in recommend.answer({**EMPTY, "checks": [check("y", "wrong")]})
+    assert recommend.answer(EMPTY).startswith("Nothing was checked")

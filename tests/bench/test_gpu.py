@@ -1,0 +1,86 @@
+"""The comparison on a GPU: every implementation that says it runs there is exact, and memory is CUDA's own count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention.bench import memory, probes, run
+from dilated_attention.bench.compare import Comparison
+from dilated_attention.bench.implementations import RELEASED, everything, named
+from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.steps import Quiet
+from dilated_attention.bench.subject import BOTH, DIRECTIONS, FORWARD
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def setting(tokens: int = 2048, **more: Any) -> Setting:
+    return Setting(tokens, (1024, 2048, 4096), (1, 2, 4), CUDA, **{"dtype": torch.bfloat16, **more})
+
+
+def compared(which: list[Any], given: Setting) -> dict[str, Any]:
+    ceilings = [{"dtype": given.dtype_name, "matmul_tflops": 700.0, "copy_gb_per_s": 4000.0}]
+    found: dict[str, Any] = {"checks": [], "measurements": [], "ceilings": ceilings}
+    Comparison(found, Quiet(), 1e9).run("suite", which, given, DIRECTIONS, seconds=0.0)
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_all_in_one_process_are_exact(dtype: torch.dtype, causal: bool) -> None:
+    every = [one for one in everything() if one.ranks == 1 and "compiled" not in one.name]
+    found = compared(every, setting(dtype=dtype, causal=causal))
+    wrong = {x["implementation"]: x["verdict"] for x in found["checks"] if x["verdict"] != "exact"}
+    released = {RELEASED: "wrong gradients", f"{RELEASED}, cuDNN": "wrong gradients"} if dtype.itemsize == 2 else {}
+    assert wrong == {**released, "attention over heads": "wrong"}
+    for record in found["measurements"]:
+        if record["status"] == "measured":
+            assert record["ms"]["median"] > 0
+            assert record["peak_bytes"] >= record["tokens"] * 512 * dtype.itemsize
+        else:
+            assert record["ms"] is None
+            assert record["why"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_the_gpu_are_exact(ranks: int) -> None:
+    which = [one for one in everything() if one.ranks == ranks]
+    found = compared(which, setting())
+    assert {x["verdict"] for x in found["checks"]} == {"exact"}
+    measured = [x for x in found["measurements"] if x["status"] == "measured"]
+    assert len(measured) == 2 * (len(which) - 1)  # the mesh class has no gloo to gather CUDA tensors with
+    assert all(x["peak_bytes"] > 0 for x in measured)
+
+
+def test_the_peak_is_that_of_one_call() -> None:
+    given = setting(8192)
+    found = memory.peaks(named("dense SDPA")[0].build, given, DIRECTIONS)
+    out = given.qkv()[0].nbytes
+    assert out <= found[FORWARD] <= 1.5 * out
+    assert 3 * out <= found[BOTH] <= 8 * out
+
+
+def test_out_of_memory_is_caught() -> None:
+    huge = setting(1 << 28, heads=16)
+    found = compared(named("head_groups, sdpa"), huge)
+    assert {x["status"] for x in found["measurements"]} == {"out of memory"}
+    assert compared(named("head_groups, sdpa"), setting())["measurements"][0]["status"] == "measured"
+
+
+def test_short_and_long_calls_are_timed() -> None:
+    x = torch.randn(2048, 2048, device=CUDA)
+    short = run.measure_of(lambda: x @ x, CUDA)
+    assert len(short()) == 1  # how long it takes is not known yet
+    assert len(short()) > 5
+    long = run.measure_of(lambda: torch.cuda._sleep(200_000_000), CUDA)  # some 100 ms
+    assert [len(long()) for _ in range(2)] == [1, 1]
+
+
+def test_ceilings() -> None:
+    found = probes.ceilings(CUDA, torch.bfloat16)
+    assert found["matmul_tflops"] > 10
+    assert found["copy_gb_per_s"] > 100

@@ -1,0 +1,156 @@
+"""`bench`: what is kept whatever happens, and the exit code. What is measured is not this file's matter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention.bench import session
+from dilated_attention.cli.bench import NAMES
+
+Results = dict[str, Any]
+Session = Callable[..., Results]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, results: Results) -> Callable[[Callable[..., None]], list[dict[str, Any]]]:
+    """Instead of a run: ``act(save, results)``. Returns the arguments of the calls."""
+
+    def install(act: Callable[..., None]) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+
+        def run(suites: Any, device: Any, dtypes: Any = None, *, save: Any, watch: Any, **more: Any) -> Results:
+            calls.append({"suites": suites, "device": device, "dtypes": dtypes, **more})
+            watch.begin(2)
+            watch.step("measuring")
+            act(save, results)
+            return results
+
+        monkeypatch.setattr(session, "run", run)
+        return calls
+
+    return install
+
+
+def complete(save: Any, results: Results) -> None:
+    save(results)
+
+
+def test_a_run(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
+    calls = fake(complete)
+    code, out, err = run("bench", "--out", tmp_path / "new", "--device", "cpu")
+    assert code == 0, err
+    assert "[1/2] measuring" in err
+    assert calls == [
+        {"suites": ["quick"], "device": torch.device("cpu"), "dtypes": None, "seconds": None, "commit": None}
+    ]
+    assert json.loads((tmp_path / "new" / "results.json").read_text()) == results
+    assert (tmp_path / "new" / "index.html").is_file()
+    for said in ("CPU 9000", "1.23 (1.11–1.48)", "Take longnet", "results.json", "index.html"):
+        assert said in out
+
+
+def test_options_reach_the_run(run: Any, fake: Any, tmp_path: Path) -> None:
+    calls = fake(complete)
+    line = ("--suite", "copies,ring", "--suite", "profile", "--dtype", "bf16,float32", "--seconds", "1.5")
+    assert run("bench", "--out", tmp_path, "--device", "cpu", *line, "--commit", "abc").code == 0
+    assert calls == [
+        {
+            "suites": ["copies", "ring", "profile"],
+            "device": torch.device("cpu"),
+            "dtypes": [torch.bfloat16, torch.float32],
+            "seconds": 1.5,
+            "commit": "abc",
+        }
+    ]
+
+
+def test_the_names_of_suites_are_those_that_there_are(run: Any) -> None:
+    assert NAMES.split(", ") == list(session.SUITES)
+
+
+def test_one_of_ours_is_wrong(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
+    results["checks"][0]["verdict"] = "wrong"
+    fake(complete)
+    ran = run("bench", "--out", tmp_path)
+    assert ran.code == 1
+    assert "OURS: longnet, sdpa" in ran.out
+
+
+def interrupted(save: Any, results: Results) -> None:
+    save({**deepcopy(results), "measurements": results["measurements"][:2]})
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_ours_wrong", [False, True])
+def test_interrupted(run: Any, fake: Any, results: Results, tmp_path: Path, is_ours_wrong: bool) -> None:
+    """What there is was written, says so, and has its report."""
+    if is_ours_wrong:
+        results["checks"][0]["verdict"] = "wrong"
+    fake(interrupted)
+    ran = run("bench", "--out", tmp_path)
+    assert ran.code == 130
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["complete"] is False
+    assert len(written["measurements"]) == 2
+    assert "interrupted" in (tmp_path / "index.html").read_text()
+    assert "The run was interrupted" in ran.out
+
+
+def at_once(save: Any, results: Results) -> None:
+    raise KeyboardInterrupt
+
+
+def test_interrupted_at_once(run: Any, fake: Any, tmp_path: Path) -> None:
+    fake(at_once)
+    ran = run("bench", "--out", tmp_path)
+    assert ran.code == 130
+    assert "nothing was written" in ran.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def failing(save: Any, results: Results) -> None:
+    save({**results, "complete": False})
+    raise RuntimeError("a fault of ours")
+
+
+def test_a_fault_keeps_what_was_measured(run: Any, fake: Any, tmp_path: Path) -> None:
+    fake(failing)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        run("bench", "--out", tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "fast"], "--suite must be one or more of quick, copies"),
+        (["--suite", "quick,"], "--suite must be one or more of"),
+        (["--device", "tpu"], "--device must be cpu, cuda"),
+        (["--device", "cuda:99"], "CUDA devices: use cpu"),
+        (["--dtype", "int8"], "--dtype must be one of float64"),
+        (["--seconds", "0"], "--seconds must be more than 0"),
+        (["--seconds", "nan"], "--seconds must be more than 0"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    refused: Any, fake: Any, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    calls = fake(complete)
+    assert message in refused("bench", "--out", tmp_path / "x", *arguments)
+    assert not calls
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_hours_of_work(refused: Any, fake: Any, tmp_path: Path) -> None:
+    calls = fake(complete)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"cannot write into {folder}" in refused("bench", "--out", folder)
+    assert not calls

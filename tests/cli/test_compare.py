@@ -1,0 +1,100 @@
+"""`compare`: what it prints and its exit code; which changes count is tested with `bench.regress`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Results = dict[str, Any]
+
+
+@pytest.fixture
+def files(tmp_path: Path, results: Results) -> Callable[[Callable[[Results], object]], tuple[Path, Path]]:
+    """The results as they are, and after a change."""
+
+    def write(change: Callable[[Results], object]) -> tuple[Path, Path]:
+        after = deepcopy(results)
+        change(after)
+        paths = tmp_path / "a.json", tmp_path / "b.json"
+        for path, found in zip(paths, (results, after), strict=True):
+            path.write_text(json.dumps(found))
+        return paths
+
+    return write
+
+
+def times(results: Results, factor: float) -> None:
+    for part in ("median", "lower", "upper"):
+        results["measurements"][0]["ms"][part] *= factor
+
+
+def test_nothing_changed(run: Any, files: Any) -> None:
+    code, out, err = run("compare", *files(lambda after: None))
+    assert (code, err) == (0, "")
+    assert "5 same, 1 unclear" in out  # what was measured once
+    assert "warning" not in out
+
+
+def test_slower_and_faster(run: Any, files: Any) -> None:
+    code, out, _ = run("compare", *files(lambda after: times(after, 2)))
+    assert code == 1
+    row = next(line for line in out.splitlines() if line.startswith("longnet, sdpa"))
+    assert "slower: quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32: longnet, sdpa, forward, 2.00 times\n" in out
+    assert row.split()[3:] == ["1.234", "2.468", "2.000", "1.50–2.67", "1.000", "slower"]
+    code, out, _ = run("compare", *files(lambda after: times(after, 0.5)))
+    assert code == 0
+    assert "1 faster" in out
+    assert run("compare", *files(lambda after: times(after, 2)), "--threshold", "2.5").code == 0
+
+
+def test_wrong_and_right(run: Any, files: Any) -> None:
+    def change(after: Results) -> None:
+        after["checks"][0]["verdict"] = "wrong"
+        after["checks"][2]["verdict"] = "exact"
+
+    code, out, _ = run("compare", *files(change))
+    assert code == 1
+    assert "longnet, sdpa, float32 became wrong: exact, now wrong" in out
+    assert "gather [padded], float32 is right: wrong gradients, now exact" in out
+
+
+def test_where_they_come_from_is_said_first(run: Any, files: Any) -> None:
+    def change(after: Results) -> None:
+        after["machine"] |= {"device": "GPU 1", "commit": "fedcba"}
+        times(after, 3)
+
+    out = run("compare", *files(change)).out
+    assert out.index("GPU 1") < out.index("warning: the machines differ") < out.index("slower")
+    assert "fedcba" in out
+
+
+def test_what_is_in_one_file_only(run: Any, files: Any) -> None:
+    code, out, _ = run("compare", *files(lambda after: after["measurements"].pop(0)))
+    assert code == 0
+    assert "only before: 1 measurements\n    quick: longnet, sdpa\n" in out
+
+
+def test_nothing_in_common(run: Any, files: Any) -> None:
+    code, out, _ = run("compare", *files(lambda after: after["measurements"].clear()))
+    assert code == 0
+    assert "quick: longnet, sdpa, 2 times" in out
+    assert out.rstrip().endswith("nothing in common")
+
+
+def test_folders(run: Any, results: Results, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert run("compare", tmp_path, tmp_path).code == 0
+
+
+def test_what_cannot_be_is_one_line(refused: Any, files: Any, tmp_path: Path) -> None:
+    good, other = files(lambda after: after.pop("schema"))
+    assert "b.json is no results file" in refused("compare", good, other)
+    assert "b.json is no results file" in refused("compare", other, good)
+    assert "cannot read" in refused("compare", good, tmp_path / "none.json")
+    assert "cannot read" in refused("compare", good, tmp_path)
+    assert "threshold must be a ratio" in refused("compare", good, good, "--threshold", "0.9")

@@ -1,0 +1,107 @@
+"""`plan`: the numbers of `plan_cost`, and what to change."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import DilatedPattern, plan_cost
+from dilated_attention.advice import Need
+from dilated_attention.cost import EXCHANGES, duration, size
+
+PATTERN = ("-w", "2k,32k,1M", "-r", "1,16,512")
+SAME = DilatedPattern.longnet([2048, 32768, 2**20], [1, 16, 512])
+
+
+def row(out: str, name: str) -> list[str]:
+    found = next(line for line in out.splitlines() if line.startswith(name))
+    return [cell for cell in re.split(r"\s{2,}", found.removeprefix(name).strip()) if cell]
+
+
+def test_the_numbers_are_those_of_plan_cost(run: Any) -> None:
+    code, out, err = run("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--heads", 12, "--head-dim", 64)
+    assert (code, err) == (0, "")
+    cost = plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64)
+    some = [cost.exchanges[name] for name in EXCHANGES]
+    assert row(out, "hops") == [f"{x.hops} + {x.backward_hops}" for x in some] + ["7"]
+    received = [f"{size(x.bytes_received_max)} + {size(x.backward_bytes_received_max)}" for x in some]
+    assert row(out, "received")[:4] == [*received, size(cost.naive_ring_bytes)]
+    assert row(out, "time to send")[0] == f"{duration(some[0].seconds)} + {duration(some[0].backward_seconds)}"
+    assert row(out, "memory to train") == [size(Need.of(cost, name).training) for name in EXCHANGES]
+    assert row(out, "memory to infer") == [size(Need.of(cost, name).inference) for name in EXCHANGES]
+    assert f"best exchange: {cost.best}" in out
+    assert "fits" not in out
+
+
+def test_every_option_reaches_the_plan(run: Any) -> None:
+    options = {
+        "--kv-heads": 4, "--batch": 3, "--dtype": "float32", "--latency": "1ms", "--bandwidth": "8Gbit/s",
+        "--flops-per-second": "1T", "--rule": "torchscale",
+    }  # fmt: skip
+    line = [text for pair in options.items() for text in map(str, pair)]
+    out = run("plan", "-n", 100_000, "--ranks", 4, *PATTERN, "--heads", 8, "--head-dim", 32, "--causal", *line).out
+    pattern = DilatedPattern.torchscale(SAME.segment_lengths, SAME.dilation_rates)
+    cost = plan_cost(
+        pattern, 100_000, 4, num_heads=8, num_kv_heads=4, head_dim=32, batch=3, dtype=torch.float32, is_causal=True,
+        latency=1e-3, bandwidth=1e9, flops_per_second=1e12,
+    )  # fmt: skip
+    ring = cost.exchanges["ring"]
+    assert repr(pattern) in out
+    assert row(out, "received")[0].startswith(size(ring.bytes_received_max))
+    assert row(out, "time to send")[0] == f"{duration(ring.seconds)} + {duration(ring.backward_seconds)}"
+    assert row(out, "time to compute")[0] == duration(ring.compute_seconds)
+    assert f"kept for the backward pass: {size(cost.memory.saved)}" in out
+
+
+def test_one_device_sends_nothing(run: Any) -> None:
+    out = run("plan", "-n", "64k", "-w", "2k", "-r", 1).out
+    assert "received" not in out
+    assert "exchange" not in out
+    assert row(out, "busiest rank") == ["one device"]
+
+
+def test_what_fits(run: Any) -> None:
+    line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--memory")
+    need = Need.of(plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64), "alltoall")
+    assert f"training fits: {size(need.training)} of 80 GB" in run(*line, "80GB").out
+    out = run(*line, "1.2GB").out
+    assert row(out, "trains in 1.2 GB") == ["no"] * 3
+    assert f"training does not fit: it needs {size(need.training)} of 1.2 GB" in out
+    then = plan_cost(SAME, 2**20, 16, num_heads=12, head_dim=64)
+    assert f"training fits with 16 ranks instead of 8: {size(Need.of(then, then.best).training)}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-w", "2048,4096", "-r", "1"], "segment_lengths has 2 entries and dilation_rates 1"),
+        (["-w", "1k,2k", "-r", "1,2", "--rule", "head_groups", "--heads", "1"], "2 branches to 1 key/value heads"),
+        (["-w", "1k", "-r", "1", "--rule", "short"], "unknown rule 'short': use one of longnet"),
+        (["-w", "1k", "-r", "0"], "-r must be a whole number"),
+        (["-w", "1k", "-r", "1", "--heads", "12", "--kv-heads", "5"], "12 query heads cannot be shared evenly by 5"),
+        (["-w", "1k", "-r", "1", "--head-dim", "0"], "head_dim must be 1 or more"),
+        (["-w", "1k", "-r", "1", "--batch", "-3"], "batch must be 1 or more"),
+        (["-w", "1k", "-r", "1", "--dtype", "int8"], "--dtype must be one of"),
+        (["-w", "1k", "-r", "1", "--memory", "lots"], "--memory must be a size such as 80GB"),
+        (["-w", "1k", "-r", "1", "--bandwidth", "0"], "--bandwidth must be more than 0"),
+        (["-w", "1k", "-r", "1", "--latency", "soon"], "--latency must be a time"),
+        (["-w", "1k", "-r", "1", "--ranks", "0"], "--ranks must be a whole number"),
+        (["-w", "2^60", "-r", "1"], "at most 2**48"),
+        (["-w", "2^48", "-r", "1", "-n", "2^48", "--head-dim", "999999"], "more than 2**62 bytes are not counted"),
+    ],
+)
+def test_what_cannot_be_is_one_line(refused: Any, arguments: list[str], message: str) -> None:
+    assert message in refused("plan", "-n", "4096", *arguments)
+
+
+def test_what_fits_is_judged_with_the_same_speeds(run: Any) -> None:
+    """Where hops are dear another exchange is best, and so it is that one which may be too large."""
+    cost = plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64, latency=1.0)
+    needs = {name: Need.of(cost, name).training for name in EXCHANGES}
+    assert cost.best == "allgather"
+    assert needs["alltoall"] < needs["ring"] < needs["allgather"]
+    line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--latency", "1s", "--memory", needs["alltoall"])
+    assert "training fits with exchange='alltoall' instead of 'allgather'" in run(*line).out

@@ -1,0 +1,36 @@
+"""`report`: the page of a results file, made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def test_next_to_the_results(run: Any, results: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results))
+    for path in (file, tmp_path):
+        (tmp_path / "index.html").unlink(missing_ok=True)
+        code, out, err = run("report", path)
+        assert (code, err) == (0, "")
+        assert "longnet, sdpa" in (tmp_path / "index.html").read_text(encoding="utf-8")
+        assert f"written: {tmp_path / 'index.html'}" in out
+    assert json.loads(file.read_text()) == results
+
+
+def test_elsewhere(run: Any, results: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert run("report", tmp_path, "--out", tmp_path / "a" / "b").code == 0
+    assert (tmp_path / "a" / "b" / "index.html").is_file()
+    assert not (tmp_path / "index.html").exists()
+
+
+def test_what_cannot_be_is_one_line(refused: Any, results: dict[str, Any], tmp_path: Path) -> None:
+    assert "No such file" in refused("report", tmp_path / "none.json")
+    assert "two lines.json" in refused("report", tmp_path / "two\nlines.json")
+    file = tmp_path / "other.json"
+    file.write_text('{"runs": []}')
+    assert "is no results file" in refused("report", file)
+    file.write_text(json.dumps(results))
+    assert "cannot write into" in refused("report", file, "--out", file / "below")
