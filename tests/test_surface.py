@@ -67,7 +67,8 @@ LAYERS = [
 ]
 
 OPTIONAL = [
-    "matplotlib", "rich", "typer", "einops", "selenium", "transformers", "safetensors", "triton", "pytest", "hypothesis",
+    "matplotlib", "rich", "typer", "einops", "selenium", "transformers", "safetensors", "triton", "pytest",
+    "hypothesis",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def record(name: str, ms: float | None = 1.0, **more: Any) -> dict[str, Any]:
     tokens = more.get("tokens", 4096)
     timing = None if ms is None else {"median": ms, "lower": 0.99 * ms, "upper": 1.01 * ms, "repeats": 5}
     return {
-        "suite": "s", "implementation": name, "kind": "module", "ours": True, "rule": "head_groups", "ranks": 1,
+        "suite": "scaling", "implementation": name, "kind": "module", "ours": True, "rule": "head_groups", "ranks": 1,
         "samples": 1, "tokens": tokens, "heads": 8, "head_dim": 64, "lengths": [4], "rates": [1], "dtype": "float32",
         "causal": False, "direction": "forward_backward", "status": "measured" if ms else "wrong", "ms": timing,
         "tokens_per_s": None if ms is None else 1000 * tokens / ms, "peak_bytes": 1 << 30, **more,
@@ -145,8 +145,11 @@ def test_times_measured_once_are_not_taken_for_exact() -> None:
 def test_different_runs_are_not_compared() -> None:
     """What was timed at another time met another machine, in a way."""
     here = [record(name, ms) for name, ms in (("a", 10.0), ("b", 12.0), ("c", 13.0))]
-    there = [record(name, ms, suite="other") for name, ms in (("d", 1.0), ("e", 2.0))]
+    there = [record(name, ms, suite="quick", tokens=2048) for name, ms in (("d", 1.0), ("e", 2.0))]
     assert recommended(*here, *there, case="training on long")["best"] == "a"
+    assert not recommend.recommend({**EMPTY, "measurements": [{**x, "suite": "profile"} for x in here]})[
+        "recommendations"
+    ]
 
 
 def test_long_and_short_look_at_different_lengths() -> None:
@@ -192,14 +195,29 @@ def test_the_matrix_has_every_implementation_and_its_worst_verdict() -> None:
     assert (found["c"]["verdict"], found["c"]["note"]) == ("wrong", "out off by 5.0e-01")
 
 
-def test_the_answer_names_what_is_wrong_and_the_speed() -> None:
-    speeds = {"head_groups, sdpa": 10.0, "dense SDPA": 42.0, "copy and gather, index_select": 13.0}
-    records = [record(name, ms, kind="function") for name, ms in speeds.items()]
-    checks = [check("head_groups, sdpa"), check("x", "wrong gradients", ours=False)]
-    said = recommend.answer({**EMPTY, "measurements": records, "checks": checks})
-    assert "4.2 times the speed of dense attention at 4,096 tokens" in said
-    assert "1.3 times the speed of copying rows by index" in said
+def answer(speeds: dict[int, tuple[float, float, float]], *checks: dict[str, Any]) -> str:
+    names = ("head_groups, sdpa", "dense SDPA", "copy and gather, index_select")
+    records = [
+        record(name, ms, tokens=tokens, kind="function")
+        for tokens, times in speeds.items()
+        for name, ms in zip(names, times, strict=True)
+    ]
+    return recommend.answer({**EMPTY, "measurements": records, "checks": list(checks) or [check("a")]})
+
+
+def test_the_answer_says_how_fast() -> None:
+    said = answer({2048: (10.0, 5.0, 9.0), 4096: (10.0, 9.0, 10.0), 8192: (10.0, 42.0, 13.0)})
+    assert "4.2 times the speed of dense attention at 8,192 tokens" in said
+    assert "1.3 times that of copying rows by index at 8,192" in said
+    assert "up to 4,096 tokens dense attention is faster" in said
+    assert "is faster" not in answer({8192: (10.0, 42.0, 13.0)})
+    assert "0.5 times the speed of dense attention" in answer({2048: (10.0, 5.0, 9.0)})  # also where it is slow
+
+
+def test_the_answer_says_who_is_wrong() -> None:
+    said = answer({2048: (1.0, 2.0, 3.0)}, check("a"), check("x", "wrong gradients", ours=False))
     assert "1 of 2 implementations matched" in said
     assert "none of them ours: x" in said
     assert "1 of them ours (y)" in recommend.answer({**EMPTY, "checks": [check("y", "wrong")]})
     assert recommend.answer(EMPTY).startswith("Nothing was checked")
+    assert "not measured in this run" in recommend.answer({**EMPTY, "checks": [check("y")]})

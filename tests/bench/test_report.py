@@ -451,8 +451,12 @@ def test_any_name_can_be_drawn() -> None:
     results = copy()
     for one in results["measurements"] + results["checks"]:
         one["implementation"] = f"$x^{{ $ {HOSTILE} {one['implementation']}"
-    for name, picture in svgs(results).items():
-        assert "<img" not in picture, name
+    for name, figure in plots.figures(results).items():
+        assert figure is not None
+        assert b"<img" not in plots.encoded(figure, "svg")
+        plots.encoded(figure, "png")
+        for text in (figure.legends[0], *figure.texts):  # the legend and the title
+            assert text.get_window_extent().x1 <= figure.bbox.x1, name
 
 
 def test_the_files_of_the_page_are_all_there() -> None:

@@ -268,7 +268,10 @@ def _short(name: str) -> str:
 
 
 def _legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    figure.legend(handles=list(handles), loc="outside lower left", ncols=3, frameon=False, fontsize=9, handlelength=3)
+    columns = 3 if max(len(str(handle.get_label())) for handle in handles) <= 30 else 2
+    figure.legend(
+        handles=list(handles), loc="outside lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3
+    )
 
 
 def _title(figure: Figure, what: str, picked: dict[str, Any], drawn: Sequence[Measurement]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 Record = dict[str, Any]
 Results = dict[str, Any]
-FEWEST = 3  # lengths count at which at least so many were measured, and this part of the most
+FEWEST = 3  # lengths count at which at least so many were measured
+SUITES = ("quick", "scaling", "ring")  # the others look at a few implementations only
 ONCE = 0.05  # how far a time that was not measured this often may be off
 WIDE = ("function", "module", "baseline")
 
@@ -86,15 +87,16 @@ def _ranking(case: UseCase, measurements: Sequence[Record]) -> list[Record]:
     """The records of the setting that this case looks at, best first; one for each implementation."""
     groups: dict[tuple[Any, ...], dict[str, Record]] = defaultdict(dict)
     for record in measurements:
-        if record["status"] == "measured" and record[case.figure] is not None and case.fits(record):
+        known = record["status"] == "measured" and record[case.figure] is not None
+        if known and record["suite"] in SUITES and case.fits(record):
             key = ("suite", "tokens", "samples", "heads", "head_dim", "lengths", "rates", "dtype")
             groups[tuple(str(record[name]) for name in key)].setdefault(record["implementation"], record)
     if not groups:
         return []
     most = max(len(group) for group in groups.values())
-    full = [group for group in groups.values() if len(group) >= max(min(most, FEWEST), most / FEWEST)]
-    pick = max if case.longest else min
-    group = pick(full, key=lambda group: (_length(group), len(group) if case.longest else -len(group)))
+    fewest = min(most, FEWEST) if case.longest else most / 2  # at a short length most of them were measured
+    full = [group for group in groups.values() if len(group) >= fewest]
+    group = max(full, key=lambda group: (_length(group) if case.longest else -_length(group), len(group)))
     return sorted(group.values(), key=lambda record: _figure(case, record))
 
 
@@ -199,24 +201,26 @@ def answer(results: Results) -> str:
 
 def _first(measurements: Sequence[Record]) -> str:
     ours, dense, copies = "head_groups, sdpa", "dense SDPA", "copy and gather, index_select"
-    at: dict[int, dict[str, Record]] = defaultdict(dict)
+    at: dict[int, dict[str, float]] = defaultdict(dict)
     for record in measurements:
         plain = record["samples"] == 1 and not record["causal"] and record["direction"] == BOTH
-        if plain and record["status"] == "measured" and record["ms"]:
-            at[record["tokens"]].setdefault(record["implementation"], record)
-    lengths = [tokens for tokens, found in at.items() if ours in found]
-    if not lengths:
-        return "Use `dilated_attention`; its speed was not measured in this run."
-    both = [tokens for tokens in lengths if dense in at[tokens]]
-    parts = []
-    for other, where in ((dense, both), (copies, [tokens for tokens in lengths if copies in at[tokens]])):
-        if where:
-            tokens = max(where)
-            ratio = at[tokens][other]["ms"]["median"] / at[tokens][ours]["ms"]["median"]
-            name = "dense attention" if other is dense else "copying rows by index"
-            parts.append(f"{short(ratio)} times the speed of {name} at {tokens:,} tokens")
-    speed = " and ".join(parts) or f"{short(at[max(lengths)][ours]['ms']['median'])} ms at {max(lengths):,} tokens"
-    return f"Use `dilated_attention` (or a module around it, which costs no more): in training it runs at {speed}."
+        if plain and record["suite"] in SUITES and record["status"] == "measured" and record["ms"]:
+            at[record["tokens"]].setdefault(record["implementation"], record["ms"]["median"])
+    speed = {
+        other: {n: found[other] / found[ours] for n, found in at.items() if other in found and ours in found}
+        for other in (dense, copies)
+    }
+    if not speed[dense]:
+        return "The speed of `dilated_attention` beside dense attention was not measured in this run."
+    parts = [
+        f"{short(speed[dense][max(speed[dense])])} times the speed of dense attention at {max(speed[dense]):,} tokens"
+    ]
+    if speed[copies]:
+        longest = max(speed[copies])
+        parts.append(f"{short(speed[copies][longest])} times that of copying rows by index at {longest:,}")
+    slower = [n for n, factor in speed[dense].items() if factor < 1]
+    below = f"; up to {max(slower):,} tokens dense attention is faster" if slower else ""
+    return f"In training `dilated_attention`, or any module around it, runs at {' and '.join(parts)}{below}."
 
 
 def _second(checks: Sequence[Record]) -> str:
