@@ -268,7 +268,8 @@ def _short(name: str) -> str:
 
 
 def _legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    columns = 3 if max(len(str(handle.get_label())) for handle in handles) <= 30 else 2
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = 3 if longest <= 30 else 2 if longest <= 40 else 1
     figure.legend(
         handles=list(handles), loc="outside lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3
     )

@@ -22,7 +22,9 @@ def bench(
     suite: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help=f"With commas or again: {NAMES}.  [default: quick]")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:1; cuda where there is one.")] = "",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; cuda where there is one.")
+    ] = "",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE,...", help="The first is the main one; by device if not given.")
     ] = "",

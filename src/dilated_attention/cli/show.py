@@ -32,7 +32,9 @@ def show(
         str | None, typer.Option(metavar="NAME", help="by ring, allgather, alltoall or auto,  [default: ring]")
     ] = None,
     head_dim: Annotated[int | None, typer.Option(metavar="D", help="with rows of this size,  [default: 64]")] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="in this dtype.  [default: bfloat16]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="in this dtype.  [default: bfloat16]")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write an .html, .svg or .png file instead.")
     ] = None,
