@@ -157,6 +157,7 @@ def test_all_that_was_measured_is_drawn(show: Open) -> None:
     assert len({m["series"] for m in here if m["ms"]}) > 12
     assert number(chrome, "#time .lost") == 1  # the line on to where memory ended
     assert number(chrome, "#rate .roof") == 2
+    assert not one(chrome, "#no-ceiling").is_displayed()
     assert "152 GFLOP/s" in one(chrome, "#rate svg").text
     shapes = chrome.execute_script(
         "return [...document.querySelectorAll('#legend .curve')]"
@@ -505,6 +506,8 @@ def test_names_are_only_names(show: Open) -> None:
     assert number(chrome, "script") == 2
     assert one(chrome, ".answer").text == HOSTILE
     assert number(chrome, "#time .point") > 50
+    assert one(chrome, "#no-ceiling").is_displayed()  # nobody measured the ceilings of such a dtype
+    assert number(chrome, "#rate .roof") == 0
     assert HOSTILE in one(chrome, "#legend button").text
     assert HOSTILE in one(chrome, "#facets").text
     assert all(HOSTILE in text for text in column(chrome, "implementation"))

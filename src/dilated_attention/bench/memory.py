@@ -20,7 +20,7 @@ from dilated_attention.bench import probes
 from dilated_attention.bench.run import Call, forward, forward_backward
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import FORWARD, Subject
-from dilated_attention.ranks import Outcome, Pool
+from dilated_attention.ranks import Outcome, Pool, pool
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Build = Callable[[Setting], Subject]
@@ -48,9 +48,12 @@ def peaks(
         return {one: probes.peak_bytes(call_of(subject, one), setting.device) for one in directions}
     if setting.device.type == "cpu" and not RESET.exists():
         return dict.fromkeys(directions)
-    with Pool(ranks, timeout=TIMEOUT) as pool:
-        arguments = (build, setting, tuple(directions), max(1, torch.get_num_threads() // ranks), limit)
-        outcomes = pool.run(_peaks, *arguments, check=False, timeout=TIMEOUT)
+    arguments = (build, setting, tuple(directions), max(1, torch.get_num_threads() // ranks), limit)
+    if setting.device.type == "cuda" and limit is None:  # CUDA counts for itself: ranks that are there will do
+        outcomes = pool(ranks).run(_peaks, *arguments, check=False, timeout=TIMEOUT)
+    else:
+        with Pool(ranks, timeout=TIMEOUT) as fresh:
+            outcomes = fresh.run(_peaks, *arguments, check=False, timeout=TIMEOUT)
     raise_if_failed(outcomes)
     return {one: max(x.value[one] for x in outcomes) for one in directions}
 
@@ -75,9 +78,9 @@ def ran_out(message: str) -> bool:
 def _peaks(
     build: Build, setting: Setting, directions: tuple[str, ...], threads: int, limit: int | None
 ) -> dict[str, int | None]:
-    torch.set_num_threads(threads)
     if setting.device.type == "cuda":
         return _on_cuda(build, setting, directions, limit)
+    torch.set_num_threads(threads)
     give_back_at_once()
     small = build(setting.checks()[0])
     for one in directions:  # libraries that load late and threads that start late are no part of a call

@@ -98,9 +98,12 @@ def _against_length(measurements: list[Measurement], best: set[str], what: Quant
         for name, style in lines.items():
             mine = [m for m in here if m["series"] == name and m["direction"] == panel]
             _line(axis, sorted(mine, key=lambda m: int(m["tokens"])), what, style)
-        _log_log(axis, what)
         axis.set_title(DIRECTIONS[panel], fontsize=10, color=INK)
         axis.set_xlabel("tokens")
+    for axis in axes:  # when all is drawn: they share their limits
+        _log_log(axis, what)
+    low, high = axes[0].get_ylim()
+    axes[0].set_ylim(low, high * (high / low) ** 0.06)  # room for the × of what ran out of memory
     axes[0].set_ylabel(f"{what.name} (log)")
     _title(figure, f"{what.name.capitalize()} against length", picked, drawn)
     handles = [_handle(name, style) for name, style in lines.items()]
@@ -197,8 +200,7 @@ def _errors(checks: Sequence[dict[str, Any]]) -> Figure | None:
     rows: dict[str, dict[str, float]] = defaultdict(dict)
     wrong = set()
     for check in checks:
-        ranks = f", {check['ranks']} ranks" if check["ranks"] > 1 else ""
-        row = f"{check['implementation']}{ranks}, {check['dtype']}"
+        row = f"{series.with_ranks(check['implementation'], check['ranks'])}, {check['dtype']}"
         for name, error in check["errors"].items():
             part = "out" if name == "out" else "gradients"
             rows[row][part] = max(rows[row].get(part, 0.0), times_limit(error, check["limits"][name]))
@@ -241,8 +243,6 @@ def _log_log(axis: Axes, what: Quantity) -> None:
     axis.set_yscale("log", base=what.base)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: what.say(value)))
-    low, high = axis.get_ylim()
-    axis.set_ylim(low, high * (high / low) ** 0.06)  # room for the × of what ran out of memory
     _plain(axis)
 
 
@@ -268,11 +268,15 @@ def _short(name: str) -> str:
 
 
 def _legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    longest = max(len(str(handle.get_label())) for handle in handles)
-    columns = 3 if longest <= 30 else 2 if longest <= 40 else 1
-    figure.legend(
-        handles=list(handles), loc="outside lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3
-    )
+    """Below the plots, in as many columns as fit."""
+    for columns in (3, 2, 1):
+        legend = figure.legend(
+            handles=list(handles), loc="outside lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3
+        )
+        figure.draw_without_rendering()
+        if legend.get_window_extent().x1 <= figure.bbox.x1 or columns == 1:
+            return
+        legend.remove()
 
 
 def _title(figure: Figure, what: str, picked: dict[str, Any], drawn: Sequence[Measurement]) -> None:

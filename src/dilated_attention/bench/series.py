@@ -44,23 +44,27 @@ def _names(measurements: Sequence[Measurement]) -> list[str]:
     for one in measurements:
         rules[one["implementation"]].add(one["rule"])
         patterns[_place(one)].add(_pattern(one))
-    several = {place[:2] for place, found in patterns.items() if len(found) > 1}
+    several = {place[:3] for place, found in patterns.items() if len(found) > 1}
     names = []
     for one in measurements:
-        parts = [str(one["implementation"])]
+        name = with_ranks(one["implementation"], one["ranks"])
         if len(rules[one["implementation"]]) > 1:
-            parts.append(one["rule"])
-        if one["ranks"] > 1:
-            parts.append(f"{one['ranks']} ranks")
-        if _place(one)[:2] in several:
-            parts.append(_pattern(one))
-        names.append(", ".join(parts))
+            name += f", {one['rule']}"
+        if _place(one)[:3] in several:
+            name += f", {_pattern(one)}"
+        names.append(name)
     return names
+
+
+def with_ranks(name: str, ranks: int) -> str:
+    """The name and over how many ranks, unless it is one or the name says so."""
+    said = f"{ranks} ranks"
+    return name if ranks == 1 or said in name else f"{name}, {said}"
 
 
 def _place(one: Measurement) -> tuple[Any, ...]:
     """Where a line may have one point only."""
-    return (one["implementation"], one["rule"], one["tokens"], *(one[key] for key in FACETS))
+    return (one["implementation"], one["rule"], one["suite"], one["tokens"], *(one[key] for key in FACETS))
 
 
 def _pattern(one: Measurement) -> str:

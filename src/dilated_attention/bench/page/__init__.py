@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from string import Template
@@ -52,7 +53,7 @@ def page(results: dict[str, Any]) -> str:
         title=text(f"Dilated attention on {machine['device']}"),
         machine=text(_one_line(machine)),
         notices=_notices(results),
-        answer=text(results["answer"] or "Nothing was measured, so there is nothing to recommend."),
+        answer=prose(results["answer"] or "Nothing was measured, so there is nothing to recommend."),
         recommendations=_recommendations(results["recommendations"]),
         matrix=_matrix(results["matrix"]),
         correctness=_correctness(results["checks"]),
@@ -114,6 +115,11 @@ def text(value: object) -> Html:
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
     return html.escape(str(value))
+
+
+def prose(value: object) -> Html:
+    """Text in which names stand between backticks."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", text(value))
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Html]], kind: str, right: Sequence[int]) -> Html:
@@ -198,15 +204,15 @@ def _matrix(found: list[dict[str, Any]]) -> Html:
             _verdict(one["verdict"]),
             text(", ".join(one["best_for"])),
             NONE if one["slower"] is None else f"{one['slower']:.2f}×",
-            text(one["note"]),
+            prose(one["note"]),
         ]
-        for one in found
+        for one in sorted(found, key=lambda one: not one["best_for"])
     ]
     columns = ["implementation", "verdict", "best for", "times the best", "note"]
     return (
         "<h3>Every implementation</h3>\n"
         '<p class="lead"><b class="ours">Marked</b>: this library. Times the best: how many times as long as the best, '
-        "the median over its cases.</p>" + _table("Every implementation", columns, rows, "stack", [3])
+        "the median over its cases.</p>" + _table("Every implementation", columns, rows, "stack tall", [3])
     )
 
 
@@ -232,9 +238,8 @@ def _correctness(checks: list[dict[str, Any]]) -> Html:
 
 
 def _checked(check: dict[str, Any]) -> Html:
-    ranks = f' <span class="muted">{check["ranks"]} ranks</span>' if check["ranks"] > 1 else ""
-    why = f'<p class="why">{text(check["why"])}</p>' if check["why"] else ""
-    return _name(check["implementation"], check["ours"]) + ranks + why
+    why = f'<p class="why">{prose(check["why"])}</p>' if check["why"] else ""
+    return _name(series.with_ranks(check["implementation"], check["ranks"]), check["ours"]) + why
 
 
 def _errors(errors: dict[str, float | str], limits: dict[str, float]) -> tuple[Html, Html, Html]:
@@ -267,7 +272,7 @@ def _claims(claims: list[dict[str, Any]]) -> Html:
     if not claims:
         return '<p class="nothing">No claim was tested.</p>'
     rows = [
-        [text(one["claim"]), text(one["claimed"]), text(one["ours"]), _verdict(one["holds"]), text(one["how"])]
+        [prose(one["claim"]), text(one["claimed"]), text(one["ours"]), _verdict(one["holds"]), prose(one["how"])]
         for one in claims
     ]
     return _table("Claims", ["claim", "claimed", "measured here", "holds", "how"], rows, "stack", [])
@@ -282,11 +287,20 @@ def _tables(tables: list[dict[str, Any]]) -> Html:
         for table in (table for table in tables if table["suite"] == suite):
             columns, rows = table["columns"], table["rows"]
             right = [i for i in range(len(columns)) if any(isinstance(row[i], int | float) for row in rows)]
-            note = f'<p class="lead">{text(table["note"])}</p>' if table["note"] else ""
-            body = _table(table["title"], columns, [[text(cell) for cell in row] for row in rows], "", right)
-            found.append(f"<div><h4>{text(table['title'])}</h4>{note}{body}</div>")
+            note = f'<p class="lead">{prose(table["note"])}</p>' if table["note"] else ""
+            sentences = any(len(str(cell)) > 60 for row in rows for cell in row)
+            wide = ' class="wide"' if sentences or len(columns) > 4 else ""
+            cells = [[_cell(cell) for cell in row] for row in rows]
+            body = _table(table["title"], columns, cells, "stack" if sentences else "", right)
+            found.append(f"<div{wide}><h4>{text(table['title'])}</h4>{note}{body}</div>")
         found.append("</div>")
     return "\n".join(found)
+
+
+def _cell(value: object) -> Html:
+    """What is short stays on one line, so that a long neighbour wraps instead."""
+    shown = text(value)
+    return f'<span class="nowrap">{shown}</span>' if len(shown) <= 24 else shown
 
 
 def _environment(results: dict[str, Any]) -> Html:

@@ -87,7 +87,7 @@ function draw() {
     x: { ticks: decades, say: plain, label: "flops of the pattern per byte of least traffic" },
     y: { ticks: decades, say: (tflops) => rate(tflops, plain).replace("FLOP/s", "") },
     curves: rates,
-    roofs: rates.length ? roofs(rates.flatMap((curve) => curve.points.map((p) => p.x))) : [],
+    roofs: roofs(rates.flatMap((curve) => curve.points.map((p) => p.x))),
     joined: false,
     nothing: nothing("No rate"),
   });
@@ -98,8 +98,8 @@ function draw() {
 /** What a copy and a matrix product reach, from the least to the largest intensity that is drawn. */
 function roofs(xs) {
   const found = ceilings.find((ceiling) => ceiling.dtype === chosen.dtype);
-  byId("no-ceiling").hidden = found !== undefined;
-  if (!found) return [];
+  byId("no-ceiling").hidden = found !== undefined || !xs.length;
+  if (!found || !xs.length) return [];
   const bend = (1000 * found.matmul_tflops) / found.copy_gb_per_s;
   const [low, high] = [Math.min(...xs, bend / 3), Math.max(...xs, bend * 3)];
   const foot = { x: low, y: (found.copy_gb_per_s * low) / 1000 };

@@ -27,6 +27,7 @@ BACKENDS_AT = (256, 1024, 4096, 16384)
 COPIES = ("copy", "clone", "contiguous", "index", "gather", "scatter", "cat", "pad", "memcpy")
 KERNELS, PATHS = "Where the time goes", "The path of a call"
 PACKAGE = "dilated_attention"
+ABOVE = ("bench", "cli", "__main__")  # who calls what is looked at
 
 
 def steps(session: Session) -> list[Step]:
@@ -86,12 +87,13 @@ def path_table(session: Session) -> None:
 
 
 def path(call: Call) -> list[str]:
-    """The functions of this package on the stack where it was deepest in a backend."""
+    """The functions of this package on the stack where it was deepest in the forward of a backend."""
     deepest: list[str] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         nonlocal deepest
-        if event != "call" or not _module(frame).startswith(f"{PACKAGE}.backends"):
+        in_backend = _module(frame).startswith(f"{PACKAGE}.backends")
+        if event != "call" or not in_backend or "forward" not in frame.f_code.co_name:
             return
         chain = _chain(frame)
         if len(chain) > len(deepest):
@@ -111,7 +113,7 @@ def _chain(frame: FrameType | None) -> list[str]:
     found = []
     while frame is not None:
         module = _module(frame).removeprefix(f"{PACKAGE}.")
-        if _module(frame).startswith(PACKAGE) and not module.startswith("bench"):
+        if _module(frame).startswith(PACKAGE) and not module.startswith(ABOVE):
             name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
             if "<" not in name:  # neither lambdas nor comprehensions
                 found.append(f"{module}.{name}")

@@ -9,8 +9,8 @@ from dilated_attention.bench.suites.common import CURVE, MULTIHEAD, PATTERNS
 
 SUITE = "scaling"
 EVERYTHING_AT = (2048, 8192)
-LENGTHS = {"cpu": (2048, 4096, 8192, 16384, 32768, 131072, 524288, 1 << 20),
-           "cuda": tuple(2**n for n in range(11, 21))}  # fmt: skip
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 131072, 262144, 524288, 1 << 20)
+CAUSAL_AT = (2048, 8192, 32768, 131072, 1 << 20)
 BATCHES, HEADS, TOKENS = (2, 4, 8), (4, 16), 4096
 PRECISION_AT = (2048, 8192, 32768)
 
@@ -22,7 +22,7 @@ def steps(session: Session) -> list[Step]:
     few = [one for one in curve if one.name in (*CURVE, *MULTIHEAD)]
     found = []
     for causal in (False, True):
-        for tokens in LENGTHS["cuda" if session.on_cuda else "cpu"]:
+        for tokens in CAUSAL_AT if causal else LENGTHS:
             which = curve if causal or tokens not in EVERYTHING_AT else every
             found.append(compare_step(SUITE, which, session.setting(tokens, short, causal=causal)))
     for samples in BATCHES:
@@ -40,5 +40,6 @@ def _in_curve(one: Implementation, session: Session) -> bool:
     """At every length: on a CPU the most telling ones, on CUDA whatever runs in one process and is not compiled."""
     if one.name in (*CURVE, *MULTIHEAD, "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention"):
         return True
-    slow = "compiled" in one.name or one.name == "FlexAttention"  # compiled anew for each length
-    return session.on_cuda and one.ranks == 1 and not slow
+    compiled = "compiled" in one.name or one.name == "FlexAttention"  # anew for each length
+    eager = "eager" in one.name or one.name == "RingAttentionV2Simple"
+    return session.on_cuda and one.ranks == 1 and not compiled and not eager
