@@ -18,7 +18,7 @@ Record = dict[str, Any]
 Results = dict[str, Any]
 FEWEST = 3  # lengths count at which at least so many were measured
 SUITES = ("quick", "scaling", "ring")  # the others look at a few implementations only
-ONCE = 0.05  # how far a time that was not measured this often may be off
+ONCE, OFTEN = 0.05, 0.01  # how far a time may be off that was measured less often than that, or more
 WIDE = ("function", "module", "baseline")
 
 
@@ -117,11 +117,10 @@ def _tied(case: UseCase, best: Record, other: Record) -> bool:
 
 
 def spread(record: Record) -> tuple[float, float]:
-    """The quartiles; around a time that has none, what such a time may be off by."""
+    """The quartiles, and at least what a time may be off by; that is more where it was measured once or twice."""
     timing = record["ms"]
-    if timing["repeats"] < FEWEST:
-        return (1 - ONCE) * timing["median"], (1 + ONCE) * timing["median"]
-    return timing["lower"], timing["upper"]
+    off = ONCE if timing["repeats"] < FEWEST else OFTEN
+    return min(timing["lower"], (1 - off) * timing["median"]), max(timing["upper"], (1 + off) * timing["median"])
 
 
 def _recommendation(case: UseCase, ranking: list[Record]) -> dict[str, Any]:
