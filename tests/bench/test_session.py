@@ -83,6 +83,47 @@ def test_an_interrupted_run_keeps_what_it_has() -> None:
     assert saved[-1]["answer"]
 
 
+def test_a_run_goes_on_where_it_was_interrupted() -> None:
+    saved: list[dict[str, Any]] = []
+    ran: list[str] = []
+
+    def interrupted(_: Session) -> None:
+        raise KeyboardInterrupt
+
+    def keep(results: dict[str, Any]) -> None:
+        saved.append(json.loads(json.dumps(results)))
+
+    first, last = small_step("head_groups, sdpa"), small_step("longnet, sdpa")
+    with pytest.raises(KeyboardInterrupt):
+        started().run({"suite": [first, Step("then", 1, interrupted), last]}, keep)
+    before = saved[-1]
+    half = {**before["measurements"][0], "step": 1, "implementation": "half measured"}
+    before["measurements"].append(half)
+    again = Session(CPU, (torch.float32,), seconds=0.0, commit="def", before=before)
+    assert again.comparison._pace  # what is known of speed is known again
+    results = again.run({"suite": [first, Step("then", 1, lambda _: ran.append("then")), last]}, keep)
+    assert results["complete"]
+    assert results["steps_done"] == {"suite": 3}
+    assert ran == ["then"]
+    assert [x["implementation"] for x in results["measurements"]] == ["head_groups, sdpa"] * 2 + ["longnet, sdpa"] * 2
+    assert results["machine"]["commit"] == "abc"
+    assert [x["commit"] for x in results["machine"]["continued"]] == ["def"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"complete": True}, "complete"),
+        ({"schema": 0}, "from the start"),
+        ({"machine": {"device": "another", "versions": {}}}, "began with device another"),
+    ],
+)
+def test_some_runs_cannot_go_on(change: dict[str, Any], message: str) -> None:
+    before = {**started().results, **change}
+    with pytest.raises(ValueError, match=message):
+        Session(CPU, (torch.float32,), before=before)
+
+
 def test_unknown_suites_are_refused_before_any_work() -> None:
     for names in (["fast"], [], ["quick", "all", "none"]):
         with pytest.raises(ValueError, match="use one or more of quick, copies"):

@@ -41,6 +41,9 @@ class Comparison:
         self._expected: dict[Any, Expected] = {}
         self._checks: dict[Any, Check | str] = {}  # a str is why there is none
         self._pace: dict[Any, float] = {}  # milliseconds a FLOP, of the longest setting so far
+        for record in results["measurements"]:  # of a run that goes on
+            if record["ms"] is not None:
+                self._pace[_pace_key(record)] = record["ms"]["median"] / record["flops"]
 
     def run(
         self,
@@ -50,14 +53,15 @@ class Comparison:
         directions: Sequence[str],
         *,
         seconds: float | None,
+        step: int = 0,
     ) -> None:
-        """``seconds``: of timing, shared by all; None: only memory is measured."""
+        """``seconds``: of timing, shared by all; None: only memory is measured. ``step``: its number in the suite."""
         records: dict[Key, dict[str, Any]] = {}
         measures: dict[Key, Measure] = {}
         try:
             for one in implementations:
                 self.progress.step(f"{setting}: checking {one.name}")
-                found = {way: self._record(suite, one, setting, way) for way in directions}
+                found = {way: self._record(suite, step, one, setting, way) for way in directions}
                 records |= {(one.name, way): record for way, record in found.items()}
                 for way, measure in self._prepare(one, setting, found, timed=seconds is not None).items():
                     measures[one.name, way] = measure
@@ -106,7 +110,7 @@ class Comparison:
         way = record["direction"]
         if way == BOTH and not check.right():
             return bool(_end({way: record}, "wrong", _errors(check)))
-        expected = self._pace.get(_pace_key(one, setting, way), 0.0) * record["flops"]
+        expected = self._pace.get(_pace_key(record), 0.0) * record["flops"]
         if expected > limit:
             why = f"one call is expected to take {expected / 1000:.0f} s, more than the {limit / 1000:.0f} s allowed"
             return bool(_end({way: record}, "skipped", why))
@@ -149,7 +153,7 @@ class Comparison:
             before |= {"verdict": FAILED, "why": check}
             return
         if before["errors"]:
-            check = check.worse(Check(before["errors"], before["limits"]))
+            check = check.worse(Check(_numbers(before["errors"]), _numbers(before["limits"])))
         before |= {**check.as_dict(), "verdict": verdict or check.verdict}
 
     # --- the clock ----------------------------------------------------------------------------------------------
@@ -176,11 +180,11 @@ class Comparison:
         finally:
             for key, had in spent.items():
                 if had:
-                    self._timed(by_name[key[0]], setting, records[key], Timing.of(had))
+                    self._timed(setting, records[key], Timing.of(had))
         for name in by_name.keys() - begun:  # those that are not timed have had their turn too
             self.progress.step(f"{setting}: {name} is not timed")
 
-    def _timed(self, one: Implementation, setting: Setting, record: dict[str, Any], timing: Timing) -> None:
+    def _timed(self, setting: Setting, record: dict[str, Any], timing: Timing) -> None:
         seconds = timing.median / 1000
         ceiling = next(x for x in self.results["ceilings"] if x["dtype"] == setting.dtype_name)
         tflops, speed = record["flops"] / seconds / 1e12, record["bytes"] / seconds / 1e9
@@ -193,13 +197,13 @@ class Comparison:
             "gb_per_s": speed,
             "of_copy": speed / ceiling["copy_gb_per_s"],
         }
-        self._pace[_pace_key(one, setting, record["direction"])] = timing.median / record["flops"]
+        self._pace[_pace_key(record)] = timing.median / record["flops"]
 
-    def _record(self, suite: str, one: Implementation, setting: Setting, way: str) -> dict[str, Any]:
+    def _record(self, suite: str, step: int, one: Implementation, setting: Setting, way: str) -> dict[str, Any]:
         flops, count = least_work(one, setting, way)
         sizes = {name: getattr(setting, name) for name in ("samples", "tokens", "heads", "head_dim")}
         return {
-            "suite": suite, **_identity(one), **sizes,
+            "suite": suite, "step": step, **_identity(one), **sizes,
             "lengths": list(setting.lengths), "rates": list(setting.rates),
             "dtype": setting.dtype_name, "causal": setting.causal, "direction": way,
             "status": UNKNOWN, "why": "", "ms": None, "tokens_per_s": None, "flops": flops, "bytes": count,
@@ -211,8 +215,8 @@ def _identity(one: Implementation) -> dict[str, Any]:
     return {"implementation": one.name, "kind": one.kind, "ours": one.ours, "rule": one.rule, "ranks": one.ranks}
 
 
-def _pace_key(one: Implementation, setting: Setting, way: str) -> tuple[Any, ...]:
-    return (one.name, way, setting.dtype, setting.causal)
+def _pace_key(record: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[name] for name in ("implementation", "direction", "dtype", "causal"))
 
 
 def _end(records: dict[str, dict[str, Any]], status: str, why: str) -> dict[str, Measure]:
@@ -224,6 +228,11 @@ def _end(records: dict[str, dict[str, Any]], status: str, why: str) -> dict[str,
 def _errors(check: Check) -> str:
     wrong = {name: error for name, error in check.errors.items() if not error <= check.limits[name]}
     return ", ".join(f"{name} off by {error:.1e}, allowed {check.limits[name]:.1e}" for name, error in wrong.items())
+
+
+def _numbers(found: dict[str, Any]) -> dict[str, float]:
+    """As JSON has them, which knows no infinity."""
+    return {name: float(number) for name, number in found.items()}
 
 
 def _first_line(error: BaseException) -> str:

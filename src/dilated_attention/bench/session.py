@@ -26,6 +26,7 @@ def run(
     seconds: float | None = None,
     limit_ms: float | None = None,
     commit: str | None = None,
+    before: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run suites by name; the results, which ``save`` got after every step, also when it is interrupted.
 
@@ -34,13 +35,14 @@ def run(
         seconds: of timing for each setting, shared by what is timed there; 6 on a CPU and 2 on CUDA by default.
         limit_ms: what is expected to take longer for one call is skipped, and listed as skipped.
         commit: for a tree that came without its .git.
+        before: the results of a run of the same suites that was interrupted; it goes on with the next step.
     """
     unknown = [name for name in suites if name not in SUITES]
     if unknown or not suites:
         raise ValueError(f"unknown suite {', '.join(unknown) or 'none'}: use one or more of {', '.join(SUITES)}")
     chosen = ALL if "all" in suites else list(dict.fromkeys(suites))
     found = DTYPES.get(device.type, DTYPES["cuda"]) if dtypes is None else dtypes
-    session = Session(device, found, watch=watch, seconds=seconds, limit_ms=limit_ms, commit=commit)
+    session = Session(device, found, watch=watch, seconds=seconds, limit_ms=limit_ms, commit=commit, before=before)
     with torch._dynamo.config.patch(recompile_limit=1 << 10):  # one function, many patterns
         return session.run({name: steps_of(name, session) for name in chosen}, save)
 

@@ -65,21 +65,15 @@ class Session:
         seconds: float | None = None,
         limit_ms: float | None = None,
         commit: str | None = None,
+        before: dict[str, Any] | None = None,
     ) -> None:
+        """``before``: the results of a run that was interrupted, which goes on here."""
         self.device, self.dtypes = device, tuple(dtypes)
         self.seconds = seconds if seconds is not None else 2.0 if device.type == "cuda" else 6.0
         self.watch = Quiet() if watch is None else watch
         self.limit_ms = limit_ms if limit_ms is not None else 2000.0 if device.type == "cuda" else 4000.0
-        self.results: dict[str, Any] = {
-            "schema": SCHEMA,
-            "machine": machine.describe(device, commit),
-            "suites": [],
-            "complete": False,
-            "seconds": 0.0,
-            "answer": "",
-            **{part: [] for part in ("ceilings", "checks", "measurements", "tables", "claims")},
-            **{part: [] for part in ("recommendations", "matrix")},
-        }
+        found = machine.describe(device, commit)
+        self.results = _nothing(found) if before is None else continued(before, found)
         self.comparison = Comparison(self.results, self.watch, self.limit_ms)
 
     @property
@@ -106,7 +100,9 @@ class Session:
         """Check, memory and times of all these in one setting."""
         if all(known["dtype"] != setting.dtype_name for known in self.results["ceilings"]):
             self.results["ceilings"].append(ceilings(self.device, setting.dtype))
-        self.comparison.run(suite, implementations, setting, directions, seconds=self.seconds if timed else None)
+        seconds = self.seconds if timed else None
+        step = self.results["steps_done"].get(suite, 0)
+        self.comparison.run(suite, implementations, setting, directions, seconds=seconds, step=step)
 
     def table(self, suite: str, title: str, note: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         found = {
@@ -124,13 +120,17 @@ class Session:
         self.results |= recommend.recommend(self.results)
 
     def run(self, suites: dict[str, list[Step]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        began = time.monotonic()
-        self.watch.begin(sum(step.size for steps in suites.values() for step in steps))
+        """All steps but those that the run which goes on here has done already."""
+        began, done = time.monotonic() - self.results["seconds"], self.results["steps_done"]
+        left = {name: steps[done.get(name, 0) :] for name, steps in suites.items()}
+        self.watch.begin(sum(step.size for steps in left.values() for step in steps))
         try:
-            for name, steps in suites.items():
-                self.results["suites"].append(name)
+            for name, steps in left.items():
+                if name not in self.results["suites"]:
+                    self.results["suites"].append(name)
                 for step in steps:
                     step.run(self)
+                    done[name] = done.get(name, 0) + 1
                     self.results["seconds"] = time.monotonic() - began
                     self.conclude()
                     save(self.results)
@@ -140,6 +140,36 @@ class Session:
             self.conclude()
             save(self.results)
         return self.results
+
+
+def _nothing(found: dict[str, Any]) -> dict[str, Any]:
+    """The results of a run that has just begun, on the machine found."""
+    return {
+        "schema": SCHEMA,
+        "machine": found,
+        "suites": [],
+        "steps_done": {},  # by suite: how many, for a run that goes on later
+        "complete": False,
+        "seconds": 0.0,
+        "answer": "",
+        **{part: [] for part in ("ceilings", "checks", "measurements", "tables", "claims")},
+        **{part: [] for part in ("recommendations", "matrix")},
+    }
+
+
+def continued(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The results so far, less what was measured of the step in which they end; when and by what they go on is kept."""
+    if before.get("schema") != SCHEMA or "steps_done" not in before:
+        raise ValueError("these results cannot be gone on with: run it again from the start")
+    if before["complete"]:
+        raise ValueError("this run is complete: there is nothing to go on with")
+    for name in ("device", "versions"):
+        if before["machine"][name] != found[name]:
+            raise ValueError(f"the run began with {name} {before['machine'][name]}, and here is {found[name]}")
+    again = {name: found[name] for name in ("date", "command", "commit", "dirty", "load")}
+    where = {**before["machine"], "continued": [*before["machine"].get("continued", []), again]}
+    kept = [x for x in before["measurements"] if x["step"] < before["steps_done"].get(x["suite"], 0)]
+    return {**before, "machine": where, "measurements": kept}
 
 
 def compare_step(

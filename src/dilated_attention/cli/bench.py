@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dilated_attention.bench import machine
+from dilated_attention.bench import machine, regress
 from dilated_attention.cli import arguments
 from dilated_attention.cli.output import console, print_written
 from dilated_attention.cli.progress import watching
@@ -33,6 +33,7 @@ def bench(
         float | None,
         typer.Option(metavar="S", help="Of timing in each setting, shared by all.  [default: 6, on CUDA 2]"),
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
     commit: Annotated[str | None, typer.Option(help="Of a tree that came without its .git.")] = None,
 ) -> int:
     """Check and time every implementation.
@@ -55,11 +56,14 @@ def bench(
         where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtypes = [arguments.dtype("--dtype", name) for name in dtype.split(",")] if dtype else None
         arguments.writable(out)
+        before = interrupted(out / "results.json", where) if resume else None
     kept = Kept(out / "results.json")
     is_interrupted = False
     try:
         with watching() as watch:
-            session.run(suites, where, dtypes, save=kept.save, watch=watch, seconds=seconds, commit=commit)
+            session.run(
+                suites, where, dtypes, save=kept.save, watch=watch, seconds=seconds, commit=commit, before=before
+            )
     except KeyboardInterrupt:
         is_interrupted = True
         kept.interrupt()
@@ -75,6 +79,17 @@ def bench(
         screen.print(line, soft_wrap=True)
     print_written(screen, out, [kept.file, *files])
     return INTERRUPTED if is_interrupted else int(is_ours_wrong(kept.results))
+
+
+def interrupted(file: Path, device: torch.device) -> dict[str, Any]:
+    """The results of a run to go on with, if it can go on here."""
+    from dilated_attention.bench.steps import continued
+
+    if not file.exists():
+        raise ValueError(f"--resume needs the results of an interrupted run, and there is no {file}")
+    found = regress.load(file)
+    continued(found, machine.describe(device))
+    return found
 
 
 class Kept:
