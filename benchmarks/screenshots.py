@@ -1,13 +1,16 @@
 """Pictures of the report for the README: python benchmarks/screenshots.py report/index.html docs/images
 
-Writes report-desktop-light.png and report-phone-dark.png, the top of the page each. Needs selenium (in the extra
-``dev``) and a chromium or chrome with its driver on the PATH; nothing is downloaded.
+Writes report-desktop-light.png and report-phone-dark.png, the top of the page each. In each picture stands the SHA-256
+of the results.json beside the page, by which a test tells that the README shows the results that are committed. Needs
+selenium (in the extra ``dev``) and a chromium or chrome with its driver on the PATH; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import hashlib
+import io
 import shutil
 import sys
 import tempfile
@@ -16,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
@@ -70,6 +75,15 @@ def picture(chrome: webdriver.Chrome, page: Path, view: View) -> bytes:
     return base64.b64decode(png)
 
 
+def stamped(png: bytes, results: Path) -> bytes:
+    """The picture with a note of what it shows."""
+    note, file = PngInfo(), io.BytesIO()
+    note.add_text("results", hashlib.sha256(results.read_bytes()).hexdigest())
+    with Image.open(io.BytesIO(png)) as image:
+        image.save(file, "PNG", pnginfo=note, optimize=True)
+    return file.getvalue()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Pictures of the report, for the README.")
     parser.add_argument("page", type=Path, help="the index.html of a report")
@@ -77,10 +91,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.page.is_file():
         parser.error(f"no file {options.page}: make a report first")
+    if not options.page.with_name("results.json").is_file():
+        parser.error(f"no results.json beside {options.page}")
     options.folder.mkdir(parents=True, exist_ok=True)
     with browser() as chrome:
         for view in VIEWS:
-            png = picture(chrome, options.page, view)
+            png = stamped(picture(chrome, options.page, view), options.page.with_name("results.json"))
             if len(png) > MOST:
                 raise SystemExit(f"{view.name} has {len(png):,} bytes, more than {MOST:,}: make the view smaller")
             (options.folder / f"{view.name}.png").write_bytes(png)

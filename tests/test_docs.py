@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import hashlib
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -29,9 +31,13 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
+from PIL import Image
 from torch import Tensor, nn
 
 from dilated_attention import DilatedPattern
+from dilated_attention.bench.claims import conclusions
+from dilated_attention.bench.report import page, table
+from dilated_attention.bench.suites import ALL
 from dilated_attention.ranks import pool
 
 ROOT = Path(__file__).parents[1]
@@ -303,10 +309,39 @@ def test_readme_is_short_and_its_map_true() -> None:
     assert listed == there
 
 
-@pytest.mark.parametrize(("results", "page"), [("h200.json", "README.md"), ("ring.json", "docs/scaling.md")])
+@pytest.mark.parametrize(
+    ("results", "page"),
+    [
+        ("h200/results.json", "README.md"),
+        ("cpu/results.json", "docs/benchmark.md"),
+        ("h200.json", "docs/benchmark.md"),
+        ("ring.json", "docs/scaling.md"),
+    ],
+)
 def test_the_figures_shown_are_those_that_were_measured(results: str, page: str) -> None:
     printed = subprocess.run(
         [sys.executable, ROOT / "benchmarks/table.py", ROOT / "benchmarks/results" / results],
         capture_output=True, text=True, check=True, encoding="utf-8",
     ).stdout  # fmt: skip
     assert printed.strip() in (ROOT / page).read_text(encoding="utf-8"), "paste what benchmarks/table.py prints"
+
+
+@pytest.mark.parametrize("machine", ["h200", "cpu"])
+def test_the_pages_shown_are_of_the_results_beside_them(machine: str) -> None:
+    folder = ROOT / "benchmarks/results" / machine
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert results["complete"]
+    assert {**results, **conclusions(results)} == results, f"run: dilated-attention report --conclude {folder}"
+    assert results["suites"] == ALL
+    shown = (folder / "index.html").read_text(encoding="utf-8")
+    assert shown == page(results), f"run: dilated-attention report {folder.relative_to(ROOT)}"
+    assert (folder / "results.csv").read_text(encoding="utf-8") == table(results["measurements"])
+
+
+def test_the_pictures_in_the_readme_are_of_the_results_that_are_committed() -> None:
+    measured = hashlib.sha256((ROOT / "benchmarks/results/h200/results.json").read_bytes()).hexdigest()
+    names = re.findall(r'<img src="(docs/images/[^"]+)"', (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert names
+    for name in names:
+        with Image.open(ROOT / name) as picture:
+            assert picture.text["results"] == measured, "run: benchmarks/screenshots.py"  # type: ignore[attr-defined]

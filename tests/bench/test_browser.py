@@ -72,9 +72,23 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         one["why"] += HOSTILE
     hostile["answer"] = hostile["machine"]["device"] = HOSTILE
     folder = tmp_path_factory.mktemp("pages")
-    for name, results in {"sample": SAMPLE, "empty": made["empty"](), "hostile": hostile}.items():
+    shown = {"sample": SAMPLE, "empty": made["empty"](), "hostile": hostile, "many": crowded()}
+    for name, results in shown.items():
         (folder / f"{name}.html").write_text(page(results), encoding="utf-8")
     return {file.stem: file.as_uri() for file in folder.iterdir()}
+
+
+def crowded() -> dict[str, Any]:
+    """More lines than an eye can follow: three that tell most, and twenty others, which have a suite of their own."""
+    first = next(m for m in SAMPLE["measurements"] if m["ms"] and m["ranks"] == 1)
+    names = ["dense SDPA", "head_groups, sdpa", "longnet, sdpa", *(f"other {i}" for i in range(20))]
+    points = [
+        {**first, "implementation": name, "rule": "longnet", "suite": suite, "tokens": tokens}
+        for suite, some, lengths in (("scaling", names, (1024, 2048, 4096)), ("own", names[3:6], (1024, 2048)))
+        for name in some
+        for tokens in lengths
+    ]
+    return {**json.loads(json.dumps(SAMPLE)), "measurements": points}
 
 
 @pytest.fixture
@@ -557,3 +571,19 @@ def test_screenshots(pages: dict[str, str], tmp_path: Path) -> None:
         assert len(content) < 300_000
         sizes[file.name] = tuple(int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
     assert sizes == {"report-desktop-light.png": (1200, 1000), "report-phone-dark.png": (720, 1520)}
+
+
+# --- many series ------------------------------------------------------------------------------------------------
+
+
+def test_of_many_lines_the_telling_ones_are_seen_first_and_never_none(show: Open) -> None:
+    chrome = show("many")
+    assert number(chrome, "#time .curve") == 3
+    assert number(chrome, "#legend button:not(.all)") == 23
+    one(chrome, "#legend .all").click()
+    assert number(chrome, "#time .curve") == 23
+    one(chrome, "#legend .all").click()
+    assert number(chrome, "#time .curve") == 0
+    chrome = show("many")
+    choose(chrome, "suite", "own")
+    assert number(chrome, "#time .curve") == 3  # all three were hidden in the suite before

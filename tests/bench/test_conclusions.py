@@ -217,7 +217,7 @@ def test_the_answer_says_how_fast() -> None:
 def test_the_answer_says_who_is_wrong() -> None:
     said = answer({2048: (1.0, 2.0, 3.0)}, check("a"), check("x", "wrong gradients", ours=False))
     assert "1 of 2 implementations matched" in said
-    assert "none of them ours: x" in said
+    assert "none of them ours: `x`" in said
     assert "1 of them ours (y)" in recommend.answer({**EMPTY, "checks": [check("y", "wrong")]})
     assert recommend.answer(EMPTY).startswith("Nothing was checked")
     assert "not measured in this run" in recommend.answer({**EMPTY, "checks": [check("y")]})

@@ -173,15 +173,21 @@ def test_a_series_is_an_implementation() -> None:
     assert names(measurement(tokens=1024), measurement(tokens=2048, lengths=[2048])) == ["dense SDPA"] * 2
 
 
-def test_rules_ranks_and_segments_tell_series_apart_where_needed() -> None:
+def test_rules_and_ranks_tell_series_apart_where_needed() -> None:
     assert names(measurement(), measurement(rule="torchscale")) == ["dense SDPA, longnet", "dense SDPA, torchscale"]
     assert names(measurement(), measurement(ranks=4)) == ["dense SDPA", "dense SDPA, 4 ranks"]
     assert names(measurement(implementation="ring, 4 ranks, kept", ranks=4)) == ["ring, 4 ranks, kept"]
-    two = names(measurement(lengths=[4, 8], rates=[1, 2]), measurement(lengths=[8], rates=[1]))
-    assert two == ["dense SDPA, w=4,8 r=1,2", "dense SDPA, w=8 r=1"]
-    *two, other = names(measurement(lengths=[4]), measurement(lengths=[8]), measurement(lengths=[8], suite="other"))
-    assert two == ["dense SDPA, w=4 r=1", "dense SDPA, w=8 r=1"]
-    assert other == "dense SDPA"  # there it has one point only, as elsewhere
+
+
+def test_segments_are_picked_where_a_length_has_several() -> None:
+    def segments(*measurements: dict[str, Any]) -> list[str]:
+        return [one["segments"] for one in series.prepared(measurements)]
+
+    assert segments(measurement(lengths=[4, 8], rates=[1, 2])) == ["w=4,8 r=1,2"]
+    two = measurement(lengths=[4], rates=[1]), measurement(lengths=[8], rates=[1])
+    assert segments(*two, measurement(lengths=[16], rates=[1], suite="other")) == ["w=4 r=1", "w=8 r=1", "w=16 r=1"]
+    grown = measurement(lengths=[4], rates=[1]), measurement(lengths=[8], rates=[1], tokens=1 << 20)
+    assert segments(*grown) == ["by length"] * 2  # one line with a pattern for each length
 
 
 def test_preparing_changes_nothing_of_the_results() -> None:
@@ -199,7 +205,7 @@ def test_the_first_selection_is_the_one_with_the_most_lengths() -> None:
     start = series.start(series.prepared([*lost, *many, *far]))
     assert start == {
         "direction": "forward", "causal": False, "dtype": "bfloat16", "suite": "lengths", "shape": "B=1 H=8 D=64",
-        "ranks": None,
+        "segments": "w=1024 r=1", "ranks": None,
     }  # fmt: skip
     assert series.start([]) == {}
 
@@ -391,11 +397,15 @@ def test_no_text_is_smaller_than_9_points(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["time", "memory", "roofline"])
-def test_the_recommended_and_the_baselines_are_drawn(name: str) -> None:
+def test_the_telling_and_the_recommended_are_drawn(name: str) -> None:
     found = texts(SVGS[name])
-    drawn = [one for one in series.names_in_order(series.prepared(SAMPLE["measurements"])) if one in found]
+    names = series.names_in_order(series.prepared(SAMPLE["measurements"]))
+    drawn = [one for one in names if one in found]
     assert len(drawn) == plots.MOST_LINES
-    assert {one["best"] for one in SAMPLE["recommendations"]} | {"copy and gather"} <= set(drawn)
+    telling = {one for one in names if one in series.TELLING}
+    assert len(telling) > 2
+    assert telling <= set(drawn)
+    assert {one["best"] for one in SAMPLE["recommendations"]} <= set(drawn)
     assert any("8 more on the page" in text for text in found)
 
 

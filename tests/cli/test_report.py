@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dilated_attention.bench.claims import conclusions
+
 
 def test_next_to_the_results(run: Any, results: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "results.json"
@@ -17,6 +19,19 @@ def test_next_to_the_results(run: Any, results: dict[str, Any], tmp_path: Path) 
         assert "longnet, sdpa" in (tmp_path / "index.html").read_text(encoding="utf-8")
         assert f"written: {tmp_path / 'index.html'}" in out
     assert json.loads(file.read_text()) == results
+
+
+def test_conclusions_are_drawn_anew_when_asked(run: Any, results: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({**results, "answer": "An old answer."}))
+    assert run("report", tmp_path).code == 0
+    assert "An old answer." in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert run("report", tmp_path, "--conclude").code == 0
+    new = json.loads(file.read_text())
+    assert new["answer"] != "An old answer."
+    assert {**new, **conclusions(new)} == new
+    assert new["measurements"] == results["measurements"]
+    assert "An old answer." not in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
 def test_elsewhere(run: Any, results: dict[str, Any], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,8 +68,19 @@ def copy_slices(
     return _by_branches(_sliced, query, key, value, pattern, is_causal)
 
 
-# what is left of a branch's heads: (q, k, v, out, start, length, segments, rate, branch, is_causal) -> new out
-Part = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int, int, bool], Tensor]
+@dataclass(frozen=True)
+class _Take:
+    """The rows of equal segments that a branch of head_groups takes: every ``rate``-th from ``offset`` on."""
+
+    start: int
+    length: int
+    segments: int
+    rate: int
+    offset: int
+
+
+# (q, k, v, out, which rows, is_causal) -> out with these rows filled in
+Part = Callable[[Tensor, Tensor, Tensor, Tensor, _Take, bool], Tensor]
 
 
 def _by_branches(
@@ -79,7 +91,7 @@ def _by_branches(
         raise ValueError(f"this way deals heads to branches: it needs rule 'head_groups', got {pattern.rule!r}")
     tokens, heads = query.shape[1:3]
     parts = []
-    for branch, width in enumerate(pattern.segment_lengths):
+    for branch, (width, rate) in enumerate(pattern.branches):
         mine = pattern.heads(branch, heads)
         if not mine:
             continue
@@ -87,57 +99,33 @@ def _by_branches(
         out = torch.zeros_like(q)
         whole = tokens - tokens % width
         for start, length, segments in ((0, width, tokens // width), (whole, tokens - whole, 1)):
-            if segments and length > branch % pattern.dilation_rates[branch]:
-                rate = pattern.dilation_rates[branch]
-                out = part(q, k, v, out, start, length, segments, rate, branch, is_causal)
+            if segments and length > branch % rate:
+                out = part(q, k, v, out, _Take(start, length, segments, rate, branch % rate), is_causal)
         parts.append(out)
     return torch.cat(parts, dim=2)
 
 
-def _gathered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    start: int,
-    length: int,
-    segments: int,
-    rate: int,
-    branch: int,
-    is_causal: bool,
-) -> Tensor:
-    index = _rows(start, length, segments, rate, branch, q.device)
+def _gathered(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> Tensor:
+    index = _rows(take, q.device)
     samples, _, heads, dim = q.shape
-    q, k, v = (x.index_select(1, index).view(samples * segments, -1, heads, dim) for x in (q, k, v))
+    q, k, v = (x.index_select(1, index).view(samples * take.segments, -1, heads, dim) for x in (q, k, v))
     return out.index_copy(1, index, dense(q, k, v, is_causal=is_causal).reshape(samples, -1, heads, dim))
 
 
-def _sliced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    start: int,
-    length: int,
-    segments: int,
-    rate: int,
-    branch: int,
-    is_causal: bool,
-) -> Tensor:
+def _sliced(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> Tensor:
     def rows(x: Tensor) -> Tensor:  # (B, S, L, heads, D), a view
-        part = torch.unflatten(x[:, start : start + segments * length], 1, (segments, length))
-        return part[:, :, branch % rate :: rate]
+        part = x[:, take.start : take.start + take.segments * take.length]
+        return torch.unflatten(part, 1, (take.segments, take.length))[:, :, take.offset :: take.rate]
 
     q, k, v = (rows(x).contiguous().flatten(0, 1) for x in (q, k, v))
-    rows(out).copy_(torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, segments)))
+    rows(out).copy_(torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments)))
     return out
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(start: int, length: int, segments: int, rate: int, branch: int, device: torch.device) -> Tensor:
-    """The tokens that a branch of head_groups takes from equal segments, all with the offset branch mod rate."""
-    row = torch.arange(min(branch % rate, length), length, rate, device=device)
-    segment = torch.arange(segments, device=device) * length + start
+def _rows(take: _Take, device: torch.device) -> Tensor:
+    row = torch.arange(take.offset, take.length, take.rate, device=device)
+    segment = torch.arange(take.segments, device=device) * take.length + take.start
     return (segment[:, None] + row).flatten()
 
 
@@ -245,4 +233,5 @@ def _block_mask(pattern: DilatedPattern, tokens: int, heads: int, is_causal: boo
         return same & (query >= key) if is_causal else same
 
     # compiled, or the mask is made whole, with a byte for each pair of tokens
-    return create_block_mask(sees, None, heads, tokens, tokens, device=device, _compile=device.type == "cuda")
+    make: Callable[..., BlockMask] = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    return make(sees, None, heads, tokens, tokens, device=device)

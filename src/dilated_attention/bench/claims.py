@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilated_attention.bench.recommend import short, spread
+from dilated_attention.bench.recommend import recommend, short, spread
 
 Results = dict[str, Any]
 Pair = tuple[dict[str, Any], dict[str, Any]]
@@ -26,6 +26,11 @@ class Claim:
     ours: str
     holds: str  # yes, no, not measured
     how: str
+
+
+def conclusions(results: Results) -> dict[str, Any]:
+    """All that follows from checks, measurements and tables, for results.json."""
+    return {"claims": claims(results), **recommend(results)}
 
 
 def claims(results: Results) -> list[dict[str, Any]]:

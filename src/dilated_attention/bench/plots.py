@@ -129,15 +129,14 @@ def _line(axis: Axes, mine: Sequence[Measurement], what: Quantity, style: dict[s
 
 
 def _telling(drawn: Sequence[Measurement], best: set[str]) -> dict[str, dict[str, Any]]:
-    """The lines to draw and their styles: what is recommended, then the baselines, then what is fastest far out."""
+    """The lines to draw and their styles: the most telling, what is recommended, then what is fastest far out."""
     longest = max(m["tokens"] for m in drawn)
     far: dict[str, tuple[int, float]] = {}  # by name: how far it came, then its time there
     for m in drawn:
         here = (longest - m["tokens"], m["ms"]["median"])
         far[m["series"]] = min(here, far.get(m["series"], here))
     ours = {m["series"]: m["ours"] for m in drawn}
-    baselines = {m["series"] for m in drawn if m["kind"] == "baseline"}
-    kept = sorted(far, key=lambda name: (name not in best, name not in baselines, far[name]))[:MOST_LINES]
+    kept = sorted(far, key=lambda name: (name not in series.TELLING, name not in best, far[name]))[:MOST_LINES]
     styles = {
         name: {
             "color": COLOURS[place],

@@ -74,7 +74,7 @@ def recommend(results: Results) -> dict[str, Any]:
     found = [(case, _ranking(case, results["measurements"])) for case in USE_CASES]
     ranked = [(case, ranking) for case, ranking in found if len(ranking) > 1]
     return {
-        "recommendations": [_recommendation(case, ranking) for case, ranking in ranked],
+        "recommendations": [_recommendation(case, ranking, results["measurements"]) for case, ranking in ranked],
         "matrix": _matrix(results, ranked),
         "answer": answer(results),
     }
@@ -123,10 +123,11 @@ def spread(record: Record) -> tuple[float, float]:
     return min(timing["lower"], (1 - off) * timing["median"]), max(timing["upper"], (1 + off) * timing["median"])
 
 
-def _recommendation(case: UseCase, ranking: list[Record]) -> dict[str, Any]:
-    best, *others = ranking
-    ties = [other["implementation"] for other in others if _tied(case, best, other)]
-    behind = next((other for other in others if other["implementation"] not in ties), None)
+def _recommendation(case: UseCase, ranking: list[Record], measured: list[Record]) -> dict[str, Any]:
+    level = [record for record in ranking if record is ranking[0] or _tied(case, ranking[0], record)]
+    best = min(level, key=measured.index)  # of those that are level the plainest, which stands first
+    ties = [record["implementation"] for record in level if record is not best]
+    behind = next((record for record in ranking if record not in level), None)
     return {
         "use_case": f"{case.name} ({best['tokens']:,} tokens, {best['dtype']})",
         "best": best["implementation"],
@@ -237,5 +238,5 @@ def _second(checks: Sequence[Record]) -> str:
     whose = "none of them ours" if not mine else f"{len(mine)} of them ours ({', '.join(mine)})"
     return (
         f"{len(verdicts) - len(wrong)} of {len(verdicts)} implementations matched the float64 oracle, gradients "
-        f"included; {len(wrong)} did not, {whose}: {', '.join(wrong)}."
+        f"included; {len(wrong)} did not, {whose}: {', '.join(f'`{name}`' for name in wrong)}."
     )

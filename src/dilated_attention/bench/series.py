@@ -18,12 +18,19 @@ FACETS = {
     "dtype": "dtype",
     "suite": "suite",
     "shape": "shape",
+    "segments": "segments",
     "ranks": "ranks",
 }
 PICKED = [key for key in FACETS if key != "ranks"]
 FIGURES = ("ms", "tokens_per_s", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes")
 LOST = "out of memory"
 ENOUGH = 3  # repeats; quartiles of fewer say nothing
+# Who is seen first where there are more lines than an eye can follow: one of each way to compute it.
+TELLING = (
+    "dense SDPA", "head_groups, sdpa", "longnet, sdpa", "torchscale, sdpa", "copy and gather, index_select",
+    "copy and gather, slicing", "gather-pad-scatter",
+)  # fmt: skip
+MANY = 16
 
 
 def prepared(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -33,26 +40,42 @@ def prepared(measurements: Iterable[Measurement]) -> list[Measurement]:
         shape = f"B={one['samples']} H={one['heads']} D={one['head_dim']}"
         figures = {} if one["status"] == "measured" else dict.fromkeys(FIGURES)
         found.append({**one, **figures, "shape": shape})
-    for one, name in zip(found, _names(found), strict=True):
-        one["series"] = name
+    for one, name, segments in zip(found, _names(found), _segments(found), strict=True):
+        one |= {"series": name, "segments": segments}
     return found
 
 
+def _segments(measurements: Sequence[Measurement]) -> list[str]:
+    """The pattern, unless a suite has one for each length: those make one line, with nothing to pick."""
+    patterns, places = defaultdict(set), defaultdict(set)
+    for one in measurements:
+        patterns[one["suite"]].add(_pattern(one))
+        place = [one[key] for key in ("suite", "implementation", "rule", "tokens", *FACETS) if key != "segments"]
+        places[tuple(place)].add(_pattern(one))
+    several = {place[0] for place, found in places.items() if len(found) > 1}
+    return [
+        _pattern(one) if one["suite"] in several or len(patterns[one["suite"]]) == 1 else "by length"
+        for one in measurements
+    ]
+
+
+def _pattern(one: Measurement) -> str:
+    return f"w={_list(one['lengths'])} r={_list(one['rates'])}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
 def _names(measurements: Sequence[Measurement]) -> list[str]:
-    """The implementation, and what else it takes to tell two lines apart: the rule, the ranks, the segments."""
-    rules, patterns = defaultdict(set), defaultdict(set)
+    """The implementation, and what else it takes to tell two lines apart: the rule, the ranks."""
+    rules = defaultdict(set)
     for one in measurements:
         rules[one["implementation"]].add(one["rule"])
-        patterns[_place(one)].add(_pattern(one))
-    several = {place[:3] for place, found in patterns.items() if len(found) > 1}
     names = []
     for one in measurements:
         name = with_ranks(one["implementation"], one["ranks"])
-        if len(rules[one["implementation"]]) > 1:
-            name += f", {one['rule']}"
-        if _place(one)[:3] in several:
-            name += f", {_pattern(one)}"
-        names.append(name)
+        names.append(f"{name}, {one['rule']}" if len(rules[one["implementation"]]) > 1 else name)
     return names
 
 
@@ -60,15 +83,6 @@ def with_ranks(name: str, ranks: int) -> str:
     """The name and over how many ranks, unless it is one or the name says so."""
     said = f"{ranks} ranks"
     return name if ranks == 1 or said in name else f"{name}, {said}"
-
-
-def _place(one: Measurement) -> tuple[Any, ...]:
-    """Where a line may have one point only."""
-    return (one["implementation"], one["rule"], one["suite"], one["tokens"], *(one[key] for key in FACETS))
-
-
-def _pattern(one: Measurement) -> str:
-    return f"w={','.join(map(str, one['lengths']))} r={','.join(map(str, one['rates']))}"
 
 
 def names_in_order(measurements: Iterable[Measurement]) -> list[str]:
@@ -90,6 +104,14 @@ def start(measurements: Sequence[Measurement]) -> dict[str, Any]:
 
     most = max(groups, key=much)
     return {**dict(zip(PICKED, most, strict=True)), "ranks": None}
+
+
+def hidden(measurements: Sequence[Measurement]) -> list[str]:
+    """The lines that the page does not show before it is asked to."""
+    picked = start(measurements)
+    here = names_in_order(one for one in measurements if one["ms"] and all(one[key] == picked[key] for key in PICKED))
+    others = [name for name in here if name not in TELLING]
+    return others if len(here) > MANY and len(here) - len(others) > 1 else []
 
 
 def options(measurements: Iterable[Measurement]) -> dict[str, list[Any]]:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from dilated_attention.bench import claims, machine, recommend
+from dilated_attention.bench import machine
+from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.compare import Comparison, Progress
 from dilated_attention.bench.probes import ceilings
 from dilated_attention.bench.setting import Setting
@@ -116,8 +117,7 @@ class Session:
 
     def conclude(self) -> None:
         """What follows from the measurements so far."""
-        self.results["claims"] = claims.claims(self.results)
-        self.results |= recommend.recommend(self.results)
+        self.results |= conclusions(self.results)
 
     def run(self, suites: dict[str, list[Step]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """All steps but those that the run which goes on here has done already."""

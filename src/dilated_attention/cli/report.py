@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dilated_attention.bench import machine
+from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.regress import load
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, print_written
@@ -15,13 +17,24 @@ from dilated_attention.cli.output import console, print_written
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results.json, or a folder that holds one.")],
     out: options.Out = None,
+    conclude: Annotated[
+        bool, typer.Option("--conclude", help="Also draw the conclusions anew, and write results.json with them.")
+    ] = False,
 ) -> None:
-    """Make the report of a results file again."""
+    """Make the report of a results file again.
+
+    With --conclude also what follows from its measurements: the answer, the recommendations, the verdicts on claims.
+    """
     with arguments.refusing():
         found = load(results)
         folder = arguments.writable(out or (results if results.is_dir() else results.parent))
     from dilated_attention.bench.report import write_report  # needs matplotlib, which other commands do without
 
     screen = console()
-    files = write_report(found, folder, say=screen.print)
+    files = []
+    if conclude:
+        found = {**found, **conclusions(found)}
+        machine.write_json(folder / "results.json", found)
+        files.append(folder / "results.json")
+    files += write_report(found, folder, say=screen.print)
     print_written(screen, folder, files)

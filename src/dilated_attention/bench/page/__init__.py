@@ -87,6 +87,7 @@ def _embedded(results: dict[str, Any]) -> str:
             for key, values in series.options(measurements).items()
         ],
         "start": series.start(measurements),
+        "hidden": series.hidden(measurements),
         "enough": series.ENOUGH,
         "ceilings": results["ceilings"],
     }
@@ -313,6 +314,8 @@ def _environment(results: dict[str, Any]) -> Html:
         "took": f"{results['seconds']:,.0f} s",
         "schema": str(results["schema"]),
     }
+    for number, again in enumerate(machine.get("continued", []), 1):
+        found[f"continued {number}"] = f"{again['date']}, commit {again['commit'][:12]}: {again['command']}"
     if machine["dirty"] is None:
         found["tree had changes"] = "not known"
     return "<dl>" + "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>\n" for k, v in found.items()) + "</dl>"

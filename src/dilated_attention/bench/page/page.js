@@ -1,8 +1,8 @@
 // The page at work: what is selected, the three plots of it, the legend, and in words what is not drawn.
 
-const { measurements, series, facets, start, enough, ceilings } = JSON.parse(byId("data").textContent);
+const { measurements, series, facets, start, hidden: atFirst, enough, ceilings } = JSON.parse(byId("data").textContent);
 const chosen = { ...start }; // facet → value, null: all
-const hidden = new Set(); // names of the series that the legend hides
+const hidden = new Set(atFirst); // names of the series that the legend hides
 let relative = false; // times as multiples of the fastest that is shown
 
 const WORDS = {
@@ -160,9 +160,10 @@ function legend(here) {
     });
     return [button];
   });
-  const all = html("button", { type: "button", class: "all" }, shown.length ? "hide all" : "show all");
+  const some = shown.length < names.size; // then all can be shown, else all hidden
+  const all = html("button", { type: "button", class: "all" }, some ? "show all" : "hide all");
   all.addEventListener("click", () => {
-    for (const name of names) shown.length ? hidden.add(name) : hidden.delete(name);
+    for (const name of names) some ? hidden.delete(name) : hidden.add(name);
     redraw(null);
   });
   byId("legend").replaceChildren(...buttons, ...(buttons.length > 1 ? [all] : []));
@@ -177,6 +178,8 @@ function redraw(name) {
 
 function choose(picked) {
   Object.assign(chosen, picked);
+  const names = measurements.filter((m) => m.ms && matches(m, chosen)).map((m) => m.series);
+  if (names.every((name) => hidden.has(name))) for (const name of names) hidden.delete(name); // rather all than none
   for (const input of byId("facets").elements) {
     if (!(input.name in chosen)) continue; // the fieldsets, and how times are shown
     const value = JSON.parse(input.value);
