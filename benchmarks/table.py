@@ -72,9 +72,10 @@ def comparison_table(results: dict[str, Any]) -> str:
     machine, kind = results["machine"], "cuda" if "cuda" in results["machine"]["versions"] else "cpu"
     dtype, lengths = results["ceilings"][0]["dtype"], LENGTHS[kind]
     where = machine["device"] if kind == "cuda" else f"{machine['cores']} cores of {machine['device']}"
+    commits = [machine["commit"], *(again["commit"] for again in machine.get("continued", []))]
+    said = " and ".join(commit[:7] for commit in dict.fromkeys(commits))
     found = [
-        f"{where}, torch {machine['versions']['torch']}, {dtype}, commit {machine['commit'][:7]}; ms forward / "
-        "forward + backward:",
+        f"{where}, torch {machine['versions']['torch']}, {dtype}, commit {said}; ms forward / forward + backward:",
         "",
         f"| implementation | verdict | {' | '.join(f'N={n:,}' for n in lengths)} |",
         f"|---|---|{'---:|' * len(lengths)}",

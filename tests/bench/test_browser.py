@@ -208,7 +208,7 @@ def test_toggles_change_what_is_drawn(show: Open) -> None:
     for facet, value in (("dtype", "bfloat16"), ("causal", True), ("direction", "forward_backward"), ("ranks", 4)):
         choose(chrome, facet, value)
         check_drawn(chrome, matching(**{facet: value}))
-        assert number(chrome, "#facets input:checked") == 6
+        assert number(chrome, "#facets input:checked") == 7
         choose(chrome, facet, START[facet])
     check_drawn(chrome, matching())
     choose(chrome, "dtype", "bfloat16")

@@ -102,7 +102,7 @@ def test_an_error_at_the_full_length_only_is_caught(no_processes: None) -> None:
     assert found["checks"][0]["verdict"] == FAR
     for record in by_direction(found).values():
         assert record["status"] == "wrong"
-        assert "rows at full length" in record["why"]
+        assert "rows at full length" in record["why"] == found["checks"][0]["why"]
         assert record["ms"] is None
 
 
@@ -135,6 +135,22 @@ def test_an_error_in_one_does_not_stop_the_others(no_processes: None) -> None:
         by_direction(found)[FORWARD] | {"status": "wrong", "why": "the kernel says no"} == by_direction(found)[FORWARD]
     )
     assert by_direction(found, "head_groups, sdpa")[FORWARD]["status"] == "measured"
+
+
+def test_a_call_that_fails_while_it_is_timed_is_out_and_the_others_go_on(no_processes: None) -> None:
+    calls = []
+
+    def tired(out: Tensor) -> Tensor:
+        calls.append(out.shape[1])
+        if calls.count(SETTING.tokens) > 2:  # once for the rows, once timed
+            raise RuntimeError("the device says no")
+        return out
+
+    found = compared(changed(tired), *named("head_groups, sdpa"))
+    assert {(x["status"], x["why"]) for x in by_direction(found).values()} == {("wrong", "the device says no")}
+    assert {x["ms"] for x in by_direction(found).values()} == {None}
+    assert {x["peak_bytes"] for x in by_direction(found).values()} == {None}
+    assert by_direction(found, "head_groups, sdpa")[BOTH]["status"] == "measured"
 
 
 def test_out_of_memory_is_marked_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

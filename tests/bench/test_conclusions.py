@@ -92,6 +92,7 @@ def test_the_wrong_axis_is_shown_with_its_error() -> None:
     found = claim({"checks": [check("attention over heads", "wrong", 1.6)]}, "many times faster")
     assert found["holds"] == "no"
     assert "1.6e+00" in found["ours"]
+    assert claim({"checks": [check("attention over heads", "exact", 1e-7)]}, "many times faster")["holds"] == "yes"
 
 
 def test_no_memory_is_no_memory_only_if_measured_so() -> None:
@@ -99,6 +100,8 @@ def test_no_memory_is_no_memory_only_if_measured_so() -> None:
     assert claim({"measurements": [record("a", peak_bytes=2 * out)]}, "no memory")["ours"].startswith("at least 2.00")
     assert claim({"measurements": [record("a", peak_bytes=2 * out)]}, "no memory")["holds"] == "no"
     assert claim({"measurements": [record("a", peak_bytes=0)]}, "no memory")["holds"] == "yes"
+    wrong = record("a", peak_bytes=0, status="wrong")
+    assert claim({"measurements": [wrong]}, "no memory")["holds"] == "not measured"
 
 
 def test_optimisations_are_read_from_their_table() -> None:
@@ -196,22 +199,24 @@ def test_the_matrix_has_every_implementation_and_its_worst_verdict() -> None:
 
 
 def answer(speeds: dict[int, tuple[float, float, float]], *checks: dict[str, Any]) -> str:
-    names = ("head_groups, sdpa", "dense SDPA", "copy and gather, index_select")
+    kinds = (("head_groups, sdpa", "function", "head_groups"), ("dense SDPA", "baseline", "dense"),
+             ("copying", "baseline", "head_groups"))  # fmt: skip
     records = [
-        record(name, ms, tokens=tokens, kind="function")
+        record(name, ms, tokens=tokens, kind=kind, rule=rule, ours=kind == "function")
         for tokens, times in speeds.items()
-        for name, ms in zip(names, times, strict=True)
+        for (name, kind, rule), ms in zip(kinds, times, strict=True)
     ]
+    records += [record("slow copying", 99.0, tokens=n, kind="baseline", ours=False) for n in speeds]
     return recommend.answer({**EMPTY, "measurements": records, "checks": list(checks) or [check("a")]})
 
 
 def test_the_answer_says_how_fast() -> None:
     said = answer({2048: (10.0, 5.0, 9.0), 4096: (10.0, 9.0, 10.0), 8192: (10.0, 42.0, 13.0)})
-    assert "4.2 times the speed of dense attention at 8,192 tokens" in said
-    assert "1.3 times that of copying rows by index at 8,192" in said
-    assert "up to 4,096 tokens dense attention is faster" in said
-    assert "is faster" not in answer({8192: (10.0, 42.0, 13.0)})
-    assert "0.5 times the speed of dense attention" in answer({2048: (10.0, 5.0, 9.0)})  # also where it is slow
+    assert "takes 1/4.2 of the time of dense attention, another operation, at 8,192 tokens" in said
+    assert "at 8,192 1/1.3 of that of the best of the others, `copying`" in said
+    assert "at 4,096 tokens dense attention was still faster" in said
+    assert "still faster" not in answer({8192: (10.0, 42.0, 13.0)})
+    assert "takes 2 times the time of dense attention" in answer({2048: (10.0, 5.0, 9.0)})  # also where it is slow
 
 
 def test_the_answer_says_who_is_wrong() -> None:

@@ -72,8 +72,12 @@ def test_other_errors_are_not_called_out_of_memory() -> None:
     with pytest.raises(RuntimeError, match="rank 1: ValueError: no") as error:
         memory.raise_if_failed([Outcome(0), Outcome(1, error="no", error_type="ValueError")])
     assert not isinstance(error.value, OutOfMemory)
-    with pytest.raises(OutOfMemory):
-        memory.raise_if_failed([Outcome(0), Outcome(1, error="ended", error_type="died", exitcode=-9)])
+    with pytest.raises(RuntimeError, match="no answer") as error:  # hung, so that we killed it
+        memory.raise_if_failed([Outcome(0), Outcome(1, error="no answer", error_type="hung", exitcode=-9)])
+    assert not isinstance(error.value, OutOfMemory)
+    for gone in ({"error": "ended", "error_type": "died", "exitcode": -9}, {"error": "", "error_type": "MemoryError"}):
+        with pytest.raises(OutOfMemory):
+            memory.raise_if_failed([Outcome(0), Outcome(1, **gone)])
 
 
 def test_what_counts_as_out_of_memory() -> None:

@@ -116,12 +116,20 @@ def test_a_run_goes_on_where_it_was_interrupted() -> None:
         ({"complete": True}, "complete"),
         ({"schema": 0}, "from the start"),
         ({"machine": {"device": "another", "versions": {}}}, "began with device another"),
+        ({"dtypes": ["float16"]}, "began with float16, and now it is float32"),
     ],
 )
 def test_some_runs_cannot_go_on(change: dict[str, Any], message: str) -> None:
     before = {**started().results, **change}
     with pytest.raises(ValueError, match=message):
         Session(CPU, (torch.float32,), before=before)
+
+
+def test_a_run_goes_on_with_the_same_suites_only() -> None:
+    before = {**started().results, "planned": ALL}
+    session.check_continues(before, ["all"], CPU, [torch.float32])
+    with pytest.raises(ValueError, match="and now it is quick"):
+        session.check_continues(before, ["quick"], CPU, [torch.float32])
 
 
 def test_unknown_suites_are_refused_before_any_work() -> None:
@@ -218,8 +226,18 @@ def test_the_path_leads_from_the_class_to_the_kernel() -> None:
     assert found[-1].startswith("backends.")
 
 
-def test_optimisations_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimisations, "REPEATS", 2)
+def test_what_is_wrong_gets_no_time_among_the_optimisations(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Counting()
+    one = started(watch)
+    monkeypatch.setattr(one.comparison, "check", lambda implementation, setting: "the kernel says no")
+    for step in optimisations.steps(one):
+        if step.text != "packed":  # messages alone: no attention in it
+            step.run(one)
+    assert one.results["tables"] == []
+    assert len(watch.said) == 5
+
+
+def test_optimisations_on_and_off() -> None:
     one = started()
     rows = optimisations.packed(one)
     assert [row[0] for row in rows] == [optimisations.PACKED] * 3

@@ -79,47 +79,42 @@ class _Take:
     offset: int
 
 
-# (q, k, v, out, which rows, is_causal) -> out with these rows filled in
-Part = Callable[[Tensor, Tensor, Tensor, Tensor, _Take, bool], Tensor]
+# (q, k, v, out, which rows, is_causal): fills in these rows of out
+Part = Callable[[Tensor, Tensor, Tensor, Tensor, _Take, bool], None]
 
 
 def _by_branches(
     part: Part, query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool
 ) -> Tensor:
-    """The heads of each branch on their own: its equal segments, then the shorter last one; all put together again."""
+    """The heads of each branch on their own: its equal segments, then the shorter last one."""
     if pattern.rule != "head_groups":
         raise ValueError(f"this way deals heads to branches: it needs rule 'head_groups', got {pattern.rule!r}")
     tokens, heads = query.shape[1:3]
-    parts = []
+    out = torch.zeros_like(query)
     for branch, (width, rate) in enumerate(pattern.branches):
         mine = pattern.heads(branch, heads)
-        if not mine:
-            continue
-        q, k, v = (x[:, :, mine.start : mine.stop] for x in (query, key, value))
-        out = torch.zeros_like(q)
+        q, k, v, mixed = (x[:, :, mine.start : mine.stop] for x in (query, key, value, out))
         whole = tokens - tokens % width
         for start, length, segments in ((0, width, tokens // width), (whole, tokens - whole, 1)):
-            if segments and length > branch % rate:
-                out = part(q, k, v, out, _Take(start, length, segments, rate, branch % rate), is_causal)
-        parts.append(out)
-    return torch.cat(parts, dim=2)
+            if mine and segments and length > branch % rate:
+                part(q, k, v, mixed, _Take(start, length, segments, rate, branch % rate), is_causal)
+    return out
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> Tensor:
+def _gathered(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> None:
     index = _rows(take, q.device)
     samples, _, heads, dim = q.shape
     q, k, v = (x.index_select(1, index).view(samples * take.segments, -1, heads, dim) for x in (q, k, v))
-    return out.index_copy(1, index, dense(q, k, v, is_causal=is_causal).reshape(samples, -1, heads, dim))
+    out.index_copy_(1, index, dense(q, k, v, is_causal=is_causal).reshape(samples, -1, heads, dim))
 
 
-def _sliced(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> Tensor:
+def _sliced(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> None:
     def rows(x: Tensor) -> Tensor:  # (B, S, L, heads, D), a view
         part = x[:, take.start : take.start + take.segments * take.length]
         return torch.unflatten(part, 1, (take.segments, take.length))[:, :, take.offset :: take.rate]
 
     q, k, v = (rows(x).contiguous().flatten(0, 1) for x in (q, k, v))
     rows(out).copy_(torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments)))
-    return out
 
 
 @functools.lru_cache(maxsize=64)
@@ -178,14 +173,19 @@ def _padded_branch(
         return x[:, :width].reshape(samples, segments * width, *x.shape[2:])[:, :tokens]
 
     q, k, v = cut(query), cut(key), cut(value)
-    offset = torch.tensor([pattern.offset(branch, head, heads) for head in range(heads)], device=query.device)
-    index = torch.arange(0, width + extra, rate, device=query.device)[:, None] + offset  # (L, H)
-    index = index.unsqueeze(0).expand(len(q), -1, -1)
+    index = _rows_by_head(pattern, branch, heads, width + extra, query.device).expand(len(q), -1, -1)
     rows = index.unsqueeze(-1).expand(-1, -1, -1, dim)
     out, lse = _with_lse(q.gather(1, rows), k.gather(1, rows), v.gather(1, rows), is_causal, kernel)
     out = torch.zeros_like(q).scatter(1, rows, out)
     lse = torch.full(q.shape[:3], -1e8, dtype=lse.dtype, device=lse.device).scatter(1, index, lse)
     return join(out), join(lse)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_by_head(pattern: DilatedPattern, branch: int, heads: int, width: int, device: torch.device) -> Tensor:
+    """(1, L, H): the rows that each head takes of a segment."""
+    offset = torch.tensor([pattern.offset(branch, head, heads) for head in range(heads)], device=device)
+    return (torch.arange(0, width, pattern.dilation_rates[branch], device=device)[:, None] + offset).unsqueeze(0)
 
 
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str | None) -> tuple[Tensor, Tensor]:

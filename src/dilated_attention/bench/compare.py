@@ -6,7 +6,9 @@ Legend: results is the dict that becomes results.json; a key is (implementation,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +42,7 @@ class Comparison:
         self.results, self.progress, self.limit_ms = results, progress, limit_ms
         self._expected: dict[Any, Expected] = {}
         self._checks: dict[Any, Check | str] = {}  # a str is why there is none
-        self._pace: dict[Any, float] = {}  # milliseconds a FLOP, of the longest setting so far
+        self._pace: dict[Any, float] = {}  # milliseconds a FLOP, of the latest setting
         for record in results["measurements"]:  # of a run that goes on
             if record["ms"] is not None:
                 self._pace[_pace_key(record)] = record["ms"]["median"] / record["flops"]
@@ -97,11 +99,13 @@ class Comparison:
                 return _end(ways, "measured", "") if not timed else _end(ways, "skipped", "it is checked, not timed")
             measures, rows = runners.prepare(one, setting, list(ways))
         except ERRORS as error:
-            short = isinstance(error, OutOfMemory | torch.OutOfMemoryError) or ran_out(str(error))
-            return _end(ways, "out of memory" if short else "wrong", _first_line(error))
+            return _failed(ways, error)
         if rows is not None and not rows["right"]:
-            self._judge(one, setting, FAR)
-            return _end(ways, "wrong", f"rows at full length are off by {rows['worst']:.1e}, allowed {rows['limit']}")
+            why = f"rows at full length are off by {rows['worst']:.1e}, allowed {rows['limit']}"
+            if rows["empty_not_zero"]:
+                why = f"{rows['empty_not_zero']} rows that see no key are not 0 at full length"
+            self._judge(one, setting, FAR, why)
+            return _end(ways, "wrong", why)
         return measures
 
     def _may_run(
@@ -139,7 +143,7 @@ class Comparison:
             self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
         return self._expected[small, whole.exact].compare(runners.results_of(one, small))
 
-    def _judge(self, one: Implementation, setting: Setting, verdict: str | None = None) -> None:
+    def _judge(self, one: Implementation, setting: Setting, verdict: str | None = None, why: str = "") -> None:
         """The verdict as a record; one for each dtype, causal or not, of the worst that was found."""
         identity = {**_identity(one), "dtype": setting.dtype_name, "causal": setting.causal}
         check = self._found(one, setting)
@@ -154,7 +158,7 @@ class Comparison:
             return
         if before["errors"]:
             check = check.worse(Check(_numbers(before["errors"]), _numbers(before["limits"])))
-        before |= {**check.as_dict(), "verdict": verdict or check.verdict}
+        before |= {**check.as_dict(), "verdict": verdict or check.verdict, "why": why}
 
     # --- the clock ----------------------------------------------------------------------------------------------
 
@@ -175,11 +179,12 @@ class Comparison:
                 self.progress.step(f"{setting}: timing {key[0]}")
 
         spent: dict[Key, list[float]] = {}
+        guarded = {key: partial(_guarded, measure, records[key]) for key, measure in measures.items()}
         try:
-            interleave(measures, seconds=seconds, tick=tick, spent=spent)
+            interleave(guarded, seconds=seconds, tick=tick, spent=spent)
         finally:
             for key, had in spent.items():
-                if had:
+                if had and records[key]["status"] == UNKNOWN:
                     self._timed(setting, records[key], Timing.of(had))
         for name in by_name.keys() - begun:  # those that are not timed have had their turn too
             self.progress.step(f"{setting}: {name} is not timed")
@@ -211,6 +216,22 @@ class Comparison:
         }  # fmt: skip
 
 
+def _guarded(measure: Measure, record: dict[str, Any]) -> Sequence[float]:
+    """A call that fails while it is timed is out, and the others go on."""
+    if record["status"] != UNKNOWN:
+        return [math.inf]
+    try:
+        return measure()
+    except ERRORS as error:
+        _failed({record["direction"]: record}, error)
+        return [math.inf]  # so that it is asked no more
+
+
+def _failed(records: dict[str, dict[str, Any]], error: BaseException) -> dict[str, Measure]:
+    short = isinstance(error, OutOfMemory | torch.OutOfMemoryError) or ran_out(str(error))
+    return _end(records, "out of memory" if short else "wrong", _first_line(error))
+
+
 def _identity(one: Implementation) -> dict[str, Any]:
     return {"implementation": one.name, "kind": one.kind, "ours": one.ours, "rule": one.rule, "ranks": one.ranks}
 
@@ -220,8 +241,11 @@ def _pace_key(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _end(records: dict[str, dict[str, Any]], status: str, why: str) -> dict[str, Measure]:
+    """Nothing more is measured of these; of what is wrong no figure is kept."""
     for record in records.values():
         record |= {"status": status, "why": why}
+        if status == "wrong":
+            record["peak_bytes"] = None
     return {}
 
 

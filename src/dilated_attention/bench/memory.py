@@ -61,7 +61,8 @@ def peaks(
 def raise_if_failed(outcomes: Sequence[Outcome]) -> None:
     failed = [x for x in outcomes if x.error_type is not None]
     for x in failed:
-        if ran_out(x.error or "") or x.exitcode == -9:
+        killed = x.error_type == "died" and x.exitcode == -9  # by the system: a rank that hung was killed by us
+        if ran_out(x.error or "") or x.error_type == "MemoryError" or killed:
             raise OutOfMemory(x.error or "the process was killed")
     for x in failed:
         raise RuntimeError(f"rank {x.rank}: {x.error_type}: {x.error}")

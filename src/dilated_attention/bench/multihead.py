@@ -29,13 +29,13 @@ def ours(kind: type[MultiheadDilatedAttention], setting: Setting) -> Subject:
 
 
 def torchs(setting: Setting) -> Subject:
-    """nn.MultiheadAttention, which is dense; when causal, its users hand it the mask."""
+    """nn.MultiheadAttention, which is dense; when causal, its users hand it the mask, N x N and made once."""
     module = filled(nn.MultiheadAttention(setting.width, setting.heads, batch_first=True), setting)
+    mask = None
+    if setting.causal:
+        mask = nn.Transformer.generate_square_subsequent_mask(setting.tokens, setting.device, setting.dtype)
 
     def attention(x: Tensor) -> Tensor:
-        mask = None
-        if setting.causal:
-            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
         out: Tensor = module(x, x, x, need_weights=False, attn_mask=mask, is_causal=setting.causal)[0]
         return out
 

@@ -222,9 +222,10 @@ def interleave(
 ) -> dict[Key, Timing]:
     """Time the calls in turn, round after round, so that a change of the machine meets them all alike.
 
-    A call takes part until it has had ``least`` repeats and its share of ``seconds``, or ``most`` repeats; one slower
-    than ``slow_ms`` is measured once where its share is spent. ``tick`` is told the key before each repeat; ``spent``
-    gets the milliseconds as they come, for who wants them when this is interrupted.
+    A call takes part until it has had ``least`` rounds and its share of ``seconds``, or ``most`` repeats; one slower
+    than ``slow_ms`` is measured once where its share is spent. Every other round goes backwards: nobody always follows
+    the same neighbour. ``tick`` is told the key before each turn; ``spent`` gets the milliseconds as they come, for who
+    wants them when this is interrupted.
     """
     spent = {} if spent is None else spent
     spent |= {key: [] for key in measures}
@@ -232,13 +233,15 @@ def interleave(
 
     def waits(key: Key) -> bool:
         had = spent[key]
-        few = len(had) < least and not (had and min(had) > slow_ms)
-        return not had or few or (sum(had) < share and len(had) < most)
+        few = rounds < least and not (had and min(had) > slow_ms)
+        return not had or (len(had) < most and (few or sum(had) < share))
 
+    rounds = 0
     while waiting := [key for key in measures if waits(key)]:
-        for key in waiting:
+        for key in waiting if rounds % 2 == 0 else reversed(waiting):
             tick(key)
             spent[key].extend(measures[key]())
+        rounds += 1
     return {key: Timing.of(had) for key, had in spent.items()}
 
 
@@ -251,7 +254,7 @@ def _cpu_milliseconds(call: Call) -> float:
 def _short_calls(call: Call) -> list[float]:
     from triton.testing import do_bench  # comes with the builds of torch that can use it
 
-    found: list[float] = do_bench(call, warmup=1, rep=20, return_mode="all")
+    found: list[float] = do_bench(call, warmup=1, rep=3, return_mode="all")
     return found
 
 

@@ -35,7 +35,8 @@ def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
 def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> tuple[dict[str, Measure], Any]:
     """What to time, by direction, and how single rows at full length compare (None: they cannot be)."""
     if one.ranks > 1:
-        rows = _on_ranks(one, _hold, one.name, one.build, setting, tuple(directions))[0]
+        threads = max(1, torch.get_num_threads() // one.ranks)
+        rows = _on_ranks(one, _hold, one.name, one.build, setting, tuple(directions), threads)[0]
         return {way: partial(_slowest, one, way) for way in directions}, rows
     subject = one.build(setting)
     rows = _rows(subject, setting)
@@ -53,7 +54,7 @@ def release(device: torch.device, ranks: Sequence[int]) -> None:
     """Let go of what the last setting held."""
     forget_inputs()
     for size in ranks:
-        pool(size).run(_drop)
+        pool(size).run(_drop, timeout=TIMEOUT)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -92,7 +93,10 @@ def _results(build: Build, setting: Setting) -> dict[str, Tensor]:
     return whole if dist.get_rank() == 0 else {}
 
 
-def _hold(name: str, build: Build, setting: Setting, directions: tuple[str, ...]) -> dict[str, Any] | None:
+def _hold(
+    name: str, build: Build, setting: Setting, directions: tuple[str, ...], threads: int
+) -> dict[str, Any] | None:
+    torch.set_num_threads(threads)
     subject = build(setting)
     _held.update({(name, way): call_of(subject, way) for way in directions})
     with torch.no_grad():

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.steps import Session, Watch
+from dilated_attention.bench import machine
+from dilated_attention.bench.steps import Session, Watch, continued
 from dilated_attention.bench.suites import ALL, SUITES, steps_of
 
 DTYPES = {
@@ -37,14 +38,28 @@ def run(
         commit: for a tree that came without its .git.
         before: the results of a run of the same suites that was interrupted; it goes on with the next step.
     """
-    unknown = [name for name in suites if name not in SUITES]
-    if unknown or not suites:
-        raise ValueError(f"unknown suite {', '.join(unknown) or 'none'}: use one or more of {', '.join(SUITES)}")
-    chosen = ALL if "all" in suites else list(dict.fromkeys(suites))
-    found = DTYPES.get(device.type, DTYPES["cuda"]) if dtypes is None else dtypes
-    session = Session(device, found, watch=watch, seconds=seconds, limit_ms=limit_ms, commit=commit, before=before)
+    chosen, names = _planned(suites, device, dtypes)
+    session = Session(device, names, watch=watch, seconds=seconds, limit_ms=limit_ms, commit=commit, before=before)
     with torch._dynamo.config.patch(recompile_limit=1 << 10):  # one function, many patterns
         return session.run({name: steps_of(name, session) for name in chosen}, save)
 
 
-__all__ = ["SUITES", "Watch", "run"]
+def check_continues(
+    before: dict[str, Any], suites: Sequence[str], device: torch.device, dtypes: Sequence[torch.dtype] | None = None
+) -> None:
+    """ValueError where the run that these results are of cannot go on so."""
+    chosen, found = _planned(suites, device, dtypes)
+    continued(before, machine.describe(device), chosen, found)
+
+
+def _planned(
+    suites: Sequence[str], device: torch.device, dtypes: Sequence[torch.dtype] | None
+) -> tuple[list[str], Sequence[torch.dtype]]:
+    unknown = [name for name in suites if name not in SUITES]
+    if unknown or not suites:
+        raise ValueError(f"unknown suite {', '.join(unknown) or 'none'}: use one or more of {', '.join(SUITES)}")
+    chosen = ALL if "all" in suites else list(dict.fromkeys(suites))
+    return chosen, DTYPES.get(device.type, DTYPES["cuda"]) if dtypes is None else dtypes
+
+
+__all__ = ["SUITES", "Watch", "check_continues", "run"]

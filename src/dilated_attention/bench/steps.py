@@ -74,7 +74,8 @@ class Session:
         self.watch = Quiet() if watch is None else watch
         self.limit_ms = limit_ms if limit_ms is not None else 2000.0 if device.type == "cuda" else 4000.0
         found = machine.describe(device, commit)
-        self.results = _nothing(found) if before is None else continued(before, found)
+        self.results = _nothing(found) if before is None else continued(before, found, before["planned"], dtypes)
+        self.results["dtypes"] = _names(self.dtypes)
         self.comparison = Comparison(self.results, self.watch, self.limit_ms)
 
     @property
@@ -121,6 +122,7 @@ class Session:
 
     def run(self, suites: dict[str, list[Step]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """All steps but those that the run which goes on here has done already."""
+        self.results["planned"] = list(suites)
         began, done = time.monotonic() - self.results["seconds"], self.results["steps_done"]
         left = {name: steps[done.get(name, 0) :] for name, steps in suites.items()}
         self.watch.begin(sum(step.size for steps in left.values() for step in steps))
@@ -142,12 +144,18 @@ class Session:
         return self.results
 
 
+def _names(dtypes: Sequence[torch.dtype]) -> list[str]:
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+
 def _nothing(found: dict[str, Any]) -> dict[str, Any]:
     """The results of a run that has just begun, on the machine found."""
     return {
         "schema": SCHEMA,
         "machine": found,
-        "suites": [],
+        "dtypes": [],
+        "planned": [],  # suites
+        "suites": [],  # those begun
         "steps_done": {},  # by suite: how many, for a run that goes on later
         "complete": False,
         "seconds": 0.0,
@@ -157,13 +165,18 @@ def _nothing(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def continued(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def continued(
+    before: dict[str, Any], found: dict[str, Any], suites: Sequence[str], dtypes: Sequence[torch.dtype]
+) -> dict[str, Any]:
     """The results so far, less what was measured of the step in which they end; when and by what they go on is kept."""
-    if before.get("schema") != SCHEMA or "steps_done" not in before:
+    if before.get("schema") != SCHEMA or "planned" not in before:
         raise ValueError("these results cannot be gone on with: run it again from the start")
     if before["complete"]:
         raise ValueError("this run is complete: there is nothing to go on with")
-    for name in ("device", "versions"):
+    for name, now in (("planned", list(suites)), ("dtypes", _names(dtypes))):  # they number the steps
+        if before[name] != now:
+            raise ValueError(f"the run began with {', '.join(before[name])}, and now it is {', '.join(now)}")
+    for name in ("device", "threads", "versions"):
         if before["machine"][name] != found[name]:
             raise ValueError(f"the run began with {name} {before['machine'][name]}, and here is {found[name]}")
     again = {name: found[name] for name in ("date", "command", "commit", "dirty", "load")}

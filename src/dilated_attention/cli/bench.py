@@ -56,14 +56,15 @@ def bench(
         where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtypes = [arguments.dtype("--dtype", name) for name in dtype.split(",")] if dtype else None
         arguments.writable(out)
-        before = interrupted(out / "results.json", where) if resume else None
+        before = interrupted(out / "results.json") if resume else None
+        if before is not None:
+            session.check_continues(before, suites, where, dtypes)
     kept = Kept(out / "results.json")
     is_interrupted = False
     try:
         with watching() as watch:
-            session.run(
-                suites, where, dtypes, save=kept.save, watch=watch, seconds=seconds, commit=commit, before=before
-            )
+            more: dict[str, Any] = {} if before is None else {"before": before}
+            session.run(suites, where, dtypes, save=kept.save, watch=watch, seconds=seconds, commit=commit, **more)
     except KeyboardInterrupt:
         is_interrupted = True
         kept.interrupt()
@@ -81,15 +82,11 @@ def bench(
     return INTERRUPTED if is_interrupted else int(is_ours_wrong(kept.results))
 
 
-def interrupted(file: Path, device: torch.device) -> dict[str, Any]:
-    """The results of a run to go on with, if it can go on here."""
-    from dilated_attention.bench.steps import continued
-
+def interrupted(file: Path) -> dict[str, Any]:
+    """The results of a run to go on with."""
     if not file.exists():
         raise ValueError(f"--resume needs the results of an interrupted run, and there is no {file}")
-    found = regress.load(file)
-    continued(found, machine.describe(device))
-    return found
+    return regress.load(file)
 
 
 class Kept:
