@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import runpy
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from dilated_attention.bench import series
 from dilated_attention.bench.report import page
@@ -218,9 +220,11 @@ def test_toggles_change_what_is_drawn(show: Open) -> None:
 def test_only_options_of_the_data_are_there(show: Open) -> None:
     chrome = show()
     names = chrome.execute_script("return [...document.querySelectorAll('#facets legend')].map(l => l.textContent)")
-    assert names == ["direction", "causal", "dtype", "suite", "ranks", "times"]  # all have one shape: no choice of it
+    assert names == ["direction", "causal", "dtype", "suite", "segments", "ranks", "times"]  # one shape: no choice
     labels = chrome.execute_script("return [...document.querySelectorAll('#facets label')].map(l => l.textContent)")
-    assert labels == [
+    segments = labels[8:-6]
+    assert len(segments) == 2
+    assert [*labels[:8], *labels[-6:]] == [
         "forward", "forward + backward", "no", "yes", "float32", "bfloat16", "full", "steps", "all", "1", "2", "4",
         "absolute", "relative",
     ]  # fmt: skip
@@ -237,7 +241,10 @@ def test_a_selection_without_data_says_so_and_leads_back(show: Open) -> None:
     assert "Nothing was measured for forward, causal, float32, suite steps" in one(chrome, "#selection").text
     one(chrome, "#selection button").click()
     assert number(chrome, "#time .point") > 0
-    assert "Shown: forward, causal, float32, suite full, B=1 H=8 D=64, all ranks;" in one(chrome, "#selection").text
+    assert (
+        "Shown: forward, causal, float32, suite full, B=1 H=8 D=64, by length, all ranks;"
+        in one(chrome, "#selection").text
+    )
     assert chrome.execute_script("return document.querySelector('[name=suite]:checked').value") == '"full"'
 
 
@@ -564,9 +571,13 @@ def test_the_policy_holds(show: Open) -> None:
 
 def test_screenshots(pages: dict[str, str], tmp_path: Path) -> None:
     script = runpy.run_path(str(HERE.parents[1] / "benchmarks/screenshots.py"))
-    assert script["main"]([pages["sample"].removeprefix("file://"), str(tmp_path)]) == 0
+    shown = Path(pages["sample"].removeprefix("file://"))
+    shown.with_name("results.json").write_text("the results")
+    assert script["main"]([str(shown), str(tmp_path)]) == 0
     sizes = {}
     for file in tmp_path.iterdir():
+        with Image.open(file) as image:
+            assert image.text["results"] == hashlib.sha256(b"the results").hexdigest()  # type: ignore[attr-defined]
         content = file.read_bytes()
         assert len(content) < 300_000
         sizes[file.name] = tuple(int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
