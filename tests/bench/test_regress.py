@@ -114,6 +114,8 @@ def test_memory_has_a_ratio_and_is_no_failure() -> None:
         (measured(), without("out of memory"), "out of memory", True),
         (without("out of memory"), measured(), "measured", False),
         (measured(), without("skipped"), "skipped", False),
+        (measured(), {**without("skipped"), "why": f"{regress.EXPECTED} 9 s"}, regress.TOO_SLOW, True),
+        (without("skipped"), {**without("skipped"), "why": f"{regress.EXPECTED} 9 s"}, "same", False),
         (without("wrong"), without("wrong"), "same", False),
         (without("skipped"), without("skipped"), "same", False),
         (measured(), measured(ms=None), "unclear", False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,19 @@ def test_the_machine_is_described_in_json() -> None:
     assert found["command"].startswith("python ")
     assert machine.one_line(found)
     assert machine.describe(CPU, commit="abc")["commit"] == "abc"
+
+
+def test_the_commit_of_another_project_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a virtual environment inside someone's repository."""
+    package = tmp_path / "site-packages" / "dilated_attention"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "theirs").touch()
+    who = ["-c", "user.name=a", "-c", "user.email=a"]
+    for command in (["init", "-q"], ["add", "theirs"], [*who, "commit", "-qm", "theirs"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(machine.dilated_attention, "__file__", str(package / "__init__.py"))
+    assert machine.git_state() == {"commit": "unknown", "dirty": None}
 
 
 def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

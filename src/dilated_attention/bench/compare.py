@@ -15,6 +15,7 @@ import torch
 
 from dilated_attention.bench import memory, over_ranks, runners
 from dilated_attention.bench.memory import OutOfMemory, ran_out
+from dilated_attention.bench.regress import EXPECTED
 from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import BOTH, Implementation, least_work
@@ -89,7 +90,7 @@ class Comparison:
         if not check.right("out"):
             return _end(records, "wrong", _errors(check))
         limit = self.limit_ms * (1 if timed else ONCE)
-        ways = {way: x for way, x in records.items() if self._may_run(one, setting, x, check, limit)}
+        ways = {way: x for way, x in records.items() if self._may_run(x, check, limit)}
         if not ways:
             return {}
         try:
@@ -108,15 +109,13 @@ class Comparison:
             return _end(ways, "wrong", why)
         return measures
 
-    def _may_run(
-        self, one: Implementation, setting: Setting, record: dict[str, Any], check: Check, limit: float
-    ) -> bool:
+    def _may_run(self, record: dict[str, Any], check: Check, limit: float) -> bool:
         way = record["direction"]
         if way == BOTH and not check.right():
             return bool(_end({way: record}, "wrong", _errors(check)))
         expected = self._pace.get(_pace_key(record), 0.0) * record["flops"]
         if expected > limit:
-            why = f"one call is expected to take {expected / 1000:.0f} s, more than the {limit / 1000:.0f} s allowed"
+            why = f"{EXPECTED} {expected / 1000:.0f} s, more than the {limit / 1000:.0f} s allowed"
             return bool(_end({way: record}, "skipped", why))
         return True
 

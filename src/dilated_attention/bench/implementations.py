@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,11 +112,7 @@ def _baselines() -> list[Implementation]:
         ),
         Implementation(OVER_HEADS, "baseline", "head_groups", partial(_function, baselines.over_heads, "head_groups")),
     ]  # fmt: skip
-    return [_not_ours(one) for one in found]
-
-
-def _not_ours(one: Implementation) -> Implementation:
-    return Implementation(one.name, one.kind, one.rule, one.build, ours=False, why_not=one.why_not)
+    return [replace(one, ours=False) for one in found]
 
 
 # --- what cannot run where --------------------------------------------------------------------------------------

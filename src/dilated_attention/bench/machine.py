@@ -86,7 +86,8 @@ def cpu_model() -> str:
 
 def git_state() -> dict[str, Any]:
     """The commit of the tree this package runs from, and whether tracked or new files differ from it."""
-    commit = _git("rev-parse", "HEAD")
+    tracked = _git("ls-files", "--error-unmatch", "__init__.py")  # installed inside another project's tree it is not
+    commit = None if tracked is None else _git("rev-parse", "HEAD")
     status = _git("status", "--porcelain")
     return {"commit": commit or "unknown", "dirty": None if commit is None else bool(status)}
 

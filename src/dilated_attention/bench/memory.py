@@ -42,18 +42,17 @@ def call_of(subject: Subject, direction: str) -> Call:
 def peaks(
     build: Build, setting: Setting, directions: Sequence[str], ranks: int = 1, limit: int | None = None
 ) -> dict[str, int | None]:
-    """Bytes by direction, of the busiest rank. Raises OutOfMemory. ``limit``: bytes that a process may take."""
-    if setting.device.type == "cuda" and ranks == 1 and limit is None:
-        subject = build(setting)
-        return {one: probes.peak_bytes(call_of(subject, one), setting.device) for one in directions}
+    """Bytes by direction, of the busiest rank. Raises OutOfMemory. ``limit``: what a process on a CPU may take."""
+    if setting.device.type == "cuda" and ranks == 1:
+        return _on_cuda(build, setting, directions)
     if setting.device.type == "cpu" and not RESET.exists():
         return dict.fromkeys(directions)
-    arguments = (build, setting, tuple(directions), max(1, torch.get_num_threads() // ranks), limit)
-    if setting.device.type == "cuda" and limit is None:  # CUDA counts for itself: ranks that are there will do
-        outcomes = pool(ranks).run(_peaks, *arguments, check=False, timeout=TIMEOUT)
+    if setting.device.type == "cuda":  # CUDA counts for itself: ranks that are there will do
+        outcomes = pool(ranks).run(_on_cuda, build, setting, tuple(directions), check=False, timeout=TIMEOUT)
     else:
+        arguments = (build, setting, tuple(directions), max(1, torch.get_num_threads() // ranks), limit)
         with Pool(ranks, timeout=TIMEOUT) as fresh:
-            outcomes = fresh.run(_peaks, *arguments, check=False, timeout=TIMEOUT)
+            outcomes = fresh.run(_on_cpu, *arguments, check=False, timeout=TIMEOUT)
     raise_if_failed(outcomes)
     return {one: max(x.value[one] for x in outcomes) for one in directions}
 
@@ -76,11 +75,9 @@ def ran_out(message: str) -> bool:
 # --- in the fresh process ---------------------------------------------------------------------------------------
 
 
-def _peaks(
+def _on_cpu(
     build: Build, setting: Setting, directions: tuple[str, ...], threads: int, limit: int | None
 ) -> dict[str, int | None]:
-    if setting.device.type == "cuda":
-        return _on_cuda(build, setting, directions, limit)
     torch.set_num_threads(threads)
     give_back_at_once()
     small = build(setting.checks()[0])
@@ -94,10 +91,7 @@ def _peaks(
     return {one: peak_of(call_of(subject, one)) for one in directions}
 
 
-def _on_cuda(build: Build, setting: Setting, directions: tuple[str, ...], limit: int | None) -> dict[str, int | None]:
-    if limit is not None:
-        total = torch.cuda.get_device_properties(setting.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+def _on_cuda(build: Build, setting: Setting, directions: Sequence[str]) -> dict[str, int | None]:
     subject = build(setting)
     return {one: probes.peak_bytes(call_of(subject, one), setting.device) for one in directions}
 

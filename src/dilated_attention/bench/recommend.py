@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dilated_attention.bench.subject import BOTH, FORWARD
+
 Record = dict[str, Any]
 Results = dict[str, Any]
 OURS, DENSE = "head_groups, sdpa", "dense SDPA"
@@ -48,11 +50,10 @@ def _over(record: Record, ranks: int) -> bool:
         record["kind"] == "ring" and record["rule"] == "head_groups" and "Multihead" not in record["implementation"]
     )
     alone = "RingAdvanced" not in record["implementation"]
-    return bool(attends and alone and record["ranks"] == ranks and record["direction"] == "forward_backward"
+    return bool(attends and alone and record["ranks"] == ranks and record["direction"] == BOTH
                 and not record["causal"])  # fmt: skip
 
 
-FORWARD, BOTH = "forward", "forward_backward"
 USE_CASES = (
     UseCase("inference on short sequences", lambda x: _one_device(x, "head_groups", FORWARD), longest=False),
     UseCase("inference on long sequences", lambda x: _one_device(x, "head_groups", FORWARD)),

@@ -23,7 +23,9 @@ MEASURED_BY = (
 CHECKED_BY = ("implementation", "kind", "rule", "ranks", "dtype", "causal")
 MACHINE = ("device", "cpu", "cores", "threads", "system")
 FEWEST_REPEATS = 3
-WORSE = ("slower", "wrong", "out of memory")
+TOO_SLOW = "too slow to be timed"
+EXPECTED = "one call is expected to take"  # how the reason of such a skip begins
+WORSE = ("slower", TOO_SLOW, "wrong", "out of memory")
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,19 @@ def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[str, 
     return found
 
 
+def _became(before: Record, after: Record) -> str:
+    if before["status"] == "wrong" and after["status"] == "measured":
+        return "right"
+    if before["ms"] is not None and str(after.get("why", "")).startswith(EXPECTED):
+        return TOO_SLOW
+    return str(after["status"])
+
+
 def _change(before: Record, after: Record, threshold: float) -> Change:
     sizes = before["peak_bytes"], after["peak_bytes"]
     memory = sizes[1] / sizes[0] if sizes[0] and sizes[1] else None
     if before["status"] != after["status"]:
-        became = "right" if before["status"] == "wrong" and after["status"] == "measured" else after["status"]
-        return Change(before, after, became, memory=memory)
+        return Change(before, after, _became(before, after), memory=memory)
     old, new = before["ms"], after["ms"]
     if old is None or new is None:
         return Change(before, after, "same" if (old is None) == (new is None) else "unclear", memory=memory)

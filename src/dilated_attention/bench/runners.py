@@ -108,7 +108,11 @@ def _hold(
 
 
 def _once(name: str, direction: str) -> float:
-    call = _held[name, direction]
+    return rank_milliseconds(_held[name, direction])
+
+
+def rank_milliseconds(call: Call) -> float:
+    """In a rank: of one call that all ranks begin together."""
     dist.barrier()
     start = torch.utils.benchmark.timer()
     call()

@@ -7,15 +7,10 @@ from typing import TypeVar
 
 import torch
 
-from dilated_attention.bench import implementations as known
 from dilated_attention.bench.run import Call, Timing, time_calls
 
 Key = TypeVar("Key")
 PATTERNS = (((1024, 2048, 4096), (1, 2, 4)), ((2048, 4096, 8192), (1, 2, 4)))
-# those that tell most about how time and memory grow with length
-CURVE = (
-    known.DENSE, "head_groups, sdpa", "longnet, sdpa", "torchscale, sdpa", known.GATHER, known.SLICES, known.RELEASED,
-)  # fmt: skip
 MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 MIB = 1 << 20
 

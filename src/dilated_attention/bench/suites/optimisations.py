@@ -20,6 +20,7 @@ from dilated_attention.bench import implementations as known
 from dilated_attention.bench import memory, multihead, over_ranks
 from dilated_attention.bench.memory import call_of
 from dilated_attention.bench.run import Timing
+from dilated_attention.bench.runners import rank_milliseconds
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.steps import Session, Step
 from dilated_attention.bench.subject import BOTH, FORWARD
@@ -170,17 +171,13 @@ def _on_two(function: Callable[..., dict[Any, list[float]]], *args: Any) -> dict
 # --- in the ranks -----------------------------------------------------------------------------------------------
 
 
-def _repeat(calls: dict[Any, Callable[[], Any]], repeats: int = REPEATS) -> dict[Any, list[float]]:
+def _repeat(calls: dict[Any, Callable[[], Any]]) -> dict[Any, list[float]]:
     found: dict[Any, list[float]] = {key: [] for key in calls}
-    for round_ in range(repeats + 2):
+    for round_ in range(REPEATS + 2):
         for key, call in calls.items():
-            dist.barrier()
-            start = torch.utils.benchmark.timer()
-            call()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.synchronize()
-            if round_ > 1:
-                found[key].append(1000 * float(torch.utils.benchmark.timer() - start))
+            spent = rank_milliseconds(call)
+            if round_ > 1:  # the first two are the warm-up
+                found[key].append(spent)
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dilated_attention.bench.implementations import everything
+from dilated_attention.bench.series import TELLING
 from dilated_attention.bench.steps import Session, Step, compare_step
 from dilated_attention.bench.subject import Implementation
-from dilated_attention.bench.suites.common import CURVE, MULTIHEAD, PATTERNS
+from dilated_attention.bench.suites.common import MULTIHEAD, PATTERNS
 
 SUITE = "scaling"
 EVERYTHING_AT = (2048, 8192)
@@ -19,7 +20,7 @@ def steps(session: Session) -> list[Step]:
     short, long = PATTERNS
     every = [one for one in everything() if one.timed]
     curve = [one for one in every if _in_curve(one, session)]
-    few = [one for one in curve if one.name in (*CURVE, *MULTIHEAD)]
+    few = [one for one in curve if one.name in (*TELLING, *MULTIHEAD)]
     found = []
     for causal in (False, True):
         for tokens in CAUSAL_AT if causal else LENGTHS:
@@ -38,7 +39,7 @@ def steps(session: Session) -> list[Step]:
 
 def _in_curve(one: Implementation, session: Session) -> bool:
     """At every length: on a CPU the most telling ones, on CUDA whatever runs in one process and is not compiled."""
-    if one.name in (*CURVE, *MULTIHEAD, "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention"):
+    if one.name in (*TELLING, *MULTIHEAD, "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention"):
         return True
     compiled = "compiled" in one.name or one.name == "FlexAttention"  # anew for each length
     eager = "eager" in one.name or one.name == "RingAttentionV2Simple"
