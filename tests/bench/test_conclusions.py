@@ -138,6 +138,12 @@ def test_the_fastest_is_best_and_overlapping_quartiles_tie() -> None:
     assert one["value"] == "10 ms"
 
 
+def test_of_those_that_are_level_the_first_is_named() -> None:
+    """The order of the comparison goes from the plainest on: a newcomer is not sent to the most special class."""
+    one = recommended(record("plain", 10.1), record("special", 10.0), record("c", 20.0), case="training on long")
+    assert (one["best"], one["ties"], one["value"]) == ("plain", ["special"], "10.1 ms")
+
+
 def test_times_measured_once_are_not_taken_for_exact() -> None:
     rough = [record(name, ms) for name, ms in (("a", 10.0), ("b", 10.7), ("c", 20.0))]
     for one in rough:
