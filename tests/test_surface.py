@@ -35,6 +35,7 @@ PUBLIC = [
     "plan_cost",
     "sequence_mean",
     "shard_sequence",
+    "stream",
 ]
 
 # A module imports only what stands before it. A new module takes its place here.
@@ -54,8 +55,11 @@ LAYERS = [
     "cost",
     "_parallel",
     "_ops",
+    "_decode",
+    "_decode_ops",
     "functional",
     "_explain",
+    "streaming",
     "testing",
     "ranks",
     "nn",

@@ -17,6 +17,7 @@ from dilated_attention.nn import (
     RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.streaming import stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "plan_cost",
     "sequence_mean",
     "shard_sequence",
+    "stream",
 ]

@@ -13,17 +13,20 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dilated_attention._courses import is_nested
+from dilated_attention._fused import Fused
 from dilated_attention._plan import Block, Plan, folds, plan
 from dilated_attention._shards import Channel, Heads, Shards
-from dilated_attention.backends import sdpa, slices
+from dilated_attention.backends import sdpa, slices, triton
 from dilated_attention.backends.choose import Choice, choose
-from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
+from dilated_attention.backends.problem import Masking, Request, Whole, accumulate_dtype
 from dilated_attention.backends.slices import ALL, Limit, Part, of_heads
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -46,7 +49,19 @@ class Settings:
         return Heads(self.first_head, key.shape[2], self.total_heads or key.shape[2])
 
     def request(self, query: Tensor, has_padding: bool) -> Request:
+        """What is asked of a backend for one block at a time."""
         return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0)
+
+    def whole_request(self, query: Tensor, has_padding: bool, backward: bool = False) -> Request:
+        """The same for a whole call on one device."""
+        whole = Whole.of(query.shape[1], is_nested(self.pattern) and not self.dropout_p, backward)
+        return self.request(query, has_padding)._replace(whole=whole)
+
+    def fused(self, key: Tensor, padding: Tensor | None, seed: Tensor | None) -> Fused:
+        ends = sample_ends(padding) if padding is not None and self.pattern.rule == "torchscale" else None
+        padding = None if padding is None else padding.contiguous()
+        heads = self.heads(key)
+        return Fused(self.pattern, heads, self.is_causal, self.scale, self.dropout_p, padding, ends, seed)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -65,8 +80,12 @@ def _has_amx() -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
+    request = settings.whole_request(q, padding is not None)
+    choice = choose(settings.backend, request)
+    if choice.module is triton and q.numel():
+        return settings.fused(k, padding, seed).forward(q, k, v)
     with no_autocast(q.device):
-        out, lse = Work.prepare(q, k, v, padding, seed, settings).forward()
+        out, lse = Work.prepare(q, k, v, padding, seed, settings, choice=choice).forward()
     return finished_out(out, q), lse.contiguous()
 
 
@@ -82,8 +101,12 @@ def backward(
     lse: Tensor,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    choice = choose(settings.backend, settings.whole_request(q, padding is not None, backward=True))
+    if choice.module is triton and q.numel():
+        dout = torch.zeros_like(out) if dout is None else dout
+        return settings.fused(k, padding, seed).backward(dout, dlse, q, k, v, out, lse)
     with no_autocast(q.device):
-        work = Work.prepare(one_layout(q), k, v, padding, seed, settings)
+        work = Work.prepare(one_layout(q), k, v, padding, seed, settings, choice=choice)
         grads = work.backward(work.rows(dout, dlse, out, lse))
     return finished_grads(grads, q)
 
@@ -144,10 +167,11 @@ class Work:
         visited: bool = False,
         elsewhere: tuple[Channel, ...] = (),
         limit: Limit | None = None,
+        choice: Choice | None = None,
     ) -> Work:
-        """By default one rank holds all. The last four are for several; ``visited`` and ``elsewhere`` as in `plan`."""
+        """By default one rank holds all, and the rest is for several; ``visited`` and ``elsewhere`` as in `plan`."""
         request = settings.request(q, padding is not None)
-        choice = choose(settings.backend, request)
+        choice = choose(settings.backend, request) if choice is None else choice
         if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
             padding = padding.contiguous()
             k, v = (x.masked_fill(padding[:, :, None, None], 0.0) for x in (k, v))
@@ -192,21 +216,25 @@ class Work:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
+        around = _around(self.q)
         for block in self.plan.blocks:
             q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
             log_zeros = self.log_zero_keys(block)
             for heads, rows, (part, part_lse) in self.attend(q, k, v, self.masking(block)):
-                if log_zeros is not None:
-                    here_zeros = of_heads(log_zeros, rows) if isinstance(log_zeros, Tensor) else log_zeros
+                here_zeros = of_heads(log_zeros, rows) if isinstance(log_zeros, Tensor) else log_zeros
+                if here_zeros is not None and around is None:
                     add_zero_keys_(part, part_lse, here_zeros)
                 if out is None or lse is None:
-                    if heads == ALL and block.covers(self.k):
+                    if heads == ALL and block.covers(self.k) and (around is None or here_zeros is None):
                         out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
                         lse = part_lse.reshape(self.q.shape[:3]).contiguous()
                         continue
                     out, lse = self.empty_result()
                 here, here_lse = (of_heads(block.view(x, self.group), rows) for x in (out, lse))
-                if block.first:
+                if around is not None:
+                    put = around.write_ if block.first else around.merge_
+                    put(here, here_lse, part, part_lse, here_zeros)
+                elif block.first:
                     here.copy_(part)
                     here_lse.copy_(part_lse)
                 else:
@@ -215,6 +243,7 @@ class Work:
 
     def backward(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         grads: list[Tensor] = []
+        around = _around(self.q)
         for block in self.plan.blocks:
             q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
             for part in self.attend_backward(self.of_rows(block, rows), q, k, v, self.masking(block)):
@@ -225,8 +254,13 @@ class Work:
                         continue
                     grads = self.empty_grads()
                 which = ((self.group, part.rows), (1, part.heads), (1, part.heads))
-                for grad, x, (group, heads) in zip(grads, part.results, which, strict=True):
-                    view = of_heads(block.view(grad, group), heads)
+                views = [
+                    of_heads(block.view(grad, group), heads) for grad, (group, heads) in zip(grads, which, strict=True)
+                ]
+                if around is not None:
+                    around.put_(views, part.results, add=not block.first)
+                    continue
+                for view, x in zip(views, part.results, strict=True):
                     _ = view.copy_(x) if block.first else view.add_(x)
         dq, dk, dv = grads or self.empty_grads()
         return dq, dk, dv
@@ -242,8 +276,9 @@ class Work:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Merging in half precision would round at every merge; where nothing is merged nothing else is needed."""
-        return accumulate_dtype(self.q.dtype) if self.plan.merges else self.q.dtype
+        """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
+        few = len(self.settings.pattern.segment_lengths) <= 3 and self.shards.ranks == 1 and _around(self.q) is not None
+        return accumulate_dtype(self.q.dtype) if self.plan.merges and not few else self.q.dtype
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
         out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
@@ -313,6 +348,15 @@ class Work:
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
         zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.group, dim=1)
         return zeros.unsqueeze(1).to(accumulate_dtype(self.q.dtype)).log()
+
+
+def _around(x: Tensor) -> ModuleType | None:
+    """What surrounds the library's kernels in one launch each, on devices that have Triton."""
+    if x.device.type != "cuda" or not triton.INSTALLED or x.dtype is torch.float64:
+        return None
+    from dilated_attention.backends.triton import fuse
+
+    return fuse
 
 
 def sample_ends(padding: Tensor, start: int = 0) -> Tensor:

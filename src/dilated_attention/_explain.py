@@ -30,9 +30,10 @@ class Explanation:
     backend: str
     kernel: str
     why_not: dict[str, list[str]]
+    backward: str  # the backend and kernel of the backward pass
 
     def __str__(self) -> str:
-        lines = [f"runs: {self.backend}, kernel: {self.kernel}"]
+        lines = [f"runs: {self.backend}, kernel: {self.kernel}", f"backward: {self.backward}"]
         lines += [f"not {name}: {'; '.join(reasons)}" for name, reasons in self.why_not.items()]
         return "\n".join(lines)
 
@@ -56,11 +57,13 @@ def explain(
     check_backend(backend)
     scale = 1.0 if scale is None else checked_scale(scale)
     settings = Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend)
-    request = settings.request(query, key_padding_mask is not None)
+    request = settings.whole_request(query, key_padding_mask is not None)
     choice = choose.choose(backend, request)
+    back = choose.choose(backend, settings.whole_request(query, key_padding_mask is not None, backward=True))
     samples, tokens, heads, _ = query.shape
     kv_heads = key.shape[2]
     shards = Shards.of((tokens,))
     blocks = plan(pattern, samples, shards, 0, Heads(0, kv_heads, kv_heads), heads // kv_heads, True).blocks
-    kernel = choice.module.describe(choice.kernels, {block.rows for block in blocks})
-    return Explanation(choice.name, kernel, choose.why_not(choice, request))
+    rows = {block.rows for block in blocks}
+    kernel, back_kernel = (one.module.describe(one.kernels, rows) for one in (choice, back))
+    return Explanation(choice.name, kernel, choose.why_not(choice, request), f"{back.name}, kernel: {back_kernel}")

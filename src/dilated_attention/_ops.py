@@ -1,4 +1,7 @@
-"""The operation as two registered ops: one autograd node, opaque to torch.compile, with shapes for fake tensors.
+"""The operation as one autograd node: plain in eager mode, two registered ops wherever torch looks at ops.
+
+A registered op is opaque to torch.compile and has shapes for fake tensors; dispatching one costs more than a short
+call's kernels, so that plain tensors outside of any transform go straight to the engine.
 
 Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H).
 """
@@ -11,10 +14,91 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention import _engine
 from dilated_attention.backends.problem import accumulate_dtype
 from dilated_attention.pattern import DilatedPattern
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, seed: Tensor | None, settings: _engine.Settings
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable."""
+    if _plain(query, key, value):
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            out, lse = Attention.apply(query, key, value, padding, seed, settings)  # type: ignore[no-untyped-call]
+            return out, lse
+        return _engine.forward(query, key, value, padding, seed, settings)
+    pattern = settings.pattern
+    out, lse = forward(
+        query,
+        key,
+        value,
+        padding,
+        seed,
+        pattern.rule,
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        settings.is_causal,
+        settings.scale,
+        settings.dropout_p,
+        settings.backend,
+        settings.first_head,
+        settings.total_heads,
+    )
+    return out, lse
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether nobody looks on: no compiler, no dispatch mode, no transform, no subclass, no device without data."""
+    return (
+        not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors)
+    )
+
+
+class Attention(torch.autograd.Function):
+    """The node of eager mode."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        seed: Tensor | None,
+        settings: _engine.Settings,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _engine.forward(query, key, value, padding, seed, settings)
+        ctx.save_for_backward(query, key, value, padding, seed, out, lse)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, padding, seed, out, lse = ctx.saved_tensors
+        with torch.no_grad():
+            found = _engine.backward(dout, dlse, query, key, value, padding, seed, out, lse, ctx.settings)
+        if torch.is_grad_enabled():  # create_graph=True: whoever differentiates these is told
+            found = Once.apply(*found, dout, dlse)  # type: ignore[no-untyped-call]
+        return (*found, None, None, None)
+
+
+class Once(torch.autograd.Function):
+    """Gradients that have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(x.view_as(x) for x in inputs[:3] if x is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        _no_double_backward(ctx, *grads)
 
 
 @torch.library.custom_op("dilated_attention::forward", mutates_args=())

@@ -1,6 +1,6 @@
 """dilated_attention(): check, resolve, apply.
 
-Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H).
+Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H). Decoding: query and lse have fewer rows than key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilated_attention import _ops, _parallel
+from dilated_attention import _decode_ops, _ops, _parallel
 from dilated_attention._engine import Settings
 from dilated_attention._parallel import EXCHANGES, VERIFY, Link
 from dilated_attention.backends import choose
@@ -34,6 +34,7 @@ def dilated_attention(
     scale: float | None = ...,
     dropout_p: float = ...,
     key_padding_mask: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
     enable_gqa: bool = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
@@ -58,6 +59,7 @@ def dilated_attention(
     scale: float | None = ...,
     dropout_p: float = ...,
     key_padding_mask: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
     enable_gqa: bool = ...,
     backend: str = ...,
     return_lse: Literal[True],
@@ -81,6 +83,7 @@ def dilated_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     enable_gqa: bool = False,
     backend: str = "auto",
     return_lse: bool = False,
@@ -95,14 +98,20 @@ def dilated_attention(
     """Self-attention in which each head sees the tokens of ``pattern``: one exact softmax over all its branches.
 
     Args:
-        query, key, value: (B, N, H, D), any strides; with ``enable_gqa`` key and value may have fewer heads.
+        query, key, value: (B, N, H, D), any strides; with ``enable_gqa`` key and value may have fewer heads. Query may
+            have fewer rows than key: the result is then that of these rows alone, and only what they see is read.
         pattern: which head sees which tokens, see :class:`DilatedPattern`. A key seen by m branches counts m times.
         is_causal: a query sees no later token.
         scale: multiplies the scores; 1/sqrt(D) by default.
         dropout_p: the share of (query, key) pairs dropped; give 0 outside training.
         key_padding_mask: (B, N) bool, True = ignore this key, as in ``nn.MultiheadAttention``.
+        query_offset: where in the key sequence the first query stands, as an int, or as an integer tensor (B,) with a
+            position for each sample. By default the queries are the last tokens. Not over a ``group``. Positions
+            outside the key sequence are an error; but our CUDA kernel reads a tensor on the device, so that the host
+            does not wait, and gives 0 and -inf in such rows. Dropout, float64 and a backward pass read it on the host.
         enable_gqa: key/value head h serves the query heads h*G to (h+1)*G - 1, G = H // Hk.
-        backend: "auto", "sdpa" (PyTorch's kernels) or "eager" (matrix products). One asked for by name runs or raises.
+        backend: "auto", "triton" (our kernels), "sdpa" (PyTorch's) or "eager" (matrix products). One asked for by name
+            runs or raises.
         return_lse: also return the log-sum-exp of each row's scores, (B, N, H), differentiable.
         group: a ``torch.distributed`` process group or 1-D ``DeviceMesh``: the tensors, and the result, are then this
             rank's contiguous shard of the sequence. The shards may differ in length, and be empty. All ranks of the
@@ -120,14 +129,15 @@ def dilated_attention(
         heads: (first, total) of the key/value heads, where this process holds some of them (tensor parallelism).
 
     Returns:
-        (B, N, H, D), or that and lse. A row with no key to see gets 0 and -inf.
+        As query, or that and lse. A row with no key to see gets 0 and -inf.
     """
     link = None
     if group is not None:
         link = Link(process_group(group), exchange, use_checkpointing, timeout, verify, debug)
     out, lse = attend(
-        query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link
-    )
+        query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link,
+        query_offset=query_offset,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -145,6 +155,7 @@ def attend(
     heads: tuple[int, int] | None,
     link: Link | None,
     seed: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank.
 
@@ -154,13 +165,21 @@ def attend(
     try:
         if link is not None:
             check_link(link)
+            _decode_ops.check_alone(query_offset)
         settings = _checked(
-            query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads
-        )
+            query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
+            decodes=link is None,
+        )  # fmt: skip
+        if query_offset is not None or query.shape[1] != key.shape[1]:
+            query = query.to(computed_dtype(query))  # of key and value few rows are needed: they stay as they are
+            _decode_ops.check(query, key, value, key_padding_mask, query_offset, settings)
+            seed = drawn_seed(query.device) if settings.dropout_p > 0 and seed is None else seed
+            return _decode_ops.attend(query, key, value, key_padding_mask, seed, query_offset, settings)
         query, key, value = (x.to(computed_dtype(x)) for x in (query, key, value))
         if not torch.compiler.is_compiling() and (backend != "auto" or not alone):
             # a refusal must not cost a draw of the seed, nor leave other ranks waiting
-            choose.choose(backend, settings.request(query, key_padding_mask is not None))
+            ask = settings.whole_request if alone else settings.request
+            choose.choose(backend, ask(query, key_padding_mask is not None))
     except (TypeError, ValueError, NotImplementedError) as error:
         if link is not None and not alone:
             device = query.device if isinstance(query, Tensor) else torch.device("cpu")
@@ -171,23 +190,7 @@ def attend(
     if link is not None and (not alone or link.limit is not None):
         out, lse = _parallel.attend(query, key, value, key_padding_mask, seed, settings, link)
         return out, lse
-    out, lse = _ops.forward(
-        query,
-        key,
-        value,
-        key_padding_mask,
-        seed,
-        pattern.rule,
-        pattern.segment_lengths,
-        pattern.dilation_rates,
-        settings.is_causal,
-        settings.scale,
-        settings.dropout_p,
-        backend,
-        settings.first_head,
-        settings.total_heads,
-    )
-    return out, lse
+    return _ops.attend(query, key, value, key_padding_mask, seed, settings)
 
 
 def drawn_seed(device: torch.device) -> Tensor:
@@ -219,10 +222,12 @@ def _checked(
     enable_gqa: bool,
     backend: str,
     heads: tuple[int, int] | None,
+    *,
+    decodes: bool,
 ) -> Settings:
     """All that can be wrong with a call, before any work."""
     first, total = (0, 0) if heads is None else heads
-    check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, total)
+    check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, total, decodes=decodes)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     if heads is not None and not 0 <= first <= total - key.shape[2]:
@@ -248,7 +253,10 @@ def check_tensors(
     key_padding_mask: Tensor | None,
     enable_gqa: bool,
     total_heads: int = 0,
+    *,
+    decodes: bool = False,
 ) -> None:
+    """``decodes``: query may have fewer rows than key."""
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -269,10 +277,11 @@ def check_tensors(
             )
     if key.shape != value.shape:
         raise ValueError(f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}")
-    if query.shape[1] != key.shape[1]:
+    if query.shape[1] > key.shape[1] or (query.shape[1] < key.shape[1] and not decodes):
+        wanted = "no more queries than keys" if decodes else "equal lengths"
         raise ValueError(
             f"query has {query.shape[1]} tokens and key {key.shape[1]}: dilated attention is self-attention and "
-            "needs equal lengths"
+            f"needs {wanted}"
         )
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise ValueError(
@@ -288,20 +297,18 @@ def check_tensors(
     if total_heads:
         pattern.check_heads(total_heads * group, total_heads)
     if key_padding_mask is not None:
-        check_padding_mask(key_padding_mask, query)
+        check_padding_mask(key_padding_mask, key)
 
 
-def check_padding_mask(mask: Tensor, query: Tensor) -> None:
+def check_padding_mask(mask: Tensor, key: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool with True = ignore this key, got {mask.dtype}")
-    if mask.shape != query.shape[:2]:
-        raise ValueError(
-            f"key_padding_mask must be (batch, tokens) = {tuple(query.shape[:2])}, got {tuple(mask.shape)}"
-        )
-    if mask.device != query.device:
-        raise ValueError(f"key_padding_mask is on {mask.device} and query on {query.device}: move it")
+    if mask.shape != key.shape[:2]:
+        raise ValueError(f"key_padding_mask must be (batch, tokens) = {tuple(key.shape[:2])}, got {tuple(mask.shape)}")
+    if mask.device != key.device:
+        raise ValueError(f"key_padding_mask is on {mask.device} and query on {key.device}: move it")
 
 
 def check_backend(backend: str) -> None:

@@ -4,7 +4,7 @@
 
 Quadratic in N, differentiable by plain autograd, and sharing no code with plans, engine or backends.
 
-Legend: query (B, N, H, D); key, value (B, N, Hk, D); scores (B, H, N, N).
+Legend: query (B, N, H, D), fewer rows when decoding; key, value (B, N, Hk, D); scores (B, H, N, N).
 """
 
 from __future__ import annotations
@@ -29,10 +29,21 @@ def attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`, computed the plain way in ``dtype`` (None: the inputs')."""
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
+    if query_offset is not None or query.shape[1] != key.shape[1]:  # those rows of a whole query that is 0 elsewhere
+        first = torch.as_tensor(key.shape[1] - query.shape[1] if query_offset is None else query_offset)
+        token = first.to(query.device).view(-1, 1) + torch.arange(query.shape[1], device=query.device)
+        rows = torch.arange(len(query), device=query.device)[:, None], token
+        query = query.new_zeros(*key.shape[:2], *query.shape[2:]).index_put(rows, query)
+        out, lse = attention(
+            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed,
+            key_padding_mask=key_padding_mask, dtype=None,
+        )  # fmt: skip
+        return out[rows], lse[rows]
     samples, tokens, heads, dim = query.shape
     group = heads // key.shape[2]
     if key_padding_mask is not None:

@@ -6,10 +6,10 @@ import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from dilated_attention.backends import eager, sdpa
+from dilated_attention.backends import eager, sdpa, triton
 from dilated_attention.backends.problem import Request
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "eager": eager}  # fastest first
+BACKENDS: dict[str, ModuleType] = {"triton": triton, "sdpa": sdpa, "eager": eager}
 NAMES = ("auto", *BACKENDS)
 
 
@@ -28,20 +28,28 @@ def choose(name: str, request: Request) -> Choice:
     One exception, told by explain(): sdpa computes a block of one row itself where no kernel left takes it.
     """
     if name == "auto":
-        name = next(name for name, module in BACKENDS.items() if not module.unsupported(request))
+        name = next(name for name in _order(request) if not BACKENDS[name].unsupported(request))
     reasons = BACKENDS[name].unsupported(request)
     if reasons:
         raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. Use backend='auto'")
     return Choice(name, BACKENDS[name], BACKENDS[name].kernels(request))
 
 
+def _order(request: Request) -> tuple[str, ...]:
+    """Fastest first: our kernels, unless the library's were measured to be faster."""
+    if not triton.unsupported(request) and not triton.is_preferred(request):
+        return ("sdpa", "triton", "eager")
+    return ("triton", "sdpa", "eager")
+
+
 def why_not(choice: Choice, request: Request) -> dict[str, list[str]]:
     """For every backend and kernel that does not run: why."""
     running = f"{choice.name} ({choice.kernels[0]})"
-    reasons = {f"sdpa/{kernel}": why for kernel, why in sdpa.why_not(request).items()} or {
+    reasons = {"triton": triton.unsupported(request)}
+    reasons |= {f"sdpa/{kernel}": why for kernel, why in sdpa.why_not(request).items()} or {
         "sdpa": sdpa.unsupported(request)
     }
     reasons["eager"] = eager.unsupported(request)
     later = [f"it could run, but {running} was chosen"]
-    runs = "eager" if choice.name == "eager" else f"sdpa/{choice.kernels[0]}"
+    runs = f"sdpa/{choice.kernels[0]}" if choice.name == "sdpa" else choice.name
     return {name: why or later for name, why in reasons.items() if name != runs}

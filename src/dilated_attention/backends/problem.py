@@ -7,7 +7,8 @@ A backend is a module with
     forward(kernels, q, k, v, masking) -> (out, lse)
     backward(kernels, dout, q, k, v, out, lse, dlse, masking) -> (dq, dk, dv)
 where out and lse in the backward are the final merged ones, which makes each block's gradients exact, and lse is
-+inf for rows without keys: their weights exp(s - inf) are then 0 instead of NaN.
++inf for rows without keys: their weights exp(s - inf) are then 0 instead of NaN. The kernels of `triton` take whole
+calls instead of blocks: `_fused` has their forward and backward.
 
 Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h); h a multiple of hk.
 """
@@ -25,6 +26,18 @@ from torch import Tensor
 from dilated_attention.dropout import Dropout
 
 
+class Whole(NamedTuple):
+    """What a call on one device has to do at once, as the measured choice sees it."""
+
+    tokens: int  # rounded up to a power of two
+    nested: bool  # whether branches share pairs, which our kernels compute once
+    backward: bool
+
+    @classmethod
+    def of(cls, tokens: int, nested: bool, backward: bool) -> Whole:
+        return cls(1 << max(0, tokens - 1).bit_length(), nested, backward)
+
+
 class Request(NamedTuple):
     """The properties of a call, and the torch settings at its time, that decide which backend can run it."""
 
@@ -37,13 +50,22 @@ class Request(NamedTuple):
     deterministic: bool
     switched_off: tuple[str, ...]  # kernels that the user switched off, as sdpa_kernel(...) does
     flash: str | None  # the flash implementation that the user activated in torch
+    whole: Whole | None = None  # None: one block at a time is asked for
 
     @classmethod
-    def of(cls, x: Tensor, dtype: torch.dtype, is_causal: bool, has_padding: bool, has_dropout: bool) -> Request:
+    def of(
+        cls,
+        x: Tensor,
+        dtype: torch.dtype,
+        is_causal: bool,
+        has_padding: bool,
+        has_dropout: bool,
+        whole: Whole | None = None,
+    ) -> Request:
         off = tuple(name for name, is_on in _SWITCHES.items() if not is_on())
         flash = torch.nn.attention.current_flash_attention_impl() if x.device.type == "cuda" else None
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(x.device, dtype, x.shape[-1], is_causal, has_padding, has_dropout, deterministic, off, flash)
+        return cls(x.device, dtype, x.shape[-1], is_causal, has_padding, has_dropout, deterministic, off, flash, whole)
 
 
 _SWITCHES: dict[str, Callable[[], bool]] = {

@@ -1,0 +1,78 @@
+"""Our own kernels: a whole call, all heads and all segments, in one launch each way wherever the pattern allows it.
+
+`tiling` writes a call's work down as a table, `tiles`, `forward` and `backward` are the kernels that walk through it,
+`launch` calls them. `fuse` has what surrounds the library's kernels, `decode` the kernel for few queries. Importing
+this package imports no triton: it comes with the builds of torch that can use it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from dilated_attention.backends.problem import Request
+from dilated_attention.backends.triton import configs
+
+LARGEST_HEAD_DIM = max(configs.DEFAULTS)
+INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, step by step: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unsupported(request: Request) -> list[str]:
+    """Why these kernels cannot run a call, one sentence each."""
+    reasons = []
+    if not INSTALLED:
+        reasons.append("triton is not installed: it comes with torch's CUDA builds")
+    if request.whole is None:
+        reasons.append("it takes whole calls on one device, not the blocks that ranks exchange")
+    if request.dtype is torch.float64:
+        reasons.append("it does not compute in float64")
+    if request.head_dim > LARGEST_HEAD_DIM:
+        reasons.append(f"it takes a head_dim up to {LARGEST_HEAD_DIM}, not {request.head_dim}")
+    if request.device.type != "cuda":
+        if not (interpreted() and request.device.type == "cpu"):
+            reasons.append(f"it runs on CUDA, not on {request.device.type}")
+    elif not reasons:
+        capability = torch.cuda.get_device_capability(request.device)
+        least = (8, 0) if request.dtype is torch.bfloat16 else (7, 5)
+        if capability < least:
+            reasons.append(f"{request.dtype} needs compute capability {least[0]}.{least[1]}, this is {capability}")
+    return reasons
+
+
+def kernels(request: Request) -> tuple[str, ...]:
+    assert request.whole is not None
+    config = configs.config(
+        "dkdv" if request.whole.backward else "forward",
+        request.device,
+        request.dtype,
+        request.head_dim,
+        request.is_causal,
+        request.whole.nested,
+        short=False,
+    )
+    return (f"tiles of {config.rows} queries x {config.keys} keys",)
+
+
+def describe(kernels: tuple[str, ...], rows: set[int]) -> str:
+    return kernels[0]
+
+
+def is_preferred(request: Request) -> bool:
+    """Whether these kernels are the first choice for a call that they can run."""
+    assert request.whole is not None
+    if request.has_padding or request.has_dropout or request.deterministic:
+        return True  # the library's fast kernels do not take these, or do not repeat
+    if request.dtype is torch.float32:
+        return False  # without tensor cores the library is faster
+    whole = request.whole
+    library = configs.prefers_library(
+        request.device, request.head_dim, request.is_causal, whole.nested, whole.tokens, whole.backward
+    )
+    return not library if library is not None else whole.nested

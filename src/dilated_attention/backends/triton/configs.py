@@ -1,0 +1,79 @@
+"""Tile sizes and the choice between our kernels and the library's, as measured; sound defaults for other devices.
+
+`measured.json` beside this file is written by ``python benchmarks/tune.py`` on the device; nothing is searched for at
+run time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+
+KERNELS = ("forward", "dq", "dkdv")
+
+
+class Config(NamedTuple):
+    """A tile of ``rows`` queries and ``keys`` keys, and how Triton compiles it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# For devices that were not measured: small enough for the shared memory of every GPU since compute capability 7.5.
+DEFAULTS = {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
+WITHOUT_TENSOR_CORES = {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}  # exact float32
+
+
+@functools.cache
+def measured() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("measured.json").read_text())
+    return found
+
+
+@functools.cache
+def device_class(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}.{minor}"
+
+
+def head_dim_class(head_dim: int) -> int:
+    return next(size for size in DEFAULTS if head_dim <= size)
+
+
+def is_short(q: torch.Tensor) -> bool:
+    """Whether large tiles would leave processors idle: they number 132 on an H200, and take two or three each."""
+    return q.shape[0] * q.shape[1] * q.shape[2] < 1 << 18
+
+
+@functools.lru_cache(maxsize=256)
+def config(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool, nested: bool, short: bool
+) -> Config:
+    """The tile of a kernel."""
+    size = head_dim_class(head_dim)
+    if dtype is torch.float32:
+        return WITHOUT_TENSOR_CORES[size]
+    tiles = measured().get(device_class(device), {}).get("tiles", {}) if device.type == "cuda" else {}
+    key = f"{kernel} {size}{' causal' if causal else ''}{' nested' if nested else ''}"
+    if short and f"{key} short" in tiles:
+        key += " short"
+    return Config(*tiles[key]) if key in tiles else DEFAULTS[size]
+
+
+def prefers_library(
+    device: torch.device, head_dim: int, causal: bool, nested: bool, tokens: int, backward: bool
+) -> bool | None:
+    """Whether the library's kernels were measured to be faster for such a call; None: such a call was not measured."""
+    rows = measured().get(device_class(device), {}).get("library_from", {})
+    kernel = "backward" if backward else "forward"
+    key = f"{kernel} {head_dim_class(head_dim)}{' causal' if causal else ''}{' nested' if nested else ''}"
+    if key not in rows:
+        return None
+    first = rows[key]  # tokens from which on it is; null: never
+    return first is not None and tokens >= first

@@ -1,0 +1,127 @@
+"""Decoding in one launch: few query rows, and only those rows of key and value that they see.
+
+A program has a tile of query rows of one sample and key/value head, and a share (a split) of the key tiles that these
+rows meet. Which tiles those are is arithmetic on the queries' positions, done on the device: the host never waits for a
+position, and a captured CUDA graph follows them. A second small launch puts the splits together, in a fixed order.
+
+Legend: q, out (B, n, H, D); k, v (B, N, Hk, D); lse (B, n, H); padding (B, N), True = ignore; group = H // Hk;
+a query tile has BM rows (query by query, each with its group), a key tile BN; BD = D rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from dilated_attention.backends.triton.decode_kernel import combine_kernel, decode_kernel
+
+PROGRAMS_PER_PROCESSOR = 8  # wanted: each has a short chain of loads, and many of them hide one another's latency
+
+
+class Branch(NamedTuple):
+    """Head h runs it if first <= h < last, at the offset (h // step) % rate + shift."""
+
+    width: int
+    rate: int
+    first: int
+    last: int
+    step: int
+    shift: int
+
+
+class Options(NamedTuple):
+    branches: tuple[Branch, ...]
+    is_causal: bool
+    has_zeros: bool  # torchscale's zero keys, up to each sample's end
+    scale: float
+    first_head: int = 0  # of the key/value heads here
+
+
+class Config(NamedTuple):
+    """The sizes of tiles, how often keys are split, and how a program is compiled."""
+
+    rows: int
+    keys: int
+    splits: int
+    warps: int = 4
+    stages: int = 2
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    offset: int | Tensor,
+    ends: Tensor | None,
+    options: Options,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). ``offset``: the position of the first query, or (B,) positions. k and v may have another dtype."""
+    samples, queries, heads, dim = q.shape
+    tokens, kv_heads = k.shape[1], k.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if not out.numel():
+        return out, lse
+    group = heads // kv_heads
+    c = configure(q, k, options) if config is None else config
+    tiles = triton.cdiv(group * queries, c.rows)
+    parts, part_lse = out, lse
+    if c.splits > 1:
+        parts = torch.empty((*q.shape[:3], c.splits, dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((*q.shape[:3], c.splits), dtype=torch.float32, device=q.device)
+    positions, step = (offset, offset.stride(0)) if isinstance(offset, Tensor) else (None, 0)
+    mask, mask_strides = (None, (0, 0)) if padding is None else (padding.view(torch.uint8), padding.stride())
+    block_dim = max(16, triton.next_power_of_2(dim))
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        decode_kernel[(tiles * kv_heads * samples, c.splits)](
+            q, k, v, mask, positions, ends, parts, part_lse,
+            offset if positions is None else 0, queries, tokens, c.splits, kv_heads, options.first_head,
+            options.scale, step,
+            *q.stride(), *k.stride(), *v.stride(), *mask_strides,
+            PATTERN=sum(options.branches, ()), BRANCHES=len(options.branches), GROUP=group, D=dim,
+            BD=block_dim, BM=c.rows, BN=c.keys, SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=options.is_causal,
+            ZEROS=options.has_zeros, num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+        if c.splits > 1:
+            combine_kernel[(samples * queries * heads,)](
+                parts, part_lse, out, lse, c.splits, D=dim, BD=block_dim, BS=max(16, 8192 // block_dim), num_warps=4
+            )
+    return out, lse
+
+
+def configure(q: Tensor, k: Tensor, options: Options) -> Config:
+    """Key tiles of at most 16 KiB, split so far that all processors have work, but not beyond single tiles."""
+    (samples, queries, heads, dim), (_, tokens, kv_heads, _) = q.shape, k.shape
+    block_dim = max(16, triton.next_power_of_2(dim))
+    wanted_rows = heads // kv_heads * queries
+    rows = max(16, min(64, triton.next_power_of_2(wanted_rows)))
+    keys = max(16, min(128, (1 << 14) // (block_dim * q.itemsize)))
+    programs = triton.cdiv(wanted_rows, rows) * kv_heads * samples
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(q.device), programs)
+    splits = max(1, min(wanted, _most_tiles(options.branches, queries, tokens, keys)))
+    return Config(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
+
+
+def _most_tiles(branches: tuple[Branch, ...], queries: int, tokens: int, keys: int) -> int:
+    """How many key tiles one head can meet at most."""
+
+    def tiles(branch: Branch) -> int:
+        rows = triton.cdiv(min(branch.width, tokens), branch.rate)
+        segments = min(triton.cdiv(queries - 1, branch.width) + 1, triton.cdiv(tokens, branch.width))
+        return int(segments * triton.cdiv(rows, keys))
+
+    heads = {branch.first for branch in branches}
+    return max(sum(tiles(branch) for branch in branches if branch.first <= head < branch.last) for head in heads)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

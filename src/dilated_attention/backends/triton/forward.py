@@ -1,0 +1,184 @@
+"""The forward kernel: one program for each tile of queries, one softmax over all the runs of keys that it meets.
+
+Legend: q (BM, BD), k, v (BN, BD), scores (BM, BN) in powers of two; m, mass (BM) the running maximum and sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dilated_attention.backends.triton.tiles import (
+    LN2,
+    LOG2E,
+    RUN,
+    TILE,
+    fill_gaps,
+    kept,
+    load_rows,
+    load_run,
+    next_tile,
+    row_steps,
+    row_words,
+    seen,
+    task,
+)
+
+
+@triton.jit
+def walk(
+    acc, m, mass, q, q_position, low, high, K, V, padding, entry, tiles, start, scale, threshold, factor,
+    k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
+    PRECISION: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """Take in ``tiles`` tiles of keys, run after run."""
+    base, step, stop, left, bias = load_run(entry)
+    base_, step_, stop_, left_, bias_ = load_run(entry + RUN)
+    for _ in range(tiles):
+        steps = row_steps(BN, step)
+        position = base + steps
+        valid = position < stop
+        if PADDING:
+            valid = valid & (tl.load(padding + position, mask=valid, other=1) == 0)
+        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED or CAUSAL:
+            scores = tl.where(seen(q_position, position, valid, CAUSAL), scores, float("-inf"))
+        if SHIFTED:
+            weights = tl.math.exp2(scores * scale + (bias - m)[:, None])
+            mass += tl.sum(weights, 1)
+            m = tl.where(mass >= 0.0, m, 0.0)  # m as it is, in the layout of the sums: saves a conversion a tile
+        else:
+            top = tl.maximum(m, tl.max(scores, 1) * scale + bias)
+            safe = top
+            if MASKED or CAUSAL:  # a row that has seen no key yet: exp2(-inf - 0) = 0, not NaN
+                safe = tl.where(top == float("-inf"), 0.0, top)
+            weights = tl.math.exp2(scores * scale + (bias - safe)[:, None])
+            rescale = tl.math.exp2(m - safe)
+            mass = mass * rescale + tl.sum(weights, 1)
+            acc *= rescale[:, None]
+            m = top
+        if DROPOUT:
+            keep = kept(low[:, None], high[:, None], (start + position)[None, :], threshold)
+            weights = tl.where(keep, weights * factor, 0.0)
+        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_ = next_tile(
+            entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, BN, SINGLE
+        )
+    return acc, m, mass
+
+
+@triton.jit
+def walk_all(
+    acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, edge_entry, edge, start, scale, threshold,
+    factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """The whole tiles, then those to be masked."""
+    acc, m, mass = walk(
+        acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, start, scale, threshold, factor,
+        k_stride, v_stride, D, BD, BN, PADDING, False, PADDING, DROPOUT, SINGLE, PRECISION, SHIFTED,
+    )  # fmt: skip
+    if EDGES:
+        acc, m, mass = walk(
+            acc, m, mass, q, q_position, low, high, K, V, padding, edge_entry, edge, start, scale, threshold,
+            factor, k_stride, v_stride, D, BD, BN, RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION,
+            SHIFTED,
+        )  # fmt: skip
+    return acc, m, mass
+
+
+@triton.jit
+def add_zero_keys(acc, m, mass, ENDS, sample, tokens, width, start, base, step, PADDING: tl.constexpr):
+    """The zero keys that torchscale appends to a sample's last segment: score 0, value 0."""
+    end = tokens
+    if PADDING:
+        end = tl.load(ENDS + sample)
+    real = tl.minimum(end - start, width)
+    present = tl.maximum((real - base % step + step - 1) // step, 0)
+    zeros = tl.where(real > 0, (tl.minimum(width, end) + step - 1) // step - present, 0).to(tl.float32)
+    top = tl.where(zeros > 0, tl.maximum(m, 0.0), m)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    rescale = tl.math.exp2(m - safe)
+    return acc * rescale[:, None], top, mass * rescale + zeros * tl.math.exp2(-safe)
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, OUT, LSE, PADDING_MASK, ENDS, SEED, sections, tiles, runs,
+    q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
+    out_sample, out_token, out_head, lse_sample, lse_token, lse_head, padding_sample,
+    scale, tokens, group, first_head, first_token, threshold, factor,
+    SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ZEROS: tl.constexpr,
+    CONTINUE: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, FILLS: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    record, index, head, start, sample = task(sections, group, SECTIONS)
+    kv_head = head // group
+    tile = tiles + index * TILE
+    base, step, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if base >= stop and not FILLS:  # a head whose offset has fewer rows here
+        return
+    steps = row_steps(BM, step)
+    q_position = base + steps
+    valid = q_position < stop
+    columns = tl.arange(0, BD)
+    inside = valid[:, None] & (columns < D)[None, :]
+    Q += sample * q_sample + head * q_head + (start + base) * q_token
+    K += sample * k_sample + kv_head * k_head + start * k_token
+    V += sample * v_sample + kv_head * v_head + start * v_token
+    OUT += sample * out_sample + head * out_head + (start + base) * out_token
+    LSE += sample * lse_sample + head * lse_head + (start + base) * lse_token
+    entry, edge_entry = runs + tl.load(tile + 3) * RUN, runs + tl.load(tile + 6) * RUN
+    plain, edge = tl.load(tile + 4), tl.load(tile + 5)
+    q = load_rows(Q, steps, q_token, valid, D, BD, True)
+    acc = tl.zeros((BM, BD), tl.float32)
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    mass = tl.zeros((BM,), tl.float32)
+    if CONTINUE:  # what earlier launches found is one more key
+        m = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
+        mass = tl.where(m == float("-inf"), 0.0, 1.0)
+        acc = tl.load(OUT + (steps * out_token)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    low, high = q_position, q_position
+    if PADDING:
+        PADDING_MASK += sample * padding_sample + start
+    if DROPOUT:
+        position = first_token + start + q_position
+        low, high = row_words(tl.load(SEED), tl.load(record + 9), sample, head + first_head * group, position)
+    sound = False
+    if SHIFTED:
+        # No running maximum: the weights are relative to that of the row's own key. They overflow only where another
+        # score is 2^100 times as heavy; then, and only then, the tile starts over with the maximum.
+        own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, True)
+        m = tl.sum(q.to(tl.float32) * own.to(tl.float32), 1) * scale
+        acc, m, mass = walk_all(
+            acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
+            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
+            SINGLE, EDGES, RAGGED, PRECISION, True,
+        )  # fmt: skip
+        sound = tl.max(tl.where(mass < 1.2e30, 0, 1), 0) == 0
+        if not sound:
+            m = tl.full((BM,), float("-inf"), tl.float32)
+            mass = tl.zeros((BM,), tl.float32)
+            acc = tl.zeros((BM, BD), tl.float32)
+    if not sound:
+        acc, m, mass = walk_all(
+            acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
+            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
+            SINGLE, EDGES, RAGGED, PRECISION, False,
+        )  # fmt: skip
+    if ZEROS:
+        width = tl.load(record + 10).to(tl.int64)
+        acc, m, mass = add_zero_keys(acc, m, mass, ENDS, sample, tokens, width, start, base, step, PADDING)
+    total = tl.where(mass == 0.0, 1.0, mass)  # a row without keys: out 0, lse -inf
+    out = (acc / total[:, None]).to(OUT.dtype.element_ty)
+    tl.store(OUT + (steps * out_token)[:, None] + columns[None, :], out, mask=inside)
+    if FILLS:
+        fill_gaps(OUT, out_token, base, step, stop, 0.0, BM, D, BD)
+        fill_gaps(LSE, lse_token, base, step, stop, float("-inf"), BM, 1, 1)
+    lse = tl.where(mass == 0.0, float("-inf"), (m + tl.math.log2(total)) * LN2)
+    tl.store(LSE + steps * lse_token, lse, mask=valid)

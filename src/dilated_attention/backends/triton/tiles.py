@@ -1,0 +1,134 @@
+"""What all kernels share: finding a program's rows in the table, walking through runs, masks and dropout.
+
+Legend: positions count tokens from the start of a period; R rows of a tile; BD = D rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SECTION = tl.constexpr(11)  # integers of a section in the table, in the order of `launch.Section`
+TILE = tl.constexpr(7)  # of `tiling.Tile`
+RUN = tl.constexpr(5)  # of `tiling.Run`, the count as the bits of its log2
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def task(sections, group, SECTIONS: tl.constexpr):
+    """This program's section, tile, head, first token of the period and sample; ``group`` heads to a kv head."""
+    index = tl.program_id(0)
+    record = sections
+    for section in tl.static_range(1, SECTIONS):
+        here = sections + section * SECTION
+        record = tl.where(index >= tl.load(here), here, record)
+    index -= tl.load(record).to(tl.int32)
+    tiles, heads = tl.load(record + 6).to(tl.int32), tl.load(record + 4).to(tl.int32) * group
+    periods = tl.load(record + 8).to(tl.int32)
+    tile, index = index % tiles, index // tiles
+    head, index = index % heads, index // heads
+    # the tiles of each offset lie one after the other; after the sections stands which offset a head has
+    variant = tl.load(sections + SECTIONS * SECTION + tl.load(record + 7) + head // group)
+    tile = tl.load(record + 5) + variant * tiles + tile
+    head += tl.load(record + 3).to(tl.int32) * group
+    start = tl.load(record + 1).to(tl.int64) + (index % periods) * tl.load(record + 2).to(tl.int64)
+    return record, tile, head.to(tl.int64), start, (index // periods).to(tl.int64)
+
+
+@triton.jit
+def row_steps(count: tl.constexpr, step):
+    """step * (0, 1, ..., count - 1)."""
+    return tl.arange(0, count) * step
+
+
+@triton.jit
+def load_rows(base, steps, stride, valid, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """(R, BD) of the rows at ``base``; rows that are not valid, and columns beyond D, are 0."""
+    columns = tl.arange(0, BD)
+    pointers = base + (steps * stride)[:, None] + columns[None, :]
+    if MASKED:
+        inside = valid[:, None] & (columns < D)[None, :] if D != BD else valid[:, None]
+        x = tl.load(pointers, mask=inside, other=0.0)
+    elif D != BD:
+        x = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def fill_gaps(first, stride, base, step, stop, value, BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Write ``value`` to the rows between those of a tile, up to ``stop``; ``first`` points to the tile's first row."""
+    offset = base % step
+    position = base + row_steps(BM, step)
+    columns = tl.arange(0, BD)
+    for after in range(1, step):
+        shift = (offset + after) % step - offset
+        pointers = first + shift.to(tl.int64) * stride + (row_steps(BM, step) * stride)[:, None] + columns[None, :]
+        filling = tl.full((BM, BD), value, first.dtype.element_ty)
+        tl.store(pointers, filling, mask=(position + shift < stop)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def load_run(entry):
+    """base, step, stop, tiles and log2 of the count of a run."""
+    bias = tl.load(entry + 4).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), bias
+
+
+@triton.jit
+def next_tile(
+    entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, size: tl.constexpr, SINGLE: tl.constexpr
+):
+    """The tile after this one, of the same run or the next one (whose numbers end in _), and the run after that.
+
+    There is no branch, and what is loaded here is used one tile later: nothing waits.
+    """
+    base += size * step
+    if not SINGLE:
+        left -= 1
+        over = left == 0
+        base, step, stop = tl.where(over, base_, base), tl.where(over, step_, step), tl.where(over, stop_, stop)
+        left, bias = tl.where(over, left_, left), tl.where(over, bias_, bias)
+        entry += tl.where(over, RUN, 0)
+        base_, step_, stop_, left_, bias_ = load_run(entry + RUN)
+    return entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_
+
+
+@triton.jit
+def seen(q_position, position, valid, CAUSAL: tl.constexpr):
+    """(BM, BN) or (1, BN): which keys a query sees."""
+    pairs = valid[None, :]
+    if CAUSAL:  # even where all are valid: in this form, and no other tried, the compiler keeps no mask in registers
+        pairs = pairs & (q_position[:, None] >= position[None, :])
+    return pairs
+
+
+@triton.jit
+def mix(word):
+    """The avalanche of `dropout.mix`, on unsigned 32-bit words."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def row_words(seed, branch, sample, head, position):
+    """The two words of each row, as `dropout.row_words` makes them."""
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    spread: tl.constexpr = 0x9E3779B1
+    for index in tl.static_range(3):
+        number = branch if index == 0 else (sample if index == 1 else head)
+        step = number.to(tl.uint32) * spread
+        low, high = mix(low ^ step), mix(high + step)
+    step = position.to(tl.uint32) * spread
+    return mix(low ^ step), mix(high + step)
+
+
+@triton.jit
+def kept(low, high, key, threshold):
+    """Whether each pair is kept; low and high of the queries and the keys' positions broadcast against one another."""
+    spread: tl.constexpr = 0x9E3779B1
+    return mix(mix((key.to(tl.uint32) * spread) ^ low) + high) >= threshold

@@ -1,0 +1,172 @@
+"""stream(): checks chunks as they come, passes them on, and deals the results back to the chunks.
+
+Legend: a chunk is query (B, n, H, D), key and value (B, n, Hk, D); its output (B, n, H, D).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention.functional import check_backend, check_tensors, checked_scale, computed_dtype
+from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.streaming.causal import AtOnce
+from dilated_attention.streaming.problem import Kind, Problem
+from dilated_attention.streaming.window import Window
+
+Chunk = tuple[Tensor, Tensor, Tensor]
+
+
+def stream(
+    chunks: Iterable[Chunk],
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+    max_bytes: int | None = None,
+    num_tokens: int | None = None,
+) -> Iterator[Tensor]:
+    """`dilated_attention` of one long sequence that comes in chunks: yields the output of each, equally long.
+
+    An output comes as soon as it is known: when causal with its chunk, else when the segments of all its tokens are
+    complete. A chunk may be overwritten once the next one is asked for. Inference only: there are no gradients.
+
+    Args:
+        chunks: (query, key, value), one after the other, of any number of tokens and alike in all else. Those that
+            begin and end at multiples of all segment lengths are fastest: nothing of them is copied.
+        pattern: which head sees which tokens, of the whole sequence.
+        is_causal: a query sees no later token. Then of earlier tokens only the K and V rows that later ones see are
+            held.
+        scale: multiplies the scores; 1/sqrt(D) by default.
+        enable_gqa: key and value may have fewer heads, as in `dilated_attention`.
+        backend: as in `dilated_attention`.
+        max_bytes: how much may be held from one chunk to the next; computing takes its room beside it. By default half
+            of what is free on a CUDA device, half of a CPU's memory, and no limit elsewhere.
+        num_tokens: how many tokens will come at most, if that is known: a longer segment counts as long as that.
+
+    Returns:
+        An iterator over the outputs. With the first chunk, before anything is computed, it raises ValueError if more
+        than ``max_bytes`` would be held: the longest segment, or when causal those K and V rows.
+    """
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
+    if not isinstance(chunks, Iterable):
+        raise TypeError(f"chunks must be an iterable of (query, key, value), got {type(chunks).__name__}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    check_backend(backend)
+    scale = None if scale is None else checked_scale(scale)
+    max_bytes = None if max_bytes is None else whole_number("max_bytes", max_bytes)
+    num_tokens = None if num_tokens is None else whole_number("num_tokens", num_tokens)
+    return _outputs(iter(chunks), Options(pattern, is_causal, scale, enable_gqa, backend, max_bytes, num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of `stream`, checked."""
+
+    pattern: DilatedPattern
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    backend: str
+    max_bytes: int | None
+    num_tokens: int | None
+
+    def begin(self, kind: Kind, outputs: Outputs) -> AtOnce | Window:
+        """The work on chunks of this kind."""
+        problem = Problem.of(self.pattern, self.is_causal, self.scale, self.backend, kind)
+        problem.check_memory(self.max_bytes, self.num_tokens)
+        return (AtOnce if self.is_causal else Window)(problem, outputs.deliver)
+
+    def checked(self, index: int, chunk: Chunk) -> Chunk:
+        """The chunk in the dtype that is computed in, or an error that names it."""
+        if not isinstance(chunk, tuple | list) or len(chunk) != 3:
+            got = f"{len(chunk)} entries" if isinstance(chunk, tuple | list) else type(chunk).__name__
+            raise TypeError(
+                f"chunk {index} must be (query, key, value), got {got}. A stream takes no key_padding_mask: "
+                "give sequences of different lengths each a stream of their own"
+            )
+        query, key, value = chunk
+        try:
+            check_tensors(query, key, value, self.pattern, None, self.enable_gqa)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise type(error)(f"chunk {index}: {error}") from error
+        if torch.is_grad_enabled() and any(x.requires_grad for x in chunk):
+            raise ValueError(
+                f"chunk {index} requires grad, and stream() computes no gradients: iterate under torch.no_grad(), "
+                "detach() what the chunks hold, or train with dilated_attention()"
+            )
+        query, key, value = (x.to(computed_dtype(x)) for x in chunk)
+        return query, key, value
+
+
+def _outputs(chunks: Iterator[Chunk], options: Options) -> Iterator[Tensor]:
+    outputs, index, tokens = Outputs(), 0, 0
+    work: AtOnce | Window | None = None
+    for chunk in chunks:
+        query, key, value = options.checked(index, chunk)
+        kind, tokens = Kind.of(query, key), tokens + query.shape[1]
+        if work is None:
+            work = options.begin(kind, outputs)
+        if kind != work.problem.kind:
+            raise ValueError(f"chunk {index} has {kind}, and chunk 0 {work.problem.kind}: make all chunks alike")
+        if options.num_tokens is not None and tokens > options.num_tokens:
+            raise ValueError(f"chunk {index} makes it {tokens:,} tokens, and num_tokens is {options.num_tokens:,}")
+        outputs.expect(query)
+        work.take(query, key, value)
+        del chunk, query, key, value  # or two chunks would be there while the next one is made
+        index += 1  # noqa: SIM113 - enumerate() would hold on to the chunk
+        while outputs.finished:
+            yield outputs.finished.popleft()
+    if work is not None:
+        work.end()
+    while outputs.finished:
+        yield outputs.finished.popleft()
+
+
+class Outputs:
+    """Results, which come in the order of the tokens, dealt to the chunks that wait for them."""
+
+    def __init__(self) -> None:
+        self.finished: deque[Tensor] = deque()
+        self.waiting: deque[int] = deque()  # lengths
+        self.out: Tensor | None = None  # of the first that waits, if some of it is there:
+        self.written = 0  # so many tokens
+
+    def expect(self, query: Tensor) -> None:
+        """One more chunk, whose output is like its query."""
+        self.waiting.append(query.shape[1])
+        if len(self.waiting) == 1 and not query.shape[1]:
+            self.finish(torch.empty_like(query))
+
+    def deliver(self, result: Tensor) -> None:
+        """The output of the next tokens, which nobody else holds; it is given as it is where it is all of a chunk's."""
+        at, tokens = 0, result.shape[1]
+        while at < tokens:
+            length = self.waiting[0]
+            count = min(length - self.written, tokens - at)
+            if count == length == tokens:
+                self.out = result
+            else:
+                if self.out is None:
+                    self.out = result.new_empty((result.shape[0], length, *result.shape[2:]))
+                self.out[:, self.written : self.written + count] = result[:, at : at + count]
+            at, self.written = at + count, self.written + count
+            if self.written == length:
+                self.finish(self.out)
+
+    def finish(self, out: Tensor) -> None:
+        """The first that waits has its output, and so have empty ones right after it."""
+        self.finished.append(out)
+        self.waiting.popleft()
+        self.out, self.written = None, 0
+        while self.waiting and not self.waiting[0]:
+            self.finished.append(out.new_empty((out.shape[0], 0, *out.shape[2:])))
+            self.waiting.popleft()

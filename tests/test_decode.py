@@ -1,0 +1,434 @@
+"""Fewer queries than keys: the rows of the whole result, from no other rows of key than those that they see."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dilated_attention import DilatedPattern, _decode, _decode_ops, dilated_attention, explain, reference, testing
+from dilated_attention._engine import Settings
+from dilated_attention._parallel import Link
+from dilated_attention._shards import Heads
+from dilated_attention.functional import attend
+from dilated_attention.pattern import RULES
+
+TOKENS = 61
+PATTERNS = {
+    "paper": ([8, 16, 32], [1, 2, 4]),
+    "odd": ([7, 20], [2, 5]),
+    "rate_over_length": ([4, 40], [9, 6]),
+    "long_and_twice": ([3, 1000, 3], [1, 7, 1]),
+}
+HEADS = ((3, 3), (6, 3))
+BACKENDS = ("sdpa", "eager")
+PAPER = DilatedPattern.longnet(*PATTERNS["paper"])
+Offset = int | Tensor | None
+
+
+def offsets(queries: int) -> list[Offset]:
+    """At borders of segments and off them, at both ends, for each sample its own."""
+    last = TOKENS - queries
+    found: list[Offset] = [None, 0, last, *(at for at in (7, 16, 31) if at < last)]
+    return [*found, torch.tensor([16, 1]), torch.tensor([last, last], dtype=torch.int32)]
+
+
+def make_mask(tokens: int = TOKENS) -> Tensor:
+    """Holes in the first sample, and the second ends early."""
+    mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(0)) < 0.3
+    mask[1, tokens * 2 // 3 :] = True
+    return mask
+
+
+def firsts(offset: Offset, samples: int, queries: int, tokens: int = TOKENS) -> list[int]:
+    if isinstance(offset, Tensor):
+        return offset.tolist()
+    return [tokens - queries if offset is None else offset] * samples
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_oracle_takes_rows_of_the_whole(rule: str, is_causal: bool) -> None:
+    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
+    q, k, v = testing.make_qkv(2, 29, 4, 8, dtype=torch.float64)
+    options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": make_mask(29)}
+    out, lse = reference.attention(q, k, v, pattern, **options)
+    for offset in (None, 0, 5, torch.tensor([3, 26])):
+        rows = [slice(at, at + 3) for at in firsts(offset, 2, 3, 29)]
+        part = torch.stack([q[b, at] for b, at in enumerate(rows)])
+        got, got_lse = reference.attention(part, k, v, pattern, query_offset=offset, **options)
+        for b, at in enumerate(rows):
+            assert torch.equal(got[b], out[b, at])
+            assert torch.equal(got_lse[b], lse[b, at])
+
+
+@pytest.mark.parametrize("queries", [1, 3, 17])
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_against_the_oracle(rule: str, name: str, queries: int, is_causal: bool) -> None:
+    """Out, lse, and the gradients of both to query, key and value."""
+    pattern = DilatedPattern.of(rule, *PATTERNS[name])
+    for i, offset in enumerate(offsets(queries)):
+        heads, kv_heads = HEADS[i % 2]
+        q, k, v = testing.make_qkv(2, TOKENS, heads, 8, kv_heads=kv_heads, dtype=torch.float64)
+        mask = make_mask() if i % 3 == 0 else None
+        backend = BACKENDS[i // 2 % 2]
+        testing.check(
+            (q[:, :queries], k, v), pattern, is_causal=is_causal, key_padding_mask=mask, query_offset=offset,
+            backend=backend, lse_gradient=i % 4 != 3,
+        )  # fmt: skip
+
+
+def test_many_heads_at_many_offsets() -> None:
+    """Views that go through heads and offsets at once, from the middle of a segment on."""
+    pattern = DilatedPattern.longnet([24, 40], [4, 7])
+    q, k, v = testing.make_qkv(1, TOKENS, 16, 8, dtype=torch.float64)
+    for queries, offset, is_causal in itertools.product((2, 5, 23), (3, 22, 25, 30), (False, True)):
+        testing.check((q[:, :queries], k, v), pattern, is_causal=is_causal, query_offset=offset)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_whole_segments_are_batched(rule: str, is_causal: bool) -> None:
+    """Many queries: a rest, several whole segments, a beginning; more and fewer samples than segments."""
+    for samples in (1, 2, 9):
+        q, k, v = testing.make_qkv(samples, TOKENS, 6, 8, kv_heads=3, dtype=torch.float64)
+        testing.check((q[:, :50], k, v), DilatedPattern.of(rule, [8, 13], [1, 3]), is_causal=is_causal, query_offset=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed", "expanded", "odd"])
+def test_dtypes_and_layouts(dtype: torch.dtype, layout: str) -> None:
+    q, k, v = testing.make_qkv(2, TOKENS, 4, 8, kv_heads=2, layout=layout, dtype=dtype)
+    for offset, is_causal in ((None, True), (torch.tensor([9, 30]), False)):
+        testing.check((q[:, :3], k, v), PAPER, is_causal=is_causal, query_offset=offset)
+
+
+def test_no_queries_no_samples_and_all_queries() -> None:
+    q, k, v = testing.make_qkv(2, TOKENS, 4, 8, dtype=torch.float64)
+    for part in ((q[:, :0], k, v), (q[:0, :3], k[:0], v[:0])):
+        for offset in (None, 7, torch.full((len(part[0]),), 7)):
+            out, lse = dilated_attention(*part, PAPER, query_offset=offset, return_lse=True)
+            assert (out.shape, lse.shape) == (part[0].shape, part[0].shape[:3])
+    testing.check((q, k, v), PAPER, is_causal=True, query_offset=0)
+    whole, some = (dilated_attention(q, k, v, PAPER, is_causal=True, query_offset=at) for at in (None, 0))
+    assert testing.error(some, whole) < 1e-12
+
+
+def test_scale_and_a_row_that_sees_nothing() -> None:
+    pattern = DilatedPattern.longnet([8], [2])
+    q, k, v = testing.make_qkv(1, 16, 2, 8, dtype=torch.float64)
+    testing.check((q[:, :1], k, v), pattern, scale=0.7, query_offset=9)
+    out, lse = dilated_attention(q[:, :1], k, v, pattern, query_offset=9, return_lse=True)
+    assert (out[0, 0, 0] == 0).all()  # head 0 is at offset 0, and 9 is odd
+    assert lse[0, 0].tolist()[0] == -math.inf
+    assert lse[0, 0, 1].isfinite()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_some_of_the_heads(rule: str) -> None:
+    """Tensor parallelism: offsets follow the head's number among all."""
+    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
+    q, k, v = testing.make_qkv(2, 29, 8, 8, kv_heads=4, dtype=torch.float64)
+    whole = dilated_attention(q[:, :3], k, v, pattern, enable_gqa=True)
+    parts = [
+        dilated_attention(
+            q[:, :3, 2 * at : 2 * at + 4], k[:, :, at : at + 2], v[:, :, at : at + 2], pattern,
+            enable_gqa=True, heads=(at, 4),
+        )
+        for at in (0, 2)
+    ]  # fmt: skip
+    assert testing.error(torch.cat(parts, 2), whole) < 1e-12
+
+
+# --- step by step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("step", [1, 3])
+def test_token_by_token_equals_the_whole(rule: str, step: int) -> None:
+    """A cache that grows, and one that is there from the start with anything in what is not yet filled."""
+    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
+    q, k, v = testing.make_qkv(2, 37, 4, 8, dtype=torch.float64)
+    whole = dilated_attention(q, k, v, pattern, is_causal=True)
+    caches = [torch.full_like(x, math.nan) for x in (k, v)]
+    for at in range(0, 37, step):
+        now = slice(at, min(37, at + step))
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[:, now] = x[:, now]
+        grown = dilated_attention(q[:, now], k[:, : now.stop], v[:, : now.stop], pattern, is_causal=True)
+        filled = dilated_attention(q[:, now], *caches, pattern, is_causal=True, query_offset=torch.tensor([at, at]))
+        assert testing.error(grown, whole[:, now]) < 1e-12
+        assert testing.error(filled, whole[:, now]) < 1e-12
+
+
+# --- what is read -----------------------------------------------------------------------------------------------
+
+
+def seen_rows(pattern: DilatedPattern, starts: list[int], queries: int, heads: int, group: int, causal: bool) -> Tensor:
+    """(B, N, Hk) bool: which rows of key some query sees, from the pattern's own lists."""
+    seen = torch.zeros(len(starts), TOKENS, heads // group, dtype=torch.bool)
+    shape: dict[str, Any] = {"num_tokens": TOKENS, "num_heads": heads, "num_kv_heads": heads // group}
+    for (b, first), i, head in itertools.product(enumerate(starts), range(queries), range(heads)):
+        seen[b, list(pattern.keys(first + i, head, is_causal=causal, **shape)), head // group] = True
+    return seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_other_rows_may_hold_anything(rule: str, name: str, backend: str, is_causal: bool) -> None:
+    pattern = DilatedPattern.of(rule, *PATTERNS[name])
+    mask = make_mask()
+    for queries, offset, padding in ((1, 40, None), (3, torch.tensor([19, 58]), None), (3, 14, mask)):
+        q, k, v = testing.make_qkv(2, TOKENS, 6, 8, kv_heads=3)
+        q = q[:, :queries]
+        unseen = ~seen_rows(pattern, firsts(offset, 2, queries), queries, 6, 2, is_causal)
+        if padding is not None:
+            unseen |= padding.unsqueeze(-1)
+        assert unseen.any()
+
+        options = {"query_offset": offset, "key_padding_mask": padding, "is_causal": is_causal, "backend": backend}
+
+        def attention(*qkv: Tensor, options: dict[str, Any] = options) -> Any:
+            return dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, **options)
+
+        ones = torch.ones(2, queries, 6, 8), torch.ones(2, queries, 6)
+        clean = testing.run(attention, (q, k, v), *ones)
+        k, v = (x.masked_fill(unseen.unsqueeze(-1), math.nan) for x in (k, v))
+        dirty = testing.run(attention, (q, k, v), *ones)
+        for (which, got), (_, expected) in zip(dirty.items(), clean.items(), strict=True):
+            assert torch.equal(got, expected), which
+        assert (dirty.dk[unseen] == 0).all()
+        assert (dirty.dv[unseen] == 0).all()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator made anew or read whole: views of a storage do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.namespace == "aten":
+            made = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            self.elements = max([self.elements, *(x.numel() for x in made)])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_operator_touches_the_whole_key(dtype: torch.dtype, backend: str, masked: bool) -> None:
+    """Nothing converts, cleans or copies more than the rows that are seen."""
+    tokens, pattern = 20_000, DilatedPattern.longnet([128, 1024], [1, 8])
+    q, k, v = testing.make_qkv(1, tokens, 2, 8, dtype=dtype)
+    mask = torch.zeros(1, tokens, dtype=torch.bool) if masked else None
+    with torch.autocast("cpu", torch.bfloat16), Largest() as around:
+        dilated_attention(q[:, :1], k, v, pattern, key_padding_mask=mask, backend=backend, query_offset=15_000)
+    with Largest() as inside:  # which the mode above does not see
+        _decode.forward(q[:, :1], k, v, mask, None, [15_000], Settings(pattern, True, 1.0, 0.0, backend))
+    assert 0 < around.elements <= 128 * 2 * 8
+    assert 0 < inside.elements <= 128 * 2 * 8
+
+
+def test_a_step_is_one_problem_a_branch() -> None:
+    """With few launches: heads at one offset, and a query with all of its keys, are one."""
+    heads = Heads(0, 12, 12)
+    pattern = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+    for first in (2**20 - 1, 5, 12345):
+        work = _decode.stretches(pattern, 0, 1, first, 1, 2**20, heads, 1, True)
+        assert len(work) <= 5
+        assert all(stretch.keys.rows <= 2048 for stretch in work)
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dropout_drops_the_pairs_that_the_whole_drops(rule: str, is_causal: bool) -> None:
+    pattern, seed = DilatedPattern.of(rule, [8, 16], [1, 3]), torch.tensor(1234567890123)
+    q, k, v = testing.make_qkv(3, 37, 6, 8, kv_heads=3, dtype=torch.float64)
+    dout = torch.randn(3, 20, 6, 8, dtype=torch.float64)
+    for offset in (4, torch.tensor([17, 0, 5])):
+        options: dict[str, Any] = {"query_offset": offset, "seed": seed}
+        given = (pattern, is_causal, None, 0.4, None, True, "auto", None, None)
+        got = testing.run(lambda *x, given=given, o=options: attend(*x, *given, **o), (q[:, :20], k, v), dout)
+        testing.assert_exact(
+            got, testing.oracle((q[:, :20], k, v), pattern, dout, is_causal=is_causal, dropout_p=0.4, **options)
+        )
+
+
+# --- around it --------------------------------------------------------------------------------------------------
+
+
+def test_autocast_converts_the_result_and_not_the_cache() -> None:
+    q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, TOKENS, 4, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = dilated_attention(q[:, :3], k, v, PAPER, query_offset=9)
+    low = [x.detach().bfloat16() for x in (q[:, :3], k, v)]
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, dilated_attention(*low, PAPER, query_offset=9))
+    out.float().sum().backward()
+    for x in (q, k, v):
+        assert (x.grad.dtype, x.grad.shape) == (x.dtype, x.shape)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiled_in_one_graph(fresh_compiler: None, on_device: bool, gradients: bool) -> None:
+    """Step after step the same graph, once it is known that positions change."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(q, k, v, PAPER, is_causal=True, query_offset=offset, return_lse=True)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    q, k, v = (x.requires_grad_(gradients) for x in testing.make_qkv(2, TOKENS, 4, 8))
+    for at in (20, 33, 34, 35):
+        offset = torch.tensor([at, at + 1]) if on_device else at
+        out, lse = compiled(q[:, :2], k, v, offset)
+        expected, expected_lse = attention(q[:, :2], k, v, offset)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+        if gradients:
+            got = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+            for x, y in zip(got, torch.autograd.grad(expected.sum() + expected_lse.sum(), (q, k, v)), strict=True):
+                assert torch.equal(x, y)
+    assert counter.frame_count <= 2
+
+
+def test_fake_and_meta_tensors_know_shapes() -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 12, 64, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.empty(2, 10**6, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        out, lse = dilated_attention(q, k, v, PAPER, enable_gqa=True, return_lse=True)
+        (out.sum().float() + lse.sum()).backward()
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
+    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+    q, k, v = (x.to("meta") for x in testing.make_qkv(2, 20, 4, 8))
+    offset = torch.zeros(2, dtype=torch.int64, device="meta")
+    assert dilated_attention(q[:, :3], k, v, PAPER, query_offset=offset).shape == (2, 3, 4, 8)
+
+
+OPS = torch.ops.dilated_attention
+REST = ("torchscale", [8, 16], [1, 3], False, 0.3)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_opcheck(on_device: bool, dropout_p: float) -> None:
+    q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, 21, 4, 8, kv_heads=2))
+    q = q[:, :3].detach().requires_grad_()
+    seed = torch.tensor(1234567890123) if dropout_p else None
+    mask = torch.arange(21).expand(2, -1) > 17
+    at = torch.tensor([2, 9]) if on_device else None
+    rest = (*REST, dropout_p, "auto", 0, 0)
+    torch.library.opcheck(OPS.decode.default, (q, k, v, mask, seed, at, 5, *rest))
+    out, lse = OPS.decode(q, k, v, mask, seed, at, 5, *rest)
+    given = [x.detach() for x in (q, k, v)]
+    torch.library.opcheck(
+        OPS.decode_backward.default,
+        (torch.ones_like(out), None, *given, mask, seed, at, out.detach(), lse.detach(), 5, *rest),
+    )
+
+
+def test_gradients_have_the_dtypes_of_the_inputs() -> None:
+    """Autograd would convert them, and a compiler would not."""
+    q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
+    given = (q[:, :2], k.float(), v.float())
+    rest = (*REST, 0.0, "auto", 0, 0)
+    out, lse = OPS.decode(*given, None, None, None, 5, *rest)
+    grads = OPS.decode_backward(out, lse, *given, None, None, None, out, lse, 5, *rest)
+    assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    low = OPS.decode_backward(out, lse, q[:, :2], k, v, None, None, None, out, lse, 5, *rest)
+    assert {x.dtype for x in low} == {torch.bfloat16}
+
+
+def test_there_is_no_second_derivative() -> None:
+    q, k, v = (x.requires_grad_() for x in testing.make_qkv(1, 9, 2, 8))
+    out = dilated_attention(q[:, :2], k, v, PAPER)
+    (grad,) = torch.autograd.grad(out.sum(), k, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        grad.sum().backward()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def bad_calls() -> Iterator[Any]:
+    """(name, tokens of query, options, error, match)"""
+    yield pytest.param(10, {}, ValueError, "query has 10 tokens and key 9: .* no more queries than keys", id="longer")
+    for at in (-1, 7, 9):
+        match = f"query_offset is {at}: 3 queries among 9 keys begin at 0 to 6"
+        yield pytest.param(3, {"query_offset": at}, ValueError, match, id=f"int{at}")
+        match = rf"query_offset\[1\] is {at}: 3 queries among 9 keys begin at 0 to 6"
+        yield pytest.param(3, {"query_offset": torch.tensor([6, at])}, ValueError, match, id=f"tensor{at}")
+    for at in (1.0, "1", True, [1, 2]):
+        yield pytest.param(3, {"query_offset": at}, TypeError, "query_offset must be an int or a tensor", id=str(at))
+    for name, at in {
+        "float": torch.ones(2),
+        "bool": torch.ones(2, dtype=torch.bool),
+        "scalar": torch.tensor(1),
+        "three": torch.ones(3, dtype=torch.int64),
+        "matrix": torch.ones(2, 1, dtype=torch.int64),
+    }.items():
+        match = r"query_offset must be an int, or int32 or int64 of shape \(batch,\) = \(2,\), got"
+        yield pytest.param(3, {"query_offset": at}, ValueError, match, id=name)
+    elsewhere = torch.ones(2, dtype=torch.int64, device="meta")
+    yield pytest.param(3, {"query_offset": elsewhere}, ValueError, "is on meta and query on cpu: move it", id="device")
+    short = torch.zeros(2, 3, dtype=torch.bool)
+    yield pytest.param(3, {"key_padding_mask": short}, ValueError, r"= \(2, 9\), got \(2, 3\)", id="mask")
+    match = "'sdpa' cannot run this call: .*dropout.*Use backend='auto'"
+    yield pytest.param(3, {"backend": "sdpa", "dropout_p": 0.1}, ValueError, match, id="sdpa-dropout")
+
+
+@pytest.mark.parametrize(("queries", "options", "kind", "match"), [*bad_calls()])
+def test_bad_calls_are_refused(queries: int, options: dict[str, Any], kind: type, match: str) -> None:
+    x = torch.zeros(2, 9, 4, 8)
+    state = torch.get_rng_state()
+    with pytest.raises(kind, match=match):
+        dilated_attention(torch.zeros(2, queries, 4, 8), x, x, PAPER, **options)
+    assert torch.equal(torch.get_rng_state(), state), "a refused call has drawn a random number"
+
+
+def test_the_kernel_says_why_it_cannot_run() -> None:
+    x = torch.zeros(1, 3, 2, 300, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match=r"cannot run this call: .*CUDA.*float64.*300.*dropout.*no backward") as caught:
+        _decode_ops.check(x[:, :1], x, x, None, None, Settings(PAPER, False, 1.0, 0.1, "triton"))
+    assert "Use backend='auto'" in str(caught.value)
+
+
+def test_only_a_call_on_one_device_has_an_offset() -> None:
+    x = torch.zeros(2, 9, 4, 8)
+    given = (PAPER, False, None, 0.0, None, False, "auto", None)
+    with pytest.raises(ValueError, match="query_offset is for one device"):
+        attend(x, x, x, *given, Link(None), query_offset=0)
+    with pytest.raises(ValueError, match="needs equal lengths"):
+        attend(x[:, :3], x, x, *given, Link(None))
+    with pytest.raises(ValueError, match="needs equal lengths"):
+        explain(x[:, :3], x, x, PAPER)

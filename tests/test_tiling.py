@@ -1,0 +1,329 @@
+"""Tables of tiles against the definition: walked through as the kernels do, row by row, on plain integers.
+
+Legend: own, other: the sizes of the tiles of a program's own rows and of the rows that they meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention import DilatedPattern
+from dilated_attention._courses import MOST_TILES, is_nested, launches
+from dilated_attention._shards import Heads
+from dilated_attention.backends.triton.tiling import Run, Tiling, are_nested, rows_of, tiling
+from dilated_attention.pattern import RULES
+
+FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
+SEES = ("all", "earlier", "later")
+SIZES = ((3, 5), (16, 2), (1, 8), (64, 32))
+
+Numbers = tuple[int, ...]
+Met = dict[int, Counter[int]]  # for each row how often it meets others
+
+TABLES: dict[str, tuple[Numbers, Numbers]] = {
+    "dense": ((40,), (1,)),
+    "single": ((1,), (1,)),
+    "dilated": ((30,), (3,)),
+    "rate_divides_nothing": ((29,), (7,)),
+    "rate_over_length": ((4,), (9,)),
+    "paper": ((8, 16, 32), (1, 2, 4)),
+    "one_rate": ((4, 12, 24), (1, 1, 1)),
+    "one_length": ((12, 12), (2, 6)),
+    "twice": ((8, 8), (2, 2)),
+    "by_three": ((18, 36), (1, 9)),
+    "sparse": ((12, 24, 48), (2, 4, 12)),
+    "no_row_twice": ((6, 36), (3, 6)),
+}
+
+
+def positions(run: Run, other: int) -> Iterator[list[int]]:
+    """Tile by tile."""
+    for tile in range(run.tiles):
+        yield [run.base + (tile * other + row) * run.step for row in range(other)]
+
+
+def walk(runs: tuple[Run, ...], first: int, tiles: int, other: int) -> list[tuple[Run, list[int]]]:
+    """``tiles`` tiles from the run ``first`` on, run after run."""
+    every = ((run, rows) for run in runs[first:] for rows in positions(run, other))
+    return list(itertools.islice(every, tiles))
+
+
+def sees_other(row: int, other: int, sees: str) -> bool:
+    return {"all": True, "earlier": other <= row, "later": other >= row}[sees]
+
+
+def met(found: Tiling, own: int, other: int, sees: str) -> Met:
+    """What each row meets and how often: whole tiles as they are, others masked as in the kernels."""
+    rows: Met = {}
+    for tile in found.tiles:
+        mine = [row for row in range(tile.base, tile.base + own * tile.step, tile.step) if row < tile.stop]
+        plain = walk(found.runs, tile.run, tile.plain, other)
+        edge = walk(found.runs, tile.edge_run, tile.edge, other)
+        assert (len(plain), len(edge)) == (tile.plain, tile.edge)
+        for row in mine:
+            assert row not in rows, f"row {row} is in two tiles"
+            pairs = [(run.times, position) for run, tile_rows in plain for position in tile_rows]
+            assert all(sees_other(row, position, sees) for _, position in pairs), f"row {row} needs a mask"
+            pairs += [
+                (run.times, position)
+                for run, tile_rows in edge
+                for position in tile_rows
+                if position < run.stop and sees_other(row, position, sees)
+            ]
+            assert len({position for _, position in pairs}) == len(pairs), f"row {row} meets another one twice"
+            rows[row] = Counter({position: count for count, position in pairs})
+        for run, tile_rows in plain:
+            assert max(tile_rows) < run.stop, "a whole tile needs a mask"
+    return rows
+
+
+def defined(pattern: DilatedPattern, head: int, heads: int, length: int, sees: str) -> Met:
+    """The same for every row, as the pattern says it."""
+    seen = {
+        row: Counter(pattern.keys(row, head, num_tokens=length, num_heads=heads, is_causal=sees != "all"))
+        for row in range(length)
+    }
+    if sees != "later":
+        return seen
+    turned: Met = {row: Counter() for row in range(length)}
+    for query, keys in seen.items():
+        for key, count in keys.items():
+            turned[key][query] = count
+    return turned
+
+
+def check(widths: Numbers, rates: Numbers, offset: int, length: int, own: int, other: int, sees: str) -> None:
+    """One table, without and with the rows that no branch covers."""
+    expected = defined(DilatedPattern.longnet(widths, rates), offset, rates[-1], length, sees)
+    covered = {row: others for row, others in expected.items() if others}
+    found = tiling(widths, rates, offset, length, own, other, sees)
+    assert met(found, own, other, sees) == covered
+    assert met(tiling(widths, rates, offset, length, own, other, sees, True), own, other, sees) == expected
+
+
+def lengths(widths: Numbers) -> list[int]:
+    """Of a whole period and of tails."""
+    near = {1, widths[0] - 1, widths[0], widths[0] + 1, widths[-1] // 2 + 1, widths[-1] - 1, widths[-1]}
+    return sorted(length for length in near if 0 < length <= widths[-1])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_says_what_the_pattern_says(name: str, sees: str, sizes: tuple[int, int]) -> None:
+    widths, rates = TABLES[name]
+    for offset, length in itertools.product(range(rates[-1]), lengths(widths)):
+        check(widths, rates, offset, length, *sizes, sees)
+
+
+def drawn(pick: random.Random) -> tuple[Numbers, Numbers]:
+    """Nested branches, or one branch of any numbers."""
+    count = pick.randint(1, 4)
+    if count == 1:
+        return (pick.randint(1, 60),), (pick.randint(1, 12),)
+    rates = tuple(itertools.accumulate((pick.choice((1, 1, 2, 3, 4)) for _ in range(count)), lambda x, y: x * y))
+    first = rates[-1] * pick.randint(1, 4)
+    factors = (pick.choice((1, 2, 2, 3)) for _ in range(count - 1))
+    return tuple(itertools.accumulate(factors, lambda x, y: x * y, initial=first)), rates
+
+
+@FEW
+@given(st.integers(0, 2**32 - 1))
+def test_any_table(seed: int) -> None:
+    """A seed is drawn and the rest follows evenly, so that few numbers are 1."""
+    pick = random.Random(seed)
+    widths, rates = drawn(pick)
+    length, offset = pick.randint(1, min(widths[-1], 150)), pick.randrange(rates[-1])
+    check(widths, rates, offset, length, pick.randint(1, 20), pick.randint(1, 20), pick.choice(SEES))
+
+
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_offset_has_equally_many_tiles(name: str, fills: bool) -> None:
+    """Programs find their tile by that."""
+    widths, rates = TABLES[name]
+    for length, own in itertools.product(lengths(widths), (1, 3, 16)):
+        counts = {len(tiling(widths, rates, at, length, own, 4, "all", fills).tiles) for at in range(rates[-1])}
+        assert len(counts) == 1
+
+
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("rate", [1, 3, 50])
+def test_the_whole_tiles_of_one_branch_are_one_run(rate: int, sees: str) -> None:
+    """A kernel for single branches steps from tile to tile without looking at runs."""
+    for length in range(1, 41):
+        found = tiling((40,), (rate,), 2 % rate, length, 4, 3, sees)
+        assert all(not tile.plain or found.runs[tile.run].tiles == tile.plain for tile in found.tiles)
+
+
+@pytest.mark.parametrize("sees", SEES)
+def test_every_run_has_tiles_and_few_are_masked(sees: str) -> None:
+    """Nothing divides evenly here, and still at most one tile of a run's end and those on the diagonal are masked."""
+    widths, rates, own, other = (120, 360), (1, 3), 8, 4
+    found = tiling(widths, rates, 1, 350, own, other, sees)
+    assert all(run.tiles > 0 and run.times in (1, 2) for run in found.runs)
+    kinds = len(rows_of(rates, 1))
+    assert all(tile.edge <= kinds * (3 + (0 if sees == "all" else own * 3 // other + 1)) for tile in found.tiles)
+    assert any(tile.plain > 10 for tile in found.tiles)
+
+
+def work(widths: Numbers, rates: Numbers, size: int) -> int:
+    """Pairs computed in a period."""
+    found = tiling(widths, rates, 0, widths[-1], size, size)
+    return sum(tile.plain + tile.edge for tile in found.tiles) * size**2
+
+
+def test_nested_branches_are_less_work() -> None:
+    rates = (1, 2, 4, 8, 16)
+    widths = tuple(2048 * rate for rate in rates)
+    counted = DilatedPattern.longnet(widths, rates).pairs(widths[-1], 1)
+    alone = [work((width,), (rate,), 64) * widths[-1] // width for width, rate in zip(widths, rates, strict=True)]
+    assert sum(alone) == counted
+    assert work(widths, rates, 64) / counted == pytest.approx(0.758, abs=0.001)
+
+
+# --- which branches go together ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("widths", "rates", "expected"),
+    [
+        ((2048, 4096, 8192), (1, 2, 4), True),
+        ((8, 8), (2, 2), True),
+        ((12, 24), (3, 6), True),
+        ((5, 10), (1, 1), True),
+        ((8, 12), (1, 2), False),  # lengths
+        ((8, 16), (2, 3), False),  # rates
+        ((16, 8), (1, 2), False),  # the wrong way round
+        ((10, 20), (1, 4), False),  # a segment of 10 cuts the rate of 4
+        ((4, 8), (1, 8), False),
+    ],
+)
+def test_are_nested(widths: Numbers, rates: Numbers, expected: bool) -> None:
+    assert are_nested(widths, rates) is expected
+
+
+def groups(pattern: DilatedPattern, *, alone: bool = False, heads: int = 4) -> list[list[tuple[Numbers, Numbers]]]:
+    """The branches of each table of each launch."""
+    found = launches(pattern, Heads(0, heads, heads), alone)
+    return [[(course.widths, course.rates) for course in courses] for courses in found]
+
+
+def test_one_launch_for_nested_branches() -> None:
+    pattern = DilatedPattern.longnet([2048, 4096, 8192], [1, 2, 4])
+    ((course,),) = launches(pattern, Heads(0, 6, 6), False)
+    assert (course.widths, course.rates) == (pattern.segment_lengths, pattern.dilation_rates)
+    assert (course.branch, course.head, course.offsets) == (0, 0, (0, 1, 2, 3, 0, 1))
+    assert is_nested(pattern)
+
+
+def test_one_launch_each_for_others() -> None:
+    """Of the paper's rates the last two do not divide the lengths."""
+    pattern = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    first, *rest = groups(pattern)
+    assert first == [((2048, 4096, 8192), (1, 2, 4))]
+    assert rest == [[((16384,), (6,))], [((32768,), (12,))]]
+    assert is_nested(pattern)
+    assert not is_nested(DilatedPattern.longnet([100, 150], [1, 2]))
+
+
+def test_dropout_draws_for_each_branch() -> None:
+    pattern = DilatedPattern.longnet([8, 16, 32], [1, 2, 4])
+    found = launches(pattern, Heads(0, 4, 4), True)
+    assert [[course.branch for course in courses] for courses in found] == [[0], [1], [2]]
+    assert all(len(course.widths) == 1 for courses in found for course in courses)
+
+
+def test_the_densest_branch_comes_first() -> None:
+    """It covers most rows, so fewer are left to be filled."""
+    pattern = DilatedPattern.longnet([32, 30, 8], [4, 3, 1])
+    order = [course.branch for courses in launches(pattern, Heads(0, 4, 4), True) for course in courses]
+    assert order == [2, 1, 0]
+    assert groups(pattern) == [[((8,), (1,))], [((30,), (3,))], [((32,), (4,))]]
+    assert groups(DilatedPattern.longnet([32, 8], [4, 1])) == [[((8, 32), (1, 4))]]
+
+
+def test_the_torchscale_rule_shares_nothing() -> None:
+    """A head's offset differs from branch to branch there."""
+    pattern = DilatedPattern.torchscale([8, 16, 32], [1, 2, 4])
+    assert groups(pattern) == [[((8,), (1,))], [((16,), (2,))], [((32,), (4,))]]
+    assert not is_nested(pattern)
+
+
+def test_groups_of_heads_are_one_launch() -> None:
+    pattern = DilatedPattern.head_groups([8, 16, 32], [1, 2, 4])
+    for alone in (False, True):
+        (courses,) = launches(pattern, Heads(0, 7, 7), alone)
+        assert [(course.branch, course.head, course.offsets) for course in courses] == [
+            (0, 0, (0, 0, 0)),
+            (1, 3, (1, 1)),
+            (2, 5, (2, 2)),
+        ]
+    assert not is_nested(pattern)
+
+
+def test_some_of_the_heads() -> None:
+    ((course,),) = launches(DilatedPattern.longnet([8, 16], [1, 4]), Heads(3, 3, 8), False)
+    assert (course.head, course.offsets) == (0, (3, 0, 1))
+    pattern = DilatedPattern.head_groups([8, 16, 32], [1, 2, 4])
+    (courses,) = launches(pattern, Heads(2, 2, 7), False)  # the last of the first branch, the first of the second
+    assert [(course.branch, course.head, course.offsets) for course in courses] == [(0, 0, (0,)), (1, 1, (1,))]
+    (courses,) = launches(pattern, Heads(5, 2, 7), False)
+    assert [(course.branch, course.head, course.offsets) for course in courses] == [(2, 0, (2, 2))]
+
+
+def test_no_table_is_too_long_to_write_down() -> None:
+    inside = DilatedPattern.longnet([16, 16 * MOST_TILES // 16], [1, 16])
+    assert max(len(course) for course in groups(inside)) == 1
+    beyond = DilatedPattern.longnet([16, 16 * MOST_TILES], [1, 16])
+    assert groups(beyond) == [[((16,), (1,))], [((16 * MOST_TILES,), (16,))]]
+
+
+def counted(
+    pattern: DilatedPattern, heads: Heads, tokens: int, sees: str, alone: bool
+) -> dict[tuple[int, int], Counter[int]]:
+    """What all launches of a call count, by (head, row); period after period, then the tail."""
+    own, other = 4, 3
+    total: dict[tuple[int, int], Counter[int]] = {}
+    for courses in launches(pattern, heads, alone):
+        written = set()
+        for course, (here, offset) in ((c, item) for c in courses for item in enumerate(c.offsets, c.head)):
+            width = min(course.widths[-1], tokens)
+            for start in range(0, tokens, width):
+                table = tiling(course.widths, course.rates, offset, min(width, tokens - start), own, other, sees)
+                for row, others in met(table, own, other, sees).items():
+                    where = (here, start + row)
+                    assert where not in written, "two courses of one launch write a row"
+                    written.add(where)
+                    total.setdefault(where, Counter()).update({start + key: n for key, n in others.items()})
+    return total
+
+
+PATTERNS = {
+    "paper": ([8, 16, 32], [1, 2, 4]),
+    "gigapath": ([8, 45, 64], [1, 2, 4]),
+    "odd": ([7, 30], [2, 5]),
+    "rate_over_length": ([4, 40], [9, 6]),
+    "backwards": ([24, 8, 4], [4, 2, 1]),
+    "twice": ([12, 12, 12], [2, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_all_launches_together_are_the_pattern(name: str, rule: str, sees: str, alone: bool) -> None:
+    pattern = DilatedPattern.of(rule, *PATTERNS[name])
+    for tokens, heads in ((1, Heads(0, 4, 4)), (33, Heads(0, 5, 5)), (52, Heads(1, 3, 5))):
+        found = counted(pattern, heads, tokens, sees, alone)
+        for here in range(heads.held):
+            expected = defined(pattern, heads.first + here, heads.total, tokens, sees)
+            assert {row: found.get((here, row), Counter()) for row in range(tokens)} == expected

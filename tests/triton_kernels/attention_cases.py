@@ -1,0 +1,410 @@
+"""The attention kernels against the oracle: out, lse and every gradient, through the public function. Run by test_triton
+in a process of its own: in Triton's interpreter on a CPU (TRITON_INTERPRET is read when triton is imported), and on a GPU
+if there is one.
+
+The interpreter takes milliseconds a tile, so heads, samples and tiles are few here. Tiles are 32 x 32 in float32 and
+64 x 32 in float16 there. All memory that nobody wrote holds NaN.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, _fused, dilated_attention, functional, testing
+from dilated_attention.backends.triton import launch
+from dilated_attention.backends.triton.configs import Config
+from dilated_attention.pattern import RULES
+from dilated_attention.testing import Results
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+FULL, HALF = torch.float32, torch.float16
+DTYPES = [FULL, HALF] if INTERPRETED else [FULL, HALF, torch.bfloat16]  # the interpreter knows no bfloat16
+SEED = 0x0123456789ABCDEF
+NAN = math.nan
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf - -inf and 0 * inf
+
+
+@pytest.fixture(autouse=True)
+def filled_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(4, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(
+    tokens: int, heads: int = 2, kv_heads: int | None = None, dim: int = 16, samples: int = 1, **given: Any
+) -> Any:
+    return testing.make_qkv(samples, tokens, heads, dim, kv_heads=kv_heads, device=DEVICE, **given)
+
+
+def randn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def make_mask(kind: str, samples: int, tokens: int) -> Tensor | None:
+    """(B, N) bool, True = ignored: none, random, right padding, or one whole sample."""
+    if kind == "none":
+        return None
+    generator = torch.Generator().manual_seed(tokens)
+    mask = torch.rand(samples, tokens, generator=generator) < 0.4
+    if kind == "right":
+        mask = torch.arange(tokens) >= torch.randint(1, tokens, (samples, 1), generator=generator)
+    elif kind == "sample":
+        mask = (torch.arange(samples) == 0)[:, None].expand(-1, tokens)
+    return mask.to(DEVICE)
+
+
+def run(
+    qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None = None, **options: Any
+) -> Results:
+    given = {"is_causal": False, "scale": None, "dropout_p": 0.0, "key_padding_mask": None, "heads": None, **options}
+    if given["dropout_p"]:
+        given["seed"] = torch.tensor(SEED, device=DEVICE)
+
+    def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.attend(*x, pattern, enable_gqa=True, backend="triton", link=None, **given)
+
+    return testing.run(attention, qkv, dout, dlse)
+
+
+def check(
+    qkv: tuple[Tensor, ...], pattern: DilatedPattern, *, held: tuple[int, int] | None = None, **options: Any
+) -> None:
+    """By the rule of `testing`. ``held``: only these key/value heads are given to the kernels."""
+    dout, dlse = randn(*qkv[0].shape).to(qkv[0].dtype), randn(*qkv[0].shape[:3], seed=2)
+    seed = {"seed": torch.tensor(SEED, device=DEVICE)} if options.get("dropout_p") else {}
+    exact = testing.oracle(qkv, pattern, dout, dlse, **options, **seed)
+    plain = None if qkv[0].dtype is FULL else testing.oracle(qkv, pattern, dout, dlse, dtype=None, **options, **seed)
+    if held is None:
+        testing.assert_exact(run(qkv, pattern, dout, dlse, **options), exact, plain)
+        return
+    total = qkv[1].shape[2]
+    first, last = (qkv[0].shape[2] // total * head for head in held)
+    mine, kv = (slice(None), slice(None), slice(first, last)), (slice(None), slice(None), slice(*held))
+    part = (qkv[0][mine], qkv[1][kv], qkv[2][kv])
+    got = run(part, pattern, dout[mine], dlse[mine], heads=(held[0], total), **options)
+    assert exact.lse is not None
+    wanted = Results(exact.out[mine], exact.lse[mine], exact.dq[mine], exact.dk[kv], exact.dv[kv])
+    testing.assert_exact(got, wanted)
+
+
+# --- every kind of call -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["none", "random", "right", "sample"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_and_masks(rule: str, is_causal: bool, mask: str, dtype: torch.dtype) -> None:
+    """Two launches, grouped heads in half of the cases."""
+    samples, heads = (1, 4) if mask in ("none", "random") else (2, 2)
+    pattern, qkv = DilatedPattern.of(rule, [40, 16], [3, 1]), make(37, heads, 2, samples=samples, dtype=dtype)
+    check(qkv, pattern, is_causal=is_causal, key_padding_mask=make_mask(mask, samples, 37))
+
+
+LENGTHS = [(FULL, n) for n in (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 129)]
+LENGTHS += [(dtype, n) for dtype in DTYPES[1:] for n in (1, 2, 17, 31, 33, 63, 65, 127, 128, 130)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("dtype", "tokens"), LENGTHS)
+def test_lengths_around_tile_sizes(dtype: torch.dtype, tokens: int, is_causal: bool) -> None:
+    check(make(tokens, 1, dtype=dtype), DilatedPattern.longnet([256], [1]), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33])
+def test_segments_around_tile_sizes(rows: int) -> None:
+    """So many rows of a head in each segment, the last of which is short by one."""
+    check(make(4 * rows - 2, 1), DilatedPattern.longnet([2 * rows], [2]), is_causal=rows % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 5, 16, 20, 64, 80, 128, 200])
+def test_head_dims(dim: int, dtype: torch.dtype) -> None:
+    check(make(35, 1, dim=dim, dtype=dtype), DilatedPattern.longnet([32], [1]), is_causal=dim % 5 == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("layout", ["fused", "transposed", "expanded", "odd"])
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    qkv = make(21, 4, 2, dim=20, samples=2, layout=layout, dtype=dtype)
+    check(qkv, DilatedPattern.longnet([16], [1]), is_causal=True)
+
+
+ODD = {
+    "one_token_segments": ([1, 3], [1, 3]),
+    "rate_over_length": ([4, 40], [9, 6]),
+    "offset_over_length": ([1, 2], [2, 3]),
+    "nothing_divides": ([7, 30], [2, 5]),
+    "backwards": ([48, 24], [2, 1]),
+    "far_longer_than_the_tokens": ([2**40], [1]),
+    "no_row_at_all": ([8], [2**40]),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_patterns(name: str, is_causal: bool) -> None:
+    check(make(11 if name.startswith("o") else 34), DilatedPattern.longnet(*ODD[name]), is_causal=is_causal)
+
+
+NESTED = {
+    "two": ([24, 48], [1, 2]),
+    "by_three": ([36, 72], [1, 3]),
+    "sparse": ([32, 64], [2, 4]),  # rows in no branch, too few to be filled by the kernels
+    "sparse_and_filled": ([64, 128], [2, 4]),
+    "twice": ([40, 40], [1, 1]),
+    "tail_before_the_second": ([20, 80], [1, 2]),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [(name, FULL) for name in NESTED] + [(name, HALF) for name in NESTED])
+def test_nested_branches(name: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """One launch; pairs of two branches count twice. With a tail."""
+    widths, rates = NESTED[name]
+    tokens = {"sparse": 71, "sparse_and_filled": 131, "by_three": 65}.get(name, 55)
+    check(
+        make(tokens, 1 if tokens > 100 else 2, 1, dtype=dtype),
+        DilatedPattern.longnet(widths, rates),
+        is_causal=is_causal,
+    )
+
+
+@pytest.mark.parametrize("mask", ["random", "right"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_branches_with_a_mask(is_causal: bool, mask: str) -> None:
+    pattern = DilatedPattern.longnet([24, 48], [1, 2])
+    check(make(53, 2, 1), pattern, is_causal=is_causal, key_padding_mask=make_mask(mask, 1, 53))
+
+
+@pytest.mark.parametrize("mask", ["none", "right"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_without_keys(rule: str, is_causal: bool, mask: str) -> None:
+    """The first launch fills them in, the second one takes that in; head 1 of the second branch has other rows."""
+    pattern = DilatedPattern.of(rule, [64, 70], [2, 3])
+    check(make(83, 2), pattern, is_causal=is_causal, key_padding_mask=make_mask(mask, 1, 83))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.9])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_dropout(rule: str, is_causal: bool, p: float) -> None:
+    """Nested branches too drop on their own; a threshold of 2^31 or more."""
+    mask = make_mask("random", 2, 37) if p == 0.1 else None
+    qkv = make(37, 4 if p == 0.9 else 2, 2, samples=2 if p == 0.1 else 1)
+    check(qkv, DilatedPattern.of(rule, [18, 36], [1, 2]), is_causal=is_causal, dropout_p=p, key_padding_mask=mask)
+
+
+def test_everything_dropped() -> None:
+    got = run(make(37), DilatedPattern.longnet([16], [1]), randn(1, 37, 2, 16), dropout_p=1.0)
+    for x in (got.out, got.dq, got.dk, got.dv):
+        assert (x == 0).all()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(("rule", "held"), [("longnet", (2, 4)), ("torchscale", (1, 3)), ("head_groups", (2, 4))])
+def test_some_of_the_heads(rule: str, held: tuple[int, int], p: float) -> None:
+    """Offsets and dropout go by the head's number among all."""
+    pattern = DilatedPattern.of(rule, [16, 32], [1, 4])
+    check(make(35, 10, 5), pattern, held=held, dropout_p=p, is_causal=rule == "torchscale")
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 4.0])
+def test_scales(scale: float, is_causal: bool) -> None:
+    check(make(35, 1), DilatedPattern.longnet([16, 32], [1, 2]), scale=scale, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_large_scores(rule: str) -> None:
+    """Only the differences matter: float32 scores are rounded at about 1e-4 here, weights are 0 or 1."""
+    q, k, v = make(35)
+    q, k = q.round() * 8, k.round() * 8  # exact products
+    check((q, k, v), DilatedPattern.of(rule, [16, 32], [1, 3]), scale=1.0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_anything_may_stand_in_masked_slots(rule: str, is_causal: bool) -> None:
+    q, k, v = make(37, 2, samples=2)
+    mask = make_mask("random", 2, 37)
+    assert mask is not None
+    mask[1, 20:] = True
+    dout, dlse = randn(*q.shape), randn(*q.shape[:3])
+    pattern, given = DilatedPattern.of(rule, [16, 40], [1, 3]), {"key_padding_mask": mask, "is_causal": is_causal}
+    clean = run((q, k, v), pattern, dout, dlse, **given)
+    dirty = run((q, *(x.masked_fill(mask[:, :, None, None], NAN) for x in (k, v))), pattern, dout, dlse, **given)
+    for (name, got), (_, expected) in zip(dirty.items(), clean.items(), strict=True):
+        assert torch.equal(got, expected), name
+    assert (dirty.dk[mask] == 0).all()
+    assert (dirty.dv[mask] == 0).all()
+
+
+@pytest.mark.parametrize("widths", [[8, 7], [48, 80]], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_in_no_branch_are_not_read(is_causal: bool, widths: list[int]) -> None:
+    pattern, tokens = DilatedPattern.longnet(widths, [3, 5]), 29 if widths[0] == 8 else 90
+    covered = pattern.coverage(tokens, 2).to(DEVICE)
+    q, k, v, dout = (x.masked_fill(~covered[None, :, :, None], NAN) for x in (*make(tokens), randn(1, tokens, 2, 16)))
+    got = run((q, k, v), pattern, dout, randn(1, tokens, 2), is_causal=is_causal)
+    assert got.lse is not None
+    assert torch.equal(got.lse.isfinite(), covered[None])
+    assert torch.equal(got.lse == -math.inf, ~covered[None])
+    for x in (got.out, got.dq, got.dk, got.dv):
+        assert (x[:, ~covered] == 0).all()
+        assert x[:, covered].isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_nan_query_stays_in_its_row(is_causal: bool) -> None:
+    q, k, v = make(37)
+    pattern = DilatedPattern.longnet([16, 32], [1, 2])
+    given: dict[str, Any] = {"is_causal": is_causal, "backend": "triton", "return_lse": True}
+    out, lse = dilated_attention(q, k, v, pattern, **given)
+    q[0, 9, 0, 3] = NAN
+    got, got_lse = dilated_attention(q, k, v, pattern, **given)
+    assert got[0, 9, 0].isnan().all()
+    assert got_lse[0, 9, 0].isnan()
+    got[0, 9, 0], got_lse[0, 9, 0] = out[0, 9, 0], lse[0, 9, 0]
+    assert torch.equal(got, out)
+    assert torch.equal(got_lse, lse)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_of_out_or_of_lse_alone(rule: str) -> None:
+    qkv, pattern = make(35), DilatedPattern.of(rule, [16, 32], [1, 2])
+    dout, dlse = randn(1, 35, 2, 16), randn(1, 35, 2)
+    testing.assert_exact(run(qkv, pattern, dout), testing.oracle(qkv, pattern, dout))
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    _, lse = dilated_attention(*leaves, pattern, backend="triton", return_lse=True)
+    grads = torch.autograd.grad(lse[lse > -math.inf], leaves, dlse[lse > -math.inf])
+    exact = testing.oracle(qkv, pattern, torch.zeros_like(dout), dlse)
+    for got, expected in zip(grads, (exact.dq, exact.dk, exact.dv), strict=True):
+        assert testing.error(got, expected) < 5e-6
+
+
+def test_gradients_in_any_layout() -> None:
+    """As sum() sends them, as a transposed copy does, and with a strided last dimension."""
+    qkv, pattern = make(35, 2, samples=2), DilatedPattern.longnet([16, 32], [1, 2])
+    whole, rows = randn(2, 2, 35, 33), randn(2, 2, 35)
+    douts = (torch.ones((), device=DEVICE).expand(2, 35, 2, 16), whole.transpose(1, 2)[..., 1::2])
+    for dout, dlse in zip(douts, (rows.transpose(1, 2), randn(2, 35, 1).expand(-1, -1, 2)), strict=True):
+        testing.assert_exact(run(qkv, pattern, dout, dlse), testing.oracle(qkv, pattern, dout, dlse))
+
+
+def test_nothing_to_do() -> None:
+    pattern = DilatedPattern.longnet([16], [2])
+    for samples, tokens in ((0, 5), (2, 0)):
+        got = run(make(tokens, samples=samples), pattern, torch.empty(samples, tokens, 2, 16, device=DEVICE))
+        assert got.out.shape == got.dk.shape == (samples, tokens, 2, 16)
+
+
+def test_the_same_call_twice_is_equal_to_the_bit() -> None:
+    qkv, pattern = make(53, 4, 2), DilatedPattern.longnet([24, 50], [1, 3])
+    one, two = (run(qkv, pattern, randn(1, 53, 4, 16), randn(1, 53, 4)) for _ in range(2))
+    for (name, x), (_, y) in zip(one.items(), two.items(), strict=True):
+        assert torch.equal(x, y), name
+
+
+# --- other tiles, other tables ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("keys", [16, 32, 64])
+def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    monkeypatch.setattr(_fused, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
+    check(make(75, 1), DilatedPattern.longnet([34, 68], [1, 2]), is_causal=rows != keys)
+    check(make(75, 1), DilatedPattern.longnet([70], [1]), is_causal=rows == keys)
+    assert len(used) == 6
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tables_in_64_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for tensors so large that no test can hold them."""
+    make_table, seen = launch.table, []
+
+    def wide(*args: Any, **kwargs: Any) -> launch.Table:
+        bound = inspect.signature(make_table).bind(*args, **kwargs)
+        assert make_table(*args, **kwargs).tiles.dtype is torch.int32
+        found = make_table(**{**bound.arguments, "widest_stride": 2**31})
+        seen.append(found.tiles.dtype)
+        return found
+
+    monkeypatch.setattr(launch, "table", wide)
+    check(make(61, 2, 1), DilatedPattern.longnet([24, 48], [1, 2]), is_causal=is_causal)
+    check(make(37, 2), DilatedPattern.torchscale([16], [2]), is_causal=is_causal, dropout_p=0.3)
+    assert seen == [torch.int64] * 6
+
+
+def test_a_table_is_as_wide_as_it_must_be() -> None:
+    ((course,),) = _fused.launches(DilatedPattern.longnet([2048], [4]), _fused.Heads(0, 2, 2), False)
+    fixed: dict[str, Any] = {
+        "courses": (course,), "samples": 1, "group": 1, "own": 64, "other": 32, "sees": "all", "fills": False,
+        "device": torch.device("cpu"),
+    }  # fmt: skip
+    for tokens, stride, dtype in (
+        (4096, 2**31 // 256 - 1, torch.int32),
+        (4096, 2**31 // 256, torch.int64),  # the last row of a tile is 64 * 4 tokens away
+        (2**31 - 2048, 64, torch.int32),
+        (2**31, 64, torch.int64),
+    ):
+        found = launch.table(**fixed, tokens=tokens, widest_stride=stride)
+        assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}
+
+
+class Shifted:
+    """The forward kernel without a running maximum, which only bfloat16 takes by itself."""
+
+    def __init__(self) -> None:
+        self.kernel, self.calls = launch.forward_kernel, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def start(*args: Any, **kwargs: Any) -> None:
+            self.calls += 1
+            self.kernel[grid](*args, **{**kwargs, "SHIFTED": True})
+
+        return start
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0], ids=["moderate", "starting_over"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "widths", "rates"),
+    [
+        ("longnet", [24, 48], [1, 2]),
+        ("longnet", [64], [2]),
+        ("torchscale", [64], [2]),
+        ("head_groups", [16, 48], [1, 2]),
+    ],
+)
+def test_without_a_running_maximum(
+    rule: str, widths: list[int], rates: list[int], is_causal: bool, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights relative to the row's own key; where one of them is beyond 2^100 the tile starts over with the maximum."""
+    shifted = Shifted()
+    monkeypatch.setattr(launch, "forward_kernel", shifted)
+    q, k, v = make(70)
+    q[:, 30:50] *= size
+    q, k = (q * 4).round() / 4, (k * 4).round() / 4  # exact products: large scores are not rounded
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * math.log2(math.e)
+    above = scores - scores.diagonal(dim1=2, dim2=3).unsqueeze(-1)
+    assert (above.max() > 130) == (size > 1)
+    check((q, k, v), DilatedPattern.of(rule, widths, rates), is_causal=is_causal, scale=1.0)
+    assert shifted.calls == 1

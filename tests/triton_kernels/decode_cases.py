@@ -1,0 +1,242 @@
+"""The decoding kernel in Triton's interpreter, on a CPU, against the oracle. Run by test_triton_decode in a process of
+its own: TRITON_INTERPRET is read when triton is imported.
+
+The interpreter takes milliseconds a program, so heads, samples and splits are few here; tests on a GPU have more.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, _engine, dilated_attention, reference, testing
+from dilated_attention._decode_ops import _branches
+from dilated_attention.backends.triton import decode
+from dilated_attention.backends.triton.decode import Config
+from dilated_attention.pattern import RULES
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+CONFIG = Config(rows=16, keys=16, splits=3)
+PATTERN = DilatedPattern.longnet([8, 16, 32], [1, 2, 4])
+
+
+def run(
+    qkv: tuple[Tensor, ...],
+    pattern: DilatedPattern,
+    offset: int | Tensor,
+    *,
+    is_causal: bool = True,
+    padding: Tensor | None = None,
+    config: Config | None = CONFIG,
+) -> tuple[Tensor, Tensor]:
+    has_zeros = pattern.rule == "torchscale" and not is_causal
+    ends = _engine.sample_ends(padding) if has_zeros and padding is not None else None
+    options = decode.Options(_branches(pattern, qkv[1].shape[2]), is_causal, has_zeros, 0.3)
+    return decode.forward(*qkv, padding, offset, ends, options, config)
+
+
+def check(qkv: tuple[Tensor, ...], pattern: DilatedPattern, offset: int | Tensor, **options: Any) -> None:
+    """By the rule of `testing`: out and lse, in half precision beside plain PyTorch in the same dtype."""
+    out, lse = run(qkv, pattern, offset, **options)
+    given: dict[str, Any] = {
+        "is_causal": options.get("is_causal", True), "key_padding_mask": options.get("padding"), "scale": 0.3,
+        "query_offset": offset,
+    }  # fmt: skip
+    exact, exact_lse = reference.attention(*qkv, pattern, **given)
+    assert (out.dtype, lse.dtype) == (qkv[0].dtype, torch.float32)
+    if out.dtype in testing.TOLERANCE:
+        limits = [testing.TOLERANCE[out.dtype]] * 2
+    else:
+        plain = reference.attention(*qkv, pattern, dtype=None, **given)
+        limits = [2 * testing.plain_error(x, y, out.dtype) for x, y in zip(plain, (exact, exact_lse), strict=True)]
+    assert testing.error(out, exact) <= limits[0]
+    assert testing.error(lse, exact_lse) <= limits[1]
+
+
+def make(queries: int, tokens: int, heads: int = 2, kv_heads: int = 2, dim: int = 8, **options: Any) -> Any:
+    q, k, v = testing.make_qkv(options.pop("samples", 1), tokens, heads, dim, kv_heads=kv_heads, **options)
+    return q[:, :queries], k, v
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rules(rule: str, is_causal: bool, masked: bool) -> None:
+    """Grouped heads, each sample at its own position, across a border, and after the sample's end."""
+    mask = None
+    if masked:
+        mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) < 0.3
+        mask[1, 25:] = True
+    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
+    check(make(3, 37, 4, samples=2), pattern, torch.tensor([14, 31]), is_causal=is_causal, padding=mask)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_public_function_runs_it(rule: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward; and backward on PyTorch's kernels, from this one's out and lse."""
+    ran: list[int] = []
+    forward = decode.forward
+    monkeypatch.setattr(decode, "forward", lambda *args: ran.append(1) or forward(*args))
+    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
+    qkv = make(2, 37, 4)
+    testing.check(qkv, pattern, is_causal=is_causal, query_offset=torch.tensor([15]))
+    assert len(ran) == 1
+    out = dilated_attention(*qkv, pattern, enable_gqa=True, is_causal=is_causal, query_offset=9, backend="triton")
+    assert len(ran) == 2
+    exact, _ = reference.attention(*qkv, pattern, is_causal=is_causal, query_offset=9)
+    assert testing.error(out, exact) < 5e-6
+    leaf = qkv[0].detach().requires_grad_()
+    with pytest.raises(ValueError, match="'triton' cannot run this call: its decoding has no backward pass"):
+        dilated_attention(leaf, *qkv[1:], pattern, enable_gqa=True, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 127, 128, 129])
+def test_numbers_of_rows(rows: int, dtype: torch.dtype) -> None:
+    """As many keys as fill a tile, one fewer, one more; the last query sees so many."""
+    pattern = DilatedPattern.longnet([256], [1])
+    check(make(1, rows, dtype=dtype), pattern, rows - 1, config=CONFIG._replace(keys=128 if rows > 100 else 16))
+
+
+@pytest.mark.parametrize("queries", [15, 16, 17, 33])
+def test_numbers_of_queries(queries: int) -> None:
+    """Tiles of queries: full, not quite, one more; with two queries a group, and with branches they sit out."""
+    check(make(queries, 41, 4), DilatedPattern.longnet([16, 64], [1, 3]), 5, is_causal=False)
+
+
+@pytest.mark.parametrize("name", ["rate_over_length", "single_rows", "no_rows", "offset_over_length", "twice"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_odd_patterns(name: str, is_causal: bool) -> None:
+    lengths, rates = {
+        "rate_over_length": ([4, 40], [9, 6]),
+        "single_rows": ([1, 3], [1, 3]),
+        "no_rows": ([8], [5]),
+        "offset_over_length": ([1, 2], [2, 3]),
+        "twice": ([8, 8], [2, 2]),
+    }[name]
+    pattern = DilatedPattern.longnet(lengths, rates)
+    for offset in (0, 18):
+        check(make(5, 23, 3, 3), pattern, offset, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 20])
+def test_any_number_of_splits(splits: int) -> None:
+    """Fewer and more than there are tiles; one launch or two."""
+    for is_causal in (False, True):
+        check(make(2, 61), PATTERN, 57, is_causal=is_causal, config=CONFIG._replace(splits=splits))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float32), (20, torch.float16), (40, torch.float32)])
+def test_head_dims(dim: int, dtype: torch.dtype) -> None:
+    check(make(1, 29, dim=dim, dtype=dtype), PATTERN, 28)
+
+
+@pytest.mark.parametrize("layout", ["fused", "transposed", "expanded", "odd"])
+def test_layouts(layout: str) -> None:
+    check(make(2, 29, layout=layout, samples=2), PATTERN, torch.tensor([7, 99, 3], dtype=torch.int32)[::2])
+
+
+def test_the_cache_may_have_another_dtype() -> None:
+    q, k, v = make(2, 29)
+    out, lse = run((q.half(), k, v), PATTERN, 20)
+    expected, expected_lse = run((q.half(), k.half(), v.half()), PATTERN, 20)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_other_rows_may_hold_anything(rule: str, is_causal: bool) -> None:
+    """Also rows that are ignored; and what one head sees and another does not."""
+    pattern = DilatedPattern.of(rule, [8, 16], [2, 3])
+    q, k, v = make(2, 37, 2)
+    mask = torch.rand(1, 37, generator=torch.Generator().manual_seed(1)) < 0.3
+    seen = torch.zeros(37, 2, dtype=torch.bool)
+    for i in range(2):
+        for head in range(2):
+            seen[list(pattern.keys(18 + i, head, num_tokens=37, num_heads=2, is_causal=is_causal)), head] = True
+    unseen = ~seen | mask[0].unsqueeze(1)
+    poisoned = [x.masked_fill(unseen[None, :, :, None], math.nan) for x in (k, v)]
+    given: dict[str, Any] = {"is_causal": is_causal, "padding": mask}
+    for got, expected in zip(
+        run((q, *poisoned), pattern, 18, **given), run((q, k, v), pattern, 18, **given), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+def test_a_row_does_not_see_what_its_neighbour_sees() -> None:
+    """NaN in a value that only the other query of the tile has: 0 * NaN must not reach this one."""
+    pattern = DilatedPattern.longnet([16, 4], [2, 1])
+    q, k, v = make(2, 32, 1, 1)
+    expected, _ = run((q, k, v), pattern, 20)
+    v[0, 18] = math.nan
+    for splits in (1, 3):
+        out, _ = run((q, k, v), pattern, 20, config=CONFIG._replace(splits=splits))
+        assert out[0, 0].isnan().all()  # position 20 is at the offset of the head
+        assert testing.error(out[0, 1], expected[0, 1]) < 1e-6  # position 21 is in the short branch only
+
+
+@pytest.mark.parametrize("offset", [-1, -40, 36, 500])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_outside_the_keys_see_nothing(offset: int, is_causal: bool) -> None:
+    """Positions on the device cannot be checked without waiting for it."""
+    q, k, v = make(3, 37, samples=2)
+    out, lse = run((q, k, v), PATTERN, torch.tensor([20, offset]), is_causal=is_causal)
+    exact, _ = reference.attention(q, k, v, PATTERN, query_offset=20, is_causal=is_causal, scale=0.3)
+    assert testing.error(out[0], exact[0]) < 5e-6
+    for i in range(3):
+        if not 0 <= offset + i < 37:
+            assert (out[1, i] == 0).all()
+            assert (lse[1, i] == -math.inf).all()
+        else:
+            assert lse[1, i].isfinite().all()
+
+
+def test_nothing_to_see_and_nothing_to_do() -> None:
+    q, k, v = make(2, 37)
+    everything = torch.ones(1, 37, dtype=torch.bool)
+    for splits in (1, 3):
+        out, lse = run((q, k, v), PATTERN, 20, padding=everything, config=CONFIG._replace(splits=splits))
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+    out, lse = run((q[:, :0], k, v), PATTERN, 20)
+    assert (out.shape, lse.shape) == ((1, 0, 2, 8), (1, 0, 2))
+
+
+def test_the_same_call_twice_is_equal_to_the_bit() -> None:
+    qkv = make(2, 61)
+    for one, two in zip(run(qkv, PATTERN, 57), run(qkv, PATTERN, 57), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_unwritten_memory_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: make_empty(*args, **kwargs).fill_(math.nan))
+    for rows in (2, 17):
+        qkv = make(rows, 61)
+        check(qkv, DilatedPattern.longnet([8, 32], [2, 4]), 40, config=CONFIG._replace(splits=9))
+
+
+def test_the_sizes_chosen_fit() -> None:
+    """Splits fill the device and leave no program without a tile to hope for."""
+    q, k, _ = make(1, 4096, heads=4, kv_heads=2, dim=64)
+    options = decode.Options(_branches(PATTERN, 2), True, False, 1.0)
+    chosen = decode.configure(q, k, options)
+    assert (chosen.rows, chosen.keys) == (16, 64)
+    assert chosen.splits == min(decode.PROGRAMS_PER_PROCESSOR // 2, 3)  # one tile a branch, "one processor" here
+    assert decode.configure(q.expand(64, -1, -1, -1), k.expand(64, -1, -1, -1), options).splits == 1
+    wide = decode.configure(q.new_empty(1, 64, 8, 256), k.new_empty(1, 4096, 1, 256), options)
+    assert (wide.rows, wide.keys, wide.warps) == (64, 16, 8)
+
+
+def test_a_pattern_far_longer_than_the_keys() -> None:
+    pattern = DilatedPattern.longnet([5, 2**48], [1, 2**48])
+    check(make(3, 23), pattern, 17)
+    check(make(3, 23), DilatedPattern.torchscale([5, 2**48], [1, 2**40]), 17, is_causal=False)

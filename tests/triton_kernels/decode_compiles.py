@@ -1,0 +1,114 @@
+"""The decoding kernels through Triton's compiler, for GPUs that need not be there: what the interpreter cannot show.
+
+Run by test_triton_decode in a process of its own, as the driver that stands in for a GPU's is Triton's only one there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from dilated_attention import DilatedPattern, _decode_ops
+from dilated_attention._engine import Settings
+from dilated_attention.backends.triton import decode
+
+assert os.environ.get("TRITON_INTERPRET") != "1"
+
+PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+ODD = DilatedPattern.torchscale([1000, 5792, 2**48], [3, 12, 2**40])
+SHARED = {80: 166_912, 90: 232_448}  # bytes of shared memory that a program can have
+
+
+class Driver:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """In the place of a kernel: takes its launches, and only compiles it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.made: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.made.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    found = [Compiled(decode.decode_kernel), Compiled(decode.combine_kernel)]
+    monkeypatch.setattr(decode, "decode_kernel", found[0])
+    monkeypatch.setattr(decode, "combine_kernel", found[1])
+    monkeypatch.setattr(decode, "_processors", lambda device: 132)
+    return found
+
+
+def launch(
+    dtype: torch.dtype,
+    pattern: DilatedPattern,
+    queries: int,
+    dim: int,
+    *,
+    kv_heads: int = 4,
+    group: int = 1,
+    is_causal: bool = True,
+    masked: bool = False,
+    on_device: bool = False,
+    samples: int = 1,
+    tokens: int = 65536,
+    offset: int = 77,
+) -> None:
+    q = torch.empty(samples, queries, kv_heads * group, dim, dtype=dtype)
+    k, v = torch.empty(2, samples, tokens, kv_heads, dim, dtype=dtype).unbind(0)
+    mask = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
+    at = torch.zeros(samples, dtype=torch.int64) if on_device else None
+    _decode_ops._kernel(q, k, v, mask, at, offset, Settings(pattern, is_causal, 0.1, 0.0, "triton"))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "a_step": {"dtype": torch.bfloat16, "pattern": PAPER, "queries": 1, "dim": 64},
+    "grouped": {"dtype": torch.float16, "pattern": PAPER, "queries": 5, "dim": 80, "group": 4, "on_device": True},
+    "one_head": {"dtype": torch.bfloat16, "pattern": PAPER, "queries": 1, "dim": 128, "kv_heads": 1, "group": 8},
+    "zeros": {"dtype": torch.bfloat16, "pattern": ODD, "queries": 3, "dim": 64, "is_causal": False, "masked": True},
+    "widest": {"dtype": torch.float32, "pattern": PAPER, "queries": 64, "dim": 256, "tokens": 4096},
+    "one_launch": {"dtype": torch.bfloat16, "pattern": ODD, "queries": 1, "dim": 16, "samples": 300, "tokens": 512},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("capability", [90, 80])
+def test_compiles(kernels: list[Compiled], name: str, capability: int) -> None:
+    driver.set_active(Driver(capability))
+    launch(**CASES[name])
+    made = [kernel for one in kernels for kernel in one.made]
+    assert len(made) == (1 if name == "one_launch" else 2)
+    for kernel in made:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED[capability]
+
+
+def test_a_step_further_is_the_same_kernel(kernels: list[Compiled]) -> None:
+    """A growing cache and other positions compile nothing anew."""
+    driver.set_active(Driver(90))
+    for tokens, offset in ((4097, 77), (4096, 1), (2048, 16), (300, 0), (65536, 2**16 - 1)):
+        launch(torch.bfloat16, PAPER, 1, 64, tokens=tokens, offset=offset, masked=True)
+    for one in kernels:
+        assert len(one.made) == 5
+        assert len({kernel.hash for kernel in one.made}) == 1

@@ -1,0 +1,311 @@
+"""Parts merged, written and added in one launch, against `merge` in float64. Run by test_triton_kernels in a process of
+its own: in Triton's interpreter on a CPU (TRITON_INTERPRET is read when triton is imported), and on a GPU if there is
+one.
+
+What lies around a view is poisoned with NaN, and so is what a state at -inf holds: neither may matter or change.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, merge
+from dilated_attention._plan import Block, plan
+from dilated_attention._shards import Heads, Shards
+from dilated_attention.backends.triton import fuse
+from dilated_attention.pattern import RULES
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# the interpreter knows no bfloat16
+HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+PATTERNS = {rule: DilatedPattern.of(rule, [6, 16], [1, 3]) for rule in RULES}
+INF = math.inf
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of -inf - -inf
+
+
+class Place(NamedTuple):
+    """A view of a tensor (B, N, H, ...) and how many query heads it has for each of its heads."""
+
+    block: Block
+    whole: tuple[int, int, int]
+    group: int = 1
+
+    def view(self, x: Tensor) -> Tensor:
+        return self.block.view(x, self.group)
+
+    def shape(self) -> tuple[int, int, int]:
+        return (self.block.samples * self.block.segments, self.block.rows, self.block.heads * self.group)
+
+
+def one(rows: int, heads: int = 3, samples: int = 2) -> Place:
+    """All heads of every second token."""
+    block = Block(0, 0, samples, 0, 1, 2 * rows, 2, 0, heads, 1, 1, 0, rows)
+    return Place(block, (samples, 2 * rows, heads))
+
+
+def places(pattern: DilatedPattern, samples: int, tokens: int, heads: int, group: int = 1) -> list[Place]:
+    found = plan(pattern, samples, Shards.of((tokens,)), 0, Heads(0, heads, heads), group, True)
+    return [Place(block, (samples, tokens, heads * group), group) for block in found.blocks]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def transposed(place: Place, dim: int, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """A part and its lse as cuDNN may give them: rows side by side for each head."""
+    batch, rows, heads = place.shape()
+    part = randn(batch, heads, rows, dim, dtype=dtype, seed=seed).transpose(1, 2)
+    return part, 3 * randn(batch, heads, rows, seed=seed + 1).transpose(1, 2)
+
+
+def poisoned(place: Place, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all tokens with numbers in the view and NaN around it."""
+    out = torch.full((*place.whole, dim), math.nan, dtype=dtype, device=DEVICE)
+    lse = torch.full(place.whole, math.nan, device=DEVICE)
+    place.view(out).copy_(randn(*place.shape(), dim, seed=3))
+    place.view(lse).copy_(3 * randn(*place.shape(), seed=4))
+    return out, lse
+
+
+def close(got: Tensor, exact: Tensor) -> None:
+    unit = {torch.float16: 2**-11, torch.bfloat16: 2**-8}.get(got.dtype, 1e-6)
+    torch.testing.assert_close(got.double(), exact, rtol=1.01 * unit, atol=2e-6)
+
+
+def untouched(place: Place, after: Tensor, before: Tensor) -> None:
+    after, before = after.clone(), before.clone()
+    for x in (after, before):
+        place.view(x).zero_()
+    assert torch.equal(after.isnan(), before.isnan())
+    assert torch.equal(after.nan_to_num(), before.nan_to_num())
+
+
+def check(
+    place: Place,
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    part_dtype: torch.dtype = torch.float16,
+    *,
+    first: bool = False,
+    zeros: Tensor | float | None = None,
+    empty: tuple[Any, Any] = ((), ()),
+    part: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """One merge, or one write. ``empty``: the rows, as an index, where (out, lse) is at -inf, and where the part is."""
+    out, lse = poisoned(place, dim, dtype)
+    part, part_lse = transposed(place, dim, part_dtype) if part is None else part
+    states = ((place.view(out), place.view(lse), empty[0]), (part, part_lse, empty[1]))
+    for state, state_lse, where in states:
+        if where != ():
+            state_lse[where], state[where] = -INF, math.nan
+    before, before_lse, kept, kept_lse = (x.clone() for x in (out, lse, part, part_lse))
+    # the same in float64, from clean states
+    (exact, exact_lse), (other, other_lse) = (
+        (x.double().masked_fill(y.unsqueeze(-1) == -INF, 0.0), y.double()) for x, y, _ in states
+    )
+    if zeros is not None:
+        merge.add_zero_keys_(other, other_lse, zeros.double() if isinstance(zeros, Tensor) else zeros)
+    if first:
+        exact, exact_lse = other, other_lse
+    else:
+        merge.merge_(exact, exact_lse, other, other_lse)
+    (fuse.write_ if first else fuse.merge_)(place.view(out), place.view(lse), part, part_lse, zeros)
+    got = place.view(out)
+    if not first:  # nothing came of nothing: not even what stood there is touched
+        got = got.masked_fill(exact_lse.unsqueeze(-1) == -INF, 0.0)
+    close(got, exact)
+    close(place.view(lse), exact_lse)
+    untouched(place, out, before)
+    untouched(place, lse, before_lse)
+    assert torch.equal(part.nan_to_num(), kept.nan_to_num())
+    assert torch.equal(part_lse, kept_lse)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 63, 64, 65, 127, 129])
+@pytest.mark.parametrize("dim", [5, 16, 64, 80])
+def test_sizes(rows: int, dim: int) -> None:
+    check(one(rows, heads=2, samples=1), dim)
+
+
+@pytest.mark.parametrize("dim", [1, 20, 72, 256, 300])
+@pytest.mark.parametrize("first", [False, True])
+def test_other_head_dims(dim: int, first: bool) -> None:
+    check(one(7), dim, first=first)
+
+
+@pytest.mark.parametrize("part_dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("first", [False, True])
+def test_dtypes(dtype: torch.dtype, part_dtype: torch.dtype, first: bool) -> None:
+    check(one(33), 24, dtype, part_dtype, first=first)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("zeros", [None, 0.7])
+def test_empty_states(first: bool, zeros: float | None) -> None:
+    """Nothing there, nothing to merge, neither; side by side with rows that have both."""
+    rows = torch.arange(8)
+    here, there = (rows % 2 == 1, rows % 4 >= 2)
+    check(one(8), 16, first=first, zeros=zeros, empty=((slice(None), here), (slice(None), there)))
+    check(one(8), 16, first=first, zeros=zeros, empty=((...,), (...,)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("group", [1, 2])
+def test_every_block_of_a_plan(rule: str, group: int) -> None:
+    """Segments in the batch, short last ones, heads in steps and on diagonals."""
+    found = places(PATTERNS[rule], 2, 22, 4, group)
+    assert len(found) > 3
+    for place in found:
+        check(place, 8)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_diagonal(first: bool) -> None:
+    """The step from head to head is a head and a token."""
+    found = places(DilatedPattern.longnet([16], [8]), 1, 32, 8)
+    assert [place.block.offset_step for place in found] == [1]
+    check(found[0], 64, first=first)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", ["number", "all", "heads", "rows", "strided"])
+def test_zero_keys(kind: str, first: bool) -> None:
+    place = one(17)
+    full = randn(*place.shape(), seed=9)
+    zeros: Any = {
+        "number": 1.5,
+        "all": torch.tensor(0.3, device=DEVICE),
+        "heads": full[:, :1],
+        "rows": full,
+        "strided": randn(3, 1, 2, seed=9).transpose(0, 2),
+    }[kind]
+    if kind == "rows":
+        zeros[:, ::3] = -INF  # none of them
+    check(place, 16, first=first, zeros=zeros, empty=((slice(None), slice(2, 9)), (slice(None), slice(6, 13))))
+
+
+def test_the_part_may_lie_in_any_way() -> None:
+    place = one(9)
+    batch, rows, heads = place.shape()
+    lse = randn(batch, rows, heads, seed=5)
+    check(place, 16, part=(randn(batch, rows, heads, 16), lse))
+    check(place, 16, part=(randn(rows, heads, batch, 20).permute(2, 0, 1, 3)[..., 3:19], lse))
+    check(place, 16, part=(randn(batch, 1, 1, 16).expand(batch, rows, heads, 16), lse))
+
+
+def test_a_state_of_no_weight_changes_no_bit() -> None:
+    out, part = randn(2, 5, 3, 8), randn(2, 5, 3, 8, seed=1)
+    lse, far = torch.full((2, 5, 3), 90.0, device=DEVICE), torch.full((2, 5, 3), -90.0, device=DEVICE)
+    for one_lse, other_lse, expected in ((lse, far, out), (far, lse, part)):
+        got, got_lse = out.clone(), one_lse.clone()
+        fuse.merge_(got, got_lse, part, other_lse)
+        assert torch.equal(got, expected)
+        assert torch.equal(got_lse, lse)
+
+
+def test_equal_states_stay_as_they_are() -> None:
+    out, lse = randn(2, 5, 3, 8), randn(2, 5, 3)
+    got, got_lse = out.clone(), lse.clone()
+    fuse.merge_(got, got_lse, out, randn(2, 5, 3, seed=1))
+    assert torch.equal(got, out)
+
+
+def test_nan_and_infinity_are_not_hidden() -> None:
+    """As in `merge`: an lse of NaN spreads; +inf has all the weight, and two of them have no mean."""
+    values = [math.nan, INF, -INF, 0.5]
+    lse = torch.tensor(values, device=DEVICE)[None, :, None].expand(4, 4, 1).contiguous()
+    part_lse = lse.transpose(0, 1).contiguous()
+    out, part = randn(4, 4, 1, 8), randn(4, 4, 1, 8, seed=1)
+    exact, exact_lse = out.double(), lse.double()
+    merge.merge_(exact, exact_lse, part.double(), part_lse.double())
+    fuse.merge_(out, lse, part, part_lse)
+    torch.testing.assert_close(out.double(), exact, equal_nan=True, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), exact_lse, equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+def test_in_float64() -> None:
+    """Nothing on the way is rounded to float32, not even a number given for the zeros."""
+    out, part = randn(2, 5, 3, 8).double(), randn(2, 5, 3, 8, seed=1).double()
+    lse, part_lse = randn(2, 5, 3).double(), randn(2, 5, 3, seed=1).double()
+    exact, exact_lse, other, other_lse = (x.clone() for x in (out, lse, part, part_lse))
+    merge.add_zero_keys_(other, other_lse, 0.1)
+    merge.merge_(exact, exact_lse, other, other_lse)
+    fuse.merge_(out, lse, part, part_lse, 0.1)
+    torch.testing.assert_close(out, exact, rtol=0, atol=1e-14)
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=1e-14)
+    total = out + part
+    fuse.put_([out], [part], add=True)
+    assert torch.equal(out, total)
+
+
+def test_nothing_to_do() -> None:
+    for shape in ((0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8), (2, 4, 2, 0)):
+        out, lse = torch.empty(shape, device=DEVICE), torch.zeros(shape[:3], device=DEVICE)
+        fuse.merge_(out, lse, out, lse)
+        fuse.write_(out, lse, out, lse)
+        fuse.put_([out], [out], add=True)
+        fuse.put_([out, out], [out, out], add=False)
+
+
+def check_put(found: list[Place], dim: int, dtype: torch.dtype, part_dtype: torch.dtype, add: bool) -> None:
+    wholes = [poisoned(place, dim, dtype)[0] for place in found]
+    parts = [transposed(place, dim, part_dtype, seed=i)[0] for i, place in enumerate(found)]
+    before = [x.clone() for x in wholes]
+    fuse.put_([place.view(x) for place, x in zip(found, wholes, strict=True)], parts, add)
+    for place, whole, part, was in zip(found, wholes, parts, before, strict=True):
+        exact = (part.float() + place.view(was).float() if add else part).to(dtype)
+        assert torch.equal(place.view(whole), exact)
+        untouched(place, whole, was)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 129])
+@pytest.mark.parametrize("dim", [5, 64, 80])
+def test_put(rows: int, dim: int, add: bool) -> None:
+    """Three gradients, those of key and value with fewer heads."""
+    check_put([one(rows, 4, 1), one(rows, 2, 1), one(rows, 2, 1)], dim, torch.float16, torch.float16, add)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("part_dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_put_dtypes(dtype: torch.dtype, part_dtype: torch.dtype, add: bool) -> None:
+    check_put([one(33)], 24, dtype, part_dtype, add)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_put_of_any_shapes(add: bool) -> None:
+    """One to three pairs, of which some have no rows, or many more than the others."""
+    for rows in ([5], [0, 5], [5, 0, 9], [0, 0, 9], [200, 1, 3], [1, 200], [3, 1, 200]):
+        check_put([one(count, 1 + i, 1 + i) for i, count in enumerate(rows)], 40, torch.float32, torch.float16, add)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("group", [1, 2])
+def test_put_every_block_of_a_plan(rule: str, group: int) -> None:
+    for query_side in places(PATTERNS[rule], 2, 22, 4, group):
+        samples, tokens, heads = query_side.whole
+        key_side = Place(query_side.block, (samples, tokens, heads // group))
+        check_put([query_side, key_side, key_side], 8, torch.float16, torch.float16, True)
+
+
+def test_the_same_call_twice_is_equal_to_the_bit() -> None:
+    place = one(40)
+    part, part_lse = transposed(place, 64, torch.float16)
+    results = []
+    for _ in range(2):
+        out, lse = poisoned(place, 64, torch.float32)
+        fuse.merge_(place.view(out), place.view(lse), part, part_lse)
+        results.append((out.nan_to_num(), lse.nan_to_num()))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)

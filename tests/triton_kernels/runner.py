@@ -1,0 +1,26 @@
+"""Runs a file of cases in a process of its own: Triton reads at its import whether it interprets or compiles."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(cases: str, *, only: str = "", **environment: str) -> int:
+    """How many of these cases passed; fails unless all did. ``only``: those with such marks."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/triton_kernels/{cases}"]
+    command += ["-m", only] if only else []
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**without, **environment}, capture_output=True, text=True, timeout=900
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    summary = done.stdout.strip().splitlines()[-1]
+    passed = re.fullmatch(r"(\d+) passed(, \d+ deselected)?( in .*)?", summary)
+    assert passed, f"not all ran: {summary}"
+    return int(passed[1])
