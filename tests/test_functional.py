@@ -68,7 +68,7 @@ def bad_calls() -> Iterator[Any]:
     yield shapes("3d-query", (20, 4, 8), SHAPE, SHAPE, r"query must be \(batch, tokens, heads, head_dim\), got .*20")
     yield shapes("3d-key", SHAPE, (20, 4, 8), SHAPE, r"key must be \(batch, tokens, heads, head_dim\), got")
     yield shapes("5d-value", SHAPE, SHAPE, (1, *SHAPE), r"value must be \(batch, tokens, heads, head_dim\), got")
-    yield shapes("tokens", SHAPE, (2, 21, 4, 8), (2, 21, 4, 8), "query has 20 tokens and key 21")
+    yield shapes("tokens", (2, 21, 4, 8), SHAPE, SHAPE, "query has 21 tokens and key 20")
     yield shapes("key-value-tokens", SHAPE, SHAPE, (2, 21, 4, 8), r"key and value must have one shape, got .*20.*21")
     yield shapes("key-value-heads", SHAPE, SHAPE, (2, 20, 2, 8), r"key and value must have one shape", enable_gqa=True)
     yield shapes("key-value-dim", SHAPE, SHAPE, (2, 20, 4, 16), r"key and value must have one shape")
@@ -109,7 +109,7 @@ def bad_calls() -> Iterator[Any]:
     for scale in (-1.0, math.nan, math.inf, -math.inf, "half"):
         yield value(f"scale-{scale}", f"scale must be .* 0 or more, got .?{scale}", scale=scale)
     for backend in ("flash", "", "SDPA", None):
-        yield value(f"backend-{backend}", "unknown backend .*use one of auto, sdpa, eager", backend=backend)
+        yield value(f"backend-{backend}", "unknown backend .*use one of auto, triton, sdpa, eager", backend=backend)
     yield value("sdpa-dropout", "'sdpa' cannot run this call: .*dropout.*Use backend='auto'",
                 backend="sdpa", dropout_p=0.1)  # fmt: skip
     for pattern in (None, "longnet", ((8, 16), (1, 2)), {"segment_lengths": [8]}):
@@ -144,25 +144,27 @@ def test_explain_names_what_runs_and_why_nothing_else() -> None:
     qkv = testing.make_qkv(2, 20, 4, 8)
     told = explain(*qkv, PATTERN)
     assert (told.backend, told.kernel) == ("sdpa", "flash on CPU")
-    assert set(told.why_not) == {"eager"}
+    assert set(told.why_not) == {"triton", "eager"}
     assert "could run, but sdpa (flash on CPU)" in told.why_not["eager"][0]
 
     told = explain(*qkv, PATTERN, dropout_p=0.1)
     assert told.backend == "eager"
     assert "matmul" in told.kernel
-    assert set(told.why_not) == {"sdpa/flash on CPU"}
+    assert set(told.why_not) == {"triton", "sdpa/flash on CPU"}
     assert "dropout cannot follow the seeded mask" in told.why_not["sdpa/flash on CPU"][0]
 
     told = explain(*qkv, PATTERN, backend="eager")
     assert told.backend == "eager"
-    assert set(told.why_not) == {"sdpa/flash on CPU"}
+    assert set(told.why_not) == {"triton", "sdpa/flash on CPU"}
 
 
 def test_explain_reads_well() -> None:
     text = str(explain(*testing.make_qkv(2, 20, 4, 8), PATTERN, dropout_p=0.1))
     lines = text.splitlines()
     assert lines[0].startswith("runs: eager, kernel: ")
-    assert lines[1].startswith("not sdpa/flash on CPU: its dropout")
+    assert lines[1].startswith("backward: eager, kernel: ")
+    assert lines[2].startswith("not triton: ")
+    assert lines[3].startswith("not sdpa/flash on CPU: its dropout")
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"backend": "eager"}, {"is_causal": True}], ids=str)

@@ -22,9 +22,10 @@ from dilated_attention.pattern import RULES
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 
 
-def plan(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int, fold: bool) -> Plan:
+def plan(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int, fold: bool, cut=None) -> Plan:
     """The plan of a single rank."""
-    return _plan.plan(pattern, samples, Shards.of((tokens,)), 0, Heads(0, kv_heads, kv_heads), group, fold)
+    heads = Heads(0, kv_heads, kv_heads)
+    return _plan.plan(pattern, samples, Shards.of((tokens,)), 0, heads, group, fold, cut=cut)
 
 
 @st.composite
@@ -81,15 +82,17 @@ def seen_through(work: Plan, samples: int, tokens: int, kv_heads: int, group: in
 
 
 @FEW
-@given(plans())
-@example((DilatedPattern.longnet([4, 8], [1, 2]), 2, 8, 4, 1, True))
-@example((DilatedPattern.longnet([8], [4]), 3, 19, 8, 1, False))
-@example((DilatedPattern.longnet([8, 4], [4, 3]), 2, 16, 6, 2, True))
-@example((DilatedPattern.torchscale([6, 32], [2, 4]), 2, 21, 8, 1, True))
-@example((DilatedPattern.head_groups([5, 3, 30], [1, 7, 2]), 3, 23, 7, 3, False))
-def test_blocks_show_exactly_the_keys_of_the_pattern(case) -> None:
+@given(plans(), st.sampled_from([None, (1, 1), (1, 5), (2, 12), (3, 40)]))
+@example((DilatedPattern.longnet([4, 8], [1, 2]), 2, 8, 4, 1, True), None)
+@example((DilatedPattern.longnet([4, 8], [1, 2]), 3, 8, 4, 1, True), (1, 16))  # a part of one sample, of two segments
+@example((DilatedPattern.longnet([8], [4]), 3, 19, 8, 1, False), None)
+@example((DilatedPattern.longnet([8], [4]), 3, 19, 8, 1, False), (1, 6))  # a part of three heads on a diagonal
+@example((DilatedPattern.longnet([8, 4], [4, 3]), 2, 16, 6, 2, True), (1, 4))
+@example((DilatedPattern.torchscale([6, 32], [2, 4]), 2, 21, 8, 1, True), (2, 9))
+@example((DilatedPattern.head_groups([5, 3, 30], [1, 7, 2]), 3, 23, 7, 3, False), (3, 7))
+def test_blocks_show_exactly_the_keys_of_the_pattern(case, cut) -> None:
     pattern, samples, tokens, kv_heads, group, fold = case
-    keys, zeros = seen_through(plan(*case), samples, tokens, kv_heads, group, fold)
+    keys, zeros = seen_through(plan(*case, cut), samples, tokens, kv_heads, group, fold)
     for sample in range(samples):
         for head in range(kv_heads * group):
             for query in range(tokens):
@@ -195,6 +198,39 @@ def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
     assert [(b.samples, b.segments) for b in few_segments] == [(5, 1), (5, 1)]
     few_samples = blocks_of(DilatedPattern.longnet([4], [1]), samples=2, fold=False)
     assert [(b.samples, b.segments) for b in few_samples] == [(1, 16), (1, 16)]
+
+
+@FEW
+@given(plans(), st.integers(1, 8), st.integers(1, 60))
+def test_long_blocks_are_cut_and_short_ones_are_not(case, long: int, most: int) -> None:
+    whole, parts = plan(*case), plan(*case, (long, most))
+    assert (parts.leaves_rows, parts.merges) == (whole.leaves_rows, whole.merges)
+    assert [block for block in parts.blocks if block.rows < long] == [b for b in whole.blocks if b.rows < long]
+    for block in parts.blocks:
+        if block.rows >= long:
+            batch = block.samples * block.segments
+            assert batch * block.heads * block.rows <= most or batch * block.heads == 1
+
+
+def test_parts_are_as_large_as_they_may_be() -> None:
+    (block,) = blocks_of(DilatedPattern.longnet([16], [1]), samples=3)  # 3 samples of 4 segments, 8 heads, 16 rows
+    shapes = {most: {(b.samples, b.segments, b.heads) for b in block.cut(most)} for most in (1535, 1024, 300, 40, 1)}
+    assert shapes == {1535: {(2, 4, 8), (1, 4, 8)}, 1024: {(2, 4, 8), (1, 4, 8)}, 300: {(1, 2, 8)}, 40: {(1, 1, 2)},
+                      1: {(1, 1, 1)}}  # fmt: skip
+    assert block.cut(1536) == [block]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("kv_heads", "group", "most"), [(8, 1, 2), (4, 2, 4)], ids=["heads", "GQA"])
+def test_many_short_segments_are_few_blocks(rule: str, kv_heads: int, group: int, most: int) -> None:
+    """However many segments there are: in a branch a block for each view of heads, at most per sample, and tails."""
+    for tokens, samples in ((32768, 1), (32768, 3), (32770, 1), (32770, 3)):
+        for length, rate in ((16, 1), (32, 2), (64, 4)):
+            pattern = DilatedPattern(rule, (length,), (rate,))
+            blocks = plan(pattern, samples, tokens, kv_heads, group, True).blocks
+            whole = [block for block in blocks if block.segment_length == length]
+            assert len(whole) <= most * (1 if tokens % length == 0 else samples)
+            assert len(blocks) - len(whole) <= kv_heads
 
 
 def test_the_densest_branch_goes_first() -> None:

@@ -1,10 +1,14 @@
-"""A problem too large for one kernel call is cut into pieces; the limits are made tiny so that this shows on a CPU."""
+"""A problem too large for one kernel call is cut into pieces; on a CPU, keys and values that lie far apart are packed.
+
+The limits are made tiny so that both show.
+"""
 
 import pytest
 import torch
 
 from dilated_attention import DilatedPattern, testing
-from dilated_attention.backends import sdpa
+from dilated_attention.backends import aten, sdpa
+from dilated_attention.backends.problem import Request
 from dilated_attention.pattern import RULES
 
 
@@ -39,3 +43,49 @@ def test_pieces_keep_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_one_call_on_a_device_without_limits() -> None:
     q = torch.randn(70_000, 2, 1, 1)
     assert sdpa._pieces(q, q, q) == [sdpa._Piece()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "expanded"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_packing_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: str, rule: str, masked: bool
+) -> None:
+    qkv = testing.make_qkv(2, 70, 6, 4, kv_heads=3, layout=layout, dtype=dtype)
+    mask = torch.arange(70) % 5 == torch.tensor([[1], [3]]) if masked else None
+    pattern = DilatedPattern(rule, (8, 33, 70), (1, 2, 3))
+    monkeypatch.setattr(aten, "PACKED_ROWS", 9)
+    monkeypatch.setattr(aten, "PAGE", 1)
+    monkeypatch.setattr(sdpa, "CALL_BYTES", 200)
+    packed = []
+    pack = aten._packed
+    monkeypatch.setattr(aten, "_packed", lambda x: packed.append(pack(x) is not x) or pack(x))
+    testing.check(qkv, pattern, key_padding_mask=mask, is_causal=not masked, backend="sdpa")
+    assert any(packed)
+    assert not all(packed)
+
+
+def test_only_rows_far_apart_that_are_read_often_are_packed() -> None:
+    def packs(queries: int, rows: int, row_bytes: int, heads: int = 2) -> bool:
+        q = torch.zeros(1, queries, heads, 16)
+        k = torch.zeros(1, rows, row_bytes // 64, 16)[:, :, :heads]
+        problem = aten.Dense(q, k, k, None, False, 1.0)
+        found = aten._packed(problem)
+        assert torch.equal(found.k, k)
+        assert (found is problem) == (found.k is k)
+        assert found is problem or all(x.transpose(1, 2).is_contiguous() for x in (found.k, found.v))
+        return found is not problem
+
+    assert packs(384, 384, 4096)
+    assert not packs(384, 384, 2048)
+    assert not packs(384, 383, 4096)
+    assert not packs(1, 5000, 4096)  # a step of decoding reads every key once
+    wide = torch.zeros(1, 400, 1, 2048)  # packed as it is
+    assert aten._packed(aten.Dense(wide, wide, wide, None, False, 1.0)).k is wide
+
+
+def test_a_part_of_the_work_is_some_mebibytes_a_thread() -> None:
+    q = torch.zeros(1, 8, 2, 64)
+    assert sdpa.cut(Request.of(q, torch.float32, False, False, False)) == (384, 32768 * torch.get_num_threads())
+    assert sdpa.cut(Request.of(q.to("meta"), torch.float32, False, False, False)) is None

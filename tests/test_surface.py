@@ -48,6 +48,8 @@ LAYERS = [
     "_shards",
     "_plan",
     "reference",
+    "_courses",
+    "_fused",
     "_engine",
     "_packing",
     "_exchange",

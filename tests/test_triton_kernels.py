@@ -1,4 +1,5 @@
-"""Our Triton kernels where there is no GPU: in Triton's interpreter, and through its compiler; and on one if there is."""
+"""What surrounds the library's kernels, where there is no GPU: in Triton's interpreter and through its compiler; and on
+one if there is."""
 
 from __future__ import annotations
 

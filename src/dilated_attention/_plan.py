@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -63,6 +63,29 @@ class Block:
             and self.segments * self.segment_length == x.shape[1]
             and (self.head, self.head_step, self.heads) == (0, 1, x.shape[2])
         )
+
+    def cut(self, most: int) -> list[Block]:
+        """The block in parts of at most so many rows, those of all its heads together, or of one head's segment."""
+        heads = max(1, min(self.heads, most // self.rows))
+        batch = max(1, most // (self.rows * heads))
+        segments = min(batch, self.segments)
+        samples = max(1, min(batch // self.segments, self.samples))
+        return [
+            replace(
+                self,
+                sample=self.sample + sample,
+                samples=min(samples, self.samples - sample),
+                start=self.start + segment * self.segment_length,
+                segments=min(segments, self.segments - segment),
+                head=self.head + head * self.head_step,
+                heads=min(heads, self.heads - head),
+                offset=self.offset + head * self.offset_step,
+                segment_start=self.segment_start + segment * self.segment_length,
+            )
+            for sample in range(0, self.samples, samples)
+            for segment in range(0, self.segments, segments)
+            for head in range(0, self.heads, heads)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +147,12 @@ def plan(
     fold: bool,
     visited: bool = False,
     elsewhere: tuple[Channel, ...] = (),
+    cut: tuple[int, int] | None = None,
 ) -> Plan:
     """The work of one rank on its own keys. ``group`` query heads per key/value head; ``fold`` as `folds` says.
 
     ``visited``: keys of other ranks follow, to be merged. ``elsewhere``: channels whose rows other ranks compute.
+    ``cut``: blocks of this many rows a segment, or more, are cut into parts of at most that many in all.
     """
     written: set[int] = set()
     blocks: list[Block] = []
@@ -152,6 +177,9 @@ def plan(
                 blocks += _blocks(pattern, branch, here, piece, samples, shards, rank, group, fold, first)
         written.update(head for head, _ in placed)
     merges |= not all(block.first for block in blocks)
+    if cut is not None:
+        long, most = cut
+        blocks = [part for block in blocks for part in (block.cut(most) if block.rows >= long else [block])]
     return Plan(tuple(blocks), leaves_rows, merges)
 
 

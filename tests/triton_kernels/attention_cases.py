@@ -1,6 +1,6 @@
-"""The attention kernels against the oracle: out, lse and every gradient, through the public function. Run by test_triton
-in a process of its own: in Triton's interpreter on a CPU (TRITON_INTERPRET is read when triton is imported), and on a GPU
-if there is one.
+"""The attention kernels against the oracle: out, lse and every gradient, through the public function. Run by
+test_triton in a process of its own: in Triton's interpreter on a CPU (TRITON_INTERPRET is read when triton is
+imported), and on a GPU if there is one.
 
 The interpreter takes milliseconds a tile, so heads, samples and tiles are few here. Tiles are 32 x 32 in float32 and
 64 x 32 in float16 there. All memory that nobody wrote holds NaN.
@@ -28,6 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FULL, HALF = torch.float32, torch.float16
 DTYPES = [FULL, HALF] if INTERPRETED else [FULL, HALF, torch.bfloat16]  # the interpreter knows no bfloat16
+MASKS = ("none", "random", "right", "sample")
 SEED = 0x0123456789ABCDEF
 NAN = math.nan
 
@@ -79,37 +80,50 @@ def run(
 
 
 def check(
-    qkv: tuple[Tensor, ...], pattern: DilatedPattern, *, held: tuple[int, int] | None = None, **options: Any
+    qkv: tuple[Tensor, ...],
+    pattern: DilatedPattern,
+    *,
+    held: tuple[int, int] | None = None,
+    times: float = 1.0,
+    **options: Any,
 ) -> None:
-    """By the rule of `testing`. ``held``: only these key/value heads are given to the kernels."""
+    """By the rule of `testing`. ``held``: only these key/value heads are given to the kernels; ``times``: so much more
+    error is allowed in float32, where scores are large."""
     dout, dlse = randn(*qkv[0].shape).to(qkv[0].dtype), randn(*qkv[0].shape[:3], seed=2)
     seed = {"seed": torch.tensor(SEED, device=DEVICE)} if options.get("dropout_p") else {}
     exact = testing.oracle(qkv, pattern, dout, dlse, **options, **seed)
     plain = None if qkv[0].dtype is FULL else testing.oracle(qkv, pattern, dout, dlse, dtype=None, **options, **seed)
-    if held is None:
-        testing.assert_exact(run(qkv, pattern, dout, dlse, **options), exact, plain)
-        return
     total = qkv[1].shape[2]
-    first, last = (qkv[0].shape[2] // total * head for head in held)
-    mine, kv = (slice(None), slice(None), slice(first, last)), (slice(None), slice(None), slice(*held))
-    part = (qkv[0][mine], qkv[1][kv], qkv[2][kv])
-    got = run(part, pattern, dout[mine], dlse[mine], heads=(held[0], total), **options)
+    kv = slice(*held) if held else slice(0, total)
+    group = qkv[0].shape[2] // total
+    mine = slice(kv.start * group, kv.stop * group)
+    given = {**options, "heads": (kv.start, total)} if held else options
+    part = (qkv[0][:, :, mine], qkv[1][:, :, kv], qkv[2][:, :, kv])
+    got = run(part, pattern, dout[:, :, mine], dlse[:, :, mine], **given)
     assert exact.lse is not None
-    wanted = Results(exact.out[mine], exact.lse[mine], exact.dq[mine], exact.dk[kv], exact.dv[kv])
-    testing.assert_exact(got, wanted)
+    rows = (x[:, :, mine] for x in (exact.out, exact.lse, exact.dq))
+    wanted = Results(*rows, exact.dk[:, :, kv], exact.dv[:, :, kv])
+    if times > 1.0:
+        found = testing.errors(got, wanted)
+        assert max(found.values()) <= times * testing.TOLERANCE[FULL], found
+    else:
+        testing.assert_exact(got, wanted, plain)
 
 
 # --- every kind of call -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", ["none", "random", "right", "sample"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-def test_rules_and_masks(rule: str, is_causal: bool, mask: str, dtype: torch.dtype) -> None:
-    """Two launches, grouped heads in half of the cases."""
-    samples, heads = (1, 4) if mask in ("none", "random") else (2, 2)
-    pattern, qkv = DilatedPattern.of(rule, [40, 16], [3, 1]), make(37, heads, 2, samples=samples, dtype=dtype)
+MIXED = [(rule, is_causal, mask) for rule in RULES for is_causal in (False, True) for mask in MASKS]
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_causal", "mask", "dtype", "group"),
+    [(*case, DTYPES[i // 2 % len(DTYPES)], 1 + i % 2) for i, case in enumerate(MIXED)],
+)
+def test_rules_and_masks(rule: str, is_causal: bool, mask: str, dtype: torch.dtype, group: int) -> None:
+    """Two launches, one of them for head_groups; dtypes and grouped heads are dealt to the cases."""
+    samples = 2 if mask == "sample" else 1
+    pattern, qkv = DilatedPattern.of(rule, [40, 20], [3, 1]), make(37, 2 * group, 2, samples=samples, dtype=dtype)
     check(qkv, pattern, is_causal=is_causal, key_padding_mask=make_mask(mask, samples, 37))
 
 
@@ -135,11 +149,10 @@ def test_head_dims(dim: int, dtype: torch.dtype) -> None:
     check(make(35, 1, dim=dim, dtype=dtype), DilatedPattern.longnet([32], [1]), is_causal=dim % 5 == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("layout", ["fused", "transposed", "expanded", "odd"])
-def test_layouts(layout: str, dtype: torch.dtype) -> None:
-    qkv = make(21, 4, 2, dim=20, samples=2, layout=layout, dtype=dtype)
-    check(qkv, DilatedPattern.longnet([16], [1]), is_causal=True)
+def test_layouts(layout: str) -> None:
+    qkv = make(21, 2, 1, dim=20, samples=2, layout=layout, dtype=HALF)
+    check(qkv, DilatedPattern.longnet([16], [1]), is_causal=layout != "odd")
 
 
 ODD = {
@@ -162,50 +175,50 @@ def test_odd_patterns(name: str, is_causal: bool) -> None:
 NESTED = {
     "two": ([24, 48], [1, 2]),
     "by_three": ([36, 72], [1, 3]),
-    "sparse": ([32, 64], [2, 4]),  # rows in no branch, too few to be filled by the kernels
-    "sparse_and_filled": ([64, 128], [2, 4]),
+    "sparse": ([32, 64], [2, 4]),  # rows in no branch
     "twice": ([40, 40], [1, 1]),
     "tail_before_the_second": ([20, 80], [1, 2]),
 }
 
 
+NESTED_CASES = [(name, FULL) for name in NESTED] + [(name, dtype) for dtype in DTYPES[1:] for name in ("two", "twice")]
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), [(name, FULL) for name in NESTED] + [(name, HALF) for name in NESTED])
+@pytest.mark.parametrize(("name", "dtype"), NESTED_CASES)
 def test_nested_branches(name: str, dtype: torch.dtype, is_causal: bool) -> None:
     """One launch; pairs of two branches count twice. With a tail."""
-    widths, rates = NESTED[name]
-    tokens = {"sparse": 71, "sparse_and_filled": 131, "by_three": 65}.get(name, 55)
-    check(
-        make(tokens, 1 if tokens > 100 else 2, 1, dtype=dtype),
-        DilatedPattern.longnet(widths, rates),
-        is_causal=is_causal,
-    )
+    tokens = {"sparse": 71, "by_three": 65}.get(name, 55)
+    check(make(tokens, 1, dtype=dtype), DilatedPattern.longnet(*NESTED[name]), is_causal=is_causal)
 
 
 @pytest.mark.parametrize("mask", ["random", "right"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nested_branches_with_a_mask(is_causal: bool, mask: str) -> None:
     pattern = DilatedPattern.longnet([24, 48], [1, 2])
-    check(make(53, 2, 1), pattern, is_causal=is_causal, key_padding_mask=make_mask(mask, 1, 53))
+    check(make(53, 1), pattern, is_causal=is_causal, key_padding_mask=make_mask(mask, 1, 53))
 
 
-@pytest.mark.parametrize("mask", ["none", "right"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_without_keys(rule: str, is_causal: bool, mask: str) -> None:
-    """The first launch fills them in, the second one takes that in; head 1 of the second branch has other rows."""
-    pattern = DilatedPattern.of(rule, [64, 70], [2, 3])
-    check(make(83, 2), pattern, is_causal=is_causal, key_padding_mask=make_mask(mask, 1, 83))
+@pytest.mark.parametrize(("widths", "rates"), [([64, 50], [2, 3]), ([10, 12], [3, 4])], ids=str)
+def test_rows_without_keys(rule: str, is_causal: bool, widths: list[int], rates: list[int]) -> None:
+    """The first launch fills them in, the second one takes that in; segments longer and shorter than a tile."""
+    check(make(75 if widths[0] > 32 else 23), DilatedPattern.of(rule, widths, rates), is_causal=is_causal)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_dropout(rule: str, is_causal: bool, p: float) -> None:
-    """Nested branches too drop on their own; a threshold of 2^31 or more."""
-    mask = make_mask("random", 2, 37) if p == 0.1 else None
-    qkv = make(37, 4 if p == 0.9 else 2, 2, samples=2 if p == 0.1 else 1)
-    check(qkv, DilatedPattern.of(rule, [18, 36], [1, 2]), is_causal=is_causal, dropout_p=p, key_padding_mask=mask)
+    """Nested branches too drop on their own; a threshold below and one beyond 2^31."""
+    check(make(33, 2), DilatedPattern.of(rule, [18, 36], [1, 2]), is_causal=is_causal, dropout_p=p)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dropout_with_a_mask_and_grouped_heads(is_causal: bool) -> None:
+    mask, pattern = make_mask("random", 2, 25), DilatedPattern.longnet([30], [2])
+    check(make(25, 2, 1, samples=2), pattern, is_causal=is_causal, dropout_p=0.4, key_padding_mask=mask)
 
 
 def test_everything_dropped() -> None:
@@ -218,8 +231,8 @@ def test_everything_dropped() -> None:
 @pytest.mark.parametrize(("rule", "held"), [("longnet", (2, 4)), ("torchscale", (1, 3)), ("head_groups", (2, 4))])
 def test_some_of_the_heads(rule: str, held: tuple[int, int], p: float) -> None:
     """Offsets and dropout go by the head's number among all."""
-    pattern = DilatedPattern.of(rule, [16, 32], [1, 4])
-    check(make(35, 10, 5), pattern, held=held, dropout_p=p, is_causal=rule == "torchscale")
+    pattern = DilatedPattern.of(rule, [20, 40], [1, 4])
+    check(make(23, 10, 5), pattern, held=held, dropout_p=p, is_causal=rule == "torchscale")
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------
@@ -228,26 +241,25 @@ def test_some_of_the_heads(rule: str, held: tuple[int, int], p: float) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 4.0])
 def test_scales(scale: float, is_causal: bool) -> None:
-    check(make(35, 1), DilatedPattern.longnet([16, 32], [1, 2]), scale=scale, is_causal=is_causal)
+    check(make(35, 1), DilatedPattern.torchscale([24], [1]), scale=scale, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_large_scores(rule: str) -> None:
-    """Only the differences matter: float32 scores are rounded at about 1e-4 here, weights are 0 or 1."""
-    q, k, v = make(35)
-    q, k = q.round() * 8, k.round() * 8  # exact products
-    check((q, k, v), DilatedPattern.of(rule, [16, 32], [1, 3]), scale=1.0)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_large_scores(is_causal: bool) -> None:
+    """Up to some hundreds: nothing overflows, and the error is that of rounding them once."""
+    q, k, v = make(35, 1)
+    check((8 * q, 8 * k, v), DilatedPattern.longnet([32], [1]), scale=1.0, is_causal=is_causal, times=50)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_anything_may_stand_in_masked_slots(rule: str, is_causal: bool) -> None:
-    q, k, v = make(37, 2, samples=2)
-    mask = make_mask("random", 2, 37)
+    q, k, v = make(37, 2)
+    mask = make_mask("random", 1, 37)
     assert mask is not None
-    mask[1, 20:] = True
+    mask[:, 30:] = True
     dout, dlse = randn(*q.shape), randn(*q.shape[:3])
-    pattern, given = DilatedPattern.of(rule, [16, 40], [1, 3]), {"key_padding_mask": mask, "is_causal": is_causal}
+    pattern, given = DilatedPattern.of(rule, [20, 40], [1, 3]), {"key_padding_mask": mask, "is_causal": is_causal}
     clean = run((q, k, v), pattern, dout, dlse, **given)
     dirty = run((q, *(x.masked_fill(mask[:, :, None, None], NAN) for x in (k, v))), pattern, dout, dlse, **given)
     for (name, got), (_, expected) in zip(dirty.items(), clean.items(), strict=True):
@@ -274,7 +286,7 @@ def test_rows_in_no_branch_are_not_read(is_causal: bool, widths: list[int]) -> N
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_nan_query_stays_in_its_row(is_causal: bool) -> None:
     q, k, v = make(37)
-    pattern = DilatedPattern.longnet([16, 32], [1, 2])
+    pattern = DilatedPattern.longnet([20, 40], [1, 2])
     given: dict[str, Any] = {"is_causal": is_causal, "backend": "triton", "return_lse": True}
     out, lse = dilated_attention(q, k, v, pattern, **given)
     q[0, 9, 0, 3] = NAN
@@ -288,8 +300,8 @@ def test_a_nan_query_stays_in_its_row(is_causal: bool) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_of_out_or_of_lse_alone(rule: str) -> None:
-    qkv, pattern = make(35), DilatedPattern.of(rule, [16, 32], [1, 2])
-    dout, dlse = randn(1, 35, 2, 16), randn(1, 35, 2)
+    qkv, pattern = make(25), DilatedPattern.of(rule, [30, 20], [2, 1])
+    dout, dlse = randn(1, 25, 2, 16), randn(1, 25, 2)
     testing.assert_exact(run(qkv, pattern, dout), testing.oracle(qkv, pattern, dout))
     leaves = [x.detach().requires_grad_() for x in qkv]
     _, lse = dilated_attention(*leaves, pattern, backend="triton", return_lse=True)
@@ -301,10 +313,10 @@ def test_gradients_of_out_or_of_lse_alone(rule: str) -> None:
 
 def test_gradients_in_any_layout() -> None:
     """As sum() sends them, as a transposed copy does, and with a strided last dimension."""
-    qkv, pattern = make(35, 2, samples=2), DilatedPattern.longnet([16, 32], [1, 2])
-    whole, rows = randn(2, 2, 35, 33), randn(2, 2, 35)
-    douts = (torch.ones((), device=DEVICE).expand(2, 35, 2, 16), whole.transpose(1, 2)[..., 1::2])
-    for dout, dlse in zip(douts, (rows.transpose(1, 2), randn(2, 35, 1).expand(-1, -1, 2)), strict=True):
+    qkv, pattern = make(25, samples=2), DilatedPattern.longnet([32], [1])
+    whole, rows = randn(2, 2, 25, 33), randn(2, 2, 25)
+    douts = (torch.ones((), device=DEVICE).expand(2, 25, 2, 16), whole.transpose(1, 2)[..., 1::2])
+    for dout, dlse in zip(douts, (rows.transpose(1, 2), randn(2, 25, 1).expand(-1, -1, 2)), strict=True):
         testing.assert_exact(run(qkv, pattern, dout, dlse), testing.oracle(qkv, pattern, dout, dlse))
 
 
@@ -316,8 +328,8 @@ def test_nothing_to_do() -> None:
 
 
 def test_the_same_call_twice_is_equal_to_the_bit() -> None:
-    qkv, pattern = make(53, 4, 2), DilatedPattern.longnet([24, 50], [1, 3])
-    one, two = (run(qkv, pattern, randn(1, 53, 4, 16), randn(1, 53, 4)) for _ in range(2))
+    qkv, pattern = make(53, 2, 1), DilatedPattern.longnet([54, 50], [1, 3])
+    one, two = (run(qkv, pattern, randn(1, 53, 2, 16), randn(1, 53, 2)) for _ in range(2))
     for (name, x), (_, y) in zip(one.items(), two.items(), strict=True):
         assert torch.equal(x, y), name
 
@@ -327,12 +339,12 @@ def test_the_same_call_twice_is_equal_to_the_bit() -> None:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("keys", [16, 32, 64])
-def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tile_sizes(rows: int, keys: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     monkeypatch.setattr(_fused, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
-    check(make(75, 1), DilatedPattern.longnet([34, 68], [1, 2]), is_causal=rows != keys)
-    check(make(75, 1), DilatedPattern.longnet([70], [1]), is_causal=rows == keys)
-    assert len(used) == 6
+    check(make(70, 1), DilatedPattern.longnet([66, 132], [1, 2]), is_causal=is_causal)
+    assert len(used) == 3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -348,15 +360,15 @@ def test_tables_in_64_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(launch, "table", wide)
-    check(make(61, 2, 1), DilatedPattern.longnet([24, 48], [1, 2]), is_causal=is_causal)
-    check(make(37, 2), DilatedPattern.torchscale([16], [2]), is_causal=is_causal, dropout_p=0.3)
+    check(make(53, 2, 1), DilatedPattern.longnet([40, 80], [1, 2]), is_causal=is_causal)
+    check(make(37, 2), DilatedPattern.torchscale([32], [2]), is_causal=is_causal, dropout_p=0.3)
     assert seen == [torch.int64] * 6
 
 
 def test_a_table_is_as_wide_as_it_must_be() -> None:
     ((course,),) = _fused.launches(DilatedPattern.longnet([2048], [4]), _fused.Heads(0, 2, 2), False)
     fixed: dict[str, Any] = {
-        "courses": (course,), "samples": 1, "group": 1, "own": 64, "other": 32, "sees": "all", "fills": False,
+        "courses": (course,), "samples": 1, "group": 1, "own": 64, "other": 32, "sees": "all",
         "device": torch.device("cpu"),
     }  # fmt: skip
     for tokens, stride, dtype in (
@@ -383,28 +395,25 @@ class Shifted:
         return start
 
 
+WHOLE = {  # one launch
+    "nested": DilatedPattern.longnet([48, 96], [1, 2]),
+    "gaps": DilatedPattern.longnet([64], [2]),
+    "zero_keys": DilatedPattern.torchscale([64], [2]),
+    "head_groups": DilatedPattern.head_groups([30, 48], [1, 2]),
+}
+
+
 @pytest.mark.parametrize("size", [1.0, 40.0], ids=["moderate", "starting_over"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("rule", "widths", "rates"),
-    [
-        ("longnet", [24, 48], [1, 2]),
-        ("longnet", [64], [2]),
-        ("torchscale", [64], [2]),
-        ("head_groups", [16, 48], [1, 2]),
-    ],
-)
-def test_without_a_running_maximum(
-    rule: str, widths: list[int], rates: list[int], is_causal: bool, size: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights relative to the row's own key; where one of them is beyond 2^100 the tile starts over with the maximum."""
+@pytest.mark.parametrize("name", WHOLE)
+def test_without_a_running_maximum(name: str, is_causal: bool, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights relative to the row's own key; where one is beyond 2^100 the tile starts over with the maximum."""
     shifted = Shifted()
     monkeypatch.setattr(launch, "forward_kernel", shifted)
     q, k, v = make(70)
     q[:, 30:50] *= size
-    q, k = (q * 4).round() / 4, (k * 4).round() / 4  # exact products: large scores are not rounded
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * math.log2(math.e)
     above = scores - scores.diagonal(dim1=2, dim2=3).unsqueeze(-1)
-    assert (above.max() > 130) == (size > 1)
-    check((q, k, v), DilatedPattern.of(rule, widths, rates), is_causal=is_causal, scale=1.0)
+    assert (above.max() > 130).item() == (size > 1)
+    check((q, k, v), WHOLE[name], is_causal=is_causal, scale=1.0, times=2 * size)
     assert shifted.calls == 1

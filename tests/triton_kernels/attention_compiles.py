@@ -1,5 +1,7 @@
-"""The attention kernels through Triton's compiler, for GPUs that need not be there. Run by test_triton in a process of
-its own."""
+"""The attention kernels through Triton's compiler, for GPUs that need not be there: what the interpreter cannot show.
+
+Run by test_triton in a process of its own, as the driver that stands in for a GPU's is Triton's only one there.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,125 @@ assert os.environ.get("TRITON_INTERPRET") != "1"
 
 NESTED = DilatedPattern.longnet([2048, 8192], [1, 4])
 SINGLE = DilatedPattern.longnet([2048], [2])
+ZEROS = DilatedPattern.torchscale([2048], [2])
 SHARED = {75: 65_536, 80: 166_912, 86: 101_376, 90: 232_448}  # bytes of shared memory that a program can have
-HALF, BRAIN = torch.float16, torch.bfloat16
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
-    found = {}
-    for name in configs.KERNELS:
-        found[name] = Compiled(getattr(launch, f"{name}_kernel"))
-        monkeypatch.setattr(launch, f"{name}_kernel", found[name])
+def compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    kernel: str,
+    dim: int,
+    dtype: torch.dtype,
+    config: Config,
+    pattern: DilatedPattern = NESTED,
+    *,
+    is_causal: bool = False,
+    masked: bool = False,
+    drops: bool = False,
+    again: bool = False,
+    tokens: int = 10_000,
+    samples: int = 1,
+) -> Any:
+    """The kernel that such a call would launch; grouped heads, and a gradient of lse."""
+    driver.set_active(Driver(capability))
+    made = Compiled(getattr(launch, f"{kernel}_kernel"))
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, f"{kernel}_kernel", made)
+        q, out, dout, dq = (torch.empty(samples, tokens, 4, dim, dtype=dtype) for _ in range(4))
+        k, v, dk, dv = (torch.empty(samples, tokens, 2, dim, dtype=dtype) for _ in range(4))
+        lse, stats = torch.empty(samples, tokens, 4), torch.empty(samples, 4, tokens, 2)
+        call = launch.Call(
+            0.1,
+            is_causal,
+            padding=torch.zeros(samples, tokens, dtype=torch.bool) if masked else None,
+            ends=torch.zeros(samples, dtype=torch.int64),
+            seed=torch.tensor(1) if drops else None,
+            dropout_p=0.1 if drops else 0.0,
+            zeros=pattern.rule == "torchscale" and not is_causal,
+        )
+        courses = launches(pattern, Heads(0, 2, 2), drops)[0]
+        how: dict[str, Any] = {"again": again, "fills": courses[0].rates[0] > 1}
+        if kernel == "forward":
+            launch.forward(q, k, v, out, lse, courses, call, config, **how)
+        elif kernel == "dq":
+            launch.backward_dq(q, k, v, out, lse, dout, lse, dq, stats, courses, call, config, **how)
+        else:
+            launch.backward_dkdv(q, k, v, dout, stats, dk, dv, courses, call, config, **how)
+    (found,) = made.made
     return found
+
+
+def check(capability: int, found: Any, *, tensor_cores: bool = True) -> None:
+    assert found.asm["cubin"]
+    assert found.metadata.shared <= SHARED[capability]
+    if tensor_cores:
+        assert "mma" in found.asm["ptx"]
+
+
+MEASURED = [(key, Config(*tile)) for key, tile in configs.measured()["9.0"]["tiles"].items()]
+
+
+def size(item: tuple[str, Config]) -> int:
+    """Of the tiles that a program holds at once."""
+    key, tile = item
+    return (tile.rows + tile.keys) * tile.stages * int(key.split()[1])
+
+
+def compile_measured(monkeypatch: pytest.MonkeyPatch, key: str, tile: Config) -> None:
+    kernel, dim, *kind = key.split()
+    pattern = NESTED if "nested" in kind else SINGLE
+    found = compiled(monkeypatch, 90, kernel, int(dim), BRAIN, tile, pattern, is_causal="causal" in kind)
+    check(90, found)
+
+
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_the_largest_measured(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    compile_measured(monkeypatch, *max((item for item in MEASURED if item[0].startswith(f"{kernel} ")), key=size))
+
+
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """On the newer devices with the least shared memory."""
+    options: dict[str, Any] = {"is_causal": kernel != "forward", "masked": True, "drops": True, "again": True}
+    check(86, compiled(monkeypatch, 86, kernel, 128, HALF, configs.DEFAULTS[128], ZEROS, **options))
+
+
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    tile = configs.WITHOUT_TENSOR_CORES[64]
+    check(80, compiled(monkeypatch, 80, kernel, 40, FULL, tile, SINGLE), tensor_cores=False)
+
+
+def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for each kind of call, not for each length, batch or pattern."""
+    tile = configs.DEFAULTS[64]
+    cases = ((4096, 1, [1024]), (8192, 3, [1024]), (4096, 2, [2048]), (12288, 1, [512]))
+    for is_causal in (False, True):
+        made = [
+            compiled(monkeypatch, 90, "dq", 64, BRAIN, tile, DilatedPattern.longnet(widths, [2]), tokens=tokens,
+                     samples=samples, is_causal=is_causal)
+            for tokens, samples, widths in cases
+        ]  # fmt: skip
+        assert len({kernel.hash for kernel in made}) == 1
+
+
+# --- all of them ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("key", "tile"), MEASURED)
+def test_measured(monkeypatch: pytest.MonkeyPatch, key: str, tile: Config) -> None:
+    compile_measured(monkeypatch, key, tile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("dim", configs.DEFAULTS)
+@pytest.mark.parametrize("capability", [75, 86])
+def test_defaults(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, kernel: str) -> None:
+    found = compiled(monkeypatch, capability, kernel, dim, HALF, configs.DEFAULTS[dim], NESTED, is_causal=True)
+    check(capability, found, tensor_cores=capability >= 80)
+    exact = compiled(monkeypatch, capability, kernel, dim, FULL, configs.WITHOUT_TENSOR_CORES[dim], SINGLE, masked=True)
+    check(capability, exact, tensor_cores=False)

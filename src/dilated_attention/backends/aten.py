@@ -19,6 +19,10 @@ from torch.nn import functional as F
 
 ops = torch.ops.aten
 
+# On a CPU keys and values are read anew for every tile of queries. Rows a page or more apart share few places in the
+# caches: where segments have this many rows, packing them first makes the kernel 3 to 25 % faster, the copy included.
+PACKED_ROWS, PAGE = 384, 4096
+
 
 class Dense(NamedTuple):
     """One dense problem."""
@@ -72,18 +76,28 @@ def efficient() -> Kernel:
 
 
 def _flash_cpu_forward(x: Dense) -> Result:
-    q, k, v = x.heads_first()
+    # in half precision the kernel packs what it reads itself, when it goes forward
+    q, k, v = (x if x.k.itemsize == 2 else _packed(x)).heads_first()
     out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, x.causal, attn_mask=x.bias, scale=x.scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _flash_cpu_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
-    q, k, v = x.heads_first()
+    q, k, v = _packed(x).heads_first()
     dout, out, lse = _swap(dout, out, lse)
     grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse.contiguous(), 0.0, x.causal, attn_mask=x.bias, scale=x.scale
     )
     return _swap(*grads)
+
+
+def _packed(x: Dense) -> Dense:
+    """The problem with keys and values packed head by head, where that pays."""
+    far = x.k.stride(1) > x.k.shape[3] and x.k.stride(1) * x.k.itemsize >= PAGE
+    if not far or min(x.q.shape[1], x.k.shape[1]) < PACKED_ROWS:
+        return x
+    k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.k, x.v))
+    return x._replace(k=k, v=v)
 
 
 def _flash_forward(x: Dense) -> Result:

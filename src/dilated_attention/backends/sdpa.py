@@ -19,6 +19,7 @@ from dilated_attention.backends.problem import Masking, Request
 # What one call can count: a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
 # which offsets in cuDNN's and flash's backward wrap: wrong gradients without a word, or an illegal access.
 LIMITS = {"cuda": (65535, 2**31)}
+CALL_BYTES = 8 << 20  # of keys, a thread: what a call on a CPU packs and gives is then memory that was used just before
 
 
 def unsupported(request: Request) -> list[str]:
@@ -49,6 +50,14 @@ def describe(kernels: tuple[Kernel, ...], rows: set[int]) -> str:
 def pad_multiple(request: Request) -> int:
     """head_dim must be a multiple of this; torch's own SDPA pads likewise."""
     return 8 if request.device.type == "cuda" else 1
+
+
+def cut(request: Request) -> tuple[int, int] | None:
+    """Problems of this many rows a segment, or more, are best asked in parts of at most that many in all."""
+    if request.device.type != "cpu":
+        return None
+    row = request.head_dim * request.dtype.itemsize
+    return aten.PACKED_ROWS, max(1, CALL_BYTES * torch.get_num_threads() // row)
 
 
 def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Legend: q, out, dout (B, N, H, D); k, v (B, N, Hk, D); lse, dlse (B, N, H); padd
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -221,21 +220,22 @@ def _start(
 ) -> None:
     """Launch a kernel; one that ran with the same numbers before goes past Triton's look at every argument."""
     device = pointers[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        if any(x.data_ptr() & 15 for x in pointers) or device.type != "cuda":
-            kernel[(programs,)](*pointers, *numbers, **constants, num_warps=config.warps, num_stages=config.stages)
-            return
-        types = tuple(x.dtype for x in pointers)
-        key = (kernel, device.index, types, numbers, tuple(constants.items()), config)
-        found = _compiled.get(key)
-        if found is None:
-            if len(_compiled) >= MOST_COMPILED:
-                _compiled.clear()
-            _compiled[key] = kernel[(programs,)](
-                *pointers, *numbers, **constants, num_warps=config.warps, num_stages=config.stages
-            )
-            return
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _start(kernel, programs, pointers, numbers, constants, config)
+        return
+    given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
+    if device.type != "cuda" or any(x.data_ptr() & 15 for x in pointers):
+        kernel[(programs,)](*pointers, *numbers, **given)
+        return
+    key = (kernel, device, tuple(x.dtype for x in pointers), numbers, *given.values())
+    found = _compiled.get(key)
+    if found is not None:
         found[(programs, 1, 1)](*pointers, *numbers, *(constants[name] for name in _constants_of(kernel)))
+        return
+    if len(_compiled) >= MOST_COMPILED:
+        _compiled.clear()
+    _compiled[key] = kernel[(programs,)](*pointers, *numbers, **given)
 
 
 @functools.cache

@@ -1,0 +1,420 @@
+"""Tile sizes and the choice of backend, measured on the GPU at hand: python benchmarks/tune.py [--write]
+
+Every candidate is compiled, in several processes at once, and held against PyTorch's kernels on a short sequence; what
+does not compile or is off is reported and never picked. The others are timed in turn at full length. With the tiles
+found, our kernels are then timed against PyTorch's through the public function. Results are written after every
+measurement and join those that the file has, so a run can be had in pieces:
+
+    python benchmarks/tune.py --only "forward 64" --only "library 128"
+    python benchmarks/tune.py --merge one.json another.json --write    # measures nothing
+
+Legend: q, k, v, dout, out (1, N, H, D); lse (1, N, H); stats (1, H, N, 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention._fused import Fused
+from dilated_attention._shards import Heads
+from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, Config
+from dilated_attention.bench import machine, run
+from dilated_attention.testing import Results, error, limits, make_qkv
+from dilated_attention.testing import run as results_of
+
+MEASURED = ROOT / "src/dilated_attention/backends/triton/measured.json"
+LOG2E = 1.4426950408889634
+CHECK_TOKENS, SHORT_TOKENS = 1 << 15, 1 << 13
+LENGTHS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
+DIRECTIONS = ("forward", "backward")
+PARTS = ("tiles", "library_from")
+RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
+
+# queries, keys, warps, stages; the default of the head dim is tried as well
+CANDIDATES = {
+    ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3),
+                      (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    ("dq", 64): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2),
+                 (64, 32, 4, 3)),
+    ("dkdv", 64): ((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2),
+                   (32, 128, 4, 3), (32, 64, 4, 3)),
+    ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2),
+                       (128, 128, 8, 3), (64, 128, 4, 2), (128, 32, 4, 3)),
+    ("dq", 128): ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2),
+                  (64, 32, 4, 2)),
+    ("dkdv", 128): ((32, 64, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 3), (64, 128, 8, 3), (64, 128, 8, 2),
+                    (32, 128, 8, 2)),
+    ("forward", 256): ((64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2),
+                       (32, 32, 4, 2)),
+    ("dq", 256): ((64, 64, 8, 1), (64, 64, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 4, 1), (32, 32, 4, 2)),
+    ("dkdv", 256): ((64, 64, 8, 1), (32, 64, 8, 2), (32, 64, 4, 1), (32, 32, 4, 2), (32, 32, 8, 2), (16, 64, 4, 2)),
+}  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """What the tiles of a head dim are timed on."""
+
+    tokens: int
+    heads: int
+    lengths: tuple[int, ...]
+    rates: tuple[int, ...]
+
+
+SHAPES = {
+    64: Shape(1 << 20, 12, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
+    128: Shape(1 << 17, 16, (2048, 8192, 32768), (1, 4, 16)),
+    256: Shape(1 << 17, 8, (2048, 8192, 32768), (1, 4, 16)),
+}
+
+
+class Place(NamedTuple):
+    """Where, and how much smaller than in earnest."""
+
+    device: str
+    scale: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def name(self) -> str:
+        """As `configs` names the device."""
+        return configs.device_class(torch.device(self.device)) if self.device == "cuda" else self.device
+
+    def time(self, calls: dict[Any, run.Call], seconds: float) -> dict[Any, float]:
+        """Median milliseconds, all calls in turn."""
+        few = {"warmups": 2, "least": 5} if self.device == "cuda" else {"warmups": 0, "least": 1}
+        timed = run.time_calls(calls, torch.device(self.device), seconds=seconds, **few)
+        return {key: timing.median for key, timing in timed.items()}
+
+
+class Setting(NamedTuple):
+    """A kind of call that has its own tiles."""
+
+    size: int  # head dim
+    causal: bool
+    nested: bool
+    short: bool = False
+
+    def key(self, kernel: str) -> str:
+        """As `configs` names a kernel or a direction of this setting."""
+        words = [name for name in ("causal", "nested", "short") if getattr(self, name)]
+        return " ".join([kernel, str(self.size), *words])
+
+    def tokens(self) -> int:
+        return SHORT_TOKENS if self.short else SHAPES[self.size].tokens
+
+    def pattern(self, tokens: int, scale: int) -> DilatedPattern:
+        """The branches that such a length has room for; made smaller, they stay nested."""
+        shape = SHAPES[self.size]
+        branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
+        widths = [max(w // scale, branches[-1][1]) for w, _ in branches]
+        rule = DilatedPattern.longnet if self.nested else DilatedPattern.head_groups
+        return rule(widths, [rate for _, rate in branches])
+
+    def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
+        """q, k, v and dout."""
+        shape, small = SHAPES[self.size], {"dtype": place.dtype, "device": place.device}
+        heads = max(shape.heads // place.scale, len(shape.rates))
+        made = max(tokens // place.scale, 64), heads, self.size
+        return *make_qkv(1, *made, **small), make_qkv(1, *made, seed=1, **small)[0]  # type: ignore[arg-type]
+
+    def attention(self, tokens: int, place: Place, backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
+        pattern = self.pattern(tokens, place.scale)
+        return lambda *qkv: dilated_attention(*qkv, pattern, is_causal=self.causal, backend=backend, return_lse=True)
+
+
+# --- one kernel -------------------------------------------------------------------------------------------------
+
+
+class Problem(NamedTuple):
+    """The tensors of one setting, with room for the results of every kernel."""
+
+    fused: Fused
+    inputs: tuple[Tensor, ...]
+    out: Tensor
+    lse: Tensor
+    stats: Tensor
+    results: dict[str, Tensor]
+
+    @staticmethod
+    def make(setting: Setting, tokens: int, place: Place) -> Problem:
+        q, k, v, dout = inputs = setting.inputs(tokens, place)
+        with torch.no_grad():
+            out, lse = setting.attention(tokens, place, "sdpa")(q, k, v)
+        slope = (out.float() * dout.float()).sum(-1)
+        stats = torch.stack([lse * LOG2E, slope], -1).transpose(1, 2).contiguous()  # as the kernel of dq leaves it
+        heads = Heads(0, k.shape[2], k.shape[2])
+        pattern = setting.pattern(tokens, place.scale)
+        fused = Fused(pattern, heads, setting.causal, setting.size**-0.5, 0.0, None, None, None)
+        like = {"out": q, "lse": lse, "dq": q, "dk": k, "dv": v}
+        results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
+        return Problem(fused, inputs, out, lse, stats, results)
+
+    def launch(self, kernel: str, config: Config) -> dict[str, Tensor]:
+        """One launch of a kernel, and its results."""
+        from dilated_attention.backends.triton import launch
+
+        q, k, v, dout = self.inputs
+        (courses,) = self.fused.steps()
+        last = (courses, self.fused.call(q), config, False, bool(self.fused.fills(courses)))
+        found = {name: self.results[name] for name in RESULTS[kernel]}
+        if kernel == "forward":
+            launch.forward(q, k, v, *found.values(), *last)
+        elif kernel == "dq":
+            stats = torch.empty_like(self.stats)
+            launch.backward_dq(q, k, v, self.out, self.lse, dout, None, found["dq"], stats, *last)
+        else:
+            launch.backward_dkdv(q, k, v, dout, self.stats, *found.values(), *last)
+        return found
+
+
+class Job(NamedTuple):
+    place: Place
+    setting: Setting
+    kernel: str
+    config: Config
+
+
+@functools.lru_cache(maxsize=1)
+def expected(setting: Setting, place: Place) -> tuple[Problem, Results, dict[str, float]]:
+    """A short problem, its results in higher precision, and how far off a kernel may be by the rule of `testing`."""
+    tokens = min(CHECK_TOKENS, setting.tokens())
+    problem = Problem.make(setting, tokens, place)
+    *qkv, dout = problem.inputs
+    attention = setting.attention(tokens, place, "sdpa")
+    higher = torch.float64 if place.dtype is torch.float32 else torch.float32
+    exact = results_of(attention, tuple(x.to(higher) for x in qkv), dout)
+    return problem, exact, limits(exact, results_of(attention, tuple(qkv), dout), place.dtype)
+
+
+def check(job: Job) -> str | None:
+    """Why a candidate is no good; None if it is."""
+    from triton.errors import TritonError
+
+    problem, exact, allowed = expected(job.setting, job.place)
+    for x in problem.results.values():
+        x.fill_(torch.nan)  # what was not written is wrong
+    try:
+        found = problem.launch(job.kernel, job.config)
+        errors = {name: error(x, getattr(exact, name)) for name, x in found.items()}
+    except (TritonError, RuntimeError) as problem_of_it:  # too much shared memory, or the compiler gives up
+        return f"fails: {type(problem_of_it).__name__}: {' '.join(str(problem_of_it).split())[:160]}"
+    off = [f"{name} by {e:.1e}, allowed {allowed[name]:.1e}" for name, e in errors.items() if not e <= allowed[name]]
+    return f"off: {', '.join(off)}" if off else None
+
+
+def candidates(kernel: str, size: int) -> list[Config]:
+    return [Config(*tile) for tile in dict.fromkeys((*CANDIDATES[kernel, size], DEFAULTS[size]))]
+
+
+# --- our kernels against the library's --------------------------------------------------------------------------
+
+
+def compare(setting: Setting, direction: str, tokens: int, place: Place, seconds: float) -> dict[str, float]:
+    """Milliseconds of both backends through the public function; one that ran out of memory has none."""
+    *qkv, dout = setting.inputs(tokens, place)
+    calls: dict[str, run.Call] = {}
+    for backend in ("triton", "sdpa"):
+        attention = setting.attention(tokens, place, backend)
+        try:
+            call = run.forward(lambda *x, f=attention: f(*x)[0], qkv)
+            if direction == "backward":
+                call = backward(attention, qkv, dout)
+            call()
+        except torch.OutOfMemoryError:
+            print(f"  {backend} runs out of memory at {tokens} tokens", flush=True)
+            continue
+        calls[backend] = call
+    return place.time(calls, seconds)
+
+
+def backward(attention: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor], dout: Tensor) -> run.Call:
+    """The backward pass alone."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = attention(*leaves)[0]
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def library_from(times: dict[int, dict[str, float]]) -> int | None:
+    """The least length from which on the library was faster wherever it was measured; None: there is none."""
+    first = None
+    for tokens in sorted(times, reverse=True):
+        ours, library = (times[tokens].get(name, float("inf")) for name in ("triton", "sdpa"))
+        if ours <= library:
+            break
+        first = tokens
+    return first
+
+
+# --- the file ---------------------------------------------------------------------------------------------------
+
+
+def merge(into: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The measurements of both, by device; where both have one, the second's. Runs that nothing is left of go."""
+    merged = json.loads(json.dumps(into))
+    for device, entry in found.items():
+        mine = merged.setdefault(device, {})
+        for part in PARTS:
+            mine.setdefault(part, {}).update(entry.get(part, {}))
+        about, new = mine.setdefault("measured", {}), entry.get("measured", {})
+        for part in ("runs", *PARTS):
+            about.setdefault(part, {}).update(new.get(part, {}))
+        used = {record["run"] for part in PARTS for record in about[part].values()}
+        about["runs"] = {date: one for date, one in about["runs"].items() if date in used}
+    return merged
+
+
+def read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def write(file: Path, results: dict[str, Any]) -> None:
+    """At once or not at all; what is no object is on one line."""
+    half_written = file.with_name(f"{file.name}.part")
+    half_written.write_text(as_text(results) + "\n", encoding="utf-8")
+    half_written.replace(file)
+
+
+def as_text(value: Any, indent: str = "") -> str:
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    inner = indent + "  "
+    named = sorted(value.items()) if indent else value.items()
+    lines = [f"{inner}{json.dumps(name)}: {as_text(item, inner)}" for name, item in named]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+class Tuning:
+    """One run: what to measure, what was found and the file it is in."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.place = Place(options.device, options.scale)
+        self.seconds, self.file, self.only = options.seconds, Path(options.out), options.only
+        about = machine.describe(torch.device(options.device), options.commit)
+        self.date = about["date"]
+        self.about = {name: about[name] for name in ("device", "commit", "command")}
+        self.about |= {name: about["versions"].get(name) for name in ("torch", "triton")}
+        self.failed: list[str] = []
+        flags = (False, True)
+        self.library = [Setting(*x) for x in product(options.head_dims, flags, flags)]
+        self.settings = [Setting(*x) for x in product(options.head_dims, flags, flags, flags)]
+
+    def wants(self, part: str, key: str) -> bool:
+        words = {part, *key.split()}
+        return not self.only or any(words.issuperset(wanted.split()) for wanted in self.only)
+
+    def add(self, part: str, key: str, value: Any, ms: Any) -> None:
+        about = {"runs": {self.date: self.about}, part: {key: {"ms": ms, "run": self.date}}}
+        found = {self.place.name(): {part: {key: value}, "measured": about}}
+        write(self.file, merge(read(self.file), found))
+
+    def tiles(self, jobs: int) -> int:
+        """The fastest tile of every kernel and setting asked for; how many these were."""
+        asked = {setting: [k for k in KERNELS if self.wants("tiles", setting.key(k))] for setting in self.settings}
+        with ExitStack() as stack:
+            apply: Callable[[Callable[[Job], str | None], list[Job]], Iterable[str | None]] = map
+            if jobs > 1 and any(asked.values()):
+                apply = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs)).map
+            for setting, kernels in asked.items():
+                tried = [Job(self.place, setting, k, c) for k in kernels for c in candidates(k, setting.size)]
+                reasons = dict(zip(tried, apply(check, tried), strict=True))
+                if kernels:
+                    self.time(setting, reasons)
+        return sum(len(kernels) for kernels in asked.values())
+
+    def time(self, setting: Setting, reasons: dict[Job, str | None]) -> None:
+        problem = Problem.make(setting, setting.tokens(), self.place)
+        for kernel in dict.fromkeys(job.kernel for job in reasons):
+            key, mine = setting.key(kernel), {job: why for job, why in reasons.items() if job.kernel == kernel}
+            for job, why in mine.items():
+                if why:
+                    print(f"  {key} {tuple(job.config)} {why}", flush=True)
+            right = [job.config for job, why in mine.items() if not why]
+            if not right:
+                self.failed.append(key)
+                print(f"{key}: no candidate is right; nothing is written", flush=True)
+                continue
+            calls: dict[Any, run.Call] = {c: functools.partial(problem.launch, kernel, c) for c in right}
+            ms = self.place.time(calls, self.seconds)
+            best = min(ms, key=ms.__getitem__)
+            self.add("tiles", key, list(best), round(ms[best], 4))
+            others = ", ".join(f"{tuple(c)} {ms[c]:.3f}" for c in sorted(ms, key=ms.__getitem__)[1:])
+            print(f"{key}: {tuple(best)} {ms[best]:.3f} ms; then {others}", flush=True)
+
+    def libraries(self) -> int:
+        """From which length on the library is faster, for every direction and setting asked for."""
+        asked = [(setting, way) for setting, way in product(self.library, DIRECTIONS)
+                 if self.wants("library", setting.key(way))]  # fmt: skip
+        self.use_tiles()
+        for setting, way in asked:
+            times: dict[int, dict[str, float]] = {}
+            for tokens in LENGTHS:
+                times[tokens] = compare(setting, way, tokens, self.place, self.seconds)
+            ms = {str(tokens): {k: round(x, 4) for k, x in both.items()} for tokens, both in times.items() if both}
+            first = library_from({tokens: both for tokens, both in times.items() if both})
+            self.add("library_from", setting.key(way), first, ms)
+            print(f"library {setting.key(way)}: {'never' if first is None else f'from {first}'}; ms {ms}", flush=True)
+        return len(asked)
+
+    def use_tiles(self) -> None:
+        """Let the public function run here with the tiles found so far, as it will once they are written."""
+        found = read(self.file).get(self.place.name(), {}).get("tiles", {})
+        configs.measured().setdefault(self.place.name(), {}).setdefault("tiles", {}).update(found)
+        configs.config.cache_clear()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Measure tile sizes and the choice of backend on this GPU.")
+    parser.add_argument("--out", default="tune.json", metavar="FILE", help="joins what is there (default: tune.json)")
+    parser.add_argument("--write", action="store_true", help="take the results, those there before too, into the code")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="join these; measure nothing")
+    parser.add_argument("--only", action="append", default=[], metavar="WORDS",
+                        help='keys with all these words, such as "tiles dq 64 causal" or "library"; can be repeated')  # fmt: skip
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")
+    parser.add_argument("--seconds", type=float, default=1.0, help="measured per key (default: 1)")
+    parser.add_argument("--commit", help="the commit, where the tree has no .git")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it, TRITON_INTERPRET=1")
+    parser.add_argument("--scale", type=int, default=1, help="divide all lengths and heads, to try it")
+    options = parser.parse_args(arguments)
+    if options.write and not options.merge and (options.device, options.scale) != ("cuda", 1):
+        parser.error("--write needs what was measured on a GPU at full length: leave out --device and --scale")
+    file = Path(options.out)
+    failed: list[str] = []
+    if options.merge:
+        write(file, functools.reduce(merge, map(read, options.merge), read(file)))
+    else:
+        tuning = Tuning(options)
+        print(f"{tuning.about['device']} | torch {tuning.about['torch']} | commit {tuning.about['commit']}", flush=True)
+        if not tuning.tiles(options.jobs) + tuning.libraries():
+            parser.error(f"nothing is called {' or '.join(map(repr, options.only))}: try 'tiles forward 64 causal'")
+        failed = tuning.failed
+    print(f"written: {file}" + (f"; nothing right for {', '.join(failed)}" if failed else ""))
+    if options.write:
+        write(MEASURED, merge(read(MEASURED), read(file)))
+        print(f"written: {MEASURED}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""The choice between our kernels and the library's: what was measured, what is refused and in which words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention import DilatedPattern, dilated_attention, explain, testing
+from dilated_attention.backends import choose, sdpa, triton
+from dilated_attention.backends.problem import Request, Whole
+from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton.configs import Config
+
+CUDA = torch.device("cuda", 0)
+PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
+NESTED = Whole.of(8192, nested=True, backward=False)
+SHORT_NAME = r"(64|128|256)( causal)?( nested)?"
+
+
+def request_for(**given: Any) -> Request:
+    plain = Request(CUDA, torch.bfloat16, 64, False, False, False, False, (), None, NESTED)
+    return plain._replace(**given)
+
+
+def clear() -> None:
+    for cached in (configs.device_class, configs.config, choose.choose):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Say which compute capability the device has; no device is needed."""
+    clear()
+    yield lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    clear()
+
+
+@pytest.fixture
+def h200(device: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    device(9, 0)
+
+
+def give_table(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
+    monkeypatch.setattr(configs, "measured", lambda: {"9.0": rows})
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"whole": None}, "whole calls on one device"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 257}, "up to 256, not 257"),
+        ({"device": torch.device("meta")}, "it runs on CUDA, not on meta"),
+        ({"device": torch.device("cpu")}, "it runs on CUDA, not on cpu"),
+    ],
+)
+def test_every_reason_is_a_sentence(
+    h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], words: str
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert triton.unsupported(request_for()) == []
+    (reason,) = triton.unsupported(request_for(**given))
+    assert words in reason
+    assert len(reason.split()) > 4
+    with pytest.raises(ValueError, match=f"backend 'triton' cannot run this call: .*{words}.* Use backend='auto'"):
+        choose.choose("triton", request_for(**given))
+
+
+def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INSTALLED", False)
+    reasons = triton.unsupported(request_for(whole=None, dtype=torch.float64, head_dim=300))
+    assert len(reasons) == 4
+    assert "triton is not installed" in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "runs"),
+    [
+        ((7, 5), torch.float16, True),
+        ((7, 5), torch.bfloat16, False),
+        ((8, 0), torch.bfloat16, True),
+        ((7, 0), torch.float16, False),
+        ((7, 0), torch.float32, False),
+        ((12, 0), torch.bfloat16, True),
+    ],
+)
+def test_old_devices(
+    h200: None, device: Callable[[int, int], None], capability: tuple[int, int], dtype: torch.dtype, runs: bool
+) -> None:
+    device(*capability)
+    reasons = triton.unsupported(request_for(dtype=dtype))
+    assert (reasons == []) is runs
+    assert all("compute capability" in reason and str(capability) in reason for reason in reasons)
+
+
+def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with dropout, and before a seed is drawn."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    clear()
+    qkv = testing.make_qkv(1, 20, 2, 8)
+    before = torch.get_rng_state()
+    for p in (0.0, 0.5):
+        with pytest.raises(ValueError, match=r"'triton' cannot run this call: .*it runs on CUDA, not on cpu\. Use"):
+            dilated_attention(*qkv, PATTERN, backend="triton", dropout_p=p)
+    with pytest.raises(ValueError, match="it runs on CUDA, not on cpu"):
+        explain(*qkv, PATTERN, backend="triton")
+    assert torch.equal(torch.get_rng_state(), before)
+    told = explain(*qkv, PATTERN)
+    assert told.backend == "sdpa"
+    assert told.why_not["triton"][-1] == "it runs on CUDA, not on cpu"
+    assert "not triton: " in str(told)
+
+
+# --- what is preferred ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "tokens", "expected"),
+    [(65536, 65535, False), (65536, 65536, True), (65536, 1 << 20, True), (None, 1 << 30, False), (1, 1, True)],
+)
+def test_thresholds(
+    h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, tokens: int, expected: bool
+) -> None:
+    give_table(monkeypatch, library_from={"forward 128 causal": first})
+    assert configs.prefers_library(CUDA, 100, True, False, tokens, backward=False) is expected
+    asked = request_for(head_dim=100, is_causal=True, whole=Whole(tokens, False, False))
+    assert triton.is_preferred(asked) is not expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"head_dim": 64}, {"causal": False}, {"nested": True}, {"backward": True}, {"head_dim": 200}],
+    ids=str,
+)
+def test_what_was_not_measured(h200: None, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
+    give_table(monkeypatch, library_from={"forward 128 causal": 1})
+    call = {"head_dim": 128, "causal": True, "nested": False, "tokens": 4096, "backward": False}
+    assert configs.prefers_library(CUDA, **call) is True
+    assert configs.prefers_library(CUDA, **{**call, **other}) is None
+
+
+def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "measured", lambda: {})
+    assert triton.is_preferred(request_for())
+    assert not triton.is_preferred(request_for(whole=NESTED._replace(nested=False)))
+
+
+def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_table(monkeypatch, library_from={"forward 64 nested": 1})
+    assert not triton.is_preferred(request_for())
+    for name in ("has_padding", "has_dropout", "deterministic"):
+        assert triton.is_preferred(request_for(**{name: True}))
+        assert triton.is_preferred(request_for(**{name: True}, dtype=torch.float32))
+    assert not triton.is_preferred(request_for(dtype=torch.float32))
+
+
+def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
+    give_table(monkeypatch, library_from={"forward 64 nested": 8192, "backward 64 nested": None}, tiles={})
+    tokens = {4096: "triton", 8192: "sdpa", 8193: "sdpa"}
+    for count, name in tokens.items():
+        asked = request_for(whole=Whole.of(count, nested=True, backward=False))
+        assert choose.choose("auto", asked).name == name
+        assert choose.choose("triton", asked).name == "triton"  # one asked for by name runs
+        asked = request_for(whole=Whole.of(count, nested=True, backward=True))
+        assert choose.choose("auto", asked).name == "triton"
+    asked = request_for()
+    told = choose.why_not(choose.choose("auto", asked), asked)
+    assert told["triton"][0].startswith("it could run, but sdpa")
+
+
+def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
+    for given in ({"whole": None}, {"dtype": torch.float64}, {"head_dim": 300}):
+        assert choose.choose("auto", request_for(**given)).name == "sdpa"
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------
+
+
+def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = {"dq 64 causal": [64, 64, 4, 3], "dq 64 causal short": [32, 64, 4, 2], "dq 64 nested": [128, 64, 8, 2]}
+    give_table(monkeypatch, tiles=tiles)
+
+    def tile(dim: int = 40, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **call: bool) -> Config:
+        call = {"causal": False, "nested": False, "short": False, **call}
+        return configs.config("dq", on, dtype, dim, **call)
+
+    assert tile(causal=True) == (64, 64, 4, 3)
+    assert tile(causal=True, short=True) == (32, 64, 4, 2)
+    assert tile(nested=True, short=True) == (128, 64, 8, 2)  # short ones were not measured apart
+    assert tile(causal=True, nested=True) == configs.DEFAULTS[64]
+    assert tile(65, causal=True) == configs.DEFAULTS[128]
+    assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
+    assert tile(on=torch.device("cpu"), causal=True) == configs.DEFAULTS[64]
+    configs.config.cache_clear()
+    configs.device_class.cache_clear()
+    device(8, 6)
+    assert tile(causal=True) == configs.DEFAULTS[64]
+
+
+def test_every_head_dim_has_a_tile() -> None:
+    assert [configs.head_dim_class(dim) for dim in (1, 64, 65, 128, 129, 256)] == [64, 64, 128, 128, 256, 256]
+    assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.DEFAULTS)
+    assert max(configs.DEFAULTS) == triton.LARGEST_HEAD_DIM
+
+
+def is_sane(tile: Config) -> bool:
+    """Tiles that tl.dot takes, and no more warps than rows of 16 to share out."""
+    sides = all(side in (16, 32, 64, 128, 256) for side in (tile.rows, tile.keys))
+    return sides and tile.warps in (1, 2, 4, 8) and tile.stages in (1, 2, 3, 4, 5)
+
+
+def test_the_defaults_are_sane() -> None:
+    assert all(is_sane(tile) for tiles in (configs.DEFAULTS, configs.WITHOUT_TENSOR_CORES) for tile in tiles.values())
+
+
+@pytest.mark.parametrize("name", configs.measured())
+def test_what_was_measured_can_be_read(name: str) -> None:
+    """A key with a slip of the pen would never be found, and nobody would know."""
+    assert re.fullmatch(r"\d+\.\d+", name)
+    rows = configs.measured()[name]
+    assert set(rows) == {"tiles", "library_from"}
+    for key, numbers in rows["tiles"].items():
+        assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short)?", key)
+        assert is_sane(Config(*numbers))
+        assert key.removesuffix(" short") in rows["tiles"]
+    for key, first in rows["library_from"].items():
+        assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}", key)
+        assert first is None or (isinstance(first, int) and first > 0 and first.bit_count() == 1)
+
+
+@pytest.mark.parametrize("name", configs.measured())
+def test_what_was_measured_is_found(name: str, device: Callable[[int, int], None]) -> None:
+    major, minor = name.split(".")
+    device(int(major), int(minor))
+    for key, numbers in configs.measured()[name]["tiles"].items():
+        kernel, dim, *kind = key.split()
+        call = {word: word in kind for word in ("causal", "nested", "short")}
+        assert configs.config(kernel, CUDA, torch.bfloat16, int(dim), **call) == Config(*numbers)
+    for key, first in configs.measured()[name]["library_from"].items():
+        kernel, dim, *kind = key.split()
+        call = {word: word in kind for word in ("causal", "nested")}
+        for tokens, expected in ((first or 2, first is not None), ((first or 2) - 1, False)):
+            found = configs.prefers_library(CUDA, int(dim), **call, tokens=tokens, backward=kernel == "backward")
+            assert found is expected
