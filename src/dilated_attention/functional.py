@@ -175,7 +175,8 @@ def attend(
             _decode_ops.check(query, key, value, key_padding_mask, query_offset, settings)
             seed = drawn_seed(query.device) if settings.dropout_p > 0 and seed is None else seed
             return _decode_ops.attend(query, key, value, key_padding_mask, seed, query_offset, settings)
-        query, key, value = (x.to(computed_dtype(x)) for x in (query, key, value))
+        dtype = computed_dtype(query)
+        query, key, value = (x if x.dtype is dtype else x.to(dtype) for x in (query, key, value))
         if not torch.compiler.is_compiling() and (backend != "auto" or not alone):
             # a refusal must not cost a draw of the seed, nor leave other ranks waiting
             ask = settings.whole_request if alone else settings.request
@@ -259,6 +260,7 @@ def check_tensors(
     """``decodes``: query may have fewer rows than key."""
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
+    duals = not torch.compiler.is_compiling() and forward_ad._current_level >= 0  # inside of forward_ad.dual_level()
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -266,12 +268,13 @@ def check_tensors(
             raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
-        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        if duals and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
             raise NotImplementedError(
                 "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
                 "dilated_attention.reference.attention()"
             )
-        if computed_dtype(x) != computed_dtype(query) or x.device != query.device:
+        alike = x.dtype == query.dtype or computed_dtype(x) == computed_dtype(query)
+        if not alike or x.device != query.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: make them alike"
             )
