@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention._fused import Fused
@@ -40,7 +39,7 @@ from dilated_attention.bench import machine, run
 from dilated_attention.testing import Results, error, limits, make_qkv
 from dilated_attention.testing import run as results_of
 
-MEASURED = ROOT / "src/dilated_attention/backends/triton/measured.json"
+MEASURED = Path(configs.__file__).with_name("measured.json")
 LOG2E = 1.4426950408889634
 CHECK_TOKENS, SHORT_TOKENS = 1 << 15, 1 << 13
 LENGTHS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
@@ -123,23 +122,26 @@ class Setting(NamedTuple):
         return SHORT_TOKENS if self.short else SHAPES[self.size].tokens
 
     def pattern(self, tokens: int, scale: int) -> DilatedPattern:
-        """The branches that such a length has room for; made smaller, they stay nested."""
+        """The branches that such a length has room for; made smaller, two of them."""
         shape = SHAPES[self.size]
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
-        widths = [max(w // scale, branches[-1][1]) for w, _ in branches]
-        rule = DilatedPattern.longnet if self.nested else DilatedPattern.head_groups
-        return rule(widths, [rate for _, rate in branches])
+        if scale > 1:
+            branches = [(max(w // scale, 32 * r), r) for w, r in branches[:2]]
+        return DilatedPattern("longnet" if self.nested else "head_groups", *zip(*branches, strict=True))
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
         """q, k, v and dout."""
         shape, small = SHAPES[self.size], {"dtype": place.dtype, "device": place.device}
-        heads = max(shape.heads // place.scale, len(shape.rates))
-        made = max(tokens // place.scale, 64), heads, self.size
+        made = max(tokens // place.scale, 64), max(shape.heads // place.scale, 2), self.size
         return *make_qkv(1, *made, **small), make_qkv(1, *made, seed=1, **small)[0]  # type: ignore[arg-type]
 
     def attention(self, tokens: int, place: Place, backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
         pattern = self.pattern(tokens, place.scale)
-        return lambda *qkv: dilated_attention(*qkv, pattern, is_causal=self.causal, backend=backend, return_lse=True)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return dilated_attention(q, k, v, pattern, is_causal=self.causal, backend=backend, return_lse=True)
+
+        return attention
 
 
 # --- one kernel -------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Problem(NamedTuple):
         heads = Heads(0, k.shape[2], k.shape[2])
         pattern = setting.pattern(tokens, place.scale)
         fused = Fused(pattern, heads, setting.causal, setting.size**-0.5, 0.0, None, None, None)
-        like = {"out": q, "lse": lse, "dq": q, "dk": k, "dv": v}
+        like = {"out": q, "lse": lse, "dq": q, "stats": stats, "dk": k, "dv": v}
         results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
         return Problem(fused, inputs, out, lse, stats, results)
 
@@ -176,15 +178,14 @@ class Problem(NamedTuple):
         q, k, v, dout = self.inputs
         (courses,) = self.fused.steps()
         last = (courses, self.fused.call(q), config, False, bool(self.fused.fills(courses)))
-        found = {name: self.results[name] for name in RESULTS[kernel]}
+        found = self.results
         if kernel == "forward":
-            launch.forward(q, k, v, *found.values(), *last)
+            launch.forward(q, k, v, found["out"], found["lse"], *last)
         elif kernel == "dq":
-            stats = torch.empty_like(self.stats)
-            launch.backward_dq(q, k, v, self.out, self.lse, dout, None, found["dq"], stats, *last)
+            launch.backward_dq(q, k, v, self.out, self.lse, dout, None, found["dq"], found["stats"], *last)
         else:
-            launch.backward_dkdv(q, k, v, dout, self.stats, *found.values(), *last)
-        return found
+            launch.backward_dkdv(q, k, v, dout, self.stats, found["dk"], found["dv"], *last)
+        return {name: found[name] for name in RESULTS[kernel]}
 
 
 class Job(NamedTuple):
@@ -270,7 +271,7 @@ def library_from(times: dict[int, dict[str, float]]) -> int | None:
 
 def merge(into: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """The measurements of both, by device; where both have one, the second's. Runs that nothing is left of go."""
-    merged = json.loads(json.dumps(into))
+    merged: dict[str, Any] = json.loads(json.dumps(into))
     for device, entry in found.items():
         mine = merged.setdefault(device, {})
         for part in PARTS:
@@ -388,8 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="tune.json", metavar="FILE", help="joins what is there (default: tune.json)")
     parser.add_argument("--write", action="store_true", help="take the results, those there before too, into the code")
     parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="join these; measure nothing")
-    parser.add_argument("--only", action="append", default=[], metavar="WORDS",
-                        help='keys with all these words, such as "tiles dq 64 causal" or "library"; can be repeated')  # fmt: skip
+    words = 'keys with all these words, such as "tiles dq 64 causal" or "library"; can be repeated'
+    parser.add_argument("--only", action="append", default=[], metavar="WORDS", help=words)
     parser.add_argument("--head-dims", nargs="+", type=int, choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")
     parser.add_argument("--seconds", type=float, default=1.0, help="measured per key (default: 1)")

@@ -162,6 +162,35 @@ def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.
     assert not triton.is_preferred(request_for(dtype=torch.float32))
 
 
+@pytest.mark.parametrize(
+    ("given", "rows", "words"),
+    [
+        ({"has_padding": True}, {}, "padding mask"),
+        ({"has_dropout": True}, {}, "dropout"),
+        ({"deterministic": True}, {}, "use_deterministic_algorithms"),
+        ({"dtype": torch.float32}, {}, "float32"),
+        ({}, {}, "not measured"),
+        ({}, {"forward 64 nested": None}, "at every length"),
+        ({}, {"forward 64 nested": 65536}, "from 65,536 tokens on"),
+    ],
+)
+def test_every_preference_has_a_reason(
+    h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], rows: dict[str, int | None], words: str
+) -> None:
+    give_table(monkeypatch, library_from=rows)
+    reason = triton.because(request_for(**given))
+    assert words in reason
+    assert len(reason.split()) > 4
+
+
+def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the device is a CPU, which has no compute capability to look up, in whatever dtype it computes."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    asked = request_for(device=torch.device("cpu"))
+    assert triton.is_preferred(asked)
+    assert configs.prefers_library(torch.device("cpu"), 64, False, True, 4096, backward=True) is None
+
+
 def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
     give_table(monkeypatch, library_from={"forward 64 nested": 8192, "backward 64 nested": None}, tiles={})

@@ -345,3 +345,18 @@ def test_the_pictures_in_the_readme_are_of_the_results_that_are_committed() -> N
     for name in names:
         with Image.open(ROOT / name) as picture:
             assert picture.text["results"] == measured, "run: benchmarks/screenshots.py"  # type: ignore[attr-defined]
+
+
+def test_the_figures_of_streaming_and_decoding_are_the_measured_ones() -> None:
+    streamed = json.loads((ROOT / "benchmarks/results/stream.json").read_text())
+    page = (ROOT / "docs/streaming.md").read_text(encoding="utf-8")
+    plain, causal = streamed["streams"]
+    assert f"took {plain['seconds']:.1f} s, and {causal['seconds']:.1f} s causal" in page
+    assert f"{plain['tokens_per_second'] / 1e6:.0f} and {causal['tokens_per_second'] / 1e6:.0f} million" in page
+    assert f"{max(one['peak_bytes'] for one in streamed['streams']) / 2**30:.1f} GiB" in page
+    assert all(one["rows"]["right"] for one in streamed["streams"])
+    decoded = json.loads((ROOT / "benchmarks/results/decode.json").read_text())
+    page = (ROOT / "docs/operation.md").read_text(encoding="utf-8")
+    assert f"takes {decoded['median_us']:.1f} µs" in page
+    assert f"and {decoded['call_us']['auto']['median']:.0f} µs as a call" in page
+    assert f"commit {decoded['machine']['commit']}" in page

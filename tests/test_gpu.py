@@ -1,7 +1,8 @@
-"""Every kernel on a CUDA device against the float64 oracle, by the rule of `dilated_attention.testing`.
+"""The library's kernels on a CUDA device against the float64 oracle, by the rule of `dilated_attention.testing`.
 
 A kernel is forced by switching the others off, as users do. The oracle, and plain PyTorch in the same dtype, run on
-the device too, so lengths stay small except where size itself is the point.
+the device too, so lengths stay small except where size itself is the point. Our own kernels, tested in
+test_triton_gpu, run here where "auto" picks them.
 """
 
 from __future__ import annotations
@@ -240,9 +241,15 @@ def test_head_dims(kernel: str, dtype: torch.dtype, head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [1, 3, 256, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_head_dim_finds_a_backend(head_dim: int, dtype: str) -> None:
-    qkv = make_qkv(1, 40, 4, head_dim, dtype=DTYPES[dtype])
-    testing.check(qkv, DilatedPattern.longnet([16, 40], [1, 3]))
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_any_head_dim_finds_a_backend(head_dim: int, dtype: str, backend: str) -> None:
+    pattern, qkv = DilatedPattern.longnet([16, 40], [1, 3]), make_qkv(1, 40, 4, head_dim, dtype=DTYPES[dtype])
+    if backend == "sdpa":  # it need not take them all
+        try:
+            explain(*qkv, pattern, backend=backend)
+        except ValueError as reasons:
+            pytest.skip(str(reasons))
+    testing.check(qkv, pattern, backend=backend)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -314,7 +321,8 @@ def test_rows_in_no_branch(kernel: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_against_the_oracle(rule: str, dtype: str) -> None:
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_dropout_against_the_oracle(rule: str, dtype: str, backend: str) -> None:
     pattern, p = DilatedPattern(rule, (32, 64), (1, 3)), 0.3
     qkv = make_qkv(2, 75, 6, 8, kv_heads=3, dtype=DTYPES[dtype])
     dout = torch.ones_like(qkv[0])
@@ -325,7 +333,9 @@ def test_dropout_against_the_oracle(rule: str, dtype: str) -> None:
     )
     torch.manual_seed(5)
     got = testing.run(
-        lambda *x: dilated_attention(*x, pattern, dropout_p=p, enable_gqa=True, return_lse=True), qkv, dout
+        lambda *x: dilated_attention(*x, pattern, dropout_p=p, enable_gqa=True, return_lse=True, backend=backend),
+        qkv,
+        dout,
     )
     testing.assert_exact(got, expected, plain)
 
@@ -472,6 +482,13 @@ OPTIONS = {
 }
 
 
+def named(backend: str, name: str) -> str:
+    """What to ask for; "library" stands for what runs such a call where our kernels do not."""
+    if backend == "library":
+        return "eager" if name == "dropout" else "sdpa"
+    return backend
+
+
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
     """Also fills every uninitialised tensor with NaN."""
@@ -508,11 +525,13 @@ def test_deterministic_algorithms_refuse_cudnn() -> None:
         dilated_attention(*qkv, DilatedPattern.longnet([16], [1]), backend="sdpa")
 
 
-def test_all_kernels_switched_off_leaves_eager() -> None:
+def test_all_kernels_switched_off_leaves_our_own() -> None:
     qkv = make_qkv(1, 64, 2, 64, dtype=torch.bfloat16)
     pattern = DilatedPattern.longnet([16], [1])
     with sdpa_kernel([SDPBackend.MATH]):
-        assert explain(*qkv, pattern).backend == "eager"
+        assert explain(*qkv, pattern).backend == "triton"
+        double = tuple(x.double() for x in qkv)
+        assert explain(*double, pattern).backend == "eager"
         testing.check(qkv, pattern)
         with pytest.raises(ValueError, match="switched off"):
             dilated_attention(*qkv, pattern, backend="sdpa")
@@ -533,9 +552,10 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("rule", RULES)
-def test_no_host_synchronisation(name: str, rule: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", "library"])
+def test_no_host_synchronisation(name: str, rule: str, backend: str) -> None:
     pattern = DilatedPattern(rule, (32, 64), (1, 3))
-    options = dict(OPTIONS[name])
+    options = {**OPTIONS[name], "backend": named(backend, name)}
     mask = make_mask("random", 2, 75) if options.pop("masked", False) else None
     qkv = [x.requires_grad_() for x in make_qkv(2, 75, 6, 64, kv_heads=3, dtype=torch.bfloat16)]
     dout, dlse = torch.ones_like(qkv[0]), torch.zeros(2, 75, 6, device=DEVICE)
@@ -556,9 +576,10 @@ def test_no_host_synchronisation(name: str, rule: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("rule", RULES)
-def test_captured_in_a_cuda_graph(name: str, rule: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", "library"])
+def test_captured_in_a_cuda_graph(name: str, rule: str, backend: str) -> None:
     pattern = DilatedPattern(rule, (32, 64), (1, 3))
-    options = dict(OPTIONS[name])
+    options = {**OPTIONS[name], "backend": named(backend, name)}
     masked = options.pop("masked", False)
     mask = make_mask("random", 2, 75) if masked else None
     static = make_qkv(2, 75, 4, 64, dtype=torch.bfloat16)
@@ -591,11 +612,12 @@ def test_captured_in_a_cuda_graph(name: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool) -> None:
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_compiled(dynamic: bool, backend: str) -> None:
     pattern = DilatedPattern.longnet([32, 64], [1, 3])
 
     def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        out, lse = dilated_attention(q * 0.5, k, v, pattern, key_padding_mask=mask, return_lse=True)
+        out, lse = dilated_attention(q * 0.5, k, v, pattern, key_padding_mask=mask, return_lse=True, backend=backend)
         return out * lse.sigmoid().unsqueeze(-1).to(out.dtype)
 
     torch._dynamo.reset()
@@ -611,10 +633,11 @@ def test_compiled(dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_opcheck(name: str) -> None:
+@pytest.mark.parametrize("backend", ["triton", "library"])
+def test_opcheck(name: str, backend: str) -> None:
     options = dict(OPTIONS[name])
     mask = make_mask("random", 2, 40) if options.get("masked") else None
     seed = torch.tensor(77, device=DEVICE) if "dropout_p" in options else None
-    rest = ("torchscale", [16, 32], [1, 3], options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0), "auto")
+    rest = ("torchscale", [16, 32], [1, 3], options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0))
     qkv = [x.requires_grad_() for x in make_qkv(2, 40, 4, 16)]
-    torch.library.opcheck(torch.ops.dilated_attention.forward.default, (*qkv, mask, seed, *rest))
+    torch.library.opcheck(torch.ops.dilated_attention.forward.default, (*qkv, mask, seed, *rest, named(backend, name)))

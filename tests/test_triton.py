@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 
 
 def test_interpreted() -> None:
-    assert run("attention_cases.py", TRITON_INTERPRET="1") >= 150
+    assert run("attention_cases.py", TRITON_INTERPRET="1") >= 200
 
 
 def test_compiled(tmp_path: Path) -> None:
-    assert run("attention_compiles.py", only="not slow", TRITON_CACHE_DIR=str(tmp_path)) >= 10
+    assert run("attention_compiles.py", only="not slow", TRITON_CACHE_DIR=str(tmp_path)) >= 11
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def free_memory() -> Iterator[None]:
     yield
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 4 * GIB:
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2 * GIB:
         torch.cuda.empty_cache()
 
 
@@ -322,24 +322,21 @@ def test_every_tile(tiles: Tiles) -> None:
         def config(self, kernel: str, q: Tensor, courses: Any) -> Config:
             return tiles.configs[configs.KERNELS.index(kernel)]
 
-    pattern, heads, dropout_p = DilatedPattern.longnet([256, 512, 1024], [1, 2, 4]), (2, 2), 0.0
+    pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
     if not tiles.nested:  # several sections in one launch
-        pattern, heads = DilatedPattern.head_groups([512, 1024], [1, 3]), (4, 2)
-        dropout_p = 0.2 if tiles.masked else 0.0
-    tokens = 1024 + 300
-    qkv = make_qkv(1, tokens, heads[0], tiles.head_dim, kv_heads=heads[1], dtype=DTYPES[tiles.dtype])
-    mask = make_mask("random", 1, tokens) if tiles.masked else None
-    seed = torch.tensor(2**40 + 7, device=DEVICE) if dropout_p else None
-    dout, dlse = gradients(qkv[0])
+        pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked
     settings = Settings(pattern, tiles.is_causal, tiles.head_dim**-0.5, dropout_p, "triton")
-    chosen = Chosen(*settings.fused(qkv[1], mask, seed))
-    with poisoned():
-        out, lse = chosen.forward(*qkv)
-        grads = chosen.backward(dout, dlse, *qkv, out, lse)
-    hold(
-        Results(out, lse, *grads), qkv, pattern, dout, dlse, is_causal=tiles.is_causal, key_padding_mask=mask,
-        dropout_p=dropout_p, seed=seed,
-    )  # fmt: skip
+    for tokens in (2048, 2048 + 300) if tiles.capability else (2048 + 300,):  # all tiles full, and not
+        qkv = make_qkv(1, tokens, heads[0], tiles.head_dim, kv_heads=heads[1], dtype=DTYPES[tiles.dtype])
+        dout, dlse = gradients(qkv[0])
+        mask = make_mask("random", 1, tokens) if tiles.masked else None
+        seed = torch.tensor(2**40 + 7, device=DEVICE) if dropout_p else None
+        chosen = Chosen(*settings.fused(qkv[1], mask, seed))
+        with poisoned():
+            out, lse = chosen.forward(*qkv)
+            got = Results(out, lse, *chosen.backward(dout, dlse, *qkv, out, lse))
+        exact = {"is_causal": tiles.is_causal, "key_padding_mask": mask, "dropout_p": dropout_p, "seed": seed}
+        hold(got, qkv, pattern, dout, dlse, **exact)
 
 
 @turn(0)
@@ -413,7 +410,7 @@ def test_many_periods(name: str, is_causal: bool) -> None:
 def test_more_elements_than_32_bits_count(rule: str) -> None:
     tokens, heads, dim = 2**20 + 600, 16, 160
     assert tokens * heads * dim > 2**31
-    needs(75)
+    needs(55)
     pattern = DilatedPattern.of(rule, [512, 1024], [1, 4])
     qkv = tuple(normal(1, tokens, heads, dim, seed=seed, dtype=torch.bfloat16) for seed in (1, 2, 3))
     dout = normal(1, heads, tokens, dim, seed=4, dtype=torch.bfloat16).transpose(1, 2)  # strided
@@ -431,7 +428,7 @@ def fused_projection(tokens: int, heads: int, dim: int) -> tuple[Tensor, ...]:
 def test_views_of_a_projection_with_more_elements_than_32_bits_count() -> None:
     tokens, heads, dim = 2**20 + 600, 8, 128
     assert tokens * 3 * heads * dim > 2**31
-    needs(60)
+    needs(45)
     pattern, qkv = DilatedPattern.longnet([512, 1024], [1, 4]), fused_projection(tokens, heads, dim)
     dout, dlse = gradients(qkv[0], 4)
     got = testing.run(attend(pattern, is_causal=True), qkv, dout, dlse)

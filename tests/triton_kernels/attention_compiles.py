@@ -108,6 +108,10 @@ def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str)
     check(86, compiled(monkeypatch, 86, kernel, 128, HALF, configs.DEFAULTS[128], ZEROS, **options))
 
 
+def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, configs.DEFAULTS[64], SINGLE), tensor_cores=False)
+
+
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     tile = configs.WITHOUT_TENSOR_CORES[64]

@@ -51,5 +51,7 @@ def why_not(choice: Choice, request: Request) -> dict[str, list[str]]:
     }
     reasons["eager"] = eager.unsupported(request)
     later = [f"it could run, but {running} was chosen"]
+    if not triton.unsupported(request):
+        later[0] += f" ({triton.because(request)})"
     runs = f"sdpa/{choice.kernels[0]}" if choice.name == "sdpa" else choice.name
     return {name: why or later for name, why in reasons.items() if name != runs}

@@ -66,13 +66,26 @@ def describe(kernels: tuple[str, ...], rows: set[int]) -> str:
 
 def is_preferred(request: Request) -> bool:
     """Whether these kernels are the first choice for a call that they can run."""
-    assert request.whole is not None
-    if request.has_padding or request.has_dropout or request.deterministic:
-        return True  # the library's fast kernels do not take these, or do not repeat
-    if request.dtype is torch.float32:
-        return False  # without tensor cores the library is faster
+    return _preference(request)[0]
+
+
+def because(request: Request) -> str:
+    """Why they are, or are not, the first choice."""
+    return _preference(request)[1]
+
+
+def _preference(request: Request) -> tuple[bool, str]:
     whole = request.whole
-    library = configs.prefers_library(
-        request.device, request.head_dim, request.is_causal, whole.nested, whole.tokens, whole.backward
-    )
-    return not library if library is not None else whole.nested
+    assert whole is not None
+    if request.has_padding or request.has_dropout:
+        return True, "of torch's fast kernels none takes a padding mask or our dropout"
+    if request.deterministic:
+        return True, "torch.use_deterministic_algorithms is on, and ours are the fastest that repeat"
+    if request.dtype is torch.float32:
+        return False, "in exact float32 torch's are faster"
+    library = configs.library_from(request.device, request.head_dim, request.is_causal, whole.nested, whole.backward)
+    if library == configs.NOT_MEASURED:
+        return whole.nested, "this device was not measured, and ours save work only where branches are nested"
+    if library is None:
+        return True, "measured: ours are faster at every length"
+    return whole.tokens < library, f"measured: torch's are faster from {library:,} tokens on"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 KERNELS = ("forward", "dq", "dkdv")
+NOT_MEASURED = -1
 
 
 class Config(NamedTuple):
@@ -66,14 +67,22 @@ def config(
     return Config(*tiles[key]) if key in tiles else DEFAULTS[size]
 
 
+def library_from(device: torch.device, head_dim: int, causal: bool, nested: bool, backward: bool) -> int | None:
+    """The tokens from which on the library's kernels were measured to be faster; None: never."""
+    if device.type != "cuda":
+        return NOT_MEASURED
+    rows = measured().get(device_class(device), {}).get("library_from", {})
+    kernel = "backward" if backward else "forward"
+    key = f"{kernel} {head_dim_class(head_dim)}{' causal' if causal else ''}{' nested' if nested else ''}"
+    found: int | None = rows.get(key, NOT_MEASURED)
+    return found
+
+
 def prefers_library(
     device: torch.device, head_dim: int, causal: bool, nested: bool, tokens: int, backward: bool
 ) -> bool | None:
     """Whether the library's kernels were measured to be faster for such a call; None: such a call was not measured."""
-    rows = measured().get(device_class(device), {}).get("library_from", {})
-    kernel = "backward" if backward else "forward"
-    key = f"{kernel} {head_dim_class(head_dim)}{' causal' if causal else ''}{' nested' if nested else ''}"
-    if key not in rows:
+    first = library_from(device, head_dim, causal, nested, backward)
+    if first == NOT_MEASURED:
         return None
-    first = rows[key]  # tokens from which on it is; null: never
     return first is not None and tokens >= first

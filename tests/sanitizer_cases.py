@@ -1,0 +1,81 @@
+"""Small calls of our kernels, forward and backward, for NVIDIA's compute-sanitizer: a script, not a test file.
+
+    export PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    python tests/sanitizer_cases.py  # compiles, so that the next runs only read Triton's cache
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitizer_cases.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitizer_cases.py
+
+Without torch's caching of memory every tensor has its own bounds, which memcheck then watches. Inputs are drawn and
+results compared on the CPU, so that few kernels but ours run. Numbers after the script pick some of the cases.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention.functional import drawn_seed
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# pattern, tokens, (query heads, key/value heads), head_dim, dtype, options; together they have every flag both ways
+CASES: list[tuple[DilatedPattern, int, tuple[int, int], int, torch.dtype, dict[str, Any]]] = [
+    (DilatedPattern.longnet([64, 128], [1, 2]), 150, (2, 2), 64, BF16, {}),  # nested, with a tail
+    (DilatedPattern.longnet([128, 256], [1, 2]), 256, (2, 2), 64, BF16, {"is_causal": True}),  # all tiles full
+    (DilatedPattern.longnet([128], [1]), 256, (1, 1), 128, FP16, {"lse_gradient": False}),  # no tile is masked
+    (DilatedPattern.longnet([32, 48, 100], [1, 3, 7]), 130, (2, 1), 72, BF16, {}),  # several launches, columns to spare
+    (DilatedPattern.longnet([40], [3]), 101, (4, 4), 64, BF16, {}),  # rows without keys, filled by the kernels
+    (DilatedPattern.longnet([64, 128], [2, 4]), 129, (2, 2), 64, FP16, {}),  # the same by a fill before them
+    (DilatedPattern.longnet([4, 40], [9, 6]), 43, (3, 3), 16, FP32, {"is_causal": True}),  # rates beyond a segment
+    (DilatedPattern.torchscale([32, 91], [1, 2]), 100, (2, 2), 64, BF16, {}),  # appended zero keys
+    (DilatedPattern.torchscale([32, 91], [1, 3]), 75, (2, 2), 64, FP16, {"masked": True}),
+    (DilatedPattern.head_groups([32, 64], [1, 3]), 99, (4, 2), 64, BF16, {"masked": True, "is_causal": True}),
+    (DilatedPattern.head_groups([32, 128], [1, 2]), 77, (2, 2), 256, BF16, {"dropout_p": 0.3}),
+    (DilatedPattern.longnet([64], [1]), 70, (2, 1), 64, FP32, {"dropout_p": 0.6, "masked": True, "is_causal": True}),
+    (DilatedPattern.longnet([16], [1]), 1, (1, 1), 1, FP16, {"layout": "odd"}),  # a single row and column
+    (DilatedPattern.longnet([64, 128], [1, 2]), 140, (2, 2), 64, BF16, {"far": True}),  # tiles that start over
+]
+
+
+def run(index: int) -> None:
+    pattern, tokens, (heads, kv_heads), head_dim, dtype, given = CASES[index]
+    options = {"masked": False, "lse_gradient": True, "layout": "contiguous", "far": False, "dropout_p": 0.0, **given}
+    masked, lse_gradient, layout, far = (options.pop(name) for name in ("masked", "lse_gradient", "layout", "far"))
+    qkv = testing.make_qkv(2, tokens, heads, head_dim, kv_heads=kv_heads, layout=layout, dtype=dtype)
+    if far:  # keys that look away from their own query
+        qkv = (qkv[0], -30 * qkv[0], qkv[2])
+    dout, dlse, _ = testing.make_qkv(2, tokens, heads, head_dim, dtype=dtype, seed=1)
+    dlse = dlse[..., 0].float()
+    mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
+
+    def attention(*x: torch.Tensor) -> Any:
+        there = None if mask is None else mask.to(DEVICE)
+        return dilated_attention(
+            *x, pattern, backend="triton", enable_gqa=True, return_lse=True, key_padding_mask=there, **options
+        )  # fmt: skip
+
+    torch.manual_seed(3)
+    seed = drawn_seed(torch.device(DEVICE)).cpu()
+    torch.manual_seed(3)  # the call draws the same seed
+    there = tuple(x.to(DEVICE) for x in qkv)
+    result = testing.run(attention, there, dout.to(DEVICE), dlse.to(DEVICE) if lse_gradient else None)
+    got = testing.Results(*(x.cpu() for _, x in result.items()))
+    given = {**options, "key_padding_mask": mask, **({"seed": seed} if options["dropout_p"] else {})}
+    exact, plain = (
+        testing.oracle(qkv, pattern, dout, dlse if lse_gradient else None, dtype=computed, **given)
+        for computed in (torch.float64, None)
+    )
+    testing.assert_exact(got, exact, plain)
+
+
+if __name__ == "__main__":
+    for index in [int(number) for number in sys.argv[1:]] or range(len(CASES)):
+        start = time.perf_counter()
+        run(index)
+        print(f"case {index}: right, {time.perf_counter() - start:.1f} s", flush=True)
