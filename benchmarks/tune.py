@@ -126,7 +126,7 @@ class Setting(NamedTuple):
         shape = SHAPES[self.size]
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
         if scale > 1:
-            branches = [(max(w // scale, 32 * r), r) for w, r in branches[:2]]
+            branches = [(max(w // scale, 64), r) for w, r in branches[:2]]
         return DilatedPattern("longnet" if self.nested else "head_groups", *zip(*branches, strict=True))
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
@@ -290,14 +290,14 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, results: dict[str, Any]) -> None:
-    """At once or not at all; what is no object is on one line."""
+    """At once or not at all; a line for each key."""
     half_written = file.with_name(f"{file.name}.part")
     half_written.write_text(as_text(results) + "\n", encoding="utf-8")
     half_written.replace(file)
 
 
 def as_text(value: Any, indent: str = "") -> str:
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict) or not value or len(indent) == 8:  # a record
         return json.dumps(value)
     inner = indent + "  "
     named = sorted(value.items()) if indent else value.items()

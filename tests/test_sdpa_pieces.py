@@ -56,7 +56,7 @@ def test_packing_changes_nothing(
     mask = torch.arange(70) % 5 == torch.tensor([[1], [3]]) if masked else None
     pattern = DilatedPattern(rule, (8, 33, 70), (1, 2, 3))
     monkeypatch.setattr(aten, "PACKED_ROWS", 9)
-    monkeypatch.setattr(aten, "PAGE", 1)
+    monkeypatch.setattr(aten, "PACKED_SPAN", 1)
     monkeypatch.setattr(sdpa, "CALL_BYTES", 200)
     packed = []
     pack = aten._packed
@@ -78,8 +78,10 @@ def test_only_rows_far_apart_that_are_read_often_are_packed() -> None:
         return found is not problem
 
     assert packs(384, 384, 4096)
-    assert not packs(384, 384, 2048)
-    assert not packs(384, 383, 4096)
+    assert packs(768, 768, 2048)
+    assert not packs(384, 767, 2048)
+    assert not packs(383, 400, 8192)
+    assert not packs(400, 383, 8192)
     assert not packs(1, 5000, 4096)  # a step of decoding reads every key once
     wide = torch.zeros(1, 400, 1, 2048)  # packed as it is
     assert aten._packed(aten.Dense(wide, wide, wide, None, False, 1.0)).k is wide

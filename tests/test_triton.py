@@ -1,4 +1,4 @@
-"""The attention kernels where there is no GPU: in Triton's interpreter, and through its compiler."""
+"""The attention kernels where there is no GPU: in Triton's interpreter, and through its compiler; on one if there is."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def test_compiled(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_sizes_compiled(tmp_path: Path) -> None:
     assert run("attention_compiles.py", only="slow", TRITON_CACHE_DIR=str(tmp_path)) >= 30
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    assert run("attention_cases.py") >= 200

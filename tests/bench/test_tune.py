@@ -1,0 +1,155 @@
+"""benchmarks/tune.py: its logic here, its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention._courses import launches
+from dilated_attention._shards import Heads
+from dilated_attention.backends.triton import configs
+from tests.triton_kernels.runner import run
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts src there
+    spec = importlib.util.spec_from_file_location("tune_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def piece(date: str, tiles: dict[str, Any], library: dict[str, Any]) -> dict[str, Any]:
+    about = {"runs": {date: {"commit": date}}}
+    for part, found in (("tiles", tiles), ("library_from", library)):
+        about[part] = {key: {"ms": 1.0, "run": date} for key in found}
+    return {"9.0": {"tiles": tiles, "library_from": library, "measured": about}}
+
+
+@pytest.mark.slow
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert run("tune_cases.py", TRITON_INTERPRET="1") == 9
+
+
+@pytest.mark.parametrize(
+    ("library_wins", "expected"),
+    [("....", None), ("...x", 1 << 20), ("..xx", 1 << 17), ("xx.x", 1 << 20), ("xxx.", None), ("xxxx", 1 << 13)],
+)
+def test_the_library_wins_from_a_length_on(tune: ModuleType, library_wins: str, expected: int | None) -> None:
+    times = {
+        n: {"triton": 2.0, "sdpa": 1.0 if x == "x" else 3.0} for n, x in zip(tune.LENGTHS, library_wins, strict=True)
+    }
+    assert tune.library_from(times) == expected
+
+
+def test_who_runs_out_of_memory_loses_and_equals_are_ours(tune: ModuleType) -> None:
+    assert tune.library_from({8192: {"triton": 1.0, "sdpa": 1.0}}) is None
+    assert tune.library_from({8192: {"triton": 1.0}}) is None
+    assert tune.library_from({8192: {"sdpa": 1.0}}) == 8192
+
+
+def test_pieces_join(tune: ModuleType) -> None:
+    first = piece("monday", {"dq 64": [1, 1, 1, 1], "dq 128": [2, 2, 2, 2]}, {"forward 64": None})
+    second = piece("tuesday", {"dq 64": [3, 3, 3, 3]}, {"forward 64": 8192})
+    merged = tune.merge(first, second)["9.0"]
+    assert merged["tiles"] == {"dq 64": [3, 3, 3, 3], "dq 128": [2, 2, 2, 2]}
+    assert merged["library_from"] == {"forward 64": 8192}
+    assert set(merged["measured"]["runs"]) == {"monday", "tuesday"}
+    assert first["9.0"]["tiles"]["dq 64"] == [1, 1, 1, 1]
+    again = tune.merge(first, piece("friday", first["9.0"]["tiles"], {"forward 64": 1}))["9.0"]
+    assert set(again["measured"]["runs"]) == {"friday"}  # nothing of the other is left
+    elsewhere = tune.merge(first, {"8.0": second["9.0"]})
+    assert elsewhere["9.0"] == first["9.0"]
+
+
+def test_merged_files_are_written_into_the_code(
+    tune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, one = tmp_path / "measured.json", tmp_path / "tune.json", tmp_path / "one.json"
+    code.write_text(configs_text := tune.MEASURED.read_text())
+    monkeypatch.setattr(tune, "MEASURED", code)
+    one.write_text(json.dumps(piece("monday", {"dq 64": [16, 16, 1, 1]}, {})))
+    assert tune.main(["--merge", str(one), "--out", str(out)]) == 0
+    assert code.read_text() == configs_text
+    assert tune.main(["--merge", str(one), "--out", str(out), "--write"]) == 0
+    before, after = json.loads(configs_text)["9.0"], json.loads(code.read_text())["9.0"]
+    assert after["tiles"] == before["tiles"] | {"dq 64": [16, 16, 1, 1]}
+    assert after["library_from"] == before["library_from"]
+    assert '      "dq 64": [16, 16, 1, 1],\n' in code.read_text()
+    assert '        "dq 64": {"ms": 1.0, "run": "monday"}' in code.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--write", "--device", "cpu"], "measured on a GPU at full length"),
+        (["--device", "cpu", "--only", "forwards 64"], "nothing is called 'forwards 64'"),
+    ],
+)
+def test_what_is_refused(
+    tune: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        tune.main([*arguments, "--out", str(tmp_path / "tune.json")])
+    assert message in capsys.readouterr().err
+
+
+def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`configs` finds for each kind of call what was written for it, and the record of the runs does no harm."""
+    entry: dict[str, Any] = {"tiles": {}, "library_from": {}, "measured": {"runs": {}}}
+    monkeypatch.setattr(configs, "measured", lambda: {"9.0": entry})
+    monkeypatch.setattr(configs, "device_class", lambda _: "9.0")
+    kinds = [tune.Setting(*x) for x in product(tune.SHAPES, *[(False, True)] * 3)]
+    asked = list(product(kinds, tune.KERNELS))
+    for number, (kind, kernel) in enumerate(asked):
+        entry["tiles"][kind.key(kernel)] = [number, 16, 4, 2]
+    for number, (kind, way) in enumerate(product(kinds, tune.DIRECTIONS)):
+        if not kind.short:
+            entry["library_from"][kind.key(way)] = number
+    configs.config.cache_clear()
+    for number, (kind, kernel) in enumerate(asked):
+        found = configs.config(kernel, GPU, torch.bfloat16, kind.size, kind.causal, kind.nested, kind.short)
+        assert found.rows == number
+    for number, (kind, way) in enumerate(product(kinds, tune.DIRECTIONS)):
+        if not kind.short:
+            ask = (GPU, kind.size, kind.causal, kind.nested)
+            assert configs.prefers_library(*ask, number, way == "backward")
+            assert not configs.prefers_library(*ask, number - 1, way == "backward")
+    configs.config.cache_clear()
+
+
+def test_the_candidates_have_all_that_is_in_use(tune: ModuleType) -> None:
+    for key, tile in json.loads(tune.MEASURED.read_text())["9.0"]["tiles"].items():
+        kernel, size = key.split()[:2]
+        assert configs.Config(*tile) in tune.candidates(kernel, int(size)), key
+    for kernel, size in tune.CANDIDATES:
+        found = tune.candidates(kernel, size)
+        assert 6 <= len(found) == len(set(found)) <= 10
+
+
+@pytest.mark.parametrize("scale", [1, 32768])
+def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
+    """Nested ones are one table, the others one launch too; short is short and the rest is not."""
+    for kind in (tune.Setting(*x) for x in product(tune.SHAPES, *[(False, True)] * 3)):
+        heads = tune.SHAPES[kind.size].heads
+        for tokens in {kind.tokens(), min(kind.tokens(), tune.CHECK_TOKENS), *tune.LENGTHS}:
+            pattern = kind.pattern(tokens, scale)
+            (courses,) = launches(pattern, Heads(0, heads, heads), False)
+            assert (len(courses[0].widths) > 1) == kind.nested
+        like = torch.empty(1, device="meta").expand(1, kind.tokens(), heads, kind.size)
+        assert configs.is_short(like) == kind.short

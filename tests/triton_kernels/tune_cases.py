@@ -1,0 +1,110 @@
+"""benchmarks/tune.py with everything made small, in Triton's interpreter; run by tests/bench/test_tune.py in a process
+of its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dilated_attention.backends.triton import launch
+from dilated_attention.backends.triton.configs import Config
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = ["--device", "cpu", "--scale", "32768", "--seconds", "0", "--commit", "abc"]
+GOOD, OTHER, ODD = (32, 32, 4, 2), (64, 32, 4, 2), (48, 32, 4, 2)  # OTHER is the default, ODD no power of two
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf - -inf
+
+
+@pytest.fixture
+def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("tune")
+    monkeypatch.setattr(module, "CANDIDATES", dict.fromkeys(module.CANDIDATES, (GOOD, ODD)))
+    monkeypatch.setattr(module, "LENGTHS", (8192, 32768))
+    module.expected.cache_clear()
+    return module
+
+
+def found_in(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text())["cpu"]
+    return found
+
+
+@pytest.mark.parametrize("words", ["", " causal", " nested", " causal nested"])
+def test_all_kernels_are_right_in_every_setting(tune: ModuleType, words: str) -> None:
+    setting = tune.Setting(64, "causal" in words, "nested" in words, short=True)
+    for kernel in tune.KERNELS:
+        assert setting.key(kernel) == f"{kernel} 64{words} short"
+        assert tune.check(tune.Job(tune.Place("cpu", 32768), setting, kernel, Config(*GOOD))) is None
+
+
+def test_in_pieces_into_one_file(tune: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tune.json"
+    common = [*SMALL, "--jobs", "1", "--head-dims", "64", "--out", str(file)]
+    assert tune.main([*common, "--only", "tiles dq causal nested short"]) == 0
+    assert "(48, 32, 4, 2) fails: " in capsys.readouterr().out
+    assert list(found_in(file)["tiles"]) == ["dq 64 causal nested short"]
+    assert tune.main([*common, "--only", "library forward causal nested"]) == 0
+    found = found_in(file)
+    assert list(found["tiles"]) == ["dq 64 causal nested short"]
+    assert found["tiles"]["dq 64 causal nested short"] in (list(GOOD), list(OTHER))
+    assert list(found["library_from"]) == ["forward 64 causal nested"]
+    about = found["measured"]
+    assert about["tiles"]["dq 64 causal nested short"]["ms"] > 0
+    times = about["library_from"]["forward 64 causal nested"]["ms"]
+    assert list(times) == ["8192", "32768"]
+    assert all(set(both) == {"sdpa", "triton"} for both in times.values())
+    for record in (about["tiles"]["dq 64 causal nested short"], about["library_from"]["forward 64 causal nested"]):
+        assert about["runs"][record["run"]]["commit"] == "abc"
+
+
+@pytest.mark.parametrize("wrong", [(OTHER,), (OTHER, GOOD)])
+def test_what_is_off_is_never_picked(
+    tune: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: tuple[Any, ...],
+) -> None:
+    right = launch.backward_dkdv
+
+    def sometimes_wrong(*given: Any) -> None:
+        right(*given)
+        if any(isinstance(x, Config) and tuple(x) in wrong for x in given):
+            given[6][:, -1] *= 1.01  # the last row of dv
+
+    monkeypatch.setattr(launch, "backward_dkdv", sometimes_wrong)
+    file = tmp_path / "tune.json"
+    code = tune.main([*SMALL, "--jobs", "1", "--only", "tiles dkdv 64 causal nested short", "--out", str(file)])
+    said = capsys.readouterr().out
+    assert "dkdv 64 causal nested short (64, 32, 4, 2) off: dv by" in said
+    if len(wrong) == 1:
+        assert code == 0
+        assert found_in(file)["tiles"] == {"dkdv 64 causal nested short": list(GOOD)}
+    else:
+        assert code == 1
+        assert not file.exists()
+        assert "no candidate is right" in said
+
+
+def test_rows_left_unwritten_are_off(tune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tune.Job(tune.Place("cpu", 32768), tune.Setting(64, False, True), "dq", Config(*GOOD))
+    assert tune.check(job) is None
+    monkeypatch.setattr(launch, "backward_dq", lambda *_: None)  # what the launch before it left is right
+    assert "off: dq by inf" in tune.check(job)
+
+
+def test_as_a_command_with_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "tune.py"), *SMALL, "--jobs", "2"]
+    command += ["--only", "tiles dq 256 causal nested short", "--out", str(tmp_path / "tune.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert list(found_in(tmp_path / "tune.json")["tiles"]) == ["dq 256 causal nested short"]
