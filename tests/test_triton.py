@@ -1,4 +1,4 @@
-"""The attention kernels where there is no GPU: in Triton's interpreter, and through its compiler; on one if there is."""
+"""The attention kernels where there is no GPU: in Triton's interpreter and through its compiler; on one if there is."""
 
 from __future__ import annotations
 
