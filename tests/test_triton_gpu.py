@@ -547,9 +547,9 @@ def test_bad_numbers_reach_only_the_rows_that_see_them(which: str, bad: float, i
 @pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_in_no_branch(rule: str, dtype: str) -> None:
-    """Such rows give 0 and -inf whatever they hold, if our kernels fill them in (128) and if a fill does (32)."""
-    for width in (32, 128):
-        pattern = DilatedPattern.of(rule, [width, 256], [3, 5])
+    """Such rows give 0 and -inf whatever they hold: if our kernels fill them in, and (nested) if a fill does."""
+    for widths, rates in (([128, 256], [3, 5]), ([48, 240], [3, 6])):
+        pattern = DilatedPattern.of(rule, widths, rates)
         covered = pattern.coverage(301, 4).to(DEVICE)
         qkv = make_qkv(2, 301, 4, 64, dtype=DTYPES[dtype])
         qkv = tuple(x.masked_fill(~covered[None, :, :, None], torch.nan) for x in qkv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -88,6 +89,20 @@ def test_rows_at_full_length_count(cpu: ModuleType, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(cpu, "dilated_attention", wrong_at_full_length)
     assert cpu.main([*SHORT, "--out", str(tmp_path)]) == 1
     assert {record["ours"]["verdict"] for record in written(tmp_path)["cases"]} == {"wrong rows"}
+
+
+def test_a_ratio_of_rates_is_taken_round_by_round(
+    cpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(calls: Any, device: Any, *, seconds: float, spent: dict[str, list[float]]) -> Any:
+        spent |= {"ours": [2.0, 4.0, 40.0], "dense": [1.0, 3.0, 20.0, 9.0]}
+        return {name: cpu.run.Timing.of(had) for name, had in spent.items()}
+
+    monkeypatch.setattr(cpu.run, "time_calls", timed)
+    bench = cpu.Bench(argparse.Namespace(scale=1, seconds=0.0, out=str(tmp_path), commit="abc"))
+    found = bench.compare({}, flops=8_000_000)
+    assert found["ratio"] == {"median": 0.5, "lower": 0.5, "upper": 0.625, "repeats": 3}
+    assert found["ours"]["gflops"] == 2.0
 
 
 def test_the_verdict_is_of_the_long_case_going_forward(cpu: ModuleType) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from dilated_attention import DilatedPattern, _fused, dilated_attention, functional, testing
 from dilated_attention.backends.triton import launch
 from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.tiling import tiling
 from dilated_attention.pattern import RULES
 from dilated_attention.testing import Results
 
@@ -269,6 +270,24 @@ def test_anything_may_stand_in_masked_slots(rule: str, is_causal: bool) -> None:
     assert (dirty.dv[mask] == 0).all()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_without_keys_send_nothing_back(is_causal: bool) -> None:
+    """Not even NaN."""
+    mask = torch.arange(37, device=DEVICE)[None] < 20
+    pattern, qkv = DilatedPattern.longnet([16], [1]), make(37, 2, 1)
+    _, lse = dilated_attention(
+        *qkv, pattern, is_causal=is_causal, key_padding_mask=mask, enable_gqa=True, return_lse=True, backend="triton"
+    )
+    empty = lse == -math.inf
+    assert empty.any()
+    dout, dlse = randn(1, 37, 2, 16), randn(1, 37, 2)
+    given: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": mask}
+    clean = run(qkv, pattern, dout.masked_fill(empty.unsqueeze(-1), 0.0), dlse, **given)
+    dirty = run(qkv, pattern, dout.masked_fill(empty.unsqueeze(-1), NAN), dlse, **given)
+    for (name, got), (_, expected) in zip(dirty.items(), clean.items(), strict=True):
+        assert torch.equal(got, expected), name
+
+
 @pytest.mark.parametrize("widths", [[8, 7], [48, 80]], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_in_no_branch_are_not_read(is_causal: bool, widths: list[int]) -> None:
@@ -335,6 +354,23 @@ def test_the_same_call_twice_is_equal_to_the_bit() -> None:
         assert torch.equal(x, y), name
 
 
+def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to half precision in between, five branches would have twice the error."""
+    start, seen = launch.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> None:
+        seen.append(inspect.signature(start).bind(*args, **kwargs).arguments["out"].dtype)
+        start(*args, **kwargs)
+
+    monkeypatch.setattr(launch, "forward", forward)
+    for widths in ([16], [16, 30]):
+        out = dilated_attention(
+            *make(20, 1, dtype=HALF), DilatedPattern.longnet(widths, [1] * len(widths)), backend="triton"
+        )
+        assert out.dtype is HALF
+    assert seen == [HALF, FULL, FULL]
+
+
 # --- other tiles, other tables ----------------------------------------------------------------------------------
 
 
@@ -380,6 +416,16 @@ def test_a_table_is_as_wide_as_it_must_be() -> None:
     ):
         found = launch.table(**fixed, tokens=tokens, widest_stride=stride)
         assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}
+
+
+def test_a_table_has_two_runs_to_spare() -> None:
+    """A kernel reads ahead of the run it is in."""
+    pattern, device = DilatedPattern.longnet([24, 48], [1, 2]), torch.device("cpu")
+    (courses,) = _fused.launches(pattern, _fused.Heads(0, 2, 2), False)
+    for sees in ("all", "earlier", "later"):
+        found = launch.table(courses, 1, 53, 1, 16, 16, sees, 64, device)
+        parts = [tiling((24, 48), (1, 2), offset, length, 16, 16, sees) for length in (48, 5) for offset in (0, 1)]
+        assert len(found.runs) // 5 >= sum(len(part.runs) for part in parts) + 2
 
 
 class Shifted:

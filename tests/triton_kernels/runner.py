@@ -17,7 +17,7 @@ def run(cases: str, *, only: str = "", **environment: str) -> int:
     command += ["-m", only] if only else []
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        command, cwd=ROOT, env={**without, **environment}, capture_output=True, text=True, timeout=900
+        command, cwd=ROOT, env={**without, **environment}, capture_output=True, text=True, timeout=2400
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = done.stdout.strip().splitlines()[-1]
