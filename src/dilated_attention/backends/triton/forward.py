@@ -160,7 +160,8 @@ def forward_kernel(
             first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
             SINGLE, EDGES, RAGGED, PRECISION, True,
         )  # fmt: skip
-        sound = tl.max(tl.where(mass < 1.2e30, 0, 1), 0) == 0
+        too_much = tl.where(mass < 1.2e30, 0, 1) | tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1)
+        sound = tl.max(too_much, 0) == 0
         if not sound:
             m = tl.full((BM,), float("-inf"), tl.float32)
             mass = tl.zeros((BM,), tl.float32)

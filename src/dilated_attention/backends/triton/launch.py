@@ -34,7 +34,7 @@ class Table(NamedTuple):
     ragged: bool  # whether any tile is not full
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def table(
     courses: Courses,
     samples: int,
@@ -207,6 +207,7 @@ def _pointers(call: Call, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_captured: list[tuple[Tensor, ...]] = []
 MOST_COMPILED = 4096
 
 
@@ -224,6 +225,10 @@ def _start(
         with torch.cuda.device(device):
             _start(kernel, programs, pointers, numbers, constants, config)
         return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(
+            pointers[-3:]
+        )  # a graph reads its table for as long as it lives, and does not say when it ends
     given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
     if device.type != "cuda" or any(x.data_ptr() & 15 for x in pointers):
         kernel[(programs,)](*pointers, *numbers, **given)
