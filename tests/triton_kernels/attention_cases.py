@@ -209,8 +209,7 @@ def test_rows_without_keys(rule: str, is_causal: bool, widths: list[int], rates:
     check(make(75 if widths[0] > 32 else 23), DilatedPattern.of(rule, widths, rates), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.9])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("is_causal", "p"), [(False, 0.1), (True, 0.9)])
 @pytest.mark.parametrize("rule", RULES)
 def test_dropout(rule: str, is_causal: bool, p: float) -> None:
     """Nested branches too drop on their own; a threshold below and one beyond 2^31."""
@@ -376,11 +375,10 @@ def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("keys", [16, 32, 64])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_tile_sizes(rows: int, keys: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     monkeypatch.setattr(_fused, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
-    check(make(70, 1), DilatedPattern.longnet([66, 132], [1, 2]), is_causal=is_causal)
+    check(make(70, 1), DilatedPattern.longnet([66, 132], [1, 2]), is_causal=rows != keys)
     assert len(used) == 3
 
 
@@ -444,8 +442,8 @@ class Shifted:
 
 WHOLE = {  # one launch
     "nested": DilatedPattern.longnet([48, 96], [1, 2]),
-    "gaps": DilatedPattern.longnet([64], [2]),
-    "zero_keys": DilatedPattern.torchscale([64], [2]),
+    "gaps": DilatedPattern.longnet([50], [2]),
+    "zero_keys": DilatedPattern.torchscale([50], [2]),
     "head_groups": DilatedPattern.head_groups([30, 48], [1, 2]),
 }
 
@@ -457,7 +455,7 @@ def test_without_a_running_maximum(name: str, is_causal: bool, size: float, monk
     """Weights relative to the row's own key; where one is beyond 2^100 the tile starts over with the maximum."""
     shifted = Shifted()
     monkeypatch.setattr(launch, "forward_kernel", shifted)
-    q, k, v = make(70)
+    q, k, v = make(60)
     q[:, 30:50] *= size
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * math.log2(math.e)
     above = scores - scores.diagonal(dim1=2, dim2=3).unsqueeze(-1)

@@ -63,11 +63,14 @@ def fill_gaps(first, stride, base, step, stop, value, BM: tl.constexpr, D: tl.co
     offset = base % step
     position = base + row_steps(BM, step)
     columns = tl.arange(0, BD)
-    for after in range(1, step):
-        shift = (offset + after) % step - offset
+    for phase in range(
+        0, tl.minimum(step, stop)
+    ):  # of one branch, whose segment ends at stop: a rate may be far larger
+        shift = phase - offset
         pointers = first + shift.to(tl.int64) * stride + (row_steps(BM, step) * stride)[:, None] + columns[None, :]
         filling = tl.full((BM, BD), value, first.dtype.element_ty)
-        tl.store(pointers, filling, mask=(position + shift < stop)[:, None] & (columns < D)[None, :])
+        between = (position + shift < stop) & (phase != offset)
+        tl.store(pointers, filling, mask=between[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
