@@ -123,10 +123,10 @@ class Setting(NamedTuple):
 
     def pattern(self, tokens: int, scale: int) -> DilatedPattern:
         """The branches that such a length has room for; made smaller, two of them."""
-        shape = SHAPES[self.size]
+        shape = SHAPES[64 if self.causal and self.nested else self.size]  # rates of 1, 4, 16 share nothing when causal
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
         if scale > 1:
-            branches = [(max(w // scale, 64), r) for w, r in branches[:2]]
+            branches = [(max(w // scale, 256), r) for w, r in branches[:2]]
         return DilatedPattern("longnet" if self.nested else "head_groups", *zip(*branches, strict=True))
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
@@ -171,21 +171,32 @@ class Problem(NamedTuple):
         results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
         return Problem(fused, inputs, out, lse, stats, results)
 
-    def launch(self, kernel: str, config: Config) -> dict[str, Tensor]:
-        """One launch of a kernel, and its results."""
+    def launch(self, kernel: str, config: Config) -> Callable[[], dict[str, Tensor]]:
+        """One launch of a kernel, which gives its results."""
         from dilated_attention.backends.triton import launch
 
         q, k, v, dout = self.inputs
-        (courses,) = self.fused.steps()
-        last = (courses, self.fused.call(q), config, False, bool(self.fused.fills(courses)))
-        found = self.results
+        found, kind = self.results, self.fused.kind(q)
+        (courses,) = kind.steps()
+        last = (courses, kind.call(), config, False, bool(kind.fills()))
         if kernel == "forward":
-            launch.forward(q, k, v, found["out"], found["lse"], *last)
+            tensors = (q, k, v, found["out"], found["lse"])
+            made = launch.forward(*map(launch.Layout.of, tensors), *last)
+            tensors += (q, q, q)
         elif kernel == "dq":
-            launch.backward_dq(q, k, v, self.out, self.lse, dout, None, found["dq"], found["stats"], *last)
+            before, after = (q, k, v, self.out, self.lse, dout), (found["dq"], found["stats"])
+            made = launch.backward_dq(*map(launch.Layout.of, before), None, *map(launch.Layout.of, after), *last)
+            tensors = (*before, q, *after, q, q)
         else:
-            launch.backward_dkdv(q, k, v, dout, self.stats, found["dk"], found["dv"], *last)
-        return {name: found[name] for name in RESULTS[kernel]}
+            tensors = (q, k, v, dout, self.stats, found["dk"], found["dv"])
+            made = launch.backward_dkdv(*map(launch.Layout.of, tensors), *last)
+            tensors += (q, q)
+
+        def start() -> dict[str, Tensor]:
+            made(*tensors)
+            return {name: found[name] for name in RESULTS[kernel]}
+
+        return start
 
 
 class Job(NamedTuple):
@@ -215,7 +226,7 @@ def check(job: Job) -> str | None:
     for x in problem.results.values():
         x.fill_(torch.nan)  # what was not written is wrong
     try:
-        found = problem.launch(job.kernel, job.config)
+        found = problem.launch(job.kernel, job.config)()
         errors = {name: error(x, getattr(exact, name)) for name, x in found.items()}
     except (TritonError, RuntimeError) as problem_of_it:  # too much shared memory, or the compiler gives up
         return f"fails: {type(problem_of_it).__name__}: {' '.join(str(problem_of_it).split())[:160]}"
@@ -355,7 +366,7 @@ class Tuning:
                 self.failed.append(key)
                 print(f"{key}: no candidate is right; nothing is written", flush=True)
                 continue
-            calls: dict[Any, run.Call] = {c: functools.partial(problem.launch, kernel, c) for c in right}
+            calls: dict[Any, run.Call] = {c: problem.launch(kernel, c) for c in right}
             ms = self.place.time(calls, self.seconds)
             best = min(ms, key=ms.__getitem__)
             self.add("tiles", key, list(best), round(ms[best], 4))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
+
+from dilated_attention import _courses, _fused
 
 # Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
 torch.set_num_threads(1)
@@ -15,9 +20,26 @@ settings.load_profile("no-deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def always_nested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Branches share a table wherever they can: those that are short enough for a test would not gain by it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_courses, "TILE", 1)
+        _forget_launches()
+        yield
+    _forget_launches()
+
+
+def _forget_launches() -> None:
+    _fused._forward.cache_clear()
+    _fused._backward.cache_clear()
+    _courses.launches.cache_clear()
+    _courses.is_nested.cache_clear()

@@ -101,6 +101,15 @@ def test_old_devices(
     assert all("compute capability" in reason and str(capability) in reason for reason in reasons)
 
 
+def test_little_shared_memory(h200: None, device: Callable[[int, int], None]) -> None:
+    assert not triton.unsupported(request_for(dtype=torch.float32, head_dim=256))
+    device(7, 5)
+    assert not triton.unsupported(request_for(dtype=torch.float32, head_dim=128))
+    assert not triton.unsupported(request_for(dtype=torch.float16, head_dim=256))
+    (reason,) = triton.unsupported(request_for(dtype=torch.float32, head_dim=129))
+    assert "head_dim over 128" in reason
+
+
 def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with dropout, and before a seed is drawn."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -160,6 +169,15 @@ def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.
         assert triton.is_preferred(request_for(**{name: True}))
         assert triton.is_preferred(request_for(**{name: True}, dtype=torch.float32))
     assert not triton.is_preferred(request_for(dtype=torch.float32))
+
+
+def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable[[int, int], None]) -> None:
+    half, masked = request_for(dtype=torch.float16), request_for(dtype=torch.float16, has_padding=True)
+    assert triton.is_preferred(half)
+    device(7, 5)
+    assert not triton.is_preferred(half)
+    assert "tensor cores" in triton.because(half)
+    assert triton.is_preferred(masked)
 
 
 @pytest.mark.parametrize(

@@ -226,16 +226,16 @@ def test_are_nested(widths: Numbers, rates: Numbers, expected: bool) -> None:
 
 def groups(pattern: DilatedPattern, *, alone: bool = False, heads: int = 4) -> list[list[tuple[Numbers, Numbers]]]:
     """The branches of each table of each launch."""
-    found = launches(pattern, Heads(0, heads, heads), alone)
+    found = launches(pattern, Heads(0, heads, heads), False, alone)
     return [[(course.widths, course.rates) for course in courses] for courses in found]
 
 
 def test_one_launch_for_nested_branches() -> None:
     pattern = DilatedPattern.longnet([2048, 4096, 8192], [1, 2, 4])
-    ((course,),) = launches(pattern, Heads(0, 6, 6), False)
+    ((course,),) = launches(pattern, Heads(0, 6, 6), False, False)
     assert (course.widths, course.rates) == (pattern.segment_lengths, pattern.dilation_rates)
     assert (course.branch, course.head, course.offsets) == (0, 0, (0, 1, 2, 3, 0, 1))
-    assert is_nested(pattern)
+    assert is_nested(pattern, False)
 
 
 def test_one_launch_each_for_others() -> None:
@@ -244,21 +244,22 @@ def test_one_launch_each_for_others() -> None:
     first, *rest = groups(pattern)
     assert first == [((2048, 4096, 8192), (1, 2, 4))]
     assert rest == [[((16384,), (6,))], [((32768,), (12,))]]
-    assert is_nested(pattern)
-    assert not is_nested(DilatedPattern.longnet([100, 150], [1, 2]))
+    assert is_nested(pattern, False)
+    assert not is_nested(DilatedPattern.longnet([100, 150], [1, 2]), False)
 
 
 def test_dropout_draws_for_each_branch() -> None:
     pattern = DilatedPattern.longnet([8, 16, 32], [1, 2, 4])
-    found = launches(pattern, Heads(0, 4, 4), True)
+    found = launches(pattern, Heads(0, 4, 4), False, True)
     assert [[course.branch for course in courses] for courses in found] == [[0], [1], [2]]
     assert all(len(course.widths) == 1 for courses in found for course in courses)
 
 
+@pytest.mark.usefixtures("always_nested")
 def test_the_densest_branch_comes_first() -> None:
     """It covers most rows, so fewer are left to be filled."""
     pattern = DilatedPattern.longnet([32, 30, 8], [4, 3, 1])
-    order = [course.branch for courses in launches(pattern, Heads(0, 4, 4), True) for course in courses]
+    order = [course.branch for courses in launches(pattern, Heads(0, 4, 4), False, True) for course in courses]
     assert order == [2, 1, 0]
     assert groups(pattern) == [[((8,), (1,))], [((30,), (3,))], [((32,), (4,))]]
     assert groups(DilatedPattern.longnet([32, 8], [4, 1])) == [[((8, 32), (1, 4))]]
@@ -268,34 +269,66 @@ def test_the_torchscale_rule_shares_nothing() -> None:
     """A head's offset differs from branch to branch there."""
     pattern = DilatedPattern.torchscale([8, 16, 32], [1, 2, 4])
     assert groups(pattern) == [[((8,), (1,))], [((16,), (2,))], [((32,), (4,))]]
-    assert not is_nested(pattern)
+    assert not is_nested(pattern, False)
 
 
 def test_groups_of_heads_are_one_launch() -> None:
     pattern = DilatedPattern.head_groups([8, 16, 32], [1, 2, 4])
     for alone in (False, True):
-        (courses,) = launches(pattern, Heads(0, 7, 7), alone)
+        (courses,) = launches(pattern, Heads(0, 7, 7), False, alone)
         assert [(course.branch, course.head, course.offsets) for course in courses] == [
             (0, 0, (0, 0, 0)),
             (1, 3, (1, 1)),
             (2, 5, (2, 2)),
         ]
-    assert not is_nested(pattern)
+    assert not is_nested(pattern, False)
 
 
+@pytest.mark.usefixtures("always_nested")
 def test_some_of_the_heads() -> None:
-    ((course,),) = launches(DilatedPattern.longnet([8, 16], [1, 4]), Heads(3, 3, 8), False)
+    ((course,),) = launches(DilatedPattern.longnet([8, 16], [1, 4]), Heads(3, 3, 8), False, False)
     assert (course.head, course.offsets) == (0, (3, 0, 1))
     pattern = DilatedPattern.head_groups([8, 16, 32], [1, 2, 4])
-    (courses,) = launches(pattern, Heads(2, 2, 7), False)  # the last of the first branch, the first of the second
+    (courses,) = launches(pattern, Heads(2, 2, 7), False, False)  # the last of one branch, the first of the next
     assert [(course.branch, course.head, course.offsets) for course in courses] == [(0, 0, (0,)), (1, 1, (1,))]
-    (courses,) = launches(pattern, Heads(5, 2, 7), False)
+    (courses,) = launches(pattern, Heads(5, 2, 7), False, False)
     assert [(course.branch, course.head, course.offsets) for course in courses] == [(2, 0, (2, 2))]
 
 
+@pytest.mark.usefixtures("always_nested")
 def test_no_table_is_too_long_to_write_down() -> None:
     pattern = DilatedPattern.longnet([16, 32 * MOST_TILES // 16], [1, 16])  # each segment has a tile for each phase
     assert groups(pattern) == [[((16,), (1,))], [((2 * MOST_TILES,), (16,))]]
+
+
+def pairs_of_tiles(widths: Numbers, rates: Numbers, length: int, is_causal: bool) -> int:
+    found = tiling(widths, rates, 0, length, 64, 64, "earlier" if is_causal else "all")
+    return sum(tile.plain + tile.edge for tile in found.tiles)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("widths", "rates"),
+    [
+        ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
+        ((2048, 8192, 32768), (1, 4, 16)),
+        ((2048, 16384), (1, 8)),
+        ((128, 256, 512), (1, 2, 4)),
+        ((128, 256), (1, 2)),
+        ((512, 512), (1, 2)),
+        ((256, 8192), (1, 64)),
+        ((1024, 4096, 8192), (2, 4, 32)),
+    ],
+)
+def test_branches_share_a_table_where_that_is_less_work(widths: Numbers, rates: Numbers, is_causal: bool) -> None:
+    """Rows that take part in many branches are few in a segment, and fill their tiles badly where it is short."""
+    together = pairs_of_tiles(widths, rates, widths[-1], is_causal)
+    apart = sum(pairs_of_tiles((w,), (r,), widths[-1], is_causal) for w, r in zip(widths, rates, strict=True))
+    pattern = DilatedPattern.longnet(widths, rates)
+    taken = launches(pattern, Heads(0, 1, 1), is_causal, False)
+    done = sum(pairs_of_tiles(c.widths, c.rates, widths[-1], is_causal) for (c,) in taken)
+    assert done <= min(together, apart) * 1.05
+    assert is_nested(pattern, is_causal) == any(len(course.widths) > 1 for (course,) in taken)
 
 
 def counted(
@@ -304,7 +337,7 @@ def counted(
     """What all launches of a call count, by (head, row); period after period, then the tail."""
     own, other = 4, 3
     total: dict[tuple[int, int], Counter[int]] = {}
-    for courses in launches(pattern, heads, alone):
+    for courses in launches(pattern, heads, sees != "all", alone):
         written = set()
         for course, (here, offset) in ((c, item) for c in courses for item in enumerate(c.offsets, c.head)):
             width = min(course.widths[-1], tokens)
@@ -328,6 +361,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.usefixtures("always_nested")
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("sees", SEES)
 @pytest.mark.parametrize("rule", RULES)

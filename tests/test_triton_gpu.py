@@ -6,7 +6,7 @@ has one turn, the last shard's.
 
     for i in $(seq 0 11); do SHARD=$i/12 python -m pytest -q tests/test_triton_gpu.py & done; wait
 
-With TRITON_INTERPRET=1 the device is the CPU: ``--noconftest -k "fp32 or fp16"`` tries the logic of small cases there.
+With TRITON_INTERPRET=1 the device is the CPU: ``-k "fp32 or fp16"`` tries the logic of small cases there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention import DilatedPattern, _fused, dilated_attention, explain, reference, testing
 from dilated_attention._courses import is_nested
 from dilated_attention._engine import Settings
-from dilated_attention._fused import Fused
 from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.configs import Config
@@ -34,7 +33,7 @@ from dilated_attention.bench import probes
 from dilated_attention.functional import drawn_seed
 from dilated_attention.testing import Results
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("always_nested")]
 
 pytest.importorskip("triton")
 
@@ -313,15 +312,12 @@ def make_tiles() -> list[Tiles]:
 
 
 @pytest.mark.parametrize("tiles", [pytest.param(x, marks=turn(i), id=x.id) for i, x in enumerate(make_tiles())])
-def test_every_tile(tiles: Tiles) -> None:
+def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tiles are compiled wrongly on some devices: none is picked that was not seen to be right."""
     if tiles.capability is not None and tiles.capability != configs.device_class(torch.device(DEVICE)):
         pytest.skip(f"measured on {tiles.capability}")
 
-    class Chosen(Fused):
-        def config(self, kernel: str, q: Tensor, courses: Any) -> Config:
-            return tiles.configs[configs.KERNELS.index(kernel)]
-
+    monkeypatch.setattr(_fused, "config", lambda kernel, *_: tiles.configs[configs.KERNELS.index(kernel)])
     pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
     if not tiles.nested:  # several sections in one launch
         pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked
@@ -331,7 +327,7 @@ def test_every_tile(tiles: Tiles) -> None:
         dout, dlse = gradients(qkv[0])
         mask = make_mask("random", 1, tokens) if tiles.masked else None
         seed = torch.tensor(2**40 + 7, device=DEVICE) if dropout_p else None
-        chosen = Chosen(*settings.fused(qkv[1], mask, seed))
+        chosen = settings.fused(qkv[1], mask, seed)
         with poisoned():
             out, lse = chosen.forward(*qkv)
             got = Results(out, lse, *chosen.backward(dout, dlse, *qkv, out, lse))
@@ -784,7 +780,7 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
 
 def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_causal: bool, backward: bool) -> str:
     """What was measured to be faster; where nothing was, ours if branches share work."""
-    whole = Whole.of(tokens, is_nested(pattern), backward)
+    whole = Whole.of(tokens, is_nested(pattern, is_causal), backward)
     library = configs.prefers_library(
         torch.device(DEVICE), head_dim, is_causal, whole.nested, whole.tokens, backward
     )  # fmt: skip

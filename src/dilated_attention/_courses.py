@@ -6,22 +6,24 @@ Pure integers. Legend: heads are key/value heads.
 from __future__ import annotations
 
 import functools
+import itertools
 
 from dilated_attention._shards import Heads
 from dilated_attention.backends.triton.tiling import Course, Courses, are_nested
 from dilated_attention.pattern import DilatedPattern
 
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
+TILE = 64  # rows of the tiles that work is counted in
 
 
 @functools.lru_cache(maxsize=256)
-def launches(pattern: DilatedPattern, heads: Heads, alone: bool) -> tuple[Courses, ...]:
-    """The fewest launches; later ones take in what earlier ones found.
+def launches(pattern: DilatedPattern, heads: Heads, is_causal: bool, alone: bool) -> tuple[Courses, ...]:
+    """The launches that do the least; later ones take in what earlier ones found.
 
     ``alone``: every branch needs a table of its own (dropout draws for each branch anew).
     """
     courses = []
-    for group in _groups(pattern, alone):
+    for group in _groups(pattern, is_causal, alone):
         placed = heads.of_branch(pattern, group[-1])  # a nested branch's offset is that of the last, modulo its rate
         if placed:
             widths, rates = (tuple(numbers) for numbers in zip(*(pattern.branches[i] for i in group), strict=True))
@@ -31,21 +33,49 @@ def launches(pattern: DilatedPattern, heads: Heads, alone: bool) -> tuple[Course
     return tuple((course,) for course in courses)
 
 
-def _groups(pattern: DilatedPattern, alone: bool) -> list[list[int]]:
-    """Branches that go into one table each: those of the longnet rule that are nested; densest first."""
+def _groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> list[list[int]]:
+    """Branches that go into one table each: those of the longnet rule that are nested, where that is less work."""
     order = sorted(range(len(pattern.branches)), key=lambda i: (pattern.dilation_rates[i], pattern.segment_lengths[i]))
     groups: list[list[int]] = []
     for branch in order:
-        widths, rates = zip(*(pattern.branches[i] for i in [*(groups[-1] if groups else []), branch]), strict=True)
-        joins = bool(groups) and not alone and pattern.rule == "longnet" and are_nested(widths, rates)
-        if joins and widths[-1] // widths[0] * rates[-1] <= MOST_TILES:
+        if groups and not alone and pattern.rule == "longnet" and _joins(pattern, groups[-1], branch, is_causal):
             groups[-1].append(branch)
         else:
             groups.append([branch])
     return groups
 
 
+def _joins(pattern: DilatedPattern, group: list[int], branch: int, is_causal: bool) -> bool:
+    widths, rates = (tuple(numbers) for numbers in zip(*(pattern.branches[i] for i in [*group, branch]), strict=True))
+    if not are_nested(widths, rates) or widths[-1] // widths[0] * rates[-1] > MOST_TILES:
+        return False
+    apart = _work(widths[:-1], rates[:-1], is_causal) * (widths[-1] // widths[-2])
+    apart += _work(widths[-1:], rates[-1:], is_causal)
+    return bool(_work(widths, rates, is_causal) <= apart)
+
+
+def _work(widths: tuple[int, ...], rates: tuple[int, ...], is_causal: bool) -> float:
+    """How many pairs of tiles a table of nested branches has, nearly: rows of one kind fill their tiles or not."""
+    kinds = [(level, after, after // rate - 1) for level, (rate, after) in enumerate(itertools.pairwise(rates))]
+    kinds.append((len(rates) - 1, rates[-1], 1))  # level, step and number, as of `tiling.rows_of`
+    seen = 0.5 if is_causal else 1.0
+    total = 0.0
+    for level, step, number in kinds:
+        met = 0.0
+        for other_level, other_step, other_number in kinds:
+            inside = _tiles(widths[0], other_step)
+            met += other_number * ((inside + 1) / 2 if is_causal else inside)
+            for branch in range(1, min(level, other_level) + 1):
+                met += other_number * seen * _tiles(widths[branch] - widths[branch - 1], other_step)
+        total += number * _tiles(widths[0], step) * met
+    return total * (widths[-1] // widths[0])
+
+
+def _tiles(width: int, step: int) -> int:
+    return -(-width // (step * TILE))
+
+
 @functools.lru_cache(maxsize=256)
-def is_nested(pattern: DilatedPattern) -> bool:
+def is_nested(pattern: DilatedPattern, is_causal: bool) -> bool:
     """Whether some pairs of the pattern are computed once for several branches."""
-    return any(len(group) > 1 for group in _groups(pattern, alone=False))
+    return any(len(group) > 1 for group in _groups(pattern, is_causal, alone=False))

@@ -8,6 +8,8 @@ Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), 
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,7 +22,9 @@ from dilated_attention.backends.triton.tiling import Courses
 from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
-    from dilated_attention.backends.triton import launch
+    from dilated_attention.backends.triton.launch import Call, Launch, Layout
+
+MOST_KEPT = 4096  # layouts of calls
 
 
 class Fused(NamedTuple):
@@ -36,72 +40,128 @@ class Fused(NamedTuple):
     seed: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        from dilated_attention.backends.triton import launch
+        from dilated_attention.backends.triton.launch import Layout
 
-        q, k, v = (_readable(x) for x in (q, k, v))
-        steps = self.steps()
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        ready = _forward(self.kind(q), Layout.of(q), Layout.of(k), Layout.of(v))
+        out = q.new_empty(q.shape, dtype=ready.dtype)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        out = q.new_empty(q.shape, dtype=torch.float32 if len(steps) > 1 else q.dtype)
-        fills = self.fills(steps[0])
-        if fills is False:
+        if ready.blank:
             out.zero_()
             lse.fill_(-torch.inf)
-        call = self.call(q)
-        for index, courses in enumerate(steps):
-            tile = self.config("forward", q, courses)
-            launch.forward(q, k, v, out, lse, courses, call, tile, again=index > 0, fills=bool(fills) and index == 0)
+        padding, ends, seed = (q if x is None else x for x in (self.padding, self.ends, self.seed))
+        for launch in ready.launches:
+            launch(q, k, v, out, lse, padding, ends, seed)
         return out.to(q.dtype), lse
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from dilated_attention.backends.triton import launch
+        from dilated_attention.backends.triton.launch import Layout
 
-        q, k, v, out, dout = (_readable(x) for x in (q, k, v, out, dout))
-        steps = self.steps()
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        fills = self.fills(steps[0])
-        if fills is False:
+        q, k, v, out, dout = _readable(q), _readable(k), _readable(v), _readable(out), _readable(dout)
+        rows = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
+        ready = _backward(self.kind(q), *[Layout.of(x) for x in rows])
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        if ready.blank:
             for grad in (dq, dk, dv):
                 grad.zero_()
-        stats = q.new_empty((q.shape[0], q.shape[2], q.shape[1], 2), dtype=torch.float32)
-        call = self.call(q)
-        for index, courses in enumerate(steps):
-            again, filling = index > 0, bool(fills) and index == 0
-            tile = self.config("dq", q, courses)
-            launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, courses, call, tile, again, filling)
-            tile = self.config("dkdv", q, courses)
-            launch.backward_dkdv(q, k, v, dout, stats, dk, dv, courses, call, tile, again, filling)
+        stats = q.new_empty(_stats_shape(q.shape), dtype=torch.float32)
+        padding, given, seed = (q if x is None else x for x in (self.padding, dlse, self.seed))
+        for for_dq, for_dkdv in zip(ready.launches[::2], ready.launches[1::2], strict=True):
+            for_dq(q, k, v, out, lse, dout, given, dq, stats, padding, seed)
+            for_dkdv(q, k, v, dout, stats, dk, dv, padding, seed)
         return dq, dk, dv
 
-    def steps(self) -> tuple[Courses, ...]:
-        return launches(self.pattern, self.heads, self.seed is not None)
-
-    def fills(self, courses: Courses) -> bool | None:
-        """Whether the first launch writes the rows without keys as well; False: a fill goes before it; None: none."""
-        if all(course.rates[0] == 1 for course in courses):
-            return None
-        return all(len(course.rates) == 1 for course in courses)
-
-    def config(self, kernel: str, q: Tensor, courses: Courses) -> Config:
-        nested = len(courses[0].widths) > 1
-        return config(kernel, q.device, q.dtype, q.shape[-1], self.is_causal, nested, is_short(q))
-
-    def call(self, q: Tensor) -> launch.Call:
-        from dilated_attention.backends.triton import launch
-
+    def kind(self, q: Tensor) -> Kind:
         exact = q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-        return launch.Call(
-            self.scale,
-            self.is_causal,
-            self.padding,
-            self.ends,
-            self.seed,
-            self.dropout_p,
-            self.pattern.rule == "torchscale" and not self.is_causal,
-            self.heads.first,
-            "ieee" if exact else "tf32",
-        )
+        masked, drops = self.padding is not None, self.seed is not None
+        return Kind(*self[:5], q.device, masked, drops, "ieee" if exact else "tf32")
+
+
+class Kind(NamedTuple):
+    """All of a call but its tensors."""
+
+    pattern: DilatedPattern
+    heads: Heads
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    device: torch.device
+    masked: bool
+    drops: bool
+    precision: str
+
+    def steps(self) -> tuple[Courses, ...]:
+        return launches(self.pattern, self.heads, self.is_causal, self.drops)
+
+    def fills(self) -> bool | None:
+        """Whether the first launch writes the rows without keys as well; False: a fill goes before it; None: none."""
+        first = self.steps()[0]
+        if all(course.rates[0] == 1 for course in first):
+            return None
+        return all(len(course.rates) == 1 for course in first)
+
+    def config(self, kernel: str, q: Layout, courses: Courses) -> Config:
+        nested, rows = len(courses[0].widths) > 1, math.prod(q.shape[:3])
+        return config(kernel, self.device, q.dtype, q.shape[-1], self.is_causal, nested, is_short(rows))
+
+    def call(self) -> Call:
+        from dilated_attention.backends.triton.launch import Call
+
+        zeros = self.pattern.rule == "torchscale" and not self.is_causal
+        return Call(
+            self.device, self.scale, self.is_causal, self.dropout_p, self.masked, self.drops, zeros, self.heads.first,
+            self.precision,
+        )  # fmt: skip
+
+
+class Ready(NamedTuple):
+    """The launches of a call, in their order."""
+
+    launches: tuple[Launch, ...]
+    dtype: torch.dtype  # that they write
+    blank: bool  # whether what they write must be blank before
+
+
+@functools.lru_cache(maxsize=MOST_KEPT)
+def _forward(kind: Kind, q: Layout, k: Layout, v: Layout) -> Ready:
+    from dilated_attention.backends.triton import launch
+
+    steps, fills = kind.steps(), kind.fills()
+    dtype = torch.float32 if len(steps) > 1 else q.dtype
+    out = launch.Layout.contiguous(q.shape, dtype)
+    lse = launch.Layout.contiguous(q.shape[:3], torch.float32)
+    made = []
+    for index, courses in enumerate(steps):
+        again, filling = index > 0, bool(fills) and index == 0
+        tile = kind.config("forward", q, courses)
+        made.append(launch.forward(q, k, v, out, lse, courses, kind.call(), tile, again, filling))
+    return Ready(tuple(made), dtype, fills is False)
+
+
+@functools.lru_cache(maxsize=MOST_KEPT)
+def _backward(
+    kind: Kind, q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, dout: Layout, dlse: Layout | None = None
+) -> Ready:
+    """Two launches a step: for dq, and for dk and dv."""
+    from dilated_attention.backends.triton import launch
+
+    fills = kind.fills()
+    dq, dk, dv = (launch.Layout.contiguous(x.shape, x.dtype) for x in (q, k, v))
+    stats = launch.Layout.contiguous(_stats_shape(q.shape), torch.float32)
+    made = []
+    for index, courses in enumerate(kind.steps()):
+        how = (index > 0, bool(fills) and index == 0)
+        tile = kind.config("dq", q, courses)
+        made.append(launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, courses, kind.call(), tile, *how))
+        tile = kind.config("dkdv", q, courses)
+        made.append(launch.backward_dkdv(q, k, v, dout, stats, dk, dv, courses, kind.call(), tile, *how))
+    return Ready(tuple(made), q.dtype, fills is False)
+
+
+def _stats_shape(q: tuple[int, ...]) -> tuple[int, ...]:
+    return q[0], q[2], q[1], 2
 
 
 def _readable(x: Tensor) -> Tensor:

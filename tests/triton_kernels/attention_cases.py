@@ -33,7 +33,10 @@ MASKS = ("none", "random", "right", "sample")
 SEED = 0x0123456789ABCDEF
 NAN = math.nan
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf - -inf and 0 * inf
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of -inf - -inf and 0 * inf
+    pytest.mark.usefixtures("always_nested"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -357,9 +360,9 @@ def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> 
     """Rounded to half precision in between, five branches would have twice the error."""
     start, seen = launch.forward, []
 
-    def forward(*args: Any, **kwargs: Any) -> None:
+    def forward(*args: Any, **kwargs: Any) -> launch.Launch:
         seen.append(inspect.signature(start).bind(*args, **kwargs).arguments["out"].dtype)
-        start(*args, **kwargs)
+        return start(*args, **kwargs)
 
     monkeypatch.setattr(launch, "forward", forward)
     for widths in ([16], [16, 30]):
@@ -401,7 +404,7 @@ def test_tables_in_64_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_table_is_as_wide_as_it_must_be() -> None:
-    ((course,),) = _fused.launches(DilatedPattern.longnet([2048], [4]), _fused.Heads(0, 2, 2), False)
+    ((course,),) = _fused.launches(DilatedPattern.longnet([2048], [4]), _fused.Heads(0, 2, 2), False, False)
     fixed: dict[str, Any] = {
         "courses": (course,), "samples": 1, "group": 1, "own": 64, "other": 32, "sees": "all",
         "device": torch.device("cpu"),
@@ -419,7 +422,7 @@ def test_a_table_is_as_wide_as_it_must_be() -> None:
 def test_a_table_has_two_runs_to_spare() -> None:
     """A kernel reads ahead of the run it is in."""
     pattern, device = DilatedPattern.longnet([24, 48], [1, 2]), torch.device("cpu")
-    (courses,) = _fused.launches(pattern, _fused.Heads(0, 2, 2), False)
+    (courses,) = _fused.launches(pattern, _fused.Heads(0, 2, 2), False, False)
     for sees in ("all", "earlier", "later"):
         found = launch.table(courses, 1, 53, 1, 16, 16, sees, 64, device)
         parts = [tiling((24, 48), (1, 2), offset, length, 16, 16, sees) for length in (48, 5) for offset in (0, 1)]

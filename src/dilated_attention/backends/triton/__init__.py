@@ -43,6 +43,8 @@ def unsupported(request: Request) -> list[str]:
         least = (8, 0) if request.dtype is torch.bfloat16 else (7, 5)
         if capability < least:
             reasons.append(f"{request.dtype} needs compute capability {least[0]}.{least[1]}, this is {capability}")
+        elif capability < (8, 0) and request.dtype is torch.float32 and request.head_dim > 128:
+            reasons.append(f"float32 with a head_dim over 128 needs compute capability 8.0, this is {capability}")
     return reasons
 
 
@@ -83,6 +85,8 @@ def _preference(request: Request) -> tuple[bool, str]:
         return True, "torch.use_deterministic_algorithms is on, and ours are the fastest that repeat"
     if request.dtype is torch.float32:
         return False, "in exact float32 torch's are faster"
+    if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
+        return False, "before compute capability 8.0 ours run without tensor cores"
     library = configs.library_from(request.device, request.head_dim, request.is_causal, whole.nested, whole.backward)
     if library == configs.NOT_MEASURED:
         return whole.nested, "this device was not measured, and ours save work only where branches are nested"

@@ -28,7 +28,7 @@ class Config(NamedTuple):
 
 # For devices that were not measured: small enough for the shared memory of every GPU since compute capability 7.5.
 DEFAULTS = {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
-WITHOUT_TENSOR_CORES = {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}  # exact float32
+WITHOUT_TENSOR_CORES = {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)}  # exact float32
 
 
 @functools.cache
@@ -47,9 +47,9 @@ def head_dim_class(head_dim: int) -> int:
     return next(size for size in DEFAULTS if head_dim <= size)
 
 
-def is_short(q: torch.Tensor) -> bool:
+def is_short(rows: int) -> bool:
     """Whether large tiles would leave processors idle: they number 132 on an H200, and take two or three each."""
-    return q.shape[0] * q.shape[1] * q.shape[2] < 1 << 18
+    return rows < 1 << 18
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,6 @@
-"""One launch of each kernel: its table on the device and its arguments.
+"""One launch of each kernel, prepared: its table on the device and all of its arguments but the tensors.
+
+What is here sees layouts, not tensors, so that whoever calls again with the same ones has nothing to prepare.
 
 Legend: q, out, dout (B, N, H, D); k, v (B, N, Hk, D); lse, dlse (B, N, H); padding (B, N), True = ignore; ends (B,).
 """
@@ -92,15 +94,32 @@ def _float_bits(number: float) -> int:
     return int(torch.tensor(number, dtype=torch.float32).view(torch.int32).item())
 
 
+class Layout(NamedTuple):
+    """All of a tensor but its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        return cls(x.shape, x.stride(), x.dtype)
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        *strides, _ = itertools.accumulate((1, *shape[::-1]), lambda step, size: step * max(size, 1))
+        return cls(shape, tuple(strides[::-1]), dtype)
+
+
 class Call(NamedTuple):
     """What all launches of a call share."""
 
+    device: torch.device
     scale: float
     is_causal: bool
-    padding: Tensor | None = None
-    ends: Tensor | None = None
-    seed: Tensor | None = None
     dropout_p: float = 0.0
+    masked: bool = False  # by padding
+    drops: bool = False
     zeros: bool = False  # torchscale's appended keys
     first_head: int = 0
     precision: str = "ieee"
@@ -111,9 +130,8 @@ class Call(NamedTuple):
     def factor(self) -> float:
         return 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0
 
-    def constants(self, q: Tensor, found: Table, config: Config) -> dict[str, Any]:
+    def constants(self, head_dim: int, found: Table, config: Config) -> dict[str, Any]:
         """What all kernels are compiled for."""
-        head_dim = q.shape[-1]
         return {
             "SECTIONS": found.parts,
             "D": head_dim,
@@ -121,8 +139,8 @@ class Call(NamedTuple):
             "BM": config.rows,
             "BN": config.keys,
             "CAUSAL": self.is_causal,
-            "PADDING": self.padding is not None,
-            "DROPOUT": self.seed is not None,
+            "PADDING": self.masked,
+            "DROPOUT": self.drops,
             "SINGLE": found.single,
             "EDGES": found.edges,
             "RAGGED": found.ragged,
@@ -130,117 +148,111 @@ class Call(NamedTuple):
         }
 
     def numbers(self, tokens: int, group: int) -> tuple[float, ...]:
-        """What all kernels take last; a scale of 0 would make NaN of a masked score."""
+        """What all kernels take last, after the stride of padding; a scale of 0 would make NaN of a masked score."""
         scale = max(self.scale, 1e-30) * LOG2E
-        return scale, tokens, group, self.first_head, 0, self.threshold(), self.factor()
+        return tokens, scale, tokens, group, self.first_head, 0, self.threshold(), self.factor()
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, courses: Courses, call: Call, config: Config,
+    q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, courses: Courses, call: Call, config: Config,
     again: bool, fills: bool,
-) -> None:  # fmt: skip
-    """One launch of the forward kernel, into ``out`` and ``lse``.
+) -> Launch:  # fmt: skip
+    """The forward kernel: takes q, k, v, out, lse, padding, ends and seed.
 
     ``again``: taking in what is there. ``fills``: rows without keys are written too (courses of one branch only).
     """
-    samples, tokens, heads, _ = q.shape
+    samples, tokens, heads, head_dim = q.shape
     group = heads // k.shape[2]
     sees = "earlier" if call.is_causal else "all"
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride())
-    found = table(courses, samples, tokens, group, config.rows, config.keys, sees, max(strides[1::3]), q.device)
-    padding, ends, seed = _pointers(call, q)
+    strides = _strides(q, k, v, out, lse)
+    found = table(courses, samples, tokens, group, config.rows, config.keys, sees, max(strides[1::3]), call.device)
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
-    shifted = q.dtype is torch.bfloat16 and call.padding is None and call.seed is None and not again
-    constants = call.constants(q, found, config)
+    shifted = q.dtype is torch.bfloat16 and not (call.masked or call.drops or again)
+    constants = call.constants(head_dim, found, config)
     constants |= {"ZEROS": call.zeros, "CONTINUE": again, "FILLS": fills, "SHIFTED": shifted}
-    pointers = (q, k, v, out, lse, padding, ends, seed, *found[:3])
-    numbers = (*strides, padding.stride(0), *call.numbers(tokens, group))
-    _start(forward_kernel, found.programs, pointers, numbers, constants, config)
+    return Launch(forward_kernel, call.device, found, (*strides, *call.numbers(tokens, group)), constants, config)
 
 
 def backward_dq(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dq: Tensor,
-    stats: Tensor, courses: Courses, call: Call, config: Config, again: bool, fills: bool,
-) -> None:  # fmt: skip
-    """One launch for dq, which also writes the rows' statistics; ``again``: added to what is there."""
-    samples, tokens, heads, _ = q.shape
+    q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, dout: Layout, dlse: Layout | None, dq: Layout,
+    stats: Layout, courses: Courses, call: Call, config: Config, again: bool, fills: bool,
+) -> Launch:  # fmt: skip
+    """The kernel for dq, which also writes the rows' statistics; ``again``: added to what is there.
+
+    It takes q, k, v, out, lse, dout, dlse, dq, stats, padding and seed.
+    """
+    samples, tokens, heads, head_dim = q.shape
     group = heads // k.shape[2]
     sees = "earlier" if call.is_causal else "all"
-    given = lse if dlse is None else dlse
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride())
-    strides += (*dout.stride()[:3], *given.stride(), *dq.stride()[:3])
-    found = table(courses, samples, tokens, group, config.rows, config.keys, sees, max(strides[1::3]), q.device)
-    padding, _, seed = _pointers(call, q)
-    constants = {**call.constants(q, found, config), "HAS_DLSE": dlse is not None, "ADD": again, "FILLS": fills}
-    pointers = (q, k, v, out, lse, dout, given, dq, stats, padding, seed, *found[:3])
-    numbers = (*strides, *stats.stride()[:2], padding.stride(0), *call.numbers(tokens, group), call.scale)
-    _start(dq_kernel, found.programs, pointers, numbers, constants, config)
+    strides = _strides(q, k, v, out, lse, dout, dlse or lse, dq)
+    found = table(courses, samples, tokens, group, config.rows, config.keys, sees, max(strides[1::3]), call.device)
+    constants = call.constants(head_dim, found, config)
+    constants |= {"HAS_DLSE": dlse is not None, "ADD": again, "FILLS": fills}
+    numbers = (*strides, *stats.strides[:2], *call.numbers(tokens, group), call.scale)
+    return Launch(dq_kernel, call.device, found, numbers, constants, config)
 
 
 def backward_dkdv(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, dk: Tensor, dv: Tensor, courses: Courses, call: Call,
+    q: Layout, k: Layout, v: Layout, dout: Layout, stats: Layout, dk: Layout, dv: Layout, courses: Courses, call: Call,
     config: Config, again: bool, fills: bool,
-) -> None:  # fmt: skip
-    """One launch for dk and dv."""
-    samples, tokens, heads, _ = q.shape
+) -> Launch:  # fmt: skip
+    """The kernel for dk and dv: takes q, k, v, dout, stats, dk, dv, padding and seed."""
+    samples, tokens, heads, head_dim = q.shape
     group = heads // k.shape[2]
     sees = "later" if call.is_causal else "all"
-    strides = (
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-    )
-    found = table(courses, samples, tokens, 1, config.keys, config.rows, sees, max(strides[1::3]), q.device)
-    padding, _, seed = _pointers(call, q)
-    constants = {**call.constants(q, found, config), "ADD": again, "FILLS": fills, "GROUPED": group > 1}
-    pointers = (q, k, v, dout, stats, dk, dv, padding, seed, *found[:3])
-    numbers = (*strides, *stats.stride()[:2], padding.stride(0), *call.numbers(tokens, group), call.scale)
-    _start(dkdv_kernel, found.programs, pointers, numbers, constants, config)
+    strides = _strides(q, k, v, dout, dk, dv)
+    found = table(courses, samples, tokens, 1, config.keys, config.rows, sees, max(strides[1::3]), call.device)
+    constants = call.constants(head_dim, found, config)
+    constants |= {"ADD": again, "FILLS": fills, "GROUPED": group > 1}
+    numbers = (*strides, *stats.strides[:2], *call.numbers(tokens, group), call.scale)
+    return Launch(dkdv_kernel, call.device, found, numbers, constants, config)
 
 
-def _pointers(call: Call, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The optional tensors; one that is not there is never read, and q stands in for its pointer."""
-    return tuple(q if x is None else x for x in (call.padding, call.ends, call.seed))  # type: ignore[return-value]
+def _strides(*layouts: Layout) -> tuple[int, ...]:
+    """Three of each: sample, token and head."""
+    return tuple(itertools.chain.from_iterable(layout.strides[:3] for layout in layouts))
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-_captured: list[tuple[Tensor, ...]] = []
-MOST_COMPILED = 4096
+class Launch:
+    """A kernel with its table, its numbers and its constants; called with the tensors, in the kernel's order.
+
+    An optional tensor that is not there is never read: any other one stands in for it.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        found: Table,
+        numbers: tuple[float, ...],
+        constants: dict[str, Any],
+        config: Config,
+    ) -> None:
+        self.kernel, self.device, self.numbers = kernel, device, numbers
+        self.programs, self.table = found.programs, found[:3]
+        self.given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
+        self.tail: tuple[Any, ...] = ()
+        self.runs: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        on_device = self.device.type == "cuda"
+        if on_device and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self(*tensors)
+            return
+        if on_device and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
+        if not on_device or any(x.data_ptr() & 15 for x in tensors):  # Triton compiles for aligned tensors apart
+            self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
+        elif self.runs is None:
+            compiled = self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
+            self.tail = (*self.table, *self.numbers, *(self.given[name] for name in _constants_of(self.kernel)))
+            self.runs = compiled[(self.programs, 1, 1)]
+        else:  # past Triton's look at every argument: they are all as they were
+            self.runs(*tensors, *self.tail)
 
 
-def _start(
-    kernel: Any,
-    programs: int,
-    pointers: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    constants: dict[str, Any],
-    config: Config,
-) -> None:
-    """Launch a kernel; one that ran with the same numbers before goes past Triton's look at every argument."""
-    device = pointers[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _start(kernel, programs, pointers, numbers, constants, config)
-        return
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(
-            pointers[-3:]
-        )  # a graph reads its table for as long as it lives, and does not say when it ends
-    given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
-    if device.type != "cuda" or any(x.data_ptr() & 15 for x in pointers):
-        kernel[(programs,)](*pointers, *numbers, **given)
-        return
-    key = (kernel, device, tuple(x.dtype for x in pointers), numbers, *given.values())
-    found = _compiled.get(key)
-    if found is not None:
-        found[(programs, 1, 1)](*pointers, *numbers, *(constants[name] for name in _constants_of(kernel)))
-        return
-    if len(_compiled) >= MOST_COMPILED:
-        _compiled.clear()
-    _compiled[key] = kernel[(programs,)](*pointers, *numbers, **given)
+_captured: set[Launch] = set()  # a graph reads its table for as long as it lives, and does not say when it ends
 
 
 @functools.cache
