@@ -136,9 +136,10 @@ def test_first_blocks_come_first_and_never_overlap(case) -> None:
             later_heads |= heads
     missing = set(x.reshape(-1).tolist()) - written
     # Filling rows that need none is only a waste, and happens at most where a segment is a single token.
-    assert work.leaves_rows or not missing
+    bare = {place(number, tokens, kv_heads)[2] for number in missing}
+    assert bare <= set(range(*work.bare))
     one_token = tokens == 1 or 1 in case[0].segment_lengths
-    assert one_token or work.leaves_rows == bool(missing)
+    assert one_token or work.bare == ((min(bare), max(bare) + 1) if bare else (0, 0))
 
 
 @FEW
@@ -204,7 +205,7 @@ def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
 @given(plans(), st.integers(1, 8), st.integers(1, 60))
 def test_long_blocks_are_cut_and_short_ones_are_not(case, long: int, most: int) -> None:
     whole, parts = plan(*case), plan(*case, (long, most))
-    assert (parts.leaves_rows, parts.merges) == (whole.leaves_rows, whole.merges)
+    assert (parts.bare, parts.merges) == (whole.bare, whole.merges)
     assert [block for block in parts.blocks if block.rows < long] == [b for b in whole.blocks if b.rows < long]
     for block in parts.blocks:
         if block.rows >= long:
@@ -236,8 +237,10 @@ def test_many_short_segments_are_few_blocks(rule: str, kv_heads: int, group: int
 def test_the_densest_branch_goes_first() -> None:
     blocks = blocks_of(DilatedPattern.longnet([64, 32, 16], [4, 2, 1]))
     assert [block.dilation for block in blocks] == sorted(block.dilation for block in blocks)
-    assert not plan(DilatedPattern.longnet([64, 16], [4, 1]), 1, 64, 8, 1, True).leaves_rows
-    assert plan(DilatedPattern.longnet([64, 16], [4, 2]), 1, 64, 8, 1, True).leaves_rows
+    assert plan(DilatedPattern.longnet([64, 16], [4, 1]), 1, 64, 8, 1, True).bare == (0, 0)
+    assert plan(DilatedPattern.longnet([64, 16], [4, 2]), 1, 64, 8, 1, True).bare == (0, 8)
+    assert plan(DilatedPattern.head_groups([16, 64], [1, 4]), 1, 64, 8, 1, True).bare == (4, 8)
+    assert plan(DilatedPattern.head_groups([64, 16], [4, 1]), 1, 64, 8, 1, True).bare == (0, 4)
 
 
 def test_merges_where_some_head_runs_several_branches() -> None:
@@ -249,7 +252,7 @@ def test_merges_where_some_head_runs_several_branches() -> None:
 def test_nothing_to_do() -> None:
     pattern = DilatedPattern.longnet([4], [2])
     for samples, tokens in ((0, 5), (5, 0), (0, 0)):
-        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), False, False)
+        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), (0, 0), False)
 
 
 def test_plans_are_cached_by_value() -> None:

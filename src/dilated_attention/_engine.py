@@ -179,7 +179,8 @@ class Work:
         samples, tokens, heads, _ = q.shape
         shards = Shards.of((tokens,)) if shards is None else shards
         group, fold = heads // k.shape[2], folds(q, k, v)
-        work = plan(settings.pattern, samples, shards, rank, settings.heads(k), group, fold, visited, elsewhere)
+        here, cut = settings.heads(k), sdpa.cut(request) if choice.module is sdpa and shards.ranks == 1 else None
+        work = plan(settings.pattern, samples, shards, rank, here, group, fold, visited, elsewhere, cut)
         if padding is not None and ends is None:
             ends = sample_ends(padding)
         return Work(q, k, v, padding, seed, settings, choice, request, work, shards, rank, ends, limit)
@@ -283,15 +284,20 @@ class Work:
     def empty_result(self) -> tuple[Tensor, Tensor]:
         out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
         lse = self.q.new_empty(self.q.shape[:3], dtype=accumulate_dtype(self.q.dtype))
-        if self.plan.leaves_rows:
-            out.zero_()
-            lse.fill_(-torch.inf)
+        first, end = self.plan.bare
+        if first < end:
+            out[:, :, first * self.group : end * self.group].zero_()
+            lse[:, :, first * self.group : end * self.group].fill_(-torch.inf)
         return out, lse
 
     def empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
-        make = torch.zeros if self.plan.leaves_rows else torch.empty
-        return [make(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]
+        grads = [x.new_empty(x.shape) for x in self.inputs]
+        first, end = self.plan.bare
+        if first < end:
+            for grad, group in zip(grads, (self.group, 1, 1), strict=True):
+                grad[:, :, first * group : end * group].zero_()
+        return grads
 
     def masking(self, block: Block) -> Masking:
         padding = dropout = None

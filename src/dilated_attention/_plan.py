@@ -90,10 +90,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The blocks of one rank's own keys, and whether some rows are in none of the blocks that write first."""
+    """The blocks of one rank's own keys."""
 
     blocks: tuple[Block, ...]
-    leaves_rows: bool
+    bare: tuple[int, int]  # all key/value heads with rows in none of the blocks that write first are in this range
     merges: bool  # whether some row gets several parts
 
 
@@ -156,15 +156,15 @@ def plan(
     """
     written: set[int] = set()
     blocks: list[Block] = []
-    leaves_rows = bool(elsewhere)
+    bare = list(range(heads.held)) if elsewhere else []
     merges = visited or bool(elsewhere)
     if samples == 0 or shards.starts[rank] == shards.starts[rank + 1]:
-        return Plan((), False, False)
+        return Plan((), (0, 0), False)
     order = sorted(range(len(pattern.branches)), key=lambda branch: pattern.dilation_rates[branch])
     for branch in order:  # densest first: with r = 1 the first branch writes every row and nothing needs filling
         placed = heads.of_branch(pattern, branch)
         fresh = [(head, offset) for head, offset in placed if head not in written]
-        leaves_rows |= bool(fresh) and pattern.dilation_rates[branch] > 1
+        bare += [head for head, _ in fresh if pattern.dilation_rates[branch] > 1]
         for first, some in ((True, fresh), (False, [one for one in placed if one[0] in written])):
             for piece in _pieces(pattern, branch, shards, rank):
                 there = {
@@ -180,7 +180,7 @@ def plan(
     if cut is not None:
         long, most = cut
         blocks = [part for block in blocks for part in (block.cut(most) if block.rows >= long else [block])]
-    return Plan(tuple(blocks), leaves_rows, merges)
+    return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,7 +33,7 @@ from dilated_attention.nn import (
 )
 from dilated_attention.pattern import RULES, DilatedPattern
 
-BACKENDS = ("sdpa", "eager")
+BACKENDS = ("auto", "triton", "sdpa", "eager")
 RANKS = (2, 4)
 DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
@@ -59,11 +59,12 @@ def _functions() -> list[Implementation]:
     found = []
     for rule in RULES:
         for backend in BACKENDS:
-            found.append(Implementation(f"{rule}, {backend}", "function", rule, partial(_ours, rule, backend)))
-            # the slow backend as one opaque op in a compiled graph: right or wrong is all there is to learn
-            compiled = partial(_compiled, rule, backend)
-            name, timed = f"{rule}, {backend}, compiled", backend == "sdpa"
-            found.append(Implementation(name, "function", rule, compiled, timed=timed, why_not=_cannot_compile))
+            name, why_not = f"{rule}, {backend}", partial(_cannot, backend)
+            found.append(Implementation(name, "function", rule, partial(_ours, rule, backend), why_not=why_not))
+            # one opaque op in a compiled graph, whatever the backend: right or wrong is what there is to learn of them
+            compiled, timed = partial(_compiled, rule, backend), backend == "auto"
+            why_not = partial(_cannot, backend, compiled=True)
+            found.append(Implementation(f"{name}, compiled", "function", rule, compiled, timed=timed, why_not=why_not))
     return found
 
 
@@ -131,9 +132,12 @@ def _half_on_cuda(setting: Setting) -> str | None:
     return None
 
 
-def _cannot_compile(setting: Setting) -> str | None:
-    if setting.device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "torch.compile needs triton on CUDA"
+def _cannot(backend: str, setting: Setting, compiled: bool = False) -> str | None:
+    on_cuda = setting.device.type == "cuda"
+    if backend == "triton" and not on_cuda:
+        return "it runs on CUDA only"
+    if on_cuda and (compiled or backend == "triton") and importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
     return None
 
 

@@ -18,7 +18,7 @@ from dilated_attention.bench.subject import BOTH, FORWARD
 
 Record = dict[str, Any]
 Results = dict[str, Any]
-OURS, DENSE = "head_groups, sdpa", "dense SDPA"
+OURS, DENSE = "head_groups, auto", "dense SDPA"
 FEWEST = 3  # lengths count at which at least so many were measured
 SUITES = ("quick", "scaling", "ring")  # the others look at a few implementations only
 ONCE, OFTEN = 0.05, 0.01  # how far a time may be off that was measured less often than that, or more

@@ -19,7 +19,7 @@ from dilated_attention.bench.suites.common import PATTERNS, timed
 
 SUITE = "copies"
 TOKENS, LONG = (2048, 8192, 32768), 262144
-WAYS = ("head_groups, sdpa", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER)
+WAYS = ("head_groups, auto", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER)
 WIDTH, RATE, OFFSET = 1024, 2, 1
 TITLE = "Taking out the rows of one branch"
 

@@ -18,9 +18,9 @@ from dilated_attention.bench.suites.common import PATTERNS
 SUITE = "profile"
 TOKENS = 8192
 SUBJECTS = (
-    "head_groups, sdpa", "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention",
+    "head_groups, auto", "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention",
     "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction", known.GATHER, known.SLICES,
-    "longnet, sdpa", "torchscale, sdpa", known.RELEASED,
+    "longnet, auto", "torchscale, auto", known.RELEASED,
     "MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingMultiheadDilatedAttention",
 )  # fmt: skip
 BACKENDS_AT = (256, 1024, 4096, 16384)
