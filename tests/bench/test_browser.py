@@ -83,7 +83,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def crowded() -> dict[str, Any]:
     """More lines than an eye can follow: three that tell most, and twenty others, which have a suite of their own."""
     first = next(m for m in SAMPLE["measurements"] if m["ms"] and m["ranks"] == 1)
-    names = ["dense SDPA", "head_groups, sdpa", "longnet, sdpa", *(f"other {i}" for i in range(20))]
+    names = ["dense SDPA", "head_groups, auto", "longnet, auto", *(f"other {i}" for i in range(20))]
     points = [
         {**first, "implementation": name, "rule": "longnet", "suite": suite, "tokens": tokens}
         for suite, some, lengths in (("scaling", names, (1024, 2048, 4096)), ("own", names[3:6], (1024, 2048)))
@@ -330,7 +330,7 @@ def test_arrow_keys_go_along_a_series_and_across(show: Open) -> None:
     assert "2,048 tokens" in tip(chrome)
     assert "2,048 tokens" in str(chrome.switch_to.active_element.get_attribute("aria-label"))
     chrome.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
-    assert tip(chrome).startswith("longnet, sdpa\n")
+    assert tip(chrome).startswith("longnet, auto\n")
     assert "2,048 tokens" in tip(chrome)
     chrome.switch_to.active_element.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_UP, Keys.ARROW_UP)
     assert tip(chrome).startswith("gather-pad-scatter\n")  # round from the first to the last

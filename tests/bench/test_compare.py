@@ -19,6 +19,7 @@ from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.steps import Quiet
 from dilated_attention.bench.subject import BOTH, DIRECTIONS, FORWARD, Implementation, Subject, least_work
 from dilated_attention.nn import MultiheadDilatedAttention
+from dilated_attention.pattern import RULES
 
 CPU = torch.device("cpu")
 SETTING = Setting(128, (32, 64, 128), (1, 2, 4), CPU, heads=4, head_dim=8)
@@ -235,6 +236,7 @@ def test_all_on_one_device_but_two_are_exact(causal: bool, no_processes: None) -
     assert {name: verdict for name, verdict in checked.items() if verdict != "exact"} == expected
     skipped = {x["implementation"] for x in found["measurements"] if x["status"] == "skipped"}
     only_cuda = {"dense flash", "dense cuDNN", "dense memory-efficient", f"{RELEASED}, cuDNN", "FlexAttention"}
+    only_cuda |= {f"{rule}, triton" for rule in RULES}
     assert skipped == only_cuda
     assert set(checked) | only_cuda == {one.name for one in every}
 

@@ -218,7 +218,7 @@ def test_the_plain_parts_need_no_script() -> None:
     said = [SAMPLE["answer"], "64816d3f0c5e", "2.13.0+cpu", SAMPLE["machine"]["command"], "load at the start", "0.42"]
     said += [str(one[key]) for one in SAMPLE["claims"] for key in ("claim", "claimed", "ours", "holds", "how")]
     said += [one[key] for one in SAMPLE["recommendations"] for key in ("use_case", "best", "value")]
-    said += [one["implementation"] for one in SAMPLE["matrix"]] + ["level with head_groups, sdpa, DilatedAttention"]
+    said += [one["implementation"] for one in SAMPLE["matrix"]] + ["level with head_groups, auto, DilatedAttention"]
     said += [one["title"] for one in SAMPLE["tables"]] + ["412.7", "6,291,456"]
     assert [text for text in said if text not in words] == []
 
