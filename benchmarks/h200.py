@@ -401,8 +401,8 @@ def main(arguments: list[str] | None = None) -> int:
                 bench.dense(case)
     print()
     bench.extras(chosen)
-    if "A" in options.cases:
-        bench.profile(CASES[0])
+    for case in chosen:
+        bench.profile(case)
     if bench.scale == 1:
         print_targets(bench.results["cases"])
     print(f"\nwritten: {bench.file}" + ("; one of ours is wrong or did not fit" if bench.wrong else ""))

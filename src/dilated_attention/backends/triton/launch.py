@@ -242,7 +242,10 @@ class Launch:
             return
         if on_device and torch.cuda.is_current_stream_capturing():
             _captured.add(self)
-        if not on_device or any(x.data_ptr() & 15 for x in tensors):  # Triton compiles for aligned tensors apart
+        bits = 0
+        for x in tensors:
+            bits |= x.data_ptr()
+        if not on_device or bits & 15:  # Triton compiles for aligned tensors apart
             self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
         elif self.runs is None:
             compiled = self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
