@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,7 +206,7 @@ def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
 @given(plans(), st.integers(1, 8), st.integers(1, 60))
 def test_long_blocks_are_cut_and_short_ones_are_not(case, long: int, most: int) -> None:
     whole, parts = plan(*case), plan(*case, (long, most))
-    assert (parts.bare, parts.merges) == (whole.bare, whole.merges)
+    assert (parts.bare, parts.fillable, parts.merges) == (whole.bare, whole.fillable, whole.merges)
     assert [block for block in parts.blocks if block.rows < long] == [b for b in whole.blocks if b.rows < long]
     for block in parts.blocks:
         if block.rows >= long:
@@ -243,6 +244,34 @@ def test_the_densest_branch_goes_first() -> None:
     assert plan(DilatedPattern.head_groups([64, 16], [4, 1]), 1, 64, 8, 1, True).bare == (0, 4)
 
 
+@FEW
+@given(plans())
+def test_gaps_and_rows_are_whole_segments(case) -> None:
+    """Where a plan says so, the blocks that write first and their gaps are all rows, each of them once."""
+    _, samples, tokens, kv_heads, _, fold = case
+    work = plan(*case)
+    if not work.fillable:
+        return
+    x = ids(samples, tokens, kv_heads, fold)
+    filled: list[int] = []
+    for block in work.blocks:
+        if block.first:
+            filled += block.view(x).reshape(-1).tolist()
+        if block.gaps() is not None:
+            rate, offset, step, width = block.gaps()
+            whole = replace(block, dilation=1, offset=0, offset_step=0, rows=width).view(x)
+            for head in range(block.heads):
+                away = [i for i in range(width) if i % rate != offset + head * step]
+                filled += whole[:, away, head].reshape(-1).tolist()
+    assert sorted(filled) == sorted(x.reshape(-1).tolist())
+
+
+def test_a_segment_shorter_than_its_rate_has_heads_in_no_block() -> None:
+    assert not plan(DilatedPattern.longnet([4], [9]), 1, 8, 3, 1, True).fillable
+    assert not plan(DilatedPattern.longnet([16], [9]), 1, 20, 3, 1, True).fillable  # the tail
+    assert plan(DilatedPattern.longnet([16], [9]), 1, 25, 3, 1, True).fillable
+
+
 def test_merges_where_some_head_runs_several_branches() -> None:
     for rule, merges in (("longnet", True), ("torchscale", True), ("head_groups", False)):
         assert plan(DilatedPattern(rule, (16, 32), (1, 2)), 1, 64, 8, 1, True).merges == merges
@@ -252,7 +281,7 @@ def test_merges_where_some_head_runs_several_branches() -> None:
 def test_nothing_to_do() -> None:
     pattern = DilatedPattern.longnet([4], [2])
     for samples, tokens in ((0, 5), (5, 0), (0, 0)):
-        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), (0, 0), False)
+        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), (0, 0), False, False)
 
 
 def test_plans_are_cached_by_value() -> None:

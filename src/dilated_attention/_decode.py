@@ -171,7 +171,8 @@ def _work(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor 
     ends = None
     if padding is not None and s.pattern.rule == "torchscale" and not s.is_causal:
         ends = _engine.sample_ends(padding)
-    plan, shards, choice = Plan((), bare=(0, k.shape[2]), merges=True), Shards((0,)), choose(s.backend, request)
+    plan = Plan((), bare=(0, k.shape[2]), fillable=False, merges=True)
+    shards, choice = Shards((0,)), choose(s.backend, request)
     work = Work(q, k, v, padding, seed, s, choice, request, plan, shards, rank=1, ends=ends, limit=None)
     return replace(work, q=work.usable(q))
 

@@ -233,8 +233,8 @@ class Work:
                     out, lse = self.empty_result()
                 here, here_lse = (of_heads(block.view(x, self.group), rows) for x in (out, lse))
                 if around is not None:
-                    put = around.write_ if block.first else around.merge_
-                    put(here, here_lse, part, part_lse, here_zeros)
+                    given = (here, here_lse, part, part_lse, here_zeros)
+                    _ = around.write_(*given, self.gaps(block)) if block.first else around.merge_(*given)
                 elif block.first:
                     here.copy_(part)
                     here_lse.copy_(part_lse)
@@ -259,7 +259,7 @@ class Work:
                     of_heads(block.view(grad, group), heads) for grad, (group, heads) in zip(grads, which, strict=True)
                 ]
                 if around is not None:
-                    around.put_(views, part.results, add=not block.first)
+                    around.put_(views, part.results, add=not block.first, gaps=self.gaps(block))
                     continue
                 for view, x in zip(views, part.results, strict=True):
                     _ = view.copy_(x) if block.first else view.add_(x)
@@ -284,20 +284,32 @@ class Work:
     def empty_result(self) -> tuple[Tensor, Tensor]:
         out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
         lse = self.q.new_empty(self.q.shape[:3], dtype=accumulate_dtype(self.q.dtype))
-        first, end = self.plan.bare
-        if first < end:
-            out[:, :, first * self.group : end * self.group].zero_()
-            lse[:, :, first * self.group : end * self.group].fill_(-torch.inf)
+        for x, blank in ((out, 0.0), (lse, -torch.inf)):
+            self.fill_bare_(x, self.group, blank)
         return out, lse
 
     def empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
         grads = [x.new_empty(x.shape) for x in self.inputs]
-        first, end = self.plan.bare
-        if first < end:
-            for grad, group in zip(grads, (self.group, 1, 1), strict=True):
-                grad[:, :, first * group : end * group].zero_()
+        for grad, group in zip(grads, (self.group, 1, 1), strict=True):
+            self.fill_bare_(grad, group, 0.0)
         return grads
+
+    @property
+    def fills(self) -> bool:
+        """Whether the kernels that write blocks write the gaps between their rows as well."""
+        return self.plan.fillable and self.limit is None and _around(self.q) is not None
+
+    def gaps(self, block: Block) -> tuple[int, int, int, int] | None:
+        return block.gaps() if self.fills else None
+
+    def fill_bare_(self, x: Tensor, group: int, blank: float) -> None:
+        """Fill what nobody writes."""
+        first, end = self.plan.bare
+        if first == end or (self.fills and self.plan.blocks):
+            return
+        # some heads of a CUDA tensor take longer than all
+        (x if x.device.type == "cuda" else x[:, :, first * group : end * group]).fill_(blank)
 
     def masking(self, block: Block) -> Masking:
         padding = dropout = None

@@ -64,6 +64,12 @@ class Block:
             and (self.head, self.head_step, self.heads) == (0, 1, x.shape[2])
         )
 
+    def gaps(self) -> tuple[int, int, int, int] | None:
+        """What tells the rows of its segments that are not its own: dilation, offset, its step and the tokens."""
+        if self.dilation == 1 or not self.first:
+            return None
+        return self.dilation, self.offset, self.offset_step if self.heads > 1 else 0, self.segment_length
+
     def cut(self, most: int) -> list[Block]:
         """The block in parts of at most so many rows, those of all its heads together, or of one head's segment."""
         heads = max(1, min(self.heads, most // self.rows))
@@ -94,6 +100,7 @@ class Plan:
 
     blocks: tuple[Block, ...]
     bare: tuple[int, int]  # all key/value heads with rows in none of the blocks that write first are in this range
+    fillable: bool  # whether all such rows are gaps of those blocks
     merges: bool  # whether some row gets several parts
 
 
@@ -157,9 +164,10 @@ def plan(
     written: set[int] = set()
     blocks: list[Block] = []
     bare = list(range(heads.held)) if elsewhere else []
+    fillable = not elsewhere
     merges = visited or bool(elsewhere)
     if samples == 0 or shards.starts[rank] == shards.starts[rank + 1]:
-        return Plan((), (0, 0), False)
+        return Plan((), (0, 0), False, False)
     order = sorted(range(len(pattern.branches)), key=lambda branch: pattern.dilation_rates[branch])
     for branch in order:  # densest first: with r = 1 the first branch writes every row and nothing needs filling
         placed = heads.of_branch(pattern, branch)
@@ -167,6 +175,7 @@ def plan(
         bare += [head for head, _ in fresh if pattern.dilation_rates[branch] > 1]
         for first, some in ((True, fresh), (False, [one for one in placed if one[0] in written])):
             for piece in _pieces(pattern, branch, shards, rank):
+                fillable &= not fresh or piece.length >= pattern.dilation_rates[branch]  # else some offsets have no row
                 there = {
                     head
                     for channel in elsewhere
@@ -180,7 +189,7 @@ def plan(
     if cut is not None:
         long, most = cut
         blocks = [part for block in blocks for part in (block.cut(most) if block.rows >= long else [block])]
-    return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
+    return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), fillable, merges)
 
 
 @functools.lru_cache(maxsize=4096)

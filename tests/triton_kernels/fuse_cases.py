@@ -309,3 +309,59 @@ def test_the_same_call_twice_is_equal_to_the_bit() -> None:
         results.append((out.nan_to_num(), lse.nan_to_num()))
     for x, y in zip(*results, strict=True):
         assert torch.equal(x, y)
+
+
+# --- rows between those of a block ------------------------------------------------------------------------------
+
+
+GAPPED = {
+    "diagonal": (DilatedPattern.longnet([12], [3]), 40, 5, 1),
+    "grouped": (DilatedPattern.longnet([12], [3]), 40, 2, 3),
+    "head_groups": (DilatedPattern.head_groups([8, 20, 30], [1, 5, 2]), 58, 6, 1),
+    "grouped_heads": (DilatedPattern.head_groups([20, 30], [5, 2]), 58, 3, 2),
+    "long": (DilatedPattern.longnet([400], [2]), 803, 2, 1),
+}
+
+
+def gapped(name: str) -> list[Place]:
+    pattern, tokens, heads, group = GAPPED[name]
+    found = plan(pattern, 2, Shards.of((tokens,)), 0, Heads(0, heads, heads), group, True)
+    assert found.fillable
+    assert all(block.first for block in found.blocks)
+    return [Place(block, (2, tokens, heads * group), group) for block in found.blocks]
+
+
+@pytest.mark.parametrize("dim", [4, 16])
+@pytest.mark.parametrize("name", GAPPED)
+def test_writing_fills_the_gaps(name: str, dim: int) -> None:
+    blocks = gapped(name)
+    whole = blocks[0].whole
+    out, lse = (torch.full(shape, math.nan, device=DEVICE) for shape in ((*whole, dim), whole))
+    right, right_lse = torch.zeros_like(out), torch.full_like(lse, -INF)
+    for seed, at in enumerate(blocks):
+        part, part_lse = randn(*at.shape(), dim, seed=seed), randn(*at.shape(), seed=seed + 50)
+        fuse.write_(at.view(out), at.view(lse), part, part_lse, None, at.block.gaps())
+        at.view(right).copy_(part)
+        at.view(right_lse).copy_(part_lse)
+    assert torch.equal(out, right)
+    assert torch.equal(lse, right_lse)
+
+
+@pytest.mark.parametrize("dim", [4, 16])
+@pytest.mark.parametrize("name", GAPPED)
+def test_putting_fills_the_gaps(name: str, dim: int) -> None:
+    """Three at once, the first with more heads."""
+    blocks = gapped(name)
+    samples, tokens, heads = blocks[0].whole
+    shapes = [(samples, tokens, heads, dim), *[(samples, tokens, heads // blocks[0].group, dim)] * 2]
+    found = [torch.full(shape, math.nan, device=DEVICE) for shape in shapes]
+    right = [torch.zeros_like(x) for x in found]
+    for seed, at in enumerate(blocks):
+        groups = (at.group, 1, 1)
+        views = [at.block.view(x, group) for x, group in zip(found, groups, strict=True)]
+        parts = [randn(*view.shape, seed=seed + 10 * i) for i, view in enumerate(views)]
+        fuse.put_(views, parts, add=False, gaps=at.block.gaps())
+        for x, group, part in zip(right, groups, parts, strict=True):
+            at.block.view(x, group).copy_(part)
+    for x, y in zip(found, right, strict=True):
+        assert torch.equal(x, y)

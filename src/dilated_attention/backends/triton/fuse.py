@@ -4,7 +4,8 @@ A chain of elementwise kernels reads and writes everything several times, and on
 longer than the attention itself. The results are those of `merge` up to rounding, and the same bits every time.
 
 Legend: out, part, target (b, L, h, D), unit last stride and any others; lse, part_lse (b, L, h). A part may have
-another dtype than what it goes into. All is computed in the dtype of lse, sums in float32 at least.
+another dtype than what it goes into. All is computed in the dtype of lse, sums in float32 at least. Gaps: the rate,
+the first head's offset, how much more each head's is, and the tokens of a segment, of which a view has one in rate.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dilated_attention.backends.triton.fuse_kernel import merge_kernel, put_kern
 BLOCK = 4096  # numbers in a program: many programs a processor, each with loads enough to wait for
 PER_WARP = 1024
 
+Gaps = tuple[int, int, int, int]
+
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, log_zeros: Tensor | float | None = None) -> None:
     """Merge (part, part_lse) into (out, lse) in place.
@@ -29,24 +32,37 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, log_zeros: 
     _merge(out, lse, part, part_lse, log_zeros, first=False)
 
 
-def write_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, log_zeros: Tensor | float | None = None) -> None:
-    """The same where nothing was written before: what is in (out, lse) does not count."""
-    _merge(out, lse, part, part_lse, log_zeros, first=True)
+def write_(
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    log_zeros: Tensor | float | None = None,
+    gaps: Gaps | None = None,
+) -> None:
+    """The same where nothing was written before: what is in (out, lse) does not count. Gaps get 0 and -inf."""
+    _merge(out, lse, part, part_lse, log_zeros, first=True, gaps=gaps)
 
 
-def put_(targets: Sequence[Tensor], parts: Sequence[Tensor], add: bool) -> None:
-    """targets = parts or targets += parts: one to three pairs of one D, each of any (b, L, h). No targets overlap."""
-    block_rows, block_dim, warps = _block(max(target.shape[1] for target in targets), targets[0].shape[3])
+def put_(targets: Sequence[Tensor], parts: Sequence[Tensor], add: bool, gaps: Gaps | None = None) -> None:
+    """targets = parts or targets += parts: one to three pairs of one D, each of any (b, L, h). No targets overlap.
+
+    Gaps get 0, where nothing is added.
+    """
+    assert not (add and gaps)
+    rate, _, _, width = gaps or (1, 0, 0, 0)
+    longest = -(-width // rate) if gaps else max(target.shape[1] for target in targets)
+    block_rows, block_dim, warps = _block(longest, targets[0].shape[3])
     pointers: list[Tensor] = []
     numbers: list[int] = []
     unit, row_step, programs = 8, 0, 0
     for target, part in zip(targets, parts, strict=True):
         batch, rows, heads, dim = target.shape
         strides, part_strides = target.stride()[:3], part.stride()[:3]
-        programs += batch * heads * -(-rows // block_rows)
+        programs += batch * heads * -(-(longest if gaps else rows) // block_rows)
         pointers += (target, part)
         numbers += (*strides, *part_strides, rows, heads, programs)
-        unit = math.gcd(unit, *strides, *part_strides)
+        unit = math.gcd(unit, *strides, *part_strides, strides[1] // rate)
         row_step = max(row_step, strides[1], part_strides[1])
     if not programs or not dim:
         return
@@ -55,13 +71,20 @@ def put_(targets: Sequence[Tensor], parts: Sequence[Tensor], add: bool) -> None:
         numbers += numbers[:9]
     with torch.cuda.device_of(pointers[0]):  # type: ignore[no-untyped-call]
         put_kernel[(programs,)](
-            *pointers, *numbers, D=dim, BD=block_dim, BM=block_rows, UNIT=unit, WIDE=block_rows * row_step >= 2**31,
-            ADD=add, num_warps=warps,
+            *pointers, *numbers, *(gaps or (1, 0, 0, 0)), D=dim, BD=block_dim, BM=block_rows, UNIT=unit,
+            WIDE=block_rows * row_step >= 2**31, ADD=add, FILLS=gaps is not None, num_warps=warps,
         )  # fmt: skip
 
 
 def _merge(
-    out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, log_zeros: Tensor | float | None, *, first: bool
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    log_zeros: Tensor | float | None,
+    *,
+    first: bool,
+    gaps: Gaps | None = None,
 ) -> None:
     batch, rows, heads, dim = out.shape
     if not out.numel():
@@ -71,14 +94,18 @@ def _merge(
     zeros_strides = log_zeros.expand(lse.shape).stride() if isinstance(log_zeros, Tensor) else None
     strides, part_strides, lse_strides = out.stride()[:3], part.stride()[:3], lse.stride()
     part_lse_strides = part_lse.stride()
-    block_rows, block_dim, warps = _block(rows, dim)
+    rate, _, _, width = gaps or (1, 0, 0, 0)
+    longest = -(-width // rate) if gaps else rows
+    block_rows, block_dim, warps = _block(longest, dim)
     row_step = max(strides[1], part_strides[1], lse_strides[1], part_lse_strides[1])
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        merge_kernel[(batch * heads * -(-rows // block_rows),)](
+        merge_kernel[(batch * heads * -(-longest // block_rows),)](
             out, lse, part, part_lse, log_zeros,
             *strides, *part_strides, *lse_strides, *part_lse_strides, *(zeros_strides or (0, 0, 0)), rows, heads,
-            D=dim, BD=block_dim, BM=block_rows, UNIT=math.gcd(8, *strides, *part_strides),
-            WIDE=block_rows * row_step >= 2**31, EACH=zeros_strides is not None, FIRST=first, num_warps=warps,
+            *(gaps or (1, 0, 0, 0)),
+            D=dim, BD=block_dim, BM=block_rows, UNIT=math.gcd(8, *strides, *part_strides, strides[1] // rate),
+            WIDE=block_rows * row_step >= 2**31, EACH=zeros_strides is not None, FIRST=first,
+            FILLS=gaps is not None, num_warps=warps,
         )  # fmt: skip
 
 

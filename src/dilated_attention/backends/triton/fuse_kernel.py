@@ -3,6 +3,10 @@
 Neighbouring programs have neighbouring heads of the same rows: at one time they are in one stretch of memory, whether a
 tensor has its heads side by side, as what is written, or its rows, as many a library's result.
 
+Where a view has gaps, rows that are in no block, a program of FILLS rows writes them too: 0, and -inf for lse. Row i of
+the view is then one of the ``rate`` tokens from i * rate on, out of ``width``; ``offset`` is which, ``step`` more for
+each head.
+
 Legend: out, part (BM, BD); lse, part_lse, zeros (BM), natural log; BD = D rounded up to a power of two. All strides of
 out and part, of targets and parts are multiples of UNIT, which long accesses need; WIDE: 64-bit offsets within a block.
 """
@@ -46,6 +50,12 @@ def numbers_at(
 
 
 @triton.jit
+def gaps_at(row, gap, rate, width, here):
+    """Which of a program's rows have such a gap."""
+    return here & (row * rate + gap < width)
+
+
+@triton.jit
 def lighter(apart):
     """Of two states whose lse are so far apart, the weight of the lighter one."""
     e = tl.exp(-tl.abs(apart))
@@ -62,18 +72,22 @@ def log_add_exp(a, b):
     do_not_specialize=[
         "out_batch", "out_row", "out_head", "part_batch", "part_row", "part_head", "lse_batch", "lse_row", "lse_head",
         "part_lse_batch", "part_lse_row", "part_lse_head", "zeros_batch", "zeros_row", "zeros_head", "rows", "heads",
+        "rate", "offset", "step", "width",
     ]
 )  # fmt: skip
 def merge_kernel(
     Out, Lse, Part, PartLse, Zeros,
     out_batch, out_row, out_head, part_batch, part_row, part_head, lse_batch, lse_row, lse_head,
     part_lse_batch, part_lse_row, part_lse_head, zeros_batch, zeros_row, zeros_head, rows, heads,
+    rate, offset, step, width,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, EACH: tl.constexpr,
-    FIRST: tl.constexpr,
+    FIRST: tl.constexpr, FILLS: tl.constexpr,
 ):  # fmt: skip
     """FIRST: what is in Out and Lse does not count. Zeros: None, a number, or (EACH) a tensor."""
-    batch, first, head, here = place(tl.program_id(0), rows, heads, BM)
-    inside = here[:, None] & (tl.arange(0, BD) < D)[None, :]
+    batch, first, head, there = place(tl.program_id(0), (width + rate - 1) // rate if FILLS else rows, heads, BM)
+    here = there & (tl.arange(0, BM) < rows - first)
+    columns = (tl.arange(0, BD) < D)[None, :]
+    inside = here[:, None] & columns
     out_at = numbers_at(Out, batch, first, head, out_batch, out_row, out_head, BD, BM, UNIT, WIDE)
     lse_at = rows_at(Lse, batch, first, head, lse_batch, lse_row, lse_head, BM, WIDE)
     part_at = numbers_at(Part, batch, first, head, part_batch, part_row, part_head, BD, BM, UNIT, WIDE)
@@ -95,6 +109,16 @@ def merge_kernel(
     if FIRST:
         tl.store(out_at, part.to(Out.dtype.element_ty), mask=inside)
         tl.store(lse_at, part_lse, mask=here)
+        if FILLS:
+            own = offset + head * step
+            nothing = tl.zeros((BM, BD), Out.dtype.element_ty)
+            for gap in range(0, rate):
+                if gap != own:
+                    gaps = gaps_at(first + tl.arange(0, BM), gap, rate, width, there)
+                    at = out_at + (gap - own) * (out_row // rate // UNIT * UNIT)
+                    tl.store(at, nothing, mask=gaps[:, None] & columns)
+                    at = lse_at + (gap - own) * (lse_row // rate)
+                    tl.store(at, tl.full((BM,), float("-inf"), Lse.dtype.element_ty), mask=gaps)
     else:
         lse = tl.load(lse_at, mask=here)
         out = tl.load(out_at, mask=inside).to(Lse.dtype.element_ty)
@@ -112,10 +136,13 @@ def merge_kernel(
 @triton.jit
 def put_rows(
     Target, Part, program, target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads,
+    rate, offset, step, width,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    FILLS: tl.constexpr,
 ):  # fmt: skip
-    batch, first, head, here = place(program, rows, heads, BM)
-    inside = here[:, None] & (tl.arange(0, BD) < D)[None, :]
+    batch, first, head, there = place(program, (width + rate - 1) // rate if FILLS else rows, heads, BM)
+    columns = (tl.arange(0, BD) < D)[None, :]
+    inside = (there & (tl.arange(0, BM) < rows - first))[:, None] & columns
     target_at = numbers_at(Target, batch, first, head, target_batch, target_row, target_head, BD, BM, UNIT, WIDE)
     part_at = numbers_at(Part, batch, first, head, part_batch, part_row, part_head, BD, BM, UNIT, WIDE)
     part = tl.load(part_at, mask=inside)
@@ -124,6 +151,14 @@ def put_rows(
         part = tl.load(target_at, mask=inside).to(SUM) + part.to(SUM)
         tl.debug_barrier()  # as above
     tl.store(target_at, part.to(Target.dtype.element_ty), mask=inside)
+    if FILLS:
+        own = offset + head * step
+        nothing = tl.zeros((BM, BD), Target.dtype.element_ty)
+        for gap in range(0, rate):
+            if gap != own:
+                gaps = gaps_at(first + tl.arange(0, BM), gap, rate, width, there)
+                at = target_at + (gap - own) * (target_row // rate // UNIT * UNIT)
+                tl.store(at, nothing, mask=gaps[:, None] & columns)
 
 
 @triton.jit(
@@ -131,29 +166,31 @@ def put_rows(
         "batch_0", "row_0", "head_0", "part_batch_0", "part_row_0", "part_head_0", "rows_0", "heads_0", "second",
         "batch_1", "row_1", "head_1", "part_batch_1", "part_row_1", "part_head_1", "rows_1", "heads_1", "third",
         "batch_2", "row_2", "head_2", "part_batch_2", "part_row_2", "part_head_2", "rows_2", "heads_2", "end",
+        "rate", "offset", "step", "width",
     ]
 )  # fmt: skip
 def put_kernel(
     Target_0, Part_0, Target_1, Part_1, Target_2, Part_2,
     batch_0, row_0, head_0, part_batch_0, part_row_0, part_head_0, rows_0, heads_0, second,
     batch_1, row_1, head_1, part_batch_1, part_row_1, part_head_1, rows_1, heads_1, third,
-    batch_2, row_2, head_2, part_batch_2, part_row_2, part_head_2, rows_2, heads_2, end,
+    batch_2, row_2, head_2, part_batch_2, part_row_2, part_head_2, rows_2, heads_2, end, rate, offset, step, width,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    FILLS: tl.constexpr,
 ):  # fmt: skip
     """The programs of the first pair, then from ``second`` on those of the second, from ``third`` on of the third."""
     program = tl.program_id(0)
     if program < second:
         put_rows(
             Target_0, Part_0, program, batch_0, row_0, head_0, part_batch_0, part_row_0, part_head_0, rows_0, heads_0,
-            D, BD, BM, UNIT, WIDE, ADD,
+            rate, offset, step, width, D, BD, BM, UNIT, WIDE, ADD, FILLS,
         )  # fmt: skip
     elif program < third:
         put_rows(
             Target_1, Part_1, program - second, batch_1, row_1, head_1, part_batch_1, part_row_1, part_head_1, rows_1,
-            heads_1, D, BD, BM, UNIT, WIDE, ADD,
+            heads_1, rate, offset, step, width, D, BD, BM, UNIT, WIDE, ADD, FILLS,
         )  # fmt: skip
     else:
         put_rows(
             Target_2, Part_2, program - third, batch_2, row_2, head_2, part_batch_2, part_row_2, part_head_2, rows_2,
-            heads_2, D, BD, BM, UNIT, WIDE, ADD,
+            heads_2, rate, offset, step, width, D, BD, BM, UNIT, WIDE, ADD, FILLS,
         )  # fmt: skip
