@@ -275,7 +275,11 @@ def test_what_was_measured_can_be_read(name: str) -> None:
     """A key with a slip of the pen would never be found, and nobody would know."""
     assert re.fullmatch(r"\d+\.\d+", name)
     rows = configs.measured()[name]
-    assert set(rows) == {"tiles", "library_from"}
+    assert set(rows) == {"tiles", "library_from", "measured"}
+    about = rows["measured"]
+    for part in ("tiles", "library_from"):  # what tune.py has measured says when; the rest is from sweeps before it
+        assert set(about[part]) <= set(rows[part])
+        assert {record["run"] for record in about[part].values()} <= set(about["runs"])
     for key, numbers in rows["tiles"].items():
         assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short)?", key)
         assert is_sane(Config(*numbers))

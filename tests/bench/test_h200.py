@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,7 +50,8 @@ def test_all_cases_and_figures(h200: ModuleType, tmp_path: Path, capsys: pytest.
             assert record["check"]["verdict"] == "wrong gradients"
             assert "forward_backward" not in record
     assert [(r["case"], r["causal"]) for r in found["dense"]] == [("A", False), ("A", True), ("B", False), ("B", True)]
-    assert [record["rule"] for record in found["profiles"]] == ["head_groups", "longnet"]
+    profiled = [(record["case"], record["rule"]) for record in found["profiles"]]
+    assert profiled == list(product("ABC", ("head_groups", "longnet")))
     assert all(0 < len(record["kernels"]) <= 15 for record in found["profiles"])
     assert found["ceilings"][0]["copy_tb_per_s"] > 0
     assert "wrong gradients" in capsys.readouterr().out

@@ -27,8 +27,8 @@ LOST = "out of memory"
 ENOUGH = 3  # repeats; quartiles of fewer say nothing
 # Who is seen first where there are more lines than an eye can follow: one of each way to compute it.
 TELLING = (
-    "dense SDPA", "head_groups, auto", "longnet, auto", "torchscale, auto", "copy and gather, index_select",
-    "copy and gather, slicing", "gather-pad-scatter",
+    "dense SDPA", "head_groups, auto", "head_groups, sdpa", "longnet, auto", "longnet, sdpa", "torchscale, auto",
+    "torchscale, sdpa", "copy and gather, index_select", "copy and gather, slicing", "gather-pad-scatter",
 )  # fmt: skip
 MANY = 16
 
