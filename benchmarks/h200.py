@@ -9,7 +9,9 @@ Legend: N tokens, H heads, D head dim, w segment lengths, r dilation rates; q, k
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -228,14 +230,15 @@ class Bench:
         qkv = make_qkv(1, case.tokens // self.scale, *shape, dtype=self.dtype, device=self.device)
         segments = tuple(x.view(-1, rows, *shape) for x in qkv)
         ours = partial(dilated_attention, pattern=DilatedPattern.head_groups([rows], [1]), backend=self.backend)
+        dense = partial(baselines.dense, kernel=SDPBackend.CUDNN_ATTENTION if self.device.type == "cuda" else None)
         found: dict[str, Any] = {}
         for part, calls in (
-            ("forward", (run.forward(ours, qkv), run.forward(baselines.dense, segments))),
+            ("forward", (run.forward(ours, qkv), run.forward(dense, segments))),
             (
                 "forward_backward",
                 (
                     run.forward_backward(ours, qkv, _normal_like(qkv[0], seed=2)),
-                    run.forward_backward(baselines.dense, segments, _normal_like(segments[0], seed=2)),
+                    run.forward_backward(dense, segments, _normal_like(segments[0], seed=2)),
                 ),
             ),
         ):
@@ -276,6 +279,25 @@ class Bench:
                 call()
         return {"forward_ms": self.time(graph.replay).median}
 
+    def in_a_row(self, case: Case, calls: int = 200) -> dict[str, Any]:
+        """Eager calls one after another, as a model makes them, by the clock: kernels and Python overlap."""
+        qkv = make_qkv(1, case.tokens // self.scale, case.heads, case.dim, dtype=self.dtype, device=self.device)
+        attention = partial(dilated_attention, pattern=case.pattern("head_groups", self.scale), backend=self.backend)
+        found: dict[str, Any] = {}
+        for part, call in (
+            ("forward", run.forward(attention, qkv)),
+            ("forward_backward", run.forward_backward(attention, qkv, _normal_like(qkv[0], seed=2))),
+        ):
+            took = []
+            for _ in range(5):  # the first warms up
+                start = time.perf_counter()
+                for _ in range(calls):
+                    call()
+                torch.cuda.synchronize()
+                took.append(1000 * (time.perf_counter() - start) / calls)
+            found[f"{part}_ms"] = statistics.median(took[1:])
+        return found
+
     def extras(self, cases: list[Case]) -> None:
         for case in cases:
             if case.name == "A":
@@ -287,6 +309,7 @@ class Bench:
                     self.extra(name, partial(self.workspace, case, is_causal))
             if case.name == "C" and self.device.type == "cuda":
                 self.extra("CUDA graph, C head_groups", partial(self.graph, case))
+                self.extra("calls in a row, C head_groups", partial(self.in_a_row, case))
 
     def ceilings(self) -> None:
         """What the device can do at most: a large matrix product and a large copy."""
