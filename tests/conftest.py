@@ -39,7 +39,6 @@ def always_nested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_launches() -> None:
-    _fused._forward.cache_clear()
-    _fused._backward.cache_clear()
+    _fused._ready.clear()
     _courses.launches.cache_clear()
     _courses.is_nested.cache_clear()

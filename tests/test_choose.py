@@ -17,7 +17,13 @@ from dilated_attention.backends.triton.configs import Config
 
 CUDA = torch.device("cuda", 0)
 PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
-NESTED = Whole.of(8192, nested=True, backward=False)
+
+
+def whole(tokens: int, *, samples: int = 1, nested: bool = True, backward: bool = False) -> Whole:
+    return Whole.of(torch.empty(1, device="meta").expand(samples, tokens, 4, 64), nested, backward)
+
+
+NESTED = whole(8192)
 SHORT_NAME = r"(64|128|256)( causal)?( nested)?"
 
 
@@ -140,7 +146,7 @@ def test_thresholds(
 ) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": first})
     assert configs.prefers_library(CUDA, 100, True, False, tokens, backward=False) is expected
-    asked = request_for(head_dim=100, is_causal=True, whole=Whole(tokens, False, False))
+    asked = request_for(head_dim=100, is_causal=True, whole=whole(tokens, nested=False))
     assert triton.is_preferred(asked) is not expected
 
 
@@ -212,16 +218,23 @@ def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
 def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
     give_table(monkeypatch, library_from={"forward 64 nested": 8192, "backward 64 nested": None}, tiles={})
-    tokens = {4096: "triton", 8192: "sdpa", 8193: "sdpa"}
+    tokens = {4096: "triton", 8191: "triton", 8192: "sdpa", 8193: "sdpa"}
+    assert choose.choose("auto", request_for(whole=whole(2048, samples=4))).name == "sdpa"  # as many in all
     for count, name in tokens.items():
-        asked = request_for(whole=Whole.of(count, nested=True, backward=False))
+        asked = request_for(whole=whole(count))
         assert choose.choose("auto", asked).name == name
         assert choose.choose("triton", asked).name == "triton"  # one asked for by name runs
-        asked = request_for(whole=Whole.of(count, nested=True, backward=True))
+        asked = request_for(whole=whole(count, backward=True))
         assert choose.choose("auto", asked).name == "triton"
     asked = request_for()
     told = choose.why_not(choose.choose("auto", asked), asked)
     assert told["triton"][0].startswith("it could run, but sdpa")
+
+
+def test_the_tile_named_is_the_one_that_runs(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_table(monkeypatch, tiles={"forward 64 nested": [128, 64, 4, 3], "forward 64 nested short": [64, 32, 4, 3]})
+    for tokens, said in ((1 << 16, "tiles of 128 queries x 64 keys"), (8192, "tiles of 64 queries x 32 keys")):
+        assert triton.kernels(request_for(whole=whole(tokens))) == (said,)
 
 
 def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:

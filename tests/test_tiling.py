@@ -6,17 +6,20 @@ Legend: own, other: the sizes of the tiles of a program's own rows and of the ro
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
 from dilated_attention._courses import MOST_TILES, is_nested, launches
 from dilated_attention._shards import Heads
+from dilated_attention.backends.triton.table import table
 from dilated_attention.backends.triton.tiling import Run, Tiling, are_nested, rows_of, tiling
 from dilated_attention.pattern import RULES
 
@@ -373,3 +376,27 @@ def test_all_launches_together_are_the_pattern(name: str, rule: str, sees: str, 
         for here in range(heads.held):
             expected = defined(pattern, heads.first + here, heads.total, tokens, sees)
             assert {row: found.get((here, row), Counter()) for row in range(tokens)} == expected
+
+
+# --- tables and what is kept of them ----------------------------------------------------------------------------
+
+
+def test_a_table_joins_its_parts() -> None:
+    """Tiles of a later offset or stretch point at its own runs, which keep their numbers."""
+    pattern, device = DilatedPattern.longnet([24, 48], [1, 2]), torch.device("cpu")
+    found = table(launches(pattern, Heads(0, 2, 2), True, False)[0], 3, 53, 2, 4, 3, "earlier", 64, device)
+    tiles, runs = found.tiles.view(-1)[: len(found.tiles) // 7 * 7].view(-1, 7), found.runs.view(-1)
+    courses = launches(pattern, Heads(0, 2, 2), True, False)[0]
+    at = run_at = 0
+    for length in (24, 5) if len(courses[0].widths) == 1 else (48, 5):
+        for offset in sorted(set(courses[0].offsets)):
+            part = tiling(courses[0].widths, courses[0].rates, offset, length, 4, 3, "earlier")
+            for tile, row in zip(part.tiles, tiles[at:].tolist(), strict=False):
+                assert row == [*tile[:3], tile.run + run_at, tile.plain, tile.edge, tile.edge_run + run_at]
+            for index, run in enumerate(part.runs, run_at):
+                numbers = runs[5 * index : 5 * index + 5]
+                assert numbers[:4].tolist() == list(run[:4])
+                assert numbers[4:].int().view(torch.float32).item() == math.log2(run.times)
+            at, run_at = at + len(part.tiles), run_at + len(part.runs)
+    assert found.edges
+    assert found.ragged

@@ -12,6 +12,7 @@ With TRITON_INTERPRET=1 the device is the CPU: ``-k "fp32 or fp16"`` tries the l
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -693,9 +694,11 @@ def test_a_cuda_graph_outlives_other_calls() -> None:
     with torch.no_grad():
         expected = attention(*leaves)  # on this stream, so that what is allocated below can take the place of its table
         graph, results = captured(lambda: attention(*leaves))
-        for tokens in range(1, 600):
+        for tokens in range(1, 20):
             x = leaves[0][:1, :1, :2].expand(1, tokens, 2, 64)
             attend(DilatedPattern.longnet([tokens], [1]))(x, x, x)
+        _fused._forget(leaves[0].device)  # as where tables of other calls take too much room
+        gc.collect()
         held = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in [64] * 2000 + [1000] * 1000]
         for x in results:
             x.fill_(torch.nan)
@@ -780,7 +783,8 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
 
 def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_causal: bool, backward: bool) -> str:
     """What was measured to be faster; where nothing was, ours if branches share work."""
-    whole = Whole.of(tokens, is_nested(pattern, is_causal), backward)
+    like = torch.empty(1, device="meta").expand(1, tokens, 4, head_dim)
+    whole = Whole.of(like, is_nested(pattern, is_causal), backward)
     library = configs.prefers_library(
         torch.device(DEVICE), head_dim, is_causal, whole.nested, whole.tokens, backward
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""pattern -> the fewest launches: which branches share a table of tiles, and which heads a launch.
+"""pattern -> the launches that do the least: which branches share a table of tiles, and which heads a launch.
 
 Pure integers. Legend: heads are key/value heads.
 """

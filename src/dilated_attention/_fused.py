@@ -1,30 +1,30 @@
 """A whole call on one device by our own kernels: one launch forward and two backward, where the pattern allows it.
 
-A pattern whose branches are not nested takes one launch for each of them; later ones take in what earlier ones found,
-in float32.
+Branches that share no table take one launch each; later ones take in what earlier ones found, in float32.
 
 Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), True = ignore; stats (B, H, N, 2).
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention._courses import launches
 from dilated_attention._shards import Heads
-from dilated_attention.backends.triton.configs import Config, config, is_short
+from dilated_attention.backends.problem import FEW_ROWS
+from dilated_attention.backends.triton.configs import Config, config
 from dilated_attention.backends.triton.tiling import Courses
 from dilated_attention.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from dilated_attention.backends.triton.launch import Call, Launch, Layout
 
-MOST_KEPT = 4096  # layouts of calls
+MOST_BYTES = 128 << 20  # of tables that are kept on a device for calls of the same layouts
 
 
 class Fused(NamedTuple):
@@ -43,7 +43,7 @@ class Fused(NamedTuple):
         from dilated_attention.backends.triton.launch import Layout
 
         q, k, v = _readable(q), _readable(k), _readable(v)
-        ready = _forward(self.kind(q), Layout.of(q), Layout.of(k), Layout.of(v))
+        ready = _kept(_forward, self.kind(q), Layout.of(q), Layout.of(k), Layout.of(v))
         out = _empty_like(q, ready.dtype)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         if ready.blank:
@@ -61,7 +61,7 @@ class Fused(NamedTuple):
 
         q, k, v, out, dout = _readable(q), _readable(k), _readable(v), _readable(out), _readable(dout)
         rows = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
-        ready = _backward(self.kind(q), *[Layout.of(x) for x in rows])
+        ready = _kept(_backward, self.kind(q), *[Layout.of(x) for x in rows])
         dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
         if ready.blank:
             for grad in (dq, dk, dv):
@@ -103,8 +103,8 @@ class Kind(NamedTuple):
         return all(len(course.rates) == 1 for course in first)
 
     def config(self, kernel: str, q: Layout, courses: Courses) -> Config:
-        nested, rows = len(courses[0].widths) > 1, math.prod(q.shape[:3])
-        return config(kernel, self.device, q.dtype, q.shape[-1], self.is_causal, nested, is_short(rows))
+        nested, short = len(courses[0].widths) > 1, math.prod(q.shape[:3]) < FEW_ROWS
+        return config(kernel, self.device, q.dtype, q.shape[-1], self.is_causal, nested, short)
 
     def call(self) -> Call:
         from dilated_attention.backends.triton.launch import Call
@@ -123,8 +123,36 @@ class Ready(NamedTuple):
     dtype: torch.dtype  # that they write
     blank: bool  # whether what they write must be blank before
 
+    def nbytes(self) -> int:
+        return sum(x.nbytes for launch in self.launches for x in launch.table)
 
-@functools.lru_cache(maxsize=MOST_KEPT)
+
+_ready: dict[tuple[Any, ...], Ready] = {}
+
+
+def _kept(make: Callable[..., Ready], kind: Kind, *layouts: Layout) -> Ready:
+    """What ``make`` prepares for such a call, made once."""
+    key = (make, kind, layouts)
+    found = _ready.get(key)
+    if found is None:
+        found = make(kind, *layouts)
+        held = sum(ready.nbytes() for (_, other, _), ready in list(_ready.items()) if other.device == kind.device)
+        if held + found.nbytes() > MOST_BYTES:
+            _forget(kind.device)
+        _ready[key] = found
+    return found
+
+
+def _forget(device: torch.device) -> None:
+    """Drop what is kept for a device, after waiting for it: kernels on its streams may still read their tables."""
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return
+        torch.cuda.synchronize(device)
+    for key in [key for key in list(_ready) if key[1].device == device]:
+        _ready.pop(key, None)
+
+
 def _forward(kind: Kind, q: Layout, k: Layout, v: Layout) -> Ready:
     from dilated_attention.backends.triton import launch
 
@@ -140,7 +168,6 @@ def _forward(kind: Kind, q: Layout, k: Layout, v: Layout) -> Ready:
     return Ready(tuple(made), dtype, fills is False)
 
 
-@functools.lru_cache(maxsize=MOST_KEPT)
 def _backward(
     kind: Kind, q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, dout: Layout, dlse: Layout | None = None
 ) -> Ready:

@@ -19,6 +19,8 @@ from torch import Tensor
 from dilated_attention._shards import Channel, Heads, Shards
 from dilated_attention.pattern import DilatedPattern, rows_at_offset
 
+MOST_GAPS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -100,7 +102,7 @@ class Plan:
 
     blocks: tuple[Block, ...]
     bare: tuple[int, int]  # all key/value heads with rows in none of the blocks that write first are in this range
-    fillable: bool  # whether all such rows are gaps of those blocks
+    fillable: bool  # whether all such rows are gaps of those blocks, and not too many
     merges: bool  # whether some row gets several parts
 
 
@@ -175,7 +177,8 @@ def plan(
         bare += [head for head, _ in fresh if pattern.dilation_rates[branch] > 1]
         for first, some in ((True, fresh), (False, [one for one in placed if one[0] in written])):
             for piece in _pieces(pattern, branch, shards, rank):
-                fillable &= not fresh or piece.length >= pattern.dilation_rates[branch]  # else some offsets have no row
+                # else some offsets have no row, or a program would go through too many gaps
+                fillable &= not fresh or pattern.dilation_rates[branch] <= min(piece.length, MOST_GAPS)
                 there = {
                     head
                     for channel in elsewhere

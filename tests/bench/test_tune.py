@@ -15,6 +15,7 @@ import torch
 
 from dilated_attention._courses import launches
 from dilated_attention._shards import Heads
+from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
 from tests.triton_kernels.runner import run
 
@@ -152,4 +153,4 @@ def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
             (courses,) = launches(pattern, Heads(0, heads, heads), kind.causal, False)
             assert (len(courses[0].widths) > 1) == kind.nested
         like = torch.empty(1, device="meta").expand(1, kind.tokens(), heads, kind.size)
-        assert configs.is_short(like[..., 0].numel()) == kind.short
+        assert Whole.of(like, kind.nested, backward=False).short == kind.short

@@ -465,3 +465,28 @@ def test_without_a_running_maximum(name: str, is_causal: bool, size: float, monk
     assert (above.max() > 130).item() == (size > 1)
     check((q, k, v), WHOLE[name], is_causal=is_causal, scale=1.0, times=2 * size)
     assert shifted.calls == 1
+
+
+# --- launches that are kept -------------------------------------------------------------------------------------
+
+
+def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, made = DilatedPattern.longnet([16], [1]), []
+    prepare = launch.forward
+    monkeypatch.setattr(launch, "forward", lambda *x: made.append(1) or prepare(*x))
+
+    def call(tokens: int) -> Tensor:
+        return dilated_attention(*make(tokens), pattern, backend="triton")
+
+    first = call(20)
+    assert torch.equal(call(20), first)
+    assert len(made) == 1
+    call(21)
+    assert len(made) == len(_fused._ready) == 2
+    each = max(ready.nbytes() for ready in _fused._ready.values())
+    assert each > 0
+    monkeypatch.setattr(_fused, "MOST_BYTES", 3 * each)
+    for tokens in range(22, 40):
+        call(tokens)
+        assert sum(ready.nbytes() for ready in _fused._ready.values()) <= 3 * each + 64
+    assert torch.equal(call(20), first)

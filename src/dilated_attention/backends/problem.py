@@ -25,17 +25,22 @@ from torch import Tensor
 
 from dilated_attention.dropout import Dropout
 
+FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
+
 
 class Whole(NamedTuple):
     """What a call on one device has to do at once, as the measured choice sees it."""
 
-    tokens: int  # rounded up to a power of two
+    tokens: int  # of all samples, rounded down to a power of two, as what was measured is counted
+    short: bool  # whether its rows are few
     nested: bool  # whether branches share pairs, which our kernels compute once
     backward: bool
 
     @classmethod
-    def of(cls, tokens: int, nested: bool, backward: bool) -> Whole:
-        return cls(1 << max(0, tokens - 1).bit_length(), nested, backward)
+    def of(cls, query: Tensor, nested: bool, backward: bool) -> Whole:
+        samples, tokens, heads, _ = query.shape
+        few = samples * tokens * heads < FEW_ROWS
+        return cls(1 << (samples * tokens).bit_length() >> 1, few, nested, backward)
 
 
 class Request(NamedTuple):

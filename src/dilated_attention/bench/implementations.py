@@ -5,7 +5,6 @@ Legend: query, key, value (B, N, H, D); x (B, N, E) with E = H * D for the modul
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from dilated_attention.backends import triton
+from dilated_attention.backends.problem import Request, Whole
 from dilated_attention.bench import baselines, multihead, over_ranks
 from dilated_attention.bench.run import oracle
 from dilated_attention.bench.setting import Setting
@@ -133,11 +134,12 @@ def _half_on_cuda(setting: Setting) -> str | None:
 
 
 def _cannot(backend: str, setting: Setting, compiled: bool = False) -> str | None:
-    on_cuda = setting.device.type == "cuda"
-    if backend == "triton" and not on_cuda:
-        return "it runs on CUDA only"
-    if on_cuda and (compiled or backend == "triton") and importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    if compiled and setting.device.type == "cuda" and not triton.INSTALLED:
+        return "torch.compile needs triton on CUDA"
+    if backend == "triton":
+        x = torch.empty(1, dtype=setting.dtype, device=setting.device).expand(1, 1, 1, setting.head_dim)
+        request = Request.of(x, setting.dtype, setting.causal, False, False, Whole.of(x, False, False))
+        return "; ".join(triton.unsupported(request)) or None
     return None
 
 

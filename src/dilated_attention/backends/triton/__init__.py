@@ -1,8 +1,8 @@
 """Our own kernels: a whole call, all heads and all segments, in one launch each way wherever the pattern allows it.
 
-`tiling` writes a call's work down as a table, `tiles`, `forward` and `backward` are the kernels that walk through it,
-`launch` calls them. `fuse` has what surrounds the library's kernels, `decode` the kernel for few queries. Importing
-this package imports no triton: it comes with the builds of torch that can use it.
+`tiling` writes a call's work down, `table` puts it on the device, `tiles`, `forward` and `backward` are the kernels
+that walk through it, `launch` calls them. `fuse` has what surrounds the library's kernels, `decode` the kernel for few
+queries. Importing this package imports no triton: it comes with the builds of torch that can use it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def kernels(request: Request) -> tuple[str, ...]:
         request.head_dim,
         request.is_causal,
         request.whole.nested,
-        short=False,
+        request.whole.short,
     )
     return (f"tiles of {config.rows} queries x {config.keys} keys",)
 
@@ -84,7 +84,7 @@ def _preference(request: Request) -> tuple[bool, str]:
     if request.deterministic:
         return True, "torch.use_deterministic_algorithms is on, and ours are the fastest that repeat"
     if request.dtype is torch.float32:
-        return False, "in exact float32 torch's are faster"
+        return False, "in float32 torch's are faster"
     if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
     library = configs.library_from(request.device, request.head_dim, request.is_causal, whole.nested, whole.backward)
@@ -92,4 +92,4 @@ def _preference(request: Request) -> tuple[bool, str]:
         return whole.nested, "this device was not measured, and ours save work only where branches are nested"
     if library is None:
         return True, "measured: ours are faster at every length"
-    return whole.tokens < library, f"measured: torch's are faster from {library:,} tokens on"
+    return whole.tokens < library, f"measured: torch's are faster from {library:,} tokens on, those of all samples"

@@ -47,11 +47,6 @@ def head_dim_class(head_dim: int) -> int:
     return next(size for size in DEFAULTS if head_dim <= size)
 
 
-def is_short(rows: int) -> bool:
-    """Whether large tiles would leave processors idle: they number 132 on an H200, and take two or three each."""
-    return rows < 1 << 18
-
-
 @functools.lru_cache(maxsize=256)
 def config(
     kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool, nested: bool, short: bool

@@ -1,4 +1,4 @@
-"""One launch of each kernel, prepared: its table on the device and all of its arguments but the tensors.
+"""One launch of each kernel, prepared: its table on the device, and all of its arguments but the tensors.
 
 What is here sees layouts, not tensors, so that whoever calls again with the same ones has nothing to prepare.
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,80 +17,10 @@ from torch import Tensor
 from dilated_attention.backends.triton.backward import dkdv_kernel, dq_kernel
 from dilated_attention.backends.triton.configs import Config
 from dilated_attention.backends.triton.forward import forward_kernel
-from dilated_attention.backends.triton.tiling import Courses, tiling
+from dilated_attention.backends.triton.table import Table, table
+from dilated_attention.backends.triton.tiling import Courses
 
 LOG2E = 1.4426950408889634
-
-
-class Table(NamedTuple):
-    """A launch's table on a device, and its number of programs."""
-
-    sections: Tensor
-    tiles: Tensor
-    runs: Tensor
-    parts: int  # sections
-    programs: int
-    single: bool  # whether all whole tiles of a program are one run
-    edges: bool  # whether any tile is masked
-    ragged: bool  # whether any tile is not full
-
-
-@functools.lru_cache(maxsize=4096)
-def table(
-    courses: Courses,
-    samples: int,
-    tokens: int,
-    group: int,
-    own: int,
-    other: int,
-    sees: str,
-    widest_stride: int,
-    device: torch.device,
-) -> Table:
-    """``group`` programs for each tile of a key/value head: its query heads, or 1."""
-    sections: list[int] = []
-    tiles: list[int] = []
-    runs: list[int] = []
-    variants: list[int] = []
-    programs, ragged = 0, False
-    for course in courses:
-        offsets = sorted(set(course.offsets))
-        width = min(course.widths[-1], tokens)
-        for start, length, periods in ((0, width, tokens // width), (tokens // width * width, tokens % width, 1)):
-            if not length:
-                continue
-            first_tile, count = len(tiles) // 7, 0
-            for offset in offsets:
-                part = tiling(course.widths, course.rates, offset, length, own, other, sees)
-                first_run, count = len(runs) // 5, len(part.tiles)
-                ragged |= part.is_ragged(own, other)
-                for tile in part.tiles:
-                    tiles += [*tile[:3], tile.run + first_run, tile.plain, tile.edge, tile.edge_run + first_run]
-                for run in part.runs:
-                    runs += [*run[:4], _float_bits(math.log2(run.times))]
-            sections += [programs, start, length, course.head, len(course.offsets), first_tile, count]
-            sections += [len(variants), periods, course.branch, course.widths[0]]
-            programs += samples * periods * len(course.offsets) * group * count
-        variants += [offsets.index(offset) for offset in course.offsets]
-    runs += [0, 1, 0, 1, 0] * 2  # read, not used, after the last run
-    # 32 bits are enough unless an offset inside a tile or a position needs more
-    steps = max(course.rates[-1] for course in courses) * max(own, other) * widest_stride
-    wide = max(steps, tokens, *sections) >= 2**31
-    dtype = torch.int64 if wide else torch.int32
-    parts = [_aligned(numbers) for numbers in (sections + variants, tiles, runs)]
-    data = torch.tensor(list(itertools.chain(*parts)), dtype=dtype).to(device)
-    cut = data.split_with_sizes([len(numbers) for numbers in parts])
-    single = all(len(course.widths) == 1 for course in courses)
-    return Table(cut[0], cut[1], cut[2], len(sections) // 11, programs, single, any(tiles[5::7]), ragged)
-
-
-def _aligned(numbers: list[int]) -> list[int]:
-    """Filled up to 16 bytes, so that whatever follows is aligned as Triton likes it."""
-    return numbers + [0] * (-len(numbers) % 4)
-
-
-def _float_bits(number: float) -> int:
-    return int(torch.tensor(number, dtype=torch.float32).view(torch.int32).item())
 
 
 class Layout(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SECTION = tl.constexpr(11)  # integers of a section in the table, in the order of `launch.Section`
+SECTION = tl.constexpr(11)  # integers of a section in the table, in the order in which `table` writes them
 TILE = tl.constexpr(7)  # of `tiling.Tile`
 RUN = tl.constexpr(5)  # of `tiling.Run`, the count as the bits of its log2
 LOG2E = tl.constexpr(1.4426950408889634)

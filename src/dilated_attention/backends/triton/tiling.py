@@ -2,7 +2,7 @@
 
 A tile is some rows in arithmetic progression. A tile of queries meets runs of key tiles, and every pair of a run
 counts equally often. Where the branches of a head are nested (each segment length and each rate divides the next one),
-they are one table: a pair that m branches share is computed once and counts m times, so nothing is merged and out is
+they can be one table: a pair that m branches share is computed once and counts m times, so nothing is merged and out is
 written once. For the rates 1, 2, 4, 8, 16 that is a quarter less work than branch by branch.
 
 The work repeats from period to period, so the table describes one period, and another one the shorter tail.
@@ -11,7 +11,6 @@ Pure integers; nothing here touches a device.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -85,7 +84,6 @@ def rows_of(rates: tuple[int, ...], offset: int) -> list[Rows]:
     return [*found, Rows(offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
-@functools.lru_cache(maxsize=1024)
 def tiling(
     widths: tuple[int, ...],
     rates: tuple[int, ...],
@@ -105,15 +103,19 @@ def tiling(
     known: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
     for start in range(0, length, widths[0]):
         stop = min(start + widths[0], length)
+        far: dict[int, tuple[list[Run], list[Run]]] = {}  # by level: what all rows of the segment meet outside of it
         for rows in kinds:
             for row in range(0, -(-(stop - start) // rows.step), own):  # as many for every offset; some may be empty
                 base = start + rows.start + row * rows.step
                 # when causal each tile has its own list in its own segment, else all tiles of a kind share one
                 key = (start, rows.level, None if sees == "all" else base)
                 if key not in known:
-                    regions = _regions(widths, length, start, rows.level, sees)
+                    if rows.level not in far:
+                        regions = _regions(widths, length, start, rows.level, sees)
+                        far[rows.level] = _runs(regions, kinds, rows.level, other, (start, stop - 1), "all")
                     last = min(base + (own - 1) * rows.step, stop - 1)
-                    plain, edge = _runs(regions, kinds, rows.level, other, (base, last), sees)
+                    near = _runs([(0, start, stop)], kinds, rows.level, other, (base, last), sees)
+                    plain, edge = (here + there for here, there in zip(near, far[rows.level], strict=True))
                     known[key] = (len(runs), _total(plain), _total(edge), len(runs) + len(plain))
                     runs += plain + edge
                 tiles.append(Tile(base, rows.step, stop, *known[key]))
@@ -125,9 +127,9 @@ def _total(runs: list[Run]) -> int:
 
 
 def _regions(widths: tuple[int, ...], length: int, start: int, level: int, sees: str) -> list[tuple[int, int, int]]:
-    """(branch, first, last) of the tokens that rows of a segment meet first in that branch."""
+    """(branch, first, last) of the tokens that rows of a segment meet outside of it, first in that branch."""
     first, last = start, min(start + widths[0], length)
-    found = [(0, first, last)]
+    found = []
     for branch in range(1, level + 1):
         before = start // widths[branch] * widths[branch]
         after = min(before + widths[branch], length)
@@ -152,17 +154,19 @@ def _runs(
     edge: list[Run] = []
     for branch, first, last in regions:
         for rows in kinds:
+            if rows.level < branch:
+                continue
             start, step = first + rows.start, rows.step  # a region begins at a multiple of every step
-            count = max(0, -((start - last) // step))
-            if rows.level < branch or not count:
+            count = -((start - last) // step)
+            if count <= 0:
                 continue
             low, high = 0, -(-count // other)  # tiles [low, high) are met, of which [whole_low, whole_high) whole
             whole_low, whole_high = 0, count // other
             size = step * other
-            if branch == 0 and sees == "earlier":  # key tiles that begin by the last query; whole: end by the first
+            if sees == "earlier":  # key tiles that begin by the last query; whole: end by the first
                 high = min(high, max(0, (span[1] - start) // size + 1))
                 whole_high = min(whole_high, max(0, (span[0] - start + step) // size))
-            elif branch == 0 and sees == "later":  # query tiles that end at the first key or later; whole: begin there
+            elif sees == "later":  # query tiles that end at the first key or later; whole: begin there
                 low = min(high, max(0, -((start + size - step - span[0]) // size)))
                 whole_low = min(high, max(low, -((start - span[1]) // size)))
             whole_high = min(high, max(whole_low, whole_high))

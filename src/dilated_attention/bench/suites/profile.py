@@ -95,7 +95,8 @@ def path(call: Call) -> list[str]:
     def look(frame: FrameType, event: str, _: Any) -> None:
         nonlocal deepest
         in_backend = _module(frame).startswith(f"{PACKAGE}.backends")
-        if event != "call" or not in_backend or "forward" not in frame.f_code.co_name:
+        kernel = "forward" in frame.f_code.co_name or _module(frame).endswith(".triton.launch")
+        if event != "call" or not in_backend or not kernel:
             return
         chain = _chain(frame)
         if len(chain) > len(deepest):
