@@ -115,8 +115,7 @@ class Setting(NamedTuple):
 
     def key(self, kernel: str) -> str:
         """As `configs` names a kernel or a direction of this setting."""
-        words = [name for name in ("causal", "nested", "short") if getattr(self, name)]
-        return " ".join([kernel, str(self.size), *words])
+        return configs.key(kernel, *self)
 
     def tokens(self) -> int:
         return SHORT_TOKENS if self.short else SHAPES[self.size].tokens

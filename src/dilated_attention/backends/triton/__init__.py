@@ -87,9 +87,11 @@ def _preference(request: Request) -> tuple[bool, str]:
         return False, "in float32 torch's are faster"
     if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
-    library = configs.library_from(request.device, request.head_dim, request.is_causal, whole.nested, whole.backward)
-    if library == configs.NOT_MEASURED:
+    call = (request.device, request.head_dim, request.is_causal, whole.nested)
+    faster = configs.prefers_library(*call, whole.tokens, whole.backward)
+    if faster is None:
         return whole.nested, "this device was not measured, and ours save work only where branches are nested"
-    if library is None:
+    first = configs.library_from(*call, whole.backward)
+    if first is None:
         return True, "measured: ours are faster at every length"
-    return whole.tokens < library, f"measured: torch's are faster from {library:,} tokens on, those of all samples"
+    return not faster, f"measured: torch's are faster from {first:,} tokens on, those of all samples"

@@ -47,6 +47,12 @@ def head_dim_class(head_dim: int) -> int:
     return next(size for size in DEFAULTS if head_dim <= size)
 
 
+def key(kernel: str, size: int, causal: bool, nested: bool, short: bool = False) -> str:
+    """What a kernel's tile, or the choice for a direction, stands under in the table."""
+    words = [word for word, holds in (("causal", causal), ("nested", nested), ("short", short)) if holds]
+    return " ".join([kernel, str(size), *words])
+
+
 @functools.lru_cache(maxsize=256)
 def config(
     kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool, nested: bool, short: bool
@@ -56,10 +62,11 @@ def config(
     if dtype is torch.float32:
         return WITHOUT_TENSOR_CORES[size]
     tiles = measured().get(device_class(device), {}).get("tiles", {}) if device.type == "cuda" else {}
-    key = f"{kernel} {size}{' causal' if causal else ''}{' nested' if nested else ''}"
-    if short and f"{key} short" in tiles:
-        key += " short"
-    return Config(*tiles[key]) if key in tiles else DEFAULTS[size]
+    for few in (True, False) if short else (False,):  # short ones may not have been measured apart
+        found = tiles.get(key(kernel, size, causal, nested, few))
+        if found is not None:
+            return Config(*found)
+    return DEFAULTS[size]
 
 
 def library_from(device: torch.device, head_dim: int, causal: bool, nested: bool, backward: bool) -> int | None:
@@ -67,9 +74,8 @@ def library_from(device: torch.device, head_dim: int, causal: bool, nested: bool
     if device.type != "cuda":
         return NOT_MEASURED
     rows = measured().get(device_class(device), {}).get("library_from", {})
-    kernel = "backward" if backward else "forward"
-    key = f"{kernel} {head_dim_class(head_dim)}{' causal' if causal else ''}{' nested' if nested else ''}"
-    found: int | None = rows.get(key, NOT_MEASURED)
+    direction = "backward" if backward else "forward"
+    found: int | None = rows.get(key(direction, head_dim_class(head_dim), causal, nested), NOT_MEASURED)
     return found
 
 

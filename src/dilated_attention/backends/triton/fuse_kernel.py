@@ -50,9 +50,13 @@ def numbers_at(
 
 
 @triton.jit
-def gaps_at(row, gap, rate, width, here):
-    """Which of a program's rows have such a gap."""
-    return here & (row * rate + gap < width)
+def fill_gaps(at, blank, columns, there, first, rate, own, width, per_token, BM: tl.constexpr):
+    """``blank`` in all rows between those ``at`` (BM, columns), of which ``own`` is the offset."""
+    row = first + tl.arange(0, BM)
+    for gap in range(0, rate):
+        if gap != own:
+            gaps = there & (row * rate + gap < width)
+            tl.store(at + (gap - own) * per_token, blank, mask=gaps[:, None] & columns)
 
 
 @triton.jit
@@ -110,23 +114,21 @@ def merge_kernel(
         tl.store(out_at, part.to(Out.dtype.element_ty), mask=inside)
         tl.store(lse_at, part_lse, mask=here)
         if FILLS:
-            own = offset + head * step
-            nothing = tl.zeros((BM, BD), Out.dtype.element_ty)
-            for gap in range(0, rate):
-                if gap != own:
-                    gaps = gaps_at(first + tl.arange(0, BM), gap, rate, width, there)
-                    at = out_at + (gap - own) * (out_row // rate // UNIT * UNIT)
-                    tl.store(at, nothing, mask=gaps[:, None] & columns)
-                    at = lse_at + (gap - own) * (lse_row // rate)
-                    tl.store(at, tl.full((BM,), float("-inf"), Lse.dtype.element_ty), mask=gaps)
+            own, one = offset + head * step, (tl.arange(0, 1) == 0)[None, :]
+            blank, blank_lse = (
+                tl.zeros((BM, BD), Out.dtype.element_ty),
+                tl.full((BM, 1), -float("inf"), Lse.dtype.element_ty),
+            )
+            fill_gaps(out_at, blank, columns, there, first, rate, own, width, out_row // rate // UNIT * UNIT, BM)
+            fill_gaps(lse_at[:, None], blank_lse, one, there, first, rate, own, width, lse_row // rate, BM)
     else:
         lse = tl.load(lse_at, mask=here)
         out = tl.load(out_at, mask=inside).to(Lse.dtype.element_ty)
         # one step from the heavier state towards the lighter: exact where they agree, or where one weighs nothing
         light = lighter(part_lse - lse)
         heavier = part_lse >= lse
-        step = tl.where((lse == float("-inf"))[:, None], 0.0, part - out) * tl.where(heavier, -light, light)[:, None]
-        merged = tl.where(heavier[:, None], part, out) + step
+        towards = tl.where((lse == float("-inf"))[:, None], 0.0, part - out) * tl.where(heavier, -light, light)[:, None]
+        merged = tl.where(heavier[:, None], part, out) + towards
         some = here & (part_lse != float("-inf"))
         tl.debug_barrier()  # several threads may have loaded one lse: none stores before all have
         tl.store(out_at, merged.to(Out.dtype.element_ty), mask=inside & some[:, None])
@@ -152,13 +154,8 @@ def put_rows(
         tl.debug_barrier()  # as above
     tl.store(target_at, part.to(Target.dtype.element_ty), mask=inside)
     if FILLS:
-        own = offset + head * step
-        nothing = tl.zeros((BM, BD), Target.dtype.element_ty)
-        for gap in range(0, rate):
-            if gap != own:
-                gaps = gaps_at(first + tl.arange(0, BM), gap, rate, width, there)
-                at = target_at + (gap - own) * (target_row // rate // UNIT * UNIT)
-                tl.store(at, nothing, mask=gaps[:, None] & columns)
+        own, blank = offset + head * step, tl.zeros((BM, BD), Target.dtype.element_ty)
+        fill_gaps(target_at, blank, columns, there, first, rate, own, width, target_row // rate // UNIT * UNIT, BM)
 
 
 @triton.jit(
