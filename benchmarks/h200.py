@@ -268,26 +268,37 @@ class Bench:
             "backward_share": (backward - 3 * out.nbytes) / (3 * out.nbytes),
         }
 
-    def graph(self, case: Case) -> dict[str, Any]:
-        """The forward pass as a CUDA graph: the kernels without Python."""
+    def passes(self, case: Case, attention: run.Attention | None = None) -> dict[str, run.Call]:
+        """Head groups, or another attention on the same tensors: forward, and forward + backward."""
         qkv = make_qkv(1, case.tokens // self.scale, case.heads, case.dim, dtype=self.dtype, device=self.device)
-        call = partial(dilated_attention, *qkv, case.pattern("head_groups", self.scale), backend=self.backend)
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad():
-            call()
-            with torch.cuda.graph(graph):
-                call()
-        return {"forward_ms": self.time(graph.replay).median}
+        pattern = case.pattern("head_groups", self.scale)
+        attention = attention or partial(dilated_attention, pattern=pattern, backend=self.backend)
+        both = run.forward_backward(attention, qkv, _normal_like(qkv[0], seed=2))
+        return {"forward": run.forward(attention, qkv), "forward_backward": both}
 
-    def in_a_row(self, case: Case, calls: int = 200) -> dict[str, Any]:
-        """Eager calls one after another, as a model makes them, by the clock: kernels and Python overlap."""
-        qkv = make_qkv(1, case.tokens // self.scale, case.heads, case.dim, dtype=self.dtype, device=self.device)
-        attention = partial(dilated_attention, pattern=case.pattern("head_groups", self.scale), backend=self.backend)
+    def graph(self, case: Case) -> dict[str, Any]:
+        """As CUDA graphs: the kernels without Python."""
         found: dict[str, Any] = {}
-        for part, call in (
-            ("forward", run.forward(attention, qkv)),
-            ("forward_backward", run.forward_backward(attention, qkv, _normal_like(qkv[0], seed=2))),
-        ):
+        for part, call in self.passes(case).items():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # autograd's thread warms up on the stream that it will be captured on
+                call()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                kept = call()
+            found[f"{part}_ms"] = self.time(graph.replay).median
+            del kept
+        return found
+
+    def single_calls(self, calls: dict[str, run.Call]) -> dict[str, Any]:
+        return {f"{part}_ms": self.time(call).median for part, call in calls.items()}
+
+    def in_a_row(self, passes: dict[str, run.Call], calls: int = 200) -> dict[str, Any]:
+        """Eager calls one after another, as a model makes them, by the clock: kernels and Python overlap."""
+        found: dict[str, Any] = {}
+        for part, call in passes.items():
             took = []
             for _ in range(5):  # the first warms up
                 start = time.perf_counter()
@@ -309,7 +320,13 @@ class Bench:
                     self.extra(name, partial(self.workspace, case, is_causal))
             if case.name == "C" and self.device.type == "cuda":
                 self.extra("CUDA graph, C head_groups", partial(self.graph, case))
-                self.extra("calls in a row, C head_groups", partial(self.in_a_row, case))
+                for name, attention in (("head_groups", None), ("nothing but autograd", Nothing.apply)):
+                    calls = self.passes(case, attention)
+                    self.extra(f"single calls, C {name}", partial(self.single_calls, calls))
+                    self.extra(f"calls in a row, C {name}", partial(self.in_a_row, calls))
+                with torch.autograd.set_multithreading_enabled(False):
+                    name = "single calls, C head_groups, autograd without its thread"
+                    self.extra(name, partial(self.single_calls, self.passes(case)))
 
     def ceilings(self) -> None:
         """What the device can do at most: a large matrix product and a large copy."""
@@ -345,6 +362,18 @@ class Bench:
         kernels = probes.kernel_times(call, self.device)
         copies = sum(ms for name, _, ms in kernels if any(word in name.lower() for word in COPIES))
         return {"all_ms": sum(ms for *_, ms in kernels), "copies_ms": copies, "kernels": kernels[:15]}
+
+
+class Nothing(torch.autograd.Function):
+    """What autograd itself costs: no kernel runs, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, ...]:
+        return douts * 3
 
 
 def _normal_like(x: Tensor, seed: int) -> Tensor:
