@@ -112,6 +112,7 @@ class Setting(NamedTuple):
     causal: bool
     nested: bool
     short: bool = False
+    dense: bool = False  # one branch of rate 1
 
     def key(self, kernel: str) -> str:
         """As `configs` names a kernel or a direction of this setting."""
@@ -122,6 +123,8 @@ class Setting(NamedTuple):
 
     def pattern(self, tokens: int, scale: int) -> DilatedPattern:
         """The branches that such a length has room for; made smaller, two of them."""
+        if self.dense:
+            return DilatedPattern.head_groups([2048 // scale], [1])
         shape = SHAPES[64 if self.causal and self.nested else self.size]  # rates of 1, 4, 16 share nothing when causal
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
         if scale > 1:
@@ -327,7 +330,11 @@ class Tuning:
         self.about |= {name: about["versions"].get(name) for name in ("torch", "triton")}
         self.failed: list[str] = []
         flags = (False, True)
-        self.library = [Setting(*x) for x in product(options.head_dims, flags, flags)]
+        kinds = ((False, False), (True, False), (False, True))  # nested, dense
+        self.library = [
+            Setting(size, causal, nested, dense=dense)
+            for size, causal, (nested, dense) in product(options.head_dims, flags, kinds)
+        ]
         self.settings = [Setting(*x) for x in product(options.head_dims, flags, flags, flags)]
 
     def wants(self, part: str, key: str) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
+from dilated_attention._engine import Settings
 from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.problem import Request, Whole
 from dilated_attention.backends.triton import configs
@@ -162,6 +163,29 @@ def test_what_was_not_measured(h200: None, monkeypatch: pytest.MonkeyPatch, othe
     assert configs.prefers_library(CUDA, **{**call, **other}) is None
 
 
+def test_one_dense_branch_may_be_measured_apart(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has what holds for several branches where it was not."""
+    call = {"head_dim": 64, "causal": False, "nested": False, "tokens": 4096, "backward": False}
+    give_table(monkeypatch, library_from={"forward 64": None, "forward 64 dense": 4096})
+    assert configs.prefers_library(CUDA, **call, dense=True) is True
+    assert configs.prefers_library(CUDA, **call, dense=False) is False
+    asked = request_for(whole=whole(4096, nested=False)._replace(dense=True))
+    assert not triton.is_preferred(asked)
+    assert "from 4,096 tokens on" in triton.because(asked)
+    give_table(monkeypatch, library_from={"forward 64": 1})
+    assert configs.prefers_library(CUDA, **call, dense=True) is True
+
+
+@pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
+def test_a_single_branch_of_rate_1_is_dense(rule: str) -> None:
+    query = torch.empty(1, 64, 2, 8)
+    for (lengths, rates), expected in {((16,), (1,)): True, ((16,), (2,)): False, ((16, 32), (1, 2)): False}.items():
+        settings = Settings(DilatedPattern(rule, lengths, rates), False, 1.0, 0.0, "auto")
+        asked = settings.whole_request(query, has_padding=False).whole
+        assert asked is not None
+        assert asked.dense is expected
+
+
 def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "measured", lambda: {})
     assert triton.is_preferred(request_for())
@@ -290,15 +314,15 @@ def test_what_was_measured_can_be_read(name: str) -> None:
     rows = configs.measured()[name]
     assert set(rows) == {"tiles", "library_from", "measured"}
     about = rows["measured"]
-    for part in ("tiles", "library_from"):  # what tune.py has measured says when; the rest is from sweeps before it
-        assert set(about[part]) <= set(rows[part])
+    for part in ("tiles", "library_from"):
+        assert set(about[part]) == set(rows[part])
         assert {record["run"] for record in about[part].values()} <= set(about["runs"])
     for key, numbers in rows["tiles"].items():
         assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short)?", key)
         assert is_sane(Config(*numbers))
         assert key.removesuffix(" short") in rows["tiles"]
     for key, first in rows["library_from"].items():
-        assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}", key)
+        assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}( dense)?", key)
         assert first is None or (isinstance(first, int) and first > 0 and first.bit_count() == 1)
 
 
@@ -312,7 +336,7 @@ def test_what_was_measured_is_found(name: str, device: Callable[[int, int], None
         assert configs.config(kernel, CUDA, torch.bfloat16, int(dim), **call) == Config(*numbers)
     for key, first in configs.measured()[name]["library_from"].items():
         kernel, dim, *kind = key.split()
-        call = {word: word in kind for word in ("causal", "nested")}
+        call = {word: word in kind for word in ("causal", "nested", "dense")}
         for tokens, expected in ((first or 2, first is not None), ((first or 2) - 1, False)):
             found = configs.prefers_library(CUDA, int(dim), **call, tokens=tokens, backward=kernel == "backward")
             assert found is expected

@@ -802,9 +802,9 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
 def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_causal: bool, backward: bool) -> str:
     """What was measured to be faster; where nothing was, ours if branches share work."""
     like = torch.empty(1, device="meta").expand(1, tokens, 4, head_dim)
-    whole = Whole.of(like, is_nested(pattern, is_causal), backward)
+    whole = Whole.of(like, is_nested(pattern, is_causal), backward, pattern.dilation_rates == (1,))
     library = configs.prefers_library(
-        torch.device(DEVICE), head_dim, is_causal, whole.nested, whole.tokens, backward
+        torch.device(DEVICE), head_dim, is_causal, whole.nested, whole.tokens, backward, whole.dense
     )  # fmt: skip
     return "sdpa" if (not whole.nested if library is None else library) else "triton"
 

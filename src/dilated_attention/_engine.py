@@ -54,7 +54,8 @@ class Settings:
 
     def whole_request(self, query: Tensor, has_padding: bool, backward: bool = False) -> Request:
         """The same for a whole call on one device."""
-        whole = Whole.of(query, is_nested(self.pattern, self.is_causal) and not self.dropout_p, backward)
+        nested = is_nested(self.pattern, self.is_causal) and not self.dropout_p
+        whole = Whole.of(query, nested, backward, self.pattern.dilation_rates == (1,))
         return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0, whole)
 
     def fused(self, key: Tensor, padding: Tensor | None, seed: Tensor | None) -> Fused:

@@ -117,6 +117,7 @@ def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytes
     monkeypatch.setattr(configs, "device_class", lambda _: "9.0")
     kinds = [tune.Setting(*x) for x in product(tune.SHAPES, *[(False, True)] * 3)]
     asked = list(product(kinds, tune.KERNELS))
+    kinds += [tune.Setting(*x, False, dense=True) for x in product(tune.SHAPES, (False, True))]
     for number, (kind, kernel) in enumerate(asked):
         entry["tiles"][kind.key(kernel)] = [number, 16, 4, 2]
     for number, (kind, way) in enumerate(product(kinds, tune.DIRECTIONS)):
@@ -129,8 +130,8 @@ def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytes
     for number, (kind, way) in enumerate(product(kinds, tune.DIRECTIONS)):
         if not kind.short:
             ask = (GPU, kind.size, kind.causal, kind.nested)
-            assert configs.prefers_library(*ask, number, way == "backward")
-            assert not configs.prefers_library(*ask, number - 1, way == "backward")
+            assert configs.prefers_library(*ask, number, way == "backward", kind.dense)
+            assert not configs.prefers_library(*ask, number - 1, way == "backward", kind.dense)
     configs.config.cache_clear()
 
 

@@ -35,12 +35,13 @@ class Whole(NamedTuple):
     short: bool  # whether its rows are few
     nested: bool  # whether branches share pairs, which our kernels compute once
     backward: bool
+    dense: bool = False  # whether it is one dense problem a segment
 
     @classmethod
-    def of(cls, query: Tensor, nested: bool, backward: bool) -> Whole:
+    def of(cls, query: Tensor, nested: bool, backward: bool, dense: bool = False) -> Whole:
         samples, tokens, heads, _ = query.shape
         few = samples * tokens * heads < FEW_ROWS
-        return cls(1 << (samples * tokens).bit_length() >> 1, few, nested, backward)
+        return cls(1 << (samples * tokens).bit_length() >> 1, few, nested, backward, dense)
 
 
 class Request(NamedTuple):

@@ -88,10 +88,10 @@ def _preference(request: Request) -> tuple[bool, str]:
     if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
     call = (request.device, request.head_dim, request.is_causal, whole.nested)
-    faster = configs.prefers_library(*call, whole.tokens, whole.backward)
+    faster = configs.prefers_library(*call, whole.tokens, whole.backward, whole.dense)
     if faster is None:
         return whole.nested, "this device was not measured, and ours save work only where branches are nested"
-    first = configs.library_from(*call, whole.backward)
+    first = configs.library_from(*call, whole.backward, whole.dense)
     if first is None:
         return True, "measured: ours are faster at every length"
     return not faster, f"measured: torch's are faster from {first:,} tokens on, those of all samples"

@@ -47,10 +47,10 @@ def head_dim_class(head_dim: int) -> int:
     return next(size for size in DEFAULTS if head_dim <= size)
 
 
-def key(kernel: str, size: int, causal: bool, nested: bool, short: bool = False) -> str:
+def key(kernel: str, size: int, causal: bool, nested: bool, short: bool = False, dense: bool = False) -> str:
     """What a kernel's tile, or the choice for a direction, stands under in the table."""
-    words = [word for word, holds in (("causal", causal), ("nested", nested), ("short", short)) if holds]
-    return " ".join([kernel, str(size), *words])
+    words = {"causal": causal, "nested": nested, "short": short, "dense": dense}
+    return " ".join([kernel, str(size), *(word for word, holds in words.items() if holds)])
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,21 +69,24 @@ def config(
     return DEFAULTS[size]
 
 
-def library_from(device: torch.device, head_dim: int, causal: bool, nested: bool, backward: bool) -> int | None:
+def library_from(
+    device: torch.device, head_dim: int, causal: bool, nested: bool, backward: bool, dense: bool = False
+) -> int | None:
     """The tokens from which on the library's kernels were measured to be faster; None: never."""
     if device.type != "cuda":
         return NOT_MEASURED
     rows = measured().get(device_class(device), {}).get("library_from", {})
-    direction = "backward" if backward else "forward"
-    found: int | None = rows.get(key(direction, head_dim_class(head_dim), causal, nested), NOT_MEASURED)
+    call = ("backward" if backward else "forward", head_dim_class(head_dim), causal, nested)
+    others: int | None = rows.get(key(*call), NOT_MEASURED)
+    found: int | None = rows.get(key(*call, dense=True), others) if dense else others
     return found
 
 
 def prefers_library(
-    device: torch.device, head_dim: int, causal: bool, nested: bool, tokens: int, backward: bool
+    device: torch.device, head_dim: int, causal: bool, nested: bool, tokens: int, backward: bool, dense: bool = False
 ) -> bool | None:
     """Whether the library's kernels were measured to be faster for such a call; None: such a call was not measured."""
-    first = library_from(device, head_dim, causal, nested, backward)
+    first = library_from(device, head_dim, causal, nested, backward, dense)
     if first == NOT_MEASURED:
         return None
     return first is not None and tokens >= first

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -171,17 +172,17 @@ class Launch:
             return
         if on_device and torch.cuda.is_current_stream_capturing():
             _captured.add(self)
-        bits = 0
-        for x in tensors:
-            bits |= x.data_ptr()
+        pointers = [x.data_ptr() for x in tensors]
+        bits = functools.reduce(operator.or_, pointers)
         if not on_device or bits & 15:  # Triton compiles for aligned tensors apart
             self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
         elif self.runs is None:
             compiled = self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
-            self.tail = (*self.table, *self.numbers, *(self.given[name] for name in _constants_of(self.kernel)))
+            constants = (self.given[name] for name in _constants_of(self.kernel))
+            self.tail = (*(x.data_ptr() for x in self.table), *self.numbers, *constants)
             self.runs = compiled[(self.programs, 1, 1)]
-        else:  # past Triton's look at every argument: they are all as they were
-            self.runs(*tensors, *self.tail)
+        else:  # past Triton's look at every argument: they are all as they were; of numbers it asks no driver
+            self.runs(*pointers, *self.tail)
 
 
 _captured: set[Launch] = set()  # a graph reads its table for as long as it lives, and does not say when it ends
