@@ -23,7 +23,8 @@ Attention = Callable[..., Tensor]  # inputs -> out
 Call = Callable[[], Any]
 Key = TypeVar("Key")
 FLUSH_BYTES = 256 << 20  # larger than any L2 cache
-LONG_MS = 50.0
+LEAD = 8  # times that these are written before a long call: half a millisecond in which Python runs ahead of the device
+LONG_MS = 2.0
 
 
 # --- right or wrong ---------------------------------------------------------------------------------------------
@@ -259,8 +260,10 @@ def _short_calls(call: Call) -> list[float]:
 
 
 def _cuda_milliseconds(call: Call) -> float:
-    """One call between two events, with nothing of it left in the L2 cache."""
-    torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
+    """One call between two events, with nothing of it left in the L2 cache, queued while the device is at work."""
+    other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(LEAD):
+        other.zero_()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     call()
