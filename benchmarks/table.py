@@ -1,7 +1,8 @@
-"""Tables for the documentation: python benchmarks/table.py FILE
+"""Tables for the documentation: python benchmarks/table.py FILE [LATER]
 
 From the results of `dilated-attention bench --suite all` a table of README.md, from those of h200.py the one of
-docs/benchmark.md, from those of ring.py the one of docs/scaling.md. A test holds each to its page.
+docs/benchmark.md, from those of ring.py the one of docs/scaling.md. From two results of h200.py, where the time went
+before and after. A test holds each to its page.
 """
 
 from __future__ import annotations
@@ -105,6 +106,33 @@ def _time(record: dict[str, Any] | None) -> str:
     return f"{record['ms']['median']:,.0f}" if record["ms"]["median"] >= 100 else f"{record['ms']['median']:.3g}"
 
 
+ATTENTION = ("flash", "forward_kernel", "dq_kernel", "dkdv_kernel")  # in the names of kernels that compute pairs
+
+
+def profile_table(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Kernel times of one forward + backward in both runs: pairs, and all that is around them."""
+    commits = [run["machine"]["commit"] for run in (before, after)]
+    found = [
+        f"{after['machine']['device']}, kernels of one forward + backward, ms and launches; commit {commits[0]}, "
+        f"then {commits[1]}:",
+        "",
+        "| case | rule | attention before | around it before | attention after | around it after |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    records = [{(x["case"], x["rule"]): x["kernels"] for x in run["profiles"]} for run in (before, after)]
+    for case, rule in records[0]:
+        cells = [cell for kernels in records for cell in _split(kernels[case, rule])]
+        found.append(f"| {case} | {rule} | {' | '.join(cells)} |")
+    return "\n".join(found)
+
+
+def _split(kernels: list[tuple[str, int, float]]) -> tuple[str, str]:
+    pairs = [kernel for kernel in kernels if any(word in kernel[0] for word in ATTENTION)]
+    others = [kernel for kernel in kernels if kernel not in pairs]
+    first, second = (f"{sum(x[2] for x in some):.1f} in {sum(x[1] for x in some)}" for some in (pairs, others))
+    return first, second
+
+
 def page_table(results: dict[str, Any]) -> str:
     """Which table these results are for, by what they hold."""
     if "schema" in results:
@@ -113,4 +141,5 @@ def page_table(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(page_table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    given = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
+    print(profile_table(*given) if len(given) == 2 else page_table(*given))
