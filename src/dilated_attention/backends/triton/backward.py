@@ -99,12 +99,11 @@ def dq_kernel(
     DOUT += sample * dout_sample + head * dout_head + here * dout_token
     LSE += sample * lse_sample + head * lse_head + here * lse_token
     STATS += sample * stats_sample + head * stats_head + here * 2
-    out = load_rows(OUT, steps, out_token, valid, D, BD, True)
-    dout = load_rows(DOUT, steps, dout_token, valid, D, BD, True)
     lse = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
     empty = lse == float("-inf")  # a row without keys sends nothing back, not even NaN
     lse = tl.where(empty, float("inf"), lse)
-    dout = tl.where(empty[:, None], 0.0, dout)
+    out = load_rows(OUT, steps, out_token, valid, D, BD, True)
+    dout = load_rows(DOUT, steps, dout_token, valid & ~empty, D, BD, True)
     slope = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     if HAS_DLSE:
         DLSE += sample * dlse_sample + head * dlse_head + here * dlse_token
