@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _engine, dilated_attention, explain, testing
+from dilated_attention import DilatedPattern, _settings, dilated_attention, explain, testing
 from dilated_attention.backends import choose, eager, sdpa
 from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
 
@@ -238,6 +238,6 @@ def test_accumulators() -> None:
 
 def test_half_precision_is_computed_where_it_is_fast() -> None:
     for dtype in (torch.float64, torch.float32):
-        assert _engine.compute_dtype(torch.zeros(1, dtype=dtype)) is dtype
-    assert _engine.compute_dtype(torch.zeros(1, dtype=torch.float16)) is torch.float32
-    assert _engine.compute_dtype(torch.zeros(1, dtype=torch.bfloat16)) in (torch.float32, torch.bfloat16)
+        assert _settings.compute_dtype(torch.zeros(1, dtype=dtype)) is dtype
+    assert _settings.compute_dtype(torch.zeros(1, dtype=torch.float16)) is torch.float32
+    assert _settings.compute_dtype(torch.zeros(1, dtype=torch.bfloat16)) in (torch.float32, torch.bfloat16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
-from dilated_attention._engine import Settings
+from dilated_attention._settings import Settings
 from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.problem import Request, Whole
 from dilated_attention.backends.triton import configs

@@ -24,12 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _engine, _packing, _parallel, reference, testing
+from dilated_attention import DilatedPattern, _packing, _parallel, _settings, reference, testing
 from dilated_attention._alltoall import AllToAll, bundles
-from dilated_attention._engine import Settings
 from dilated_attention._exchange import Exchange, Messages, Part, traffic
 from dilated_attention._packing import Field
 from dilated_attention._plan import plan
+from dilated_attention._settings import Settings
 from dilated_attention._shards import Channel, Heads, Shards, channels
 from dilated_attention.distributed.fake import FakeTransport, Office, run_threads
 from dilated_attention.pattern import RULES
@@ -580,7 +580,7 @@ def test_nan_in_what_is_allocated_never_comes_out(exchange: str, rule: str, monk
 def test_blocks_travel_in_the_dtype_computed_in_and_sums_in_float32(
     exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_engine, "_has_amx", lambda: True)  # else a CPU computes bfloat16 in float32
+    monkeypatch.setattr(_settings, "_has_amx", lambda: True)  # else a CPU computes bfloat16 in float32
     problem = spanning(exchange=exchange, lengths=(8,) * 8, pattern=DilatedPattern.longnet([64], [1]), group=1)
     qkv, dout, _ = problem.inputs()
     qkv, dout = tuple(x.bfloat16() for x in qkv), dout.bfloat16()

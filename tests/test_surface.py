@@ -50,6 +50,8 @@ LAYERS = [
     "reference",
     "_courses",
     "_fused",
+    "_settings",
+    "_work",
     "_engine",
     "_packing",
     "_exchange",

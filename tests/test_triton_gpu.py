@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dilated_attention import DilatedPattern, _fused, dilated_attention, explain, reference, testing
 from dilated_attention._courses import is_nested
-from dilated_attention._engine import Settings
+from dilated_attention._settings import Settings
 from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.configs import Config

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention import _engine
-from dilated_attention._engine import Settings, Work
 from dilated_attention._plan import Block, Plan, _runs
+from dilated_attention._settings import Settings, sample_ends
 from dilated_attention._shards import Heads, Shards
+from dilated_attention._work import Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Masking
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -170,7 +171,7 @@ def _work(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor 
     request = s.request(q, padding is not None)
     ends = None
     if padding is not None and s.pattern.rule == "torchscale" and not s.is_causal:
-        ends = _engine.sample_ends(padding)
+        ends = sample_ends(padding)
     plan = Plan((), bare=(0, k.shape[2]), fillable=False, merges=True)
     shards, choice = Shards((0,)), choose(s.backend, request)
     work = Work(q, k, v, padding, seed, s, choice, request, plan, shards, rank=1, ends=ends, limit=None)

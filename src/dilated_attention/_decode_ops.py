@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention import _decode, _engine, _ops
-from dilated_attention._engine import Settings
+from dilated_attention import _decode, _ops
+from dilated_attention._settings import Settings, sample_ends
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import accumulate_dtype
@@ -244,7 +244,7 @@ def _kernel(
     ends = None
     has_zeros = settings.pattern.rule == "torchscale" and not settings.is_causal
     if has_zeros and padding is not None:
-        ends = _engine.sample_ends(padding)
+        ends = sample_ends(padding)
     branches = _branches(settings.pattern, heads.total)
     options = kernel.Options(branches, settings.is_causal, has_zeros, settings.scale, heads.first)
     return kernel.forward(query, key, value, padding, first if firsts is None else firsts, ends, options)

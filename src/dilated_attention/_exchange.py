@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention import _packing
-from dilated_attention._engine import Rows, Work
 from dilated_attention._packing import Expected, Fields, Travelling
 from dilated_attention._plan import Lane, lanes
 from dilated_attention._shards import Channel
+from dilated_attention._work import Rows, Work
 from dilated_attention.backends.problem import Masking
 from dilated_attention.backends.slices import of_heads
 from dilated_attention.distributed.routes import ROUTES, Route, Trip

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention._engine import Settings
 from dilated_attention._plan import plan
+from dilated_attention._settings import Settings
 from dilated_attention._shards import Heads, Shards
 from dilated_attention.backends import choose
 from dilated_attention.functional import (

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention import _engine
+from dilated_attention._settings import Settings
 from dilated_attention.backends.problem import accumulate_dtype
 from dilated_attention.pattern import DilatedPattern
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, seed: Tensor | None, settings: _engine.Settings
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable."""
     if _plain(query, key, value):
@@ -71,7 +72,7 @@ class Attention(torch.autograd.Function):
         value: Tensor,
         padding: Tensor | None,
         seed: Tensor | None,
-        settings: _engine.Settings,
+        settings: Settings,
     ) -> tuple[Tensor, Tensor]:
         out, lse = _engine.forward(query, key, value, padding, seed, settings)
         ctx.save_for_backward(query, key, value, padding, seed, out, lse)
@@ -119,7 +120,7 @@ def forward(
     total_heads: int = 0,
 ) -> tuple[Tensor, Tensor]:
     pattern = _pattern(rule, tuple(segment_lengths), tuple(dilation_rates))
-    settings = _engine.Settings(pattern, is_causal, scale, dropout_p, backend, first_head, total_heads)
+    settings = Settings(pattern, is_causal, scale, dropout_p, backend, first_head, total_heads)
     return _engine.forward(query, key, value, key_padding_mask, seed, settings)
 
 
@@ -145,7 +146,7 @@ def backward(
     total_heads: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     pattern = _pattern(rule, tuple(segment_lengths), tuple(dilation_rates))
-    settings = _engine.Settings(pattern, is_causal, scale, dropout_p, backend, first_head, total_heads)
+    settings = Settings(pattern, is_causal, scale, dropout_p, backend, first_head, total_heads)
     return _engine.backward(dout, dlse, query, key, value, key_padding_mask, seed, out, lse, settings)
 
 

@@ -17,9 +17,10 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention import _engine
 from dilated_attention._alltoall import AllToAll
-from dilated_attention._engine import Settings, Work
 from dilated_attention._exchange import Exchange
+from dilated_attention._settings import Settings, compute_dtype, sample_ends
 from dilated_attention._shards import Shards, channels, crosses
+from dilated_attention._work import Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.slices import Limit
 from dilated_attention.cost import fastest_exchange
@@ -91,7 +92,7 @@ class Call:
         """Where each sample ends on the last rank that has some of it; only torchscale asks, for its zero keys."""
         if padding is None:
             return None
-        here = _engine.sample_ends(padding, self.shards.starts[self.transport.rank])
+        here = sample_ends(padding, self.shards.starts[self.transport.rank])
         if self.settings.pattern.rule != "torchscale" or self.settings.is_causal:
             return here
         if not here.numel():
@@ -146,7 +147,7 @@ def _attend(
     if exchange == "auto":
         exchange = fastest_exchange(
             settings.pattern, shards, settings.heads(k), q.shape[2] // k.shape[2], q.shape[3],
-            _engine.compute_dtype(q), settings.is_causal, transport.backend, q.shape[0], padding is not None,
+            compute_dtype(q), settings.is_causal, transport.backend, q.shape[0], padding is not None,
         )  # fmt: skip
     call = Call(settings, link, transport, shards, exchange, fields["gradients"] == "wanted")
     out, lse = _Parallel.apply(q, k, v, padding, seed, call)  # type: ignore[no-untyped-call]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dilated_attention import _decode_ops, _ops, _parallel
-from dilated_attention._engine import Settings
 from dilated_attention._parallel import EXCHANGES, VERIFY, Link
+from dilated_attention._settings import Settings
 from dilated_attention.backends import choose
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import DilatedPattern

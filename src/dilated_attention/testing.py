@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dilated_attention import _parallel, reference
-from dilated_attention._engine import Settings
+from dilated_attention._settings import Settings
 from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern

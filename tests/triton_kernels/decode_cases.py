@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _engine, dilated_attention, reference, testing
+from dilated_attention import DilatedPattern, _settings, dilated_attention, reference, testing
 from dilated_attention._decode_ops import _branches
 from dilated_attention.backends.triton import decode
 from dilated_attention.backends.triton.decode import Config
@@ -36,7 +36,7 @@ def run(
     config: Config | None = CONFIG,
 ) -> tuple[Tensor, Tensor]:
     has_zeros = pattern.rule == "torchscale" and not is_causal
-    ends = _engine.sample_ends(padding) if has_zeros and padding is not None else None
+    ends = _settings.sample_ends(padding) if has_zeros and padding is not None else None
     options = decode.Options(_branches(pattern, qkv[1].shape[2]), is_causal, has_zeros, 0.3)
     return decode.forward(*qkv, padding, offset, ends, options, config)
 

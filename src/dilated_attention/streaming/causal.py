@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from dilated_attention._engine import Work, finished_out, no_autocast
+from dilated_attention._engine import finished_out, no_autocast
 from dilated_attention._plan import Lane, lanes
 from dilated_attention._shards import Shards
+from dilated_attention._work import Work
 from dilated_attention.backends.problem import Masking
 from dilated_attention.backends.slices import of_heads
 from dilated_attention.merge import merge_

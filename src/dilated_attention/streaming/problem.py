@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention._engine import Settings, Work, no_autocast
+from dilated_attention._engine import no_autocast
+from dilated_attention._settings import Settings
 from dilated_attention._shards import Channel, Shards
+from dilated_attention._work import Work
 from dilated_attention.backends.problem import accumulate_dtype
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
