@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import _engine
-from dilated_attention._plan import Block, Plan, _runs
+from dilated_attention._plan import Block, Plan, head_runs
 from dilated_attention._settings import Settings, sample_ends
 from dilated_attention._shards import Heads, Shards
 from dilated_attention._work import Work
@@ -82,7 +82,7 @@ def stretches(
             parts = [(sample, samples, at * width, 1) for at in range(segments)]
             if samples < segments:
                 parts = [(sample + i, 1, 0, segments) for i in range(samples)]
-            for run, (i, many, at, some) in itertools.product(_runs(placed, rows.__getitem__, group), parts):
+            for run, (i, many, at, some) in itertools.product(head_runs(placed, rows.__getitem__, group), parts):
                 seen = rows[run.first[0]]
                 shape = (branch, i, many, start - first + at, some, width, rate, *run.shape())
                 block = Block(*shape, seen.upto - seen.before, segment - first + at, seen.zeros)

@@ -41,7 +41,7 @@ def attend(
     firsts = offset if isinstance(offset, Tensor) else None
     first = key.shape[1] - query.shape[1] if offset is None else 0 if isinstance(offset, Tensor) else offset
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if not wants_gradients and _ops._plain(query, key, value):  # dispatching an op takes longer than a step's kernels
+    if not wants_gradients and _ops.is_plain(query, key, value):  # dispatching an op takes longer than a step's kernels
         return _forward(query, key, value, key_padding_mask, seed, firsts, first, settings)
     pattern = settings.pattern
     out, lse = decode(

@@ -26,7 +26,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable."""
-    if _plain(query, key, value):
+    if is_plain(query, key, value):
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = Attention.apply(query, key, value, padding, seed, settings)  # type: ignore[no-untyped-call]
             return out, lse
@@ -51,7 +51,7 @@ def attend(
     return out, lse
 
 
-def _plain(*tensors: Tensor) -> bool:
+def is_plain(*tensors: Tensor) -> bool:
     """Whether nobody looks on: no compiler, no dispatch mode, no transform, no subclass, no device without data."""
     return (
         not torch.compiler.is_compiling()

@@ -211,7 +211,7 @@ def lanes(
     at = mine[0] - shards.starts[rank]
     shape = (channel.branch, 0, samples, at, 1, mine[1] - mine[0], channel.dilation)
     found = []
-    for run in _runs(placed, lambda head: rows[head], group):
+    for run in head_runs(placed, lambda head: rows[head], group):
         their_count, my_count, filled = rows[run.first[0]]
         block = Block(*shape, *run.shape(), my_count, channel.start - shards.starts[rank], filled)
         (_, _, their_start, my_start), (_, _, their_step, my_step) = run.first, run.steps
@@ -280,7 +280,7 @@ def _blocks(
     else:
         parts = [(i, 1, 0, piece.segments) for i in range(samples)]
     found = []
-    for run in _runs(placed, lambda head: counts[head], group):
+    for run in head_runs(placed, lambda head: counts[head], group):
         rows, zeros = counts[run.first[0]]
         for sample, many, at, some in parts:
             shape = (branch, sample, many, piece.start + at, some, piece.length, dilation)
@@ -307,7 +307,7 @@ class Run(NamedTuple):
         return [Run(_advanced(self.first, self.steps, i), 1, nowhere) for i in range(self.heads)]
 
 
-def _runs(placed: list[Placed], alike: Callable[[int], Hashable], group: int) -> list[Run]:
+def head_runs(placed: list[Placed], alike: Callable[[int], Hashable], group: int) -> list[Run]:
     """Heads dealt into the fewest views; the heads of a view are alike: they have equally many rows."""
     straight = _lanes(placed, lambda head, offset: (offset, alike(head)))
     if group > 1:
