@@ -10,6 +10,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern
 from dilated_attention._courses import MOST_TILES, is_nested, launches
 from dilated_attention._shards import Heads
+from dilated_attention.backends.triton import table as tables
 from dilated_attention.backends.triton.table import table
-from dilated_attention.backends.triton.tiling import Run, Tiling, are_nested, rows_of, tiling
+from dilated_attention.backends.triton.tiling import Run, Tile, Tiling, are_nested, rows_of, tiling
 from dilated_attention.pattern import RULES
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
@@ -46,6 +48,26 @@ TABLES: dict[str, tuple[Numbers, Numbers]] = {
 }
 
 
+class Plain(NamedTuple):
+    """The table of one offset, by the names of its numbers."""
+
+    tiles: tuple[Tile, ...]
+    runs: tuple[Run, ...]
+    ragged: bool
+
+
+def named(found: Tiling, offset: int = 0) -> Plain:
+    """Of the offset that stands at this place."""
+    tiles = tuple(Tile(*numbers) for numbers in found.tiles[offset].tolist())
+    return Plain(tiles, tuple(Run(*numbers) for numbers in found.runs.tolist()), found.ragged)
+
+
+def plain_tiling(
+    widths: Numbers, rates: Numbers, offset: int, length: int, own: int, other: int, sees: str = "all"
+) -> Plain:
+    return named(tiling(widths, rates, (offset,), length, own, other, sees))
+
+
 def positions(run: Run, other: int) -> Iterator[list[int]]:
     """Tile by tile."""
     for tile in range(run.tiles):
@@ -62,7 +84,7 @@ def sees_other(row: int, other: int, sees: str) -> bool:
     return {"all": True, "earlier": other <= row, "later": other >= row}[sees]
 
 
-def met(found: Tiling, own: int, other: int, sees: str) -> Met:
+def met(found: Plain, own: int, other: int, sees: str) -> Met:
     """What each row meets and how often: whole tiles as they are, others masked as in the kernels."""
     rows: Met = {}
     for tile in found.tiles:
@@ -87,7 +109,7 @@ def met(found: Tiling, own: int, other: int, sees: str) -> Met:
     return rows
 
 
-def is_ragged(found: Tiling, own: int, other: int) -> bool:
+def is_ragged(found: Plain, own: int, other: int) -> bool:
     """Whether some tile has a row too many."""
     tiles = (tile.base + row * tile.step >= tile.stop for tile in found.tiles for row in range(own))
     return any(tiles) or any(max(rows) >= run.stop for run in found.runs for rows in positions(run, other))
@@ -112,9 +134,9 @@ def check(widths: Numbers, rates: Numbers, offset: int, length: int, own: int, o
     """One table: it has the rows that some branch covers, and no others."""
     expected = defined(DilatedPattern.longnet(widths, rates), offset, rates[-1], length, sees)
     covered = {row: others for row, others in expected.items() if others}
-    found = tiling(widths, rates, offset, length, own, other, sees)
+    found = plain_tiling(widths, rates, offset, length, own, other, sees)
     assert met(found, own, other, sees) == covered
-    assert found.is_ragged(own, other) == is_ragged(found, own, other)
+    assert found.ragged == is_ragged(found, own, other)
 
 
 def lengths(widths: Numbers) -> list[int]:
@@ -153,19 +175,35 @@ def test_any_table(seed: int) -> None:
     check(widths, rates, offset, length, pick.randint(1, 20), pick.randint(1, 20), pick.choice(SEES))
 
 
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("name", TABLES)
+def test_offsets_at_once_are_as_one_by_one(name: str, sees: str) -> None:
+    widths, rates = TABLES[name]
+    offsets = tuple(range(rates[-1]))
+    for length in lengths(widths):
+        found, runs = tiling(widths, rates, offsets, length, 4, 3, sees), 0
+        alone = [plain_tiling(widths, rates, offset, length, 4, 3, sees) for offset in offsets]
+        for offset, one in zip(offsets, alone, strict=True):
+            tiles = named(found, offset).tiles
+            assert [t._replace(run=t.run - runs, edge_run=t.edge_run - runs) for t in tiles] == list(one.tiles)
+            runs += len(one.runs)
+        assert named(found).runs == tuple(run for one in alone for run in one.runs)
+        assert found.ragged == any(one.ragged for one in alone)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_offset_has_equally_many_tiles(name: str) -> None:
     """Programs find their tile by that."""
     widths, rates = TABLES[name]
     for length, own in itertools.product(lengths(widths), (1, 3, 16)):
-        assert len({len(tiling(widths, rates, at, length, own, 4).tiles) for at in range(rates[-1])}) == 1
+        assert len({len(plain_tiling(widths, rates, at, length, own, 4).tiles) for at in range(rates[-1])}) == 1
 
 
 @pytest.mark.parametrize("rate", [2, 3, 7, 50])
 def test_the_tiles_of_one_branch_and_their_gaps_are_all_rows(rate: int) -> None:
     """So the kernels write every row once if each tile also fills the gaps between its rows."""
     for offset, length, own in itertools.product({0, 1, rate // 2, rate - 1}, (1, 5, 29, 40), (1, 4, 16)):
-        found = tiling((40,), (rate,), offset, length, own, 4)
+        found = plain_tiling((40,), (rate,), offset, length, own, 4)
         blocks = [tile.base - offset for tile in found.tiles]
         rows = [row for first in blocks for row in range(first, min(first + own * rate, length))]
         assert rows == list(range(length))
@@ -176,7 +214,7 @@ def test_the_tiles_of_one_branch_and_their_gaps_are_all_rows(rate: int) -> None:
 def test_the_whole_tiles_of_one_branch_are_one_run(rate: int, sees: str) -> None:
     """A kernel for single branches steps from tile to tile without looking at runs."""
     for length in range(1, 41):
-        found = tiling((40,), (rate,), 2 % rate, length, 4, 3, sees)
+        found = plain_tiling((40,), (rate,), 2 % rate, length, 4, 3, sees)
         assert all(not tile.plain or found.runs[tile.run].tiles == tile.plain for tile in found.tiles)
 
 
@@ -184,7 +222,7 @@ def test_the_whole_tiles_of_one_branch_are_one_run(rate: int, sees: str) -> None
 def test_every_run_has_tiles_and_few_are_masked(sees: str) -> None:
     """Nothing divides evenly here, and still at most one tile of a run's end and those on the diagonal are masked."""
     widths, rates, own, other = (120, 360), (1, 3), 8, 4
-    found = tiling(widths, rates, 1, 350, own, other, sees)
+    found = plain_tiling(widths, rates, 1, 350, own, other, sees)
     assert all(run.tiles > 0 and run.times in (1, 2) for run in found.runs)
     kinds = len(rows_of(rates, 1))
     assert all(tile.edge <= kinds * (3 + (0 if sees == "all" else own * 3 // other + 1)) for tile in found.tiles)
@@ -193,7 +231,7 @@ def test_every_run_has_tiles_and_few_are_masked(sees: str) -> None:
 
 def work(widths: Numbers, rates: Numbers, size: int) -> int:
     """Pairs computed in a period."""
-    found = tiling(widths, rates, 0, widths[-1], size, size)
+    found = plain_tiling(widths, rates, 0, widths[-1], size, size)
     return sum(tile.plain + tile.edge for tile in found.tiles) * size**2
 
 
@@ -305,7 +343,7 @@ def test_no_table_is_too_long_to_write_down() -> None:
 
 
 def pairs_of_tiles(widths: Numbers, rates: Numbers, length: int, is_causal: bool) -> int:
-    found = tiling(widths, rates, 0, length, 64, 64, "earlier" if is_causal else "all")
+    found = plain_tiling(widths, rates, 0, length, 64, 64, "earlier" if is_causal else "all")
     return sum(tile.plain + tile.edge for tile in found.tiles)
 
 
@@ -345,7 +383,7 @@ def counted(
         for course, (here, offset) in ((c, item) for c in courses for item in enumerate(c.offsets, c.head)):
             width = min(course.widths[-1], tokens)
             for start in range(0, tokens, width):
-                table = tiling(course.widths, course.rates, offset, min(width, tokens - start), own, other, sees)
+                table = plain_tiling(course.widths, course.rates, offset, min(width, tokens - start), own, other, sees)
                 for row, others in met(table, own, other, sees).items():
                     where = (here, start + row)
                     assert where not in written, "two courses of one launch write a row"
@@ -381,6 +419,26 @@ def test_all_launches_together_are_the_pattern(name: str, rule: str, sees: str, 
 # --- tables and what is kept of them ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("always_nested")
+def test_tables_that_take_much_memory_are_made_offset_by_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    (courses,) = launches(DilatedPattern.longnet([24, 48], [1, 2]), Heads(0, 5, 5), True, False)
+    calls: list[Numbers] = []
+
+    def counted(widths: Numbers, rates: Numbers, offsets: Numbers, *rest: Any) -> Tiling:
+        calls.append(offsets)
+        return tiling(widths, rates, offsets, *rest)
+
+    monkeypatch.setattr(tables, "tiling", counted)
+    made = []
+    for at_once in (1 << 22, 1):
+        monkeypatch.setattr(tables, "AT_ONCE", at_once)
+        tables._part.cache_clear()
+        made.append(table(courses, 1, 53, 1, 4, 3, "earlier", 64, torch.device("cpu")))
+    assert calls == [(0, 1)] * 2 + [(0,), (1,)] * 2  # of the period and of the tail
+    assert all(torch.equal(x, y) for x, y in zip(made[0][:3], made[1][:3], strict=True))
+    assert made[0][3:] == made[1][3:]
+
+
 def test_a_table_joins_its_parts() -> None:
     """Tiles of a later offset or stretch point at its own runs, which keep their numbers."""
     pattern, device = DilatedPattern.longnet([24, 48], [1, 2]), torch.device("cpu")
@@ -390,7 +448,7 @@ def test_a_table_joins_its_parts() -> None:
     at = run_at = 0
     for length in (24, 5) if len(courses[0].widths) == 1 else (48, 5):
         for offset in sorted(set(courses[0].offsets)):
-            part = tiling(courses[0].widths, courses[0].rates, offset, length, 4, 3, "earlier")
+            part = plain_tiling(courses[0].widths, courses[0].rates, offset, length, 4, 3, "earlier")
             for tile, row in zip(part.tiles, tiles[at:].tolist(), strict=False):
                 assert row == [*tile[:3], tile.run + run_at, tile.plain, tile.edge, tile.edge_run + run_at]
             for index, run in enumerate(part.runs, run_at):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.backends.triton.tiling import Course, Courses, tiling
+from dilated_attention.backends.triton.tiling import CPU, Course, Courses, Tiling, rows_of, tiling
 
-CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
+AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
 
 
 class Table(NamedTuple):
@@ -29,14 +29,6 @@ class Table(NamedTuple):
     single: bool  # whether all whole tiles of a program are one run
     edges: bool  # whether any tile is masked
     ragged: bool  # whether any tile is not full
-
-
-class Part(NamedTuple):
-    """The tiles and runs of one period of one offset."""
-
-    tiles: Tensor  # (tiles, 7)
-    runs: Tensor  # (runs, 5), the last column as the bits of log2 in float32
-    ragged: bool
 
 
 def table(
@@ -61,12 +53,13 @@ def table(
         offsets = sorted(set(course.offsets))
         for start, length, periods in _stretches(course, tokens):
             first, count = first_tile, 0
-            for offset in offsets:
-                part = _part(course.widths, course.rates, offset, length, own, other, sees)
-                count, ragged = len(part.tiles), ragged or part.ragged
-                tiles.append(part.tiles + torch.tensor([0, 0, 0, first_run, 0, 0, first_run], device=CPU))
+            for some in _batches(course, tuple(offsets), length, own):
+                part = _part(course.widths, course.rates, some, length, own, other, sees)
+                count, ragged = part.tiles.shape[1], ragged or part.ragged
+                shift = torch.tensor([0, 0, 0, first_run, 0, 0, first_run], device=CPU)
+                tiles.append(part.tiles.flatten(0, 1) + shift)
                 runs.append(part.runs)
-                first_tile, first_run = first_tile + count, first_run + len(part.runs)
+                first_tile, first_run = first_tile + len(tiles[-1]), first_run + len(part.runs)
             sections += [programs, start, length, course.head, len(course.offsets), first, count]
             sections += [len(variants), periods, course.branch, course.widths[0]]
             programs += samples * periods * len(course.offsets) * group * count
@@ -91,15 +84,28 @@ def _stretches(course: Course, tokens: int) -> list[tuple[int, int, int]]:
     return [(0, width, whole), *([(whole * width, tail, 1)] if tail else [])]
 
 
-@functools.lru_cache(maxsize=256)
+def _batches(course: Course, offsets: tuple[int, ...], length: int, own: int) -> list[tuple[int, ...]]:
+    """As many offsets at once as the memory for making their tables is bounded to."""
+    kinds = len(rows_of(course.rates, 0))
+    tiles = length // own + kinds * (1 + length // course.widths[0])
+    size = max(1, AT_ONCE // (tiles * kinds * 6 * len(course.rates)))
+    return [offsets[first : first + size] for first in range(0, len(offsets), size)]
+
+
+@functools.lru_cache(maxsize=64)
 def _part(
-    widths: tuple[int, ...], rates: tuple[int, ...], offset: int, length: int, own: int, other: int, sees: str
-) -> Part:
-    found = tiling(widths, rates, offset, length, own, other, sees)
-    tiles = torch.tensor(found.tiles, device=CPU).view(-1, 7)
-    runs = torch.tensor(found.runs, device=CPU).view(-1, 5)
-    runs[:, 4] = runs[:, 4].float().log2().view(torch.int32)
-    return Part(tiles, runs, found.is_ragged(own, other))
+    widths: tuple[int, ...],
+    rates: tuple[int, ...],
+    offsets: tuple[int, ...],
+    length: int,
+    own: int,
+    other: int,
+    sees: str,
+) -> Tiling:
+    """With the last column of the runs as the bits of its log2 in float32."""
+    found = tiling(widths, rates, offsets, length, own, other, sees)
+    found.runs[:, 4] = found.runs[:, 4].float().log2().view(torch.int32)
+    return found
 
 
 def _moved(numbers: Tensor, device: torch.device) -> Tensor:

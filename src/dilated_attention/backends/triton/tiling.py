@@ -6,14 +6,21 @@ they can be one table: a pair that m branches share is computed once and counts 
 written once. For the rates 1, 2, 4, 8, 16 that is a quarter less work than branch by branch.
 
 The work repeats from period to period, so the table describes one period, and another one the shorter tail.
-Pure integers; nothing here touches a device.
+Sequences come in all lengths, so a tail's table must be quick to make: tensors of integers, and no loop over rows.
+
+Legend: O offsets, T tiles, S segments of the first branch, L lists of runs, G regions that a list looks at, K kinds of
+rows (those that take part in the same branches).
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
 
 
 class Run(NamedTuple):
@@ -51,15 +58,12 @@ class Course(NamedTuple):
 Courses = tuple[Course, ...]  # of one launch: no two of them have a row in common
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    tiles: tuple[Tile, ...]
-    runs: tuple[Run, ...]
+class Tiling(NamedTuple):
+    """The tables of some offsets; each has as many tiles, some of which may be empty."""
 
-    def is_ragged(self, own: int, other: int) -> bool:
-        """Whether some tile is not full."""
-        runs = any(run.base + (run.tiles * other - 1) * run.step >= run.stop for run in self.runs)
-        return runs or any(tile.base + (own - 1) * tile.step >= tile.stop for tile in self.tiles)
+    tiles: Tensor  # (O, T, 7), numbers of a `Tile`; run and edge_run count over all offsets
+    runs: Tensor  # (runs, 5), numbers of a `Run`
+    ragged: bool  # whether some tile is not full
 
 
 class Rows(NamedTuple):
@@ -84,10 +88,47 @@ def rows_of(rates: tuple[int, ...], offset: int) -> list[Rows]:
     return [*found, Rows(offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
+class Kinds(NamedTuple):
+    """`rows_of` several offsets, which differ only in where rows start."""
+
+    start: Tensor  # (O, K)
+    step: Tensor  # (K,)
+    level: Tensor  # (K,)
+
+    @staticmethod
+    def of(rates: tuple[int, ...], offsets: tuple[int, ...]) -> Kinds:
+        found = torch.tensor([rows_of(rates, offset) for offset in offsets], device=CPU)
+        return Kinds(found[:, :, 0], found[0, :, 1], found[0, :, 2])
+
+
+class Regions(NamedTuple):
+    """The tokens that rows meet: their own segment first, then what each further branch adds before and after it."""
+
+    branch: Tensor  # (G,) the first in which they are met
+    first: Tensor  # (S, G)
+    last: Tensor  # (S, G), not included
+
+
+class Lists(NamedTuple):
+    """Who has a list of runs: the rows of a level in a segment."""
+
+    segment: Tensor  # (L,)
+    level: Tensor  # (L,)
+
+
+class Cut(NamedTuple):
+    """Of the tiles in each region, [low, high) are met and [whole_low, whole_high) need no mask; (O, L, G, K) each."""
+
+    low: Tensor
+    whole_low: Tensor
+    whole_high: Tensor
+    high: Tensor
+
+
 def tiling(
     widths: tuple[int, ...],
     rates: tuple[int, ...],
-    offset: int,
+    offsets: tuple[int, ...],
     length: int,
     own: int,
     other: int,
@@ -97,81 +138,94 @@ def tiling(
 
     ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when causal).
     """
-    kinds = rows_of(rates, offset)
-    tiles: list[Tile] = []
-    runs: list[Run] = []
-    known: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
-    for start in range(0, length, widths[0]):
-        stop = min(start + widths[0], length)
-        far: dict[int, tuple[list[Run], list[Run]]] = {}  # by level: what all rows of the segment meet outside of it
-        for rows in kinds:
-            for row in range(0, -(-(stop - start) // rows.step), own):  # as many for every offset; some may be empty
-                base = start + rows.start + row * rows.step
-                # when causal each tile has its own list in its own segment, else all tiles of a kind share one
-                key = (start, rows.level, None if sees == "all" else base)
-                if key not in known:
-                    if rows.level not in far:
-                        regions = _regions(widths, length, start, rows.level, sees)
-                        far[rows.level] = _runs(regions, kinds, rows.level, other, (start, stop - 1), "all")
-                    last = min(base + (own - 1) * rows.step, stop - 1)
-                    near = _runs([(0, start, stop)], kinds, rows.level, other, (base, last), sees)
-                    plain, edge = (here + there for here, there in zip(near, far[rows.level], strict=True))
-                    known[key] = (len(runs), _total(plain), _total(edge), len(runs) + len(plain))
-                    runs += plain + edge
-                tiles.append(Tile(base, rows.step, stop, *known[key]))
-    return Tiling(tuple(tiles), tuple(runs))
+    kinds, regions = Kinds.of(rates, offsets), _regions(widths, length, sees)
+    start, stop = regions.first[:, 0], regions.last[:, 0]
+    segment, kind, number = _numbered(_over(_over((stop - start)[:, None], kinds.step), own))
+    step, stop = kinds.step[kind], stop[segment]
+    base = start[segment] + kinds.start[:, kind] + number * own * step  # (O, T)
+    end = base + (own - 1) * step
+    if sees == "all":  # all tiles of a level share a list in each segment, else each has its own
+        count = len(rates)
+        every = torch.arange(len(start) * count, device=CPU)
+        lists, mine = Lists(every // count, every % count), segment * count + kinds.level[kind]
+    else:
+        lists, mine = Lists(segment, kinds.level[kind]), torch.arange(len(segment), device=CPU)
+    cut = _cut(kinds, regions, lists, other, sees, base, torch.minimum(end, stop - 1))
+    runs, *about = _runs(kinds, regions, lists, other, cut)
+    tiles = torch.stack([x.expand_as(base) for x in (base, step, stop, *(x[:, mine] for x in about))], -1)
+    ragged = (runs[:, 0] + (runs[:, 3] * other - 1) * runs[:, 1] >= runs[:, 2]).any() | (end >= stop).any()
+    return Tiling(tiles, runs, bool(ragged))
 
 
-def _total(runs: list[Run]) -> int:
-    return sum(run.tiles for run in runs)
+def _over(x: Tensor, y: Tensor | int) -> Tensor:
+    """x / y, rounded up."""
+    return -((-x) // y)
 
 
-def _regions(widths: tuple[int, ...], length: int, start: int, level: int, sees: str) -> list[tuple[int, int, int]]:
-    """(branch, first, last) of the tokens that rows of a segment meet outside of it, first in that branch."""
-    first, last = start, min(start + widths[0], length)
-    found = []
-    for branch in range(1, level + 1):
-        before = start // widths[branch] * widths[branch]
-        after = min(before + widths[branch], length)
+def _numbered(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The segment, the kind and the number in it of each tile, given their (S, K) counts."""
+    each = counts.flatten()
+    which = torch.repeat_interleave(torch.arange(len(each), device=CPU), each)
+    number = torch.arange(len(which), device=CPU) - (each.cumsum(0) - each)[which]
+    return which // counts.shape[1], which % counts.shape[1], number
+
+
+def _regions(widths: tuple[int, ...], length: int, sees: str) -> Regions:
+    start = torch.arange(0, length, widths[0], device=CPU)
+    first, last = start, (start + widths[0]).clamp(max=length)
+    found = [(0, first, last)]
+    for branch, width in enumerate(widths[1:], 1):
+        before = start // width * width
+        after = (before + width).clamp(max=length)
         if sees != "later":
             found.append((branch, before, first))
         if sees != "earlier":
             found.append((branch, last, after))
         first, last = before, after
-    return [region for region in found if region[1] < region[2]]
+    branches, firsts, lasts = zip(*found, strict=True)
+    return Regions(torch.tensor(branches, device=CPU), torch.stack(firsts, 1), torch.stack(lasts, 1))
 
 
-def _runs(
-    regions: list[tuple[int, int, int]],
-    kinds: list[Rows],
-    level: int,
-    other: int,
-    span: tuple[int, int],
-    sees: str,
-) -> tuple[list[Run], list[Run]]:
-    """The runs of whole tiles and those to be masked; ``span`` is the first and the last position of the tile."""
-    plain: list[Run] = []
-    edge: list[Run] = []
-    for branch, first, last in regions:
-        for rows in kinds:
-            if rows.level < branch:
-                continue
-            start, step = first + rows.start, rows.step  # a region begins at a multiple of every step
-            count = -((start - last) // step)
-            if count <= 0:
-                continue
-            low, high = 0, -(-count // other)  # tiles [low, high) are met, of which [whole_low, whole_high) whole
-            whole_low, whole_high = 0, count // other
-            size = step * other
-            if sees == "earlier":  # key tiles that begin by the last query; whole: end by the first
-                high = min(high, max(0, (span[1] - start) // size + 1))
-                whole_high = min(whole_high, max(0, (span[0] - start + step) // size))
-            elif sees == "later":  # query tiles that end at the first key or later; whole: begin there
-                low = min(high, max(0, -((start + size - step - span[0]) // size)))
-                whole_low = min(high, max(low, -((start - span[1]) // size)))
-            whole_high = min(high, max(whole_low, whole_high))
-            weight = 1 + min(rows.level, level) - branch
-            for runs, begin, end in ((plain, whole_low, whole_high), (edge, low, whole_low), (edge, whole_high, high)):
-                if begin < end:
-                    runs.append(Run(start + begin * size, step, last, end - begin, weight))
-    return plain, edge
+def _cut(kinds: Kinds, regions: Regions, lists: Lists, other: int, sees: str, first: Tensor, last: Tensor) -> Cut:
+    """``first`` and ``last``: positions of the tile that a list is for, (O, L); not read where it sees all."""
+    start = (
+        regions.first[lists.segment, :, None] + kinds.start[:, None, None]
+    )  # a region begins at a multiple of a step
+    count = _over(regions.last[lists.segment, :, None] - start, kinds.step).clamp(min=0)
+    met = torch.minimum(kinds.level, lists.level[:, None])[:, None] >= regions.branch[:, None]  # (L, G, K)
+    count = torch.where(met, count, 0)
+    low = whole_low = torch.zeros_like(count)
+    whole_high, high = count // other, _over(count, other)
+    if sees == "all":
+        return Cut(low, whole_low, whole_high, high)
+    near, size = start[:, :, 0], kinds.step * other  # only in its own segment does a tile meet others in part
+    first, last = first[..., None], last[..., None]
+    low, whole_low, whole_high, high = (x.clone() for x in (low, whole_low, whole_high, high))
+    if sees == "earlier":  # tiles that begin by the last row; whole: end by the first
+        high[:, :, 0] = torch.minimum(high[:, :, 0], ((last - near) // size + 1).clamp(min=0))
+        ended = ((first - near + kinds.step) // size).clamp(min=0)
+        whole_high[:, :, 0] = torch.minimum(torch.minimum(whole_high[:, :, 0], ended), high[:, :, 0])
+    else:  # tiles that end at the first row or later; whole: begin after the last
+        low[:, :, 0] = torch.minimum(high[:, :, 0], _over(first - near - size + kinds.step, size).clamp(min=0))
+        begun = torch.maximum(_over(last - near, size), low[:, :, 0])
+        whole_low[:, :, 0] = torch.minimum(high[:, :, 0], begun)
+        whole_high[:, :, 0] = torch.minimum(high[:, :, 0], torch.maximum(whole_low[:, :, 0], whole_high[:, :, 0]))
+    return Cut(low, whole_low, whole_high, high)
+
+
+def _runs(kinds: Kinds, regions: Regions, lists: Lists, other: int, cut: Cut) -> tuple[Tensor, ...]:
+    """All runs; and of each list, (O, L): its first run, its whole tiles, its tiles to be masked, their first run."""
+    begin = torch.cat([cut.whole_low.flatten(2), torch.stack([cut.low, cut.whole_high], -1).flatten(2)], -1)
+    end = torch.cat([cut.whole_high.flatten(2), torch.stack([cut.whole_low, cut.high], -1).flatten(2)], -1)
+    tiles, whole = end - begin, cut.low[0, 0].numel()  # (O, L, 3 G K), of which the first G K are of whole tiles
+    offset, index, column = tiles.nonzero(as_tuple=True)
+    place = torch.where(column < whole, column, (column - whole) // 2)
+    region, kind = place // len(kinds.step), place % len(kinds.step)
+    segment, step = lists.segment[index], kinds.step[kind]
+    base = regions.first[segment, region] + kinds.start[offset, kind] + begin[offset, index, column] * step * other
+    times = 1 + torch.minimum(kinds.level[kind], lists.level[index]) - regions.branch[region]
+    runs = torch.stack([base, step, regions.last[segment, region], tiles[offset, index, column], times], -1)
+    many = (tiles > 0).flatten(0, 1).sum(1)
+    first = (many.cumsum(0) - many).view(tiles.shape[:2])
+    plain, edge = tiles[..., :whole], tiles[..., whole:]
+    return runs, first, plain.sum(-1), edge.sum(-1), first + (plain > 0).sum(-1)
