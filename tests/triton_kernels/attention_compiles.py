@@ -134,6 +134,17 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> N
         assert len({kernel.hash for kernel in made}) == 1
 
 
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_lengths_that_nothing_divides_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """With and without a tail in some branch, of an odd length or not: a batch of slides is of all lengths."""
+    pattern, tile = DilatedPattern.head_groups([1000, 2048], [1, 2]), configs.DEFAULTS[64]
+    made = [
+        compiled(monkeypatch, 90, kernel, 64, BRAIN, tile, pattern, tokens=tokens)
+        for tokens in (4001, 4096, 10_000, 12_345)
+    ]
+    assert len({one.hash for one in made}) == 1
+
+
 # --- all of them ------------------------------------------------------------------------------------------------
 
 

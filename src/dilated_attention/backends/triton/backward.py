@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.triton.tiles import (
+    ANY_LENGTH,
     LOG2E,
     RUN,
     TILE,
@@ -69,7 +70,7 @@ def walk_keys(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def dq_kernel(
     Q, K, V, OUT, LSE, DOUT, DLSE, DQ, STATS, PADDING_MASK, SEED, sections, tiles, runs,
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
@@ -180,7 +181,7 @@ def walk_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def dkdv_kernel(
     Q, K, V, DOUT, STATS, DK, DV, PADDING_MASK, SEED, sections, tiles, runs,
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention.backends.triton.tiles import (
+    ANY_LENGTH,
     LN2,
     LOG2E,
     RUN,
@@ -106,7 +107,7 @@ def add_zero_keys(acc, m, mass, ENDS, sample, tokens, width, start, base, step, 
     return acc * rescale[:, None], top, mass * rescale + zeros * tl.math.exp2(-safe)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def forward_kernel(
     Q, K, V, OUT, LSE, PADDING_MASK, ENDS, SEED, sections, tiles, runs,
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,

@@ -73,7 +73,7 @@ class Call(NamedTuple):
             "DROPOUT": self.drops,
             "SINGLE": found.single,
             "EDGES": found.edges,
-            "RAGGED": found.ragged,
+            "RAGGED": found.ragged and found.edges,  # only masked tiles look at it
             "PRECISION": self.precision,
         }
 

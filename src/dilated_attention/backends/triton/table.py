@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dilated_attention.backends.triton.tiling import CPU, Course, Courses, Tiling, rows_of, tiling
 
+NEVER = 2**31 - 1  # the first program of nothing
 AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
 
 
@@ -63,6 +64,8 @@ def table(
             sections += [programs, start, length, course.head, len(course.offsets), first, count]
             sections += [len(variants), periods, course.branch, course.widths[0]]
             programs += samples * periods * len(course.offsets) * group * count
+        if start == 0:  # no tail: a section that no program is in, as kernels are compiled for their number
+            sections += [NEVER, 0, 1, course.head, len(course.offsets), first, 1, len(variants), 1, course.branch, 1]
         variants += [offsets.index(offset) for offset in course.offsets]
     runs.append(torch.tensor([[0, 1, 0, 1, 0]] * 2, device=CPU))  # read, not used, after the last run
     # 32 bits are enough unless an offset inside a tile or a position needs more
