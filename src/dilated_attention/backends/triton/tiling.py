@@ -188,29 +188,25 @@ def _regions(widths: tuple[int, ...], length: int, sees: str) -> Regions:
 
 def _cut(kinds: Kinds, regions: Regions, lists: Lists, other: int, sees: str, first: Tensor, last: Tensor) -> Cut:
     """``first`` and ``last``: positions of the tile that a list is for, (O, L); not read where it sees all."""
-    start = (
-        regions.first[lists.segment, :, None] + kinds.start[:, None, None]
-    )  # a region begins at a multiple of a step
+    # a region begins at a multiple of every step
+    start = regions.first[lists.segment, :, None] + kinds.start[:, None, None]
     count = _over(regions.last[lists.segment, :, None] - start, kinds.step).clamp(min=0)
     met = torch.minimum(kinds.level, lists.level[:, None])[:, None] >= regions.branch[:, None]  # (L, G, K)
     count = torch.where(met, count, 0)
-    low = whole_low = torch.zeros_like(count)
-    whole_high, high = count // other, _over(count, other)
+    cut = Cut(torch.zeros_like(count), torch.zeros_like(count), count // other, _over(count, other))
     if sees == "all":
-        return Cut(low, whole_low, whole_high, high)
-    near, size = start[:, :, 0], kinds.step * other  # only in its own segment does a tile meet others in part
-    first, last = first[..., None], last[..., None]
-    low, whole_low, whole_high, high = (x.clone() for x in (low, whole_low, whole_high, high))
+        return cut
+    # only in its own segment, the first region, does a tile meet others in part
+    low, whole_low, whole_high, high = (x[:, :, 0] for x in cut)
+    near, size, first, last = start[:, :, 0], kinds.step * other, first[..., None], last[..., None]
     if sees == "earlier":  # tiles that begin by the last row; whole: end by the first
-        high[:, :, 0] = torch.minimum(high[:, :, 0], ((last - near) // size + 1).clamp(min=0))
-        ended = ((first - near + kinds.step) // size).clamp(min=0)
-        whole_high[:, :, 0] = torch.minimum(torch.minimum(whole_high[:, :, 0], ended), high[:, :, 0])
-    else:  # tiles that end at the first row or later; whole: begin after the last
-        low[:, :, 0] = torch.minimum(high[:, :, 0], _over(first - near - size + kinds.step, size).clamp(min=0))
-        begun = torch.maximum(_over(last - near, size), low[:, :, 0])
-        whole_low[:, :, 0] = torch.minimum(high[:, :, 0], begun)
-        whole_high[:, :, 0] = torch.minimum(high[:, :, 0], torch.maximum(whole_low[:, :, 0], whole_high[:, :, 0]))
-    return Cut(low, whole_low, whole_high, high)
+        high.clamp_(max=((last - near) // size + 1).clamp(min=0))
+        whole_high.clamp_(max=((first - near + kinds.step) // size).clamp(min=0)).clamp_(max=high)
+    else:  # tiles that end at the first row or later; whole: begin there
+        low.copy_(_over(first - near - size + kinds.step, size).clamp(min=0)).clamp_(max=high)
+        whole_low.copy_(_over(last - near, size)).clamp_(min=low).clamp_(max=high)
+        whole_high.clamp_(min=whole_low).clamp_(max=high)
+    return cut
 
 
 def _runs(kinds: Kinds, regions: Regions, lists: Lists, other: int, cut: Cut) -> tuple[Tensor, ...]:
