@@ -47,16 +47,18 @@ DIRECTIONS = ("forward", "backward")
 PARTS = ("tiles", "library_from")
 RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
 
-# queries, keys, warps, stages; the default of the head dim is tried as well
+# queries, keys, warps, stages and at most so many registers; the default of the head dim is tried as well
 CANDIDATES = {
-    ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 3),
-                      (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 4)),
-    ("dq", 64): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2),
-                 (64, 32, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
+    ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 4), (128, 128, 8, 3),
+                      (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 4),
+                      (64, 64, 4, 3, 128), (128, 64, 4, 3, 168)),
+    ("dq", 64): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 4),
+                 (64, 32, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4), (64, 64, 4, 2, 128)),
     ("dkdv", 64): ((128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2),
-                   (32, 128, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2), (128, 64, 8, 3)),
+                   (32, 128, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2), (32, 64, 4, 4),
+                   (64, 64, 4, 3, 168), (32, 64, 4, 3, 128)),
     ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2),
-                       (128, 128, 8, 3), (64, 128, 4, 2), (128, 32, 4, 3)),
+                       (128, 128, 8, 3), (64, 128, 4, 2), (128, 32, 4, 3), (128, 64, 8, 2, 128)),
     ("dq", 128): ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2),
                   (64, 32, 4, 2)),
     ("dkdv", 128): ((32, 64, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 3), (64, 128, 8, 3), (64, 128, 8, 2),
@@ -366,7 +368,7 @@ class Tuning:
             key, mine = setting.key(kernel), {job: why for job, why in reasons.items() if job.kernel == kernel}
             for job, why in mine.items():
                 if why:
-                    print(f"  {key} {tuple(job.config)} {why}", flush=True)
+                    print(f"  {key} {job.config.numbers()} {why}", flush=True)
             right = [job.config for job, why in mine.items() if not why]
             if not right:
                 self.failed.append(key)
@@ -375,9 +377,9 @@ class Tuning:
             calls: dict[Any, run.Call] = {c: problem.launch(kernel, c) for c in right}
             ms = self.place.time(calls, self.seconds)
             best = min(ms, key=ms.__getitem__)
-            self.add("tiles", key, list(best), round(ms[best], 4))
-            others = ", ".join(f"{tuple(c)} {ms[c]:.3f}" for c in sorted(ms, key=ms.__getitem__)[1:])
-            print(f"{key}: {tuple(best)} {ms[best]:.3f} ms; then {others}", flush=True)
+            self.add("tiles", key, list(best.numbers()), round(ms[best], 4))
+            others = ", ".join(f"{c.numbers()} {ms[c]:.3f}" for c in sorted(ms, key=ms.__getitem__)[1:])
+            print(f"{key}: {best.numbers()} {ms[best]:.3f} ms; then {others}", flush=True)
 
     def libraries(self) -> int:
         """From which length on the library is faster, for every direction and setting asked for."""

@@ -278,9 +278,9 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
         call = {"causal": False, "nested": False, "short": False, **call}
         return configs.config("dq", on, dtype, dim, **call)
 
-    assert tile(causal=True) == (64, 64, 4, 3)
-    assert tile(causal=True, short=True) == (32, 64, 4, 2)
-    assert tile(nested=True, short=True) == (128, 64, 8, 2)  # short ones were not measured apart
+    assert tile(causal=True) == Config(64, 64, 4, 3)
+    assert tile(causal=True, short=True) == Config(32, 64, 4, 2)
+    assert tile(nested=True, short=True) == Config(128, 64, 8, 2)  # short ones were not measured apart
     assert tile(causal=True, nested=True) == configs.DEFAULTS[64]
     assert tile(65, causal=True) == configs.DEFAULTS[128]
     assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
@@ -300,7 +300,8 @@ def test_every_head_dim_has_a_tile() -> None:
 def is_sane(tile: Config) -> bool:
     """Tiles that tl.dot takes, and no more warps than rows of 16 to share out."""
     sides = all(side in (16, 32, 64, 128, 256) for side in (tile.rows, tile.keys))
-    return sides and tile.warps in (1, 2, 4, 8) and tile.stages in (1, 2, 3, 4, 5)
+    registers = tile.registers == 0 or (64 <= tile.registers < 256 and tile.registers % 8 == 0)
+    return sides and registers and tile.warps in (1, 2, 4, 8) and tile.stages in (1, 2, 3, 4, 5)
 
 
 def test_the_defaults_are_sane() -> None:

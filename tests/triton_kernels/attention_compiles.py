@@ -121,6 +121,12 @@ def test_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     check(80, compiled(monkeypatch, 80, kernel, 40, FULL, tile, SINGLE), tensor_cores=False)
 
 
+def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for registers in (0, 128):
+        found = compiled(monkeypatch, 90, "dkdv", 64, BRAIN, Config(32, 64, 4, 3, registers))
+        assert (".maxnreg 128" in found.asm["ptx"]) is bool(registers)
+
+
 def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for each kind of call, not for each length, batch or pattern."""
     tile = configs.DEFAULTS[64]

@@ -24,6 +24,11 @@ class Config(NamedTuple):
     keys: int
     warps: int
     stages: int
+    registers: int = 0  # that a thread may have at most, so that more programs share a processor; 0: any number
+
+    def numbers(self) -> tuple[int, ...]:
+        """As they are written down."""
+        return self if self.registers else self[:4]
 
 
 # For devices that were not measured: small enough for the shared memory of every GPU since compute capability 7.5.

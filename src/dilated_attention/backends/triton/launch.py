@@ -161,6 +161,8 @@ class Launch:
         self.kernel, self.device, self.numbers = kernel, device, numbers
         self.programs, self.table = found.programs, found[:3]
         self.given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
+        if config.registers:
+            self.given["maxnreg"] = config.registers
         self.tail: tuple[Any, ...] = ()
         self.runs: Any = None
 
