@@ -293,13 +293,13 @@ class Bench:
             del kept
         return found
 
-    def single_calls(self, calls: dict[str, run.Call]) -> dict[str, Any]:
-        return {f"{part}_ms": self.time(call).median for part, call in calls.items()}
+    def single_calls(self, case: Case, attention: run.Attention | None = None) -> dict[str, Any]:
+        return {f"{part}_ms": self.time(call).median for part, call in self.passes(case, attention).items()}
 
-    def in_a_row(self, passes: dict[str, run.Call], calls: int = 200) -> dict[str, Any]:
+    def in_a_row(self, case: Case, attention: run.Attention | None, calls: int = 200) -> dict[str, Any]:
         """Eager calls one after another, as a model makes them, by the clock: kernels and Python overlap."""
         found: dict[str, Any] = {}
-        for part, call in passes.items():
+        for part, call in self.passes(case, attention).items():
             took = []
             for _ in range(5):  # the first warms up
                 start = time.perf_counter()
@@ -322,12 +322,11 @@ class Bench:
             if case.name == "C" and self.device.type == "cuda":
                 self.extra("CUDA graph, C head_groups", partial(self.graph, case))
                 for name, attention in (("head_groups", None), ("nothing but autograd", Nothing.apply)):
-                    calls = self.passes(case, attention)
-                    self.extra(f"single calls, C {name}", partial(self.single_calls, calls))
-                    self.extra(f"calls in a row, C {name}", partial(self.in_a_row, calls))
+                    self.extra(f"single calls, C {name}", partial(self.single_calls, case, attention))
+                    self.extra(f"calls in a row, C {name}", partial(self.in_a_row, case, attention))
                 with torch.autograd.set_multithreading_enabled(False):
                     name = "single calls, C head_groups, autograd without its thread"
-                    self.extra(name, partial(self.single_calls, self.passes(case)))
+                    self.extra(name, partial(self.single_calls, case))
 
     def ceilings(self) -> None:
         """What the device can do at most: a large matrix product and a large copy."""
@@ -355,14 +354,14 @@ class Bench:
                 print("out of memory")
                 continue
             print(f"{record['all_ms']:.2f} ms in kernels, {record['copies_ms']:.2f} ms of it copying or elementwise")
-            for name, calls, ms in record["kernels"]:
+            for name, calls, ms in record["kernels"][:15]:
                 print(f"  {ms:9.3f} ms {calls:5d} x  {name[:110]}")
 
     def kernels(self, call: run.Call) -> dict[str, Any]:
         call()
         kernels = probes.kernel_times(call, self.device)
         copies = sum(ms for name, _, ms in kernels if any(word in name.lower() for word in COPIES))
-        return {"all_ms": sum(ms for *_, ms in kernels), "copies_ms": copies, "kernels": kernels[:15]}
+        return {"all_ms": sum(ms for *_, ms in kernels), "copies_ms": copies, "kernels": kernels}
 
 
 class Nothing(torch.autograd.Function):

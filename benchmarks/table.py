@@ -119,8 +119,8 @@ def profile_table(before: dict[str, Any], after: dict[str, Any]) -> str:
         "| case | rule | attention before | around it before | attention after | around it after |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    records = [{(x["case"], x["rule"]): x["kernels"] for x in run["profiles"]} for run in (before, after)]
-    for case, rule in records[0]:
+    records = [{(x["case"], x["rule"]): x.get("kernels") for x in run["profiles"]} for run in (before, after)]
+    for case, rule in (key for key, kernels in records[0].items() if kernels and records[1].get(key)):
         cells = [cell for kernels in records for cell in _split(kernels[case, rule])]
         found.append(f"| {case} | {rule} | {' | '.join(cells)} |")
     return "\n".join(found)

@@ -108,13 +108,13 @@ class Place(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A kind of call that has its own tiles."""
+    """A kind of call that has its own tiles, or only its own choice of backend, as a dense one."""
 
     size: int  # head dim
     causal: bool
     nested: bool
     short: bool = False
-    dense: bool = False  # one branch of rate 1
+    dense: bool = False  # one branch of rate 1, of segments as long as the shortest of the others
 
     def key(self, kernel: str) -> str:
         """As `configs` names a kernel or a direction of this setting."""

@@ -428,15 +428,26 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(monkeypatch: pyt
         calls.append(offsets)
         return tiling(widths, rates, offsets, *rest)
 
-    monkeypatch.setattr(tables, "tiling", counted)
+    for name in ("tiling", "_period"):
+        monkeypatch.setattr(tables, name, counted)
     made = []
     for at_once in (1 << 22, 1):
         monkeypatch.setattr(tables, "AT_ONCE", at_once)
-        tables._part.cache_clear()
         made.append(table(courses, 1, 53, 1, 4, 3, "earlier", 64, torch.device("cpu")))
     assert calls == [(0, 1)] * 2 + [(0,), (1,)] * 2  # of the period and of the tail
     assert all(torch.equal(x, y) for x, y in zip(made[0][:3], made[1][:3], strict=True))
     assert made[0][3:] == made[1][3:]
+
+
+def test_tables_are_made_on_the_cpu_whatever_the_default_device() -> None:
+    (courses,) = launches(DilatedPattern.head_groups([24, 48], [1, 4]), Heads(0, 5, 5), True, False)
+    arguments = (courses, 2, 53, 1, 4, 3)
+    for sees in SEES:
+        expected = table(*arguments, sees, 64, torch.device("cpu"))
+        tables._period.cache_clear()
+        with torch.device("meta"):
+            found = table(*arguments, sees, 64, torch.device("cpu"))
+        assert all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3], strict=True))
 
 
 def test_a_table_joins_its_parts() -> None:

@@ -3,7 +3,7 @@
 Where a segment lies on s ranks, each of them computes it whole for 1/s of the heads. So the work is even when causal
 too, and no sum over ranks ever travels. A rank gets no head of a branch where heads are fewer than ranks.
 
-Legend as in `_engine` and `_packing`; a bundle is some heads of a channel that one rank computes, with the same number
+Legend as in `_work` and `_packing`; a bundle is some heads of a channel that one rank computes, with the same number
 of rows each: L rows in all, of which each member of the channel holds some.
 """
 

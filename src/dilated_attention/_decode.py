@@ -1,6 +1,6 @@
 """Few queries at given positions of a longer key sequence, on any backend: dense problems on strided views.
 
-As `_plan` and `_engine` for whole sequences, but keys are cut where the queries end, and only those rows of key and
+As `_plan` and `_work` for whole sequences, but keys are cut where the queries end, and only those rows of key and
 value are read, converted or cleaned that some query sees. The backward pass needs the merged out and lse alone.
 
 Legend: q, out (B, n, H, D); k, v (B, N, Hk, D); lse (B, n, H); padding (B, N), True = ignore; n <= N, group = H // Hk;

@@ -4,7 +4,7 @@ One loop for `ring` and `allgather`, which differ in their routes only. In step 
 while step t + 1 is on its way. In the backward pass a second message follows each block: the sum of its dK and dV so
 far, in float32, which the last user sends home.
 
-Legend as in `_engine` and `_packing`; a part is the rows of one channel that one owner holds.
+Legend as in `_work` and `_packing`; a part is the rows of one channel that one owner holds.
 """
 
 from __future__ import annotations

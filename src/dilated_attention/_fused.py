@@ -138,19 +138,22 @@ def _kept(make: Callable[..., Ready], kind: Kind, *layouts: Layout) -> Ready:
         found = make(kind, *layouts)
         held = sum(ready.nbytes() for (_, other, _), ready in list(_ready.items()) if other.device == kind.device)
         if held + found.nbytes() > MOST_BYTES:
-            _forget(kind.device)
+            _forget(kind.device, held + found.nbytes() - MOST_BYTES // 2)
         _ready[key] = found
     return found
 
 
-def _forget(device: torch.device) -> None:
-    """Drop what is kept for a device, after waiting for it: kernels on its streams may still read their tables."""
+def _forget(device: torch.device, nbytes: float = math.inf) -> None:
+    """Drop the oldest that is kept for a device, after waiting for it: kernels may still read their tables."""
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return
         torch.cuda.synchronize(device)
     for key in [key for key in list(_ready) if key[1].device == device]:
-        _ready.pop(key, None)
+        if nbytes <= 0:
+            break
+        dropped = _ready.pop(key, None)
+        nbytes -= dropped.nbytes() if dropped else 0
 
 
 def _forward(kind: Kind, q: Layout, k: Layout, v: Layout) -> Ready:

@@ -485,8 +485,11 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
     assert len(made) == len(_fused._ready) == 2
     each = max(ready.nbytes() for ready in _fused._ready.values())
     assert each > 0
-    monkeypatch.setattr(_fused, "MOST_BYTES", 3 * each)
-    for tokens in range(22, 40):
+    monkeypatch.setattr(_fused, "MOST_BYTES", 8 * each)
+    for tokens in range(22, 60):
         call(tokens)
-        assert sum(ready.nbytes() for ready in _fused._ready.values()) <= 3 * each + 64
+        assert sum(ready.nbytes() for ready in _fused._ready.values()) <= 8 * each + 64
+        made.clear()
+        call(tokens - 1)  # the oldest go, not the last ones
+        assert not made
     assert torch.equal(call(20), first)

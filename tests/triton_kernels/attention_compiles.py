@@ -142,12 +142,19 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_lengths_that_nothing_divides_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    """With and without a tail in some branch, of an odd length or not: a batch of slides is of all lengths."""
+    """With and without a tail in some branch, of an odd length or not: slides are of all lengths."""
     pattern, tile = DilatedPattern.head_groups([1000, 2048], [1, 2]), configs.DEFAULTS[64]
     made = [
         compiled(monkeypatch, 90, kernel, 64, BRAIN, tile, pattern, tokens=tokens)
         for tokens in (4001, 4096, 10_000, 12_345)
     ]
+    assert len({one.hash for one in made}) == 1
+
+
+def test_own_tiles_that_are_not_full_need_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Config(128, 64, 4, 3)  # 192 rows are a tile and a half of queries, and three whole ones of keys
+    made = [compiled(monkeypatch, 90, "forward", 64, BRAIN, tile, DilatedPattern.longnet([w], [1]), tokens=768)
+            for w in (192, 256)]  # fmt: skip
     assert len({one.hash for one in made}) == 1
 
 

@@ -1,7 +1,7 @@
 """A launch's work on the device: the tables of `tiling` for all heads, periods and samples as three runs of integers.
 
-Legend: a section is one course over whole periods, or over the tail that is left; ``own`` rows of a program, which
-meets tiles of ``other`` rows.
+Legend: a section is one course over whole periods, or over the tail that is left (empty where there is none); ``own``
+rows of a program, which meets tiles of ``other`` rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.backends.triton.tiling import CPU, Course, Courses, Tiling, rows_of, tiling
+from dilated_attention.backends.triton.tiling import CPU, Course, Courses, rows_of, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
 AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
@@ -52,10 +52,12 @@ def table(
     ragged = False
     for course in courses:
         offsets = sorted(set(course.offsets))
-        for start, length, periods in _stretches(course, tokens):
+        stretches = _stretches(course, tokens)
+        for start, length, periods in stretches:
             first, count = first_tile, 0
+            make = _period if length == course.widths[-1] else tiling  # a tail seldom comes again
             for some in _batches(course, tuple(offsets), length, own):
-                part = _part(course.widths, course.rates, some, length, own, other, sees)
+                part = make(course.widths, course.rates, some, length, own, other, sees)
                 count, ragged = part.tiles.shape[1], ragged or part.ragged
                 shift = torch.tensor([0, 0, 0, first_run, 0, 0, first_run], device=CPU)
                 tiles.append(part.tiles.flatten(0, 1) + shift)
@@ -64,14 +66,16 @@ def table(
             sections += [programs, start, length, course.head, len(course.offsets), first, count]
             sections += [len(variants), periods, course.branch, course.widths[0]]
             programs += samples * periods * len(course.offsets) * group * count
-        if start == 0:  # no tail: a section that no program is in, as kernels are compiled for their number
+        if len(stretches) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
             sections += [NEVER, 0, 1, course.head, len(course.offsets), first, 1, len(variants), 1, course.branch, 1]
         variants += [offsets.index(offset) for offset in course.offsets]
-    runs.append(torch.tensor([[0, 1, 0, 1, 0]] * 2, device=CPU))  # read, not used, after the last run
+    runs.append(torch.tensor([[0, 1, 0, 1, 1]] * 2, device=CPU))  # read, not used, after the last run
     # 32 bits are enough unless an offset inside a tile or a position needs more
     steps = max(course.rates[-1] for course in courses) * max(own, other) * widest_stride
     wide = max(steps, tokens, *sections) >= 2**31
-    parts = [torch.tensor(sections + variants, device=CPU), torch.cat(tiles).flatten(), torch.cat(runs).flatten()]
+    joined = torch.cat(runs)
+    joined[:, 4] = joined[:, 4].float().log2().view(torch.int32)  # the kernels take the bits of a float32
+    parts = [torch.tensor(sections + variants, device=CPU), torch.cat(tiles).flatten(), joined.flatten()]
     parts = [F.pad(part, (0, -len(part) % 4)) for part in parts]  # each aligned as Triton likes it
     data = _moved(torch.cat(parts).to(torch.int64 if wide else torch.int32), device)
     cut = data.split_with_sizes([len(part) for part in parts])
@@ -95,20 +99,7 @@ def _batches(course: Course, offsets: tuple[int, ...], length: int, own: int) ->
     return [offsets[first : first + size] for first in range(0, len(offsets), size)]
 
 
-@functools.lru_cache(maxsize=64)
-def _part(
-    widths: tuple[int, ...],
-    rates: tuple[int, ...],
-    offsets: tuple[int, ...],
-    length: int,
-    own: int,
-    other: int,
-    sees: str,
-) -> Tiling:
-    """With the last column of the runs as the bits of its log2 in float32."""
-    found = tiling(widths, rates, offsets, length, own, other, sees)
-    found.runs[:, 4] = found.runs[:, 4].float().log2().view(torch.int32)
-    return found
+_period = functools.lru_cache(maxsize=64)(tiling)
 
 
 def _moved(numbers: Tensor, device: torch.device) -> Tensor:

@@ -13,7 +13,8 @@ TILE = tl.constexpr(7)  # of `tiling.Tile`
 RUN = tl.constexpr(5)  # of `tiling.Run`, the count as the bits of its log2
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# numbers that change with the length alone: else kernels would be compiled anew for lengths that 8 or 16 divides
+# numbers of the length that 16 divides or does not: kernels are not compiled anew for that. (The strides of rows change
+# with it too, but are multiples of 16 for all common head dims, and long accesses need to know.)
 ANY_LENGTH = ("tokens", "padding_sample", "lse_sample", "dlse_sample", "stats_sample", "stats_head")
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
 
 
-class Run(NamedTuple):
+class Run(NamedTuple):  # names the columns of `Tiling.runs`
     """Tiles in a row, at positions base, base + step, ... up to stop; each of their pairs counts ``times``."""
 
     base: int
@@ -33,7 +33,7 @@ class Run(NamedTuple):
     times: int
 
 
-class Tile(NamedTuple):
+class Tile(NamedTuple):  # names the columns of `Tiling.tiles`
     """The rows of one program and the runs they meet: ``plain`` whole tiles, then ``edge`` tiles to be masked."""
 
     base: int
@@ -110,7 +110,7 @@ class Regions(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Who has a list of runs: the rows of a level in a segment."""
+    """Who has a list of runs: the rows of a level in a segment, or each tile its own where it does not see all."""
 
     segment: Tensor  # (L,)
     level: Tensor  # (L,)
