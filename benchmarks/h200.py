@@ -234,9 +234,7 @@ class Bench:
         dense = partial(baselines.dense, kernel=SDPBackend.CUDNN_ATTENTION if self.device.type == "cuda" else None)
         forward = {"": run.forward(ours, qkv), "dense_": run.forward(dense, segments)}
         if self.device.type == "cuda":  # what it costs to give lse too, which a call of SDPA without gradients does not
-            kernel, scale = aten.cudnn(), case.dim**-0.5
-            with_lse = lambda q, k, v: kernel.forward(aten.Dense(q, k, v, None, False, scale))[0]  # noqa: E731
-            forward["dense_with_lse_"] = run.forward(with_lse, segments)
+            forward["dense_with_lse_"] = run.forward(_cudnn_with_lse, segments)
         both = {
             "": run.forward_backward(ours, qkv, _normal_like(qkv[0], seed=2)),
             "dense_": run.forward_backward(dense, segments, _normal_like(segments[0], seed=2)),
@@ -362,6 +360,10 @@ class Bench:
         kernels = probes.kernel_times(call, self.device)
         copies = sum(ms for name, _, ms in kernels if any(word in name.lower() for word in COPIES))
         return {"all_ms": sum(ms for *_, ms in kernels), "copies_ms": copies, "kernels": kernels}
+
+
+def _cudnn_with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return aten.cudnn().forward(aten.Dense(q, k, v, None, False, q.shape[-1] ** -0.5))[0]
 
 
 class Nothing(torch.autograd.Function):

@@ -49,13 +49,12 @@ RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
 
 # queries, keys, warps, stages and at most so many registers; the default of the head dim is tried as well
 CANDIDATES = {
-    ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 4), (128, 128, 8, 3),
-                      (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 4),
-                      (64, 64, 4, 3, 128), (128, 64, 4, 3, 168)),
-    ("dq", 64): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 4),
+    ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 3),
+                      (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (128, 64, 4, 3, 168)),
+    ("dq", 64): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (64, 32, 4, 4),
                  (64, 32, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4), (64, 64, 4, 2, 128)),
-    ("dkdv", 64): ((128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2),
-                   (32, 128, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2), (32, 64, 4, 4),
+    ("dkdv", 64): ((128, 128, 8, 3), (64, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 128, 4, 3), (32, 64, 4, 3),
+                   (32, 64, 4, 4),
                    (64, 64, 4, 3, 168), (32, 64, 4, 3, 128)),
     ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2),
                        (128, 128, 8, 3), (64, 128, 4, 2), (128, 32, 4, 3), (128, 64, 8, 2, 128)),
@@ -126,7 +125,7 @@ class Setting(NamedTuple):
     def pattern(self, tokens: int, scale: int) -> DilatedPattern:
         """The branches that such a length has room for; made smaller, two of them."""
         if self.dense:
-            return DilatedPattern.head_groups([2048 // scale], [1])
+            return DilatedPattern.head_groups([max(SHAPES[self.size].lengths[0] // scale, 256)], [1])
         shape = SHAPES[64 if self.causal and self.nested else self.size]  # rates of 1, 4, 16 share nothing when causal
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
         if scale > 1:

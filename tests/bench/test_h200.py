@@ -52,7 +52,9 @@ def test_all_cases_and_figures(h200: ModuleType, tmp_path: Path, capsys: pytest.
     assert [(r["case"], r["causal"]) for r in found["dense"]] == [("A", False), ("A", True), ("B", False), ("B", True)]
     profiled = [(record["case"], record["rule"]) for record in found["profiles"]]
     assert profiled == list(product("ABC", ("head_groups", "longnet")))
-    assert all(record["kernels"] for record in found["profiles"])
+    for record in found["profiles"]:
+        assert record["kernels"]
+        assert sum(ms for *_, ms in record["kernels"]) == pytest.approx(record["all_ms"])
     assert found["ceilings"][0]["copy_tb_per_s"] > 0
     assert "wrong gradients" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.bench import machine, probes
+from dilated_attention.bench import machine, probes, run
 from dilated_attention.bench.run import Check, Expected, Timing, interleave, oracle, time_calls
 from dilated_attention.testing import make_qkv
 
@@ -32,6 +32,17 @@ def test_slow_calls_are_timed_once_and_quick_ones_get_their_share() -> None:
     assert timings["slow"] == Timing(1500.0, 1500.0, 1500.0, 1)
     assert timings["quick"].repeats == 10  # a third of 30 ms
     assert timings["some"] == Timing.of([2.0, 4.0] * 5)  # five rounds, whatever one gives
+
+
+@pytest.mark.parametrize(("long", "short", "expected"), [(1.8, 2.3, [1.8, 2.3, 2.3]), (2.1, 1.9, [2.1, 2.1, 2.1])])
+def test_a_call_keeps_its_clock(
+    monkeypatch: pytest.MonkeyPatch, long: float, short: float, expected: list[float]
+) -> None:
+    """On CUDA the first time decides between two clocks that count Python differently; near the border too."""
+    monkeypatch.setattr(run, "_cuda_milliseconds", lambda call: long)
+    monkeypatch.setattr(run, "_short_calls", lambda call: [short])
+    measure = run.measure_of(lambda: None, torch.device("cuda"))
+    assert [measure()[0] for _ in range(3)] == expected
 
 
 def test_repeats_end() -> None:
