@@ -222,6 +222,21 @@ def test_kernels_do_not_mix_up_layouts_of_out(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp32")))
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_out_alone_is_the_out_that_comes_with_lse(kernel: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """Where nobody wants the lse of a single dense branch it is not computed."""
+    pattern = DilatedPattern.head_groups([64], [1])
+    qkv = make_qkv(2, 128, 4, 64, dtype=dtype)
+    with only(kernel) as backend:
+        ask(kernel, backend, qkv, pattern, is_causal=is_causal)
+        alone = dilated_attention(*qkv, pattern, is_causal=is_causal, backend=backend)
+        out, _ = dilated_attention(*qkv, pattern, is_causal=is_causal, backend=backend, return_lse=True)
+    assert torch.equal(alone, out)
+    expected = testing.oracle(qkv, pattern, out, is_causal=is_causal)
+    assert testing.error(alone, expected.out) < 0.03
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp32")))
 def test_an_expanded_gradient(kernel: str, dtype: torch.dtype) -> None:
     pattern = DilatedPattern.longnet([32, 64], [1, 2])
     qkv = make_qkv(2, 75, 4, 64, dtype=dtype)
