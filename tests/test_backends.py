@@ -241,36 +241,3 @@ def test_half_precision_is_computed_where_it_is_fast() -> None:
         assert _settings.compute_dtype(torch.zeros(1, dtype=dtype)) is dtype
     assert _settings.compute_dtype(torch.zeros(1, dtype=torch.float16)) is torch.float32
     assert _settings.compute_dtype(torch.zeros(1, dtype=torch.bfloat16)) in (torch.float32, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "wants_lse", "asked"),
-    [
-        (DilatedPattern.head_groups([16], [1]), False, False),
-        (DilatedPattern.head_groups([16], [1]), True, True),
-        (DilatedPattern.head_groups([12], [1]), False, True),  # the last segment is shorter
-        (DilatedPattern.head_groups([16], [2]), False, True),  # rows between are written too
-        (DilatedPattern.longnet([8, 16], [1, 2]), False, True),  # merged by lse
-        (DilatedPattern("torchscale", [64], [3]), False, True),  # zero keys are added by lse
-    ],
-)
-def test_lse_is_left_out_only_where_nothing_needs_it(
-    monkeypatch: pytest.MonkeyPatch, pattern: DilatedPattern, wants_lse: bool, asked: bool
-) -> None:
-    found: list[bool] = []
-
-    def forward(kernels: object, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-        found.append(masking.wants_lse)
-        out, lse = real(kernels, q, k, v, masking)  # type: ignore[arg-type]
-        return out, lse if masking.wants_lse else lse.new_empty(0)
-
-    real = sdpa.forward
-    q, k, v = testing.make_qkv(2, 64, 2, 8, dtype=torch.float64)
-    expected = dilated_attention(q, k, v, pattern, backend="eager")
-    monkeypatch.setattr(sdpa, "forward", forward)
-    got = dilated_attention(q, k, v, pattern, backend="sdpa", return_lse=wants_lse)
-    assert set(found) == {asked}
-    torch.testing.assert_close(got[0] if wants_lse else got, expected)
-    found.clear()
-    dilated_attention(q.requires_grad_(), k, v, pattern, backend="sdpa").sum().backward()
-    assert all(found)  # the backward pass needs it

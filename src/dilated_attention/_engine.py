@@ -18,21 +18,15 @@ from dilated_attention.backends.choose import choose
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    seed: Tensor | None,
-    settings: Settings,
-    wants_lse: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     request = settings.whole_request(q, padding is not None)
     choice = choose(settings.backend, request)
     if choice.module is triton and q.numel():
         return settings.fused(k, padding, seed).forward(q, k, v)
     with no_autocast(q.device):
-        out, lse = Work.prepare(q, k, v, padding, seed, settings, choice=choice).forward(wants_lse)
-    return finished_out(out, q), lse
+        out, lse = Work.prepare(q, k, v, padding, seed, settings, choice=choice).forward()
+    return finished_out(out, q), lse.contiguous()
 
 
 def backward(

@@ -23,20 +23,14 @@ from dilated_attention.pattern import DilatedPattern
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    padding: Tensor | None,
-    seed: Tensor | None,
-    settings: Settings,
-    wants_lse: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable; without ``wants_lse``, lse may be anything."""
+    """(out, lse), differentiable."""
     if is_plain(query, key, value):
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = Attention.apply(query, key, value, padding, seed, settings)  # type: ignore[no-untyped-call]
             return out, lse
-        return _engine.forward(query, key, value, padding, seed, settings, wants_lse)
+        return _engine.forward(query, key, value, padding, seed, settings)
     pattern = settings.pattern
     out, lse = forward(
         query,

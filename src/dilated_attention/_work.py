@@ -120,22 +120,20 @@ class Work:
             return slices.backward(self.choice, self.limit, *given)
         return iter([Part(ALL, ALL, self.choice.module.backward(self.choice.kernels, *given))])
 
-    def forward(self, wants_lse: bool = True) -> tuple[Tensor, Tensor]:
-        """(out, lse); where nobody wants lse and nothing is merged by it, it is left as it comes, or not computed."""
+    def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
         around = _around(self.q)
         for block in self.plan.blocks:
             q, k, v = block.view(self.q, self.group), block.view(self.k), block.view(self.v)
             log_zeros = self.log_zero_keys(block)
-            wants_lse |= len(self.plan.blocks) > 1 or not block.covers(self.k) or log_zeros is not None
-            for heads, rows, (part, part_lse) in self.attend(q, k, v, self.masking(block, wants_lse)):
+            for heads, rows, (part, part_lse) in self.attend(q, k, v, self.masking(block)):
                 here_zeros = of_heads(log_zeros, rows) if isinstance(log_zeros, Tensor) else log_zeros
                 if here_zeros is not None and around is None:
                     add_zero_keys_(part, part_lse, here_zeros)
                 if out is None or lse is None:
                     if heads == ALL and block.covers(self.k) and (around is None or here_zeros is None):
                         out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
-                        lse = part_lse.reshape(self.q.shape[:3]).contiguous() if wants_lse else part_lse
+                        lse = part_lse.reshape(self.q.shape[:3]).contiguous()
                         continue
                     out, lse = self.empty_result()
                 here, here_lse = (of_heads(block.view(x, self.group), rows) for x in (out, lse))
@@ -218,13 +216,13 @@ class Work:
         # some heads of a CUDA tensor take longer than all
         (x if x.device.type == "cuda" else x[:, :, first * group : end * group]).fill_(blank)
 
-    def masking(self, block: Block, wants_lse: bool = True) -> Masking:
+    def masking(self, block: Block) -> Masking:
         padding = dropout = None
         if self.padding is not None:
             padding = block.view(self.padding_of_heads)
         if self.seed is not None:
             dropout = self.dropout(block, self.seed)
-        return Masking(self.settings.scale, self.settings.is_causal, padding, dropout, wants_lse)
+        return Masking(self.settings.scale, self.settings.is_causal, padding, dropout)
 
     @property
     def padding_of_heads(self) -> Tensor:

@@ -136,7 +136,7 @@ def dilated_attention(
         link = Link(process_group(group), exchange, use_checkpointing, timeout, verify, debug)
     out, lse = attend(
         query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link,
-        query_offset=query_offset, wants_lse=return_lse,
+        query_offset=query_offset,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -156,12 +156,10 @@ def attend(
     link: Link | None,
     seed: Tensor | None = None,
     query_offset: int | Tensor | None = None,
-    wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank.
 
-    ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``wants_lse=False``: lse may be
-    anything.
+    ``seed``: what dropout follows, drawn from torch's generator if it is not given.
     """
     alone = link is None or link.size == 1
     try:
@@ -193,7 +191,7 @@ def attend(
     if link is not None and (not alone or link.limit is not None):
         out, lse = _parallel.attend(query, key, value, key_padding_mask, seed, settings, link)
         return out, lse
-    return _ops.attend(query, key, value, key_padding_mask, seed, settings, wants_lse)
+    return _ops.attend(query, key, value, key_padding_mask, seed, settings)
 
 
 def drawn_seed(device: torch.device) -> Tensor:

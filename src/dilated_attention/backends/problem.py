@@ -83,13 +83,12 @@ _SWITCHES: dict[str, Callable[[], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """How one dense problem is scaled, masked and dropped, and what is wanted of it."""
+    """How one dense problem is scaled, masked and dropped."""
 
     scale: float
     is_causal: bool = False  # query row i sees key rows up to i
     padding: Tensor | None = None  # (b, Lk, hk) bool, True = ignore this key
     dropout: Dropout | None = None
-    wants_lse: bool = True  # else what is given for it may be anything
 
     def rows_without_keys(self, rows: int) -> Tensor | None:
         """(b, rows, hk or 1) bool, True where every visible key is ignored; None when no key ever is."""

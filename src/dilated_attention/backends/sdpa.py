@@ -185,7 +185,7 @@ def _joined(parts: list[Tensor], heads: int) -> Tensor:
 def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
     # kernels scale scores after they set the future to -inf, and -inf * 0 is NaN
     scale = max(masking.scale, 1e-30) if masking.is_causal else masking.scale
-    return Dense(q, k, v, _bias(masking, q), masking.is_causal, scale, masking.wants_lse)
+    return Dense(q, k, v, _bias(masking, q), masking.is_causal, scale)
 
 
 def _bias(masking: Masking, q: Tensor) -> Tensor | None:

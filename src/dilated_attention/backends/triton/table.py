@@ -7,6 +7,7 @@ rows of a program, which meets tiles of ``other`` rows.
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -103,9 +104,18 @@ _period = functools.lru_cache(maxsize=64)(tiling)
 
 
 def _moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """On the device for longer than this call: outside of the pool that a graph's memory comes from."""
+    """On the device for longer than this call.
+
+    By another thread: while torch.compile(mode="reduce-overhead") tries a graph, all that this one allocates lies in
+    the graph's memory, and must be gone with it.
+    """
     if device.type != "cuda":
         return numbers
+    with ThreadPoolExecutor(1) as another:
+        return another.submit(_move, numbers, device).result()
+
+
+def _move(numbers: Tensor, device: torch.device) -> Tensor:
     stream = _stream(device)
     with torch.cuda.stream(stream):
         found = numbers.to(device)
