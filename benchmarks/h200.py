@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from dilated_attention import DilatedPattern, dilated_attention, explain
 from dilated_attention.backends import aten
 from dilated_attention.bench import baselines, machine, probes, run
+from dilated_attention.bench.clocks import Clocks
 from dilated_attention.testing import make_qkv
 
 # (case, rule, causal): what was aimed for, forward and forward + backward
@@ -98,6 +99,7 @@ class Bench:
         self.scale, self.seconds, self.backend = options.scale, options.seconds, options.backend
         self.file = Path(options.out) / "h200.json"
         self.wrong = False
+        self.clocks = Clocks(self.device)
         self.results: dict[str, Any] = {
             "machine": machine.describe(self.device, options.commit),
             "dtype": str(self.dtype),
@@ -164,8 +166,10 @@ class Bench:
 
     def figures(self, call: run.Call, flops: int) -> dict[str, Any]:
         peak = probes.peak_bytes(call, self.device)
+        start = time.monotonic()
         timing = self.time(call)
-        return {**timing.as_dict(), "tflops": flops / timing.median / 1e9, "peak_bytes": peak}
+        figures = {**timing.as_dict(), "tflops": flops / timing.median / 1e9, "peak_bytes": peak}
+        return figures | self.clocks.since(start)
 
     def release(self) -> None:
         if self.device.type == "cuda":
@@ -330,13 +334,16 @@ class Bench:
         """What the device can do at most: a large matrix product and a large copy."""
         size, count = 16384 // self.scale, (4 << 30) // self.scale
         left, right = torch.randn(2, size, size, device=self.device).to(self.dtype)
+        start = time.monotonic()
         matmul = self.time(lambda: left @ right)
+        clocks = self.clocks.since(start)
         source = torch.ones(count, dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
         copy = self.time(lambda: target.copy_(source))
         found = {"matmul_tflops": 2 * size**3 / matmul.median / 1e9, "copy_tb_per_s": 2 * count / copy.median / 1e9}
-        self.add("ceilings", {**found, "matmul": matmul.as_dict(), "copy": copy.as_dict(), "size": size})
-        print(f"ceilings: matmul {found['matmul_tflops']:.0f} TFLOP/s, copy {found['copy_tb_per_s']:.2f} TB/s")
+        self.add("ceilings", {**found, "matmul": matmul.as_dict() | clocks, "copy": copy.as_dict(), "size": size})
+        said = f" at {clocks['sm_mhz']:.0f} MHz" if clocks else ""
+        print(f"ceilings: matmul {found['matmul_tflops']:.0f} TFLOP/s{said}, copy {found['copy_tb_per_s']:.2f} TB/s")
 
     def profile(self, case: Case) -> None:
         """Where one forward + backward spends its time, by kernel."""
@@ -441,10 +448,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths, to try the script")
     options = parser.parse_args(arguments)
     bench = Bench(options)
+    with bench.clocks:
+        measure_all(bench, options.cases)
+    if bench.scale == 1:
+        print_targets(bench.results["cases"])
+    print(f"\nwritten: {bench.file}" + ("; one of ours is wrong or did not fit" if bench.wrong else ""))
+    return int(bench.wrong)
+
+
+def measure_all(bench: Bench, cases: str) -> None:
     print(machine.one_line(bench.results["machine"]))
     print(f"{bench.results['machine']['command']} | {bench.results['machine']['date']}", flush=True)
     bench.ceilings()
-    chosen = [case for case in CASES if case.name in options.cases]
+    chosen = [case for case in CASES if case.name in cases]
     print(f"\n{HEADER}")
     only_cudnn = SDPBackend.CUDNN_ATTENTION if bench.device.type == "cuda" else KERNELS
     for case in chosen:
@@ -457,10 +473,6 @@ def main(arguments: list[str] | None = None) -> int:
     bench.extras(chosen)
     for case in chosen:
         bench.profile(case)
-    if bench.scale == 1:
-        print_targets(bench.results["cases"])
-    print(f"\nwritten: {bench.file}" + ("; one of ours is wrong or did not fit" if bench.wrong else ""))
-    return int(bench.wrong)
 
 
 if __name__ == "__main__":

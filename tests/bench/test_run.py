@@ -69,6 +69,19 @@ def test_bfloat16_is_held_against_plain_pytorch() -> None:
     assert 1e-4 < expected.limits["out"] < 0.1
 
 
+def test_out_without_gradients_is_checked_too() -> None:
+    """It is what is timed as forward, and may run other code."""
+    qkv = make_qkv(1, 40, 4, 8)
+
+    def wrong_in_inference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = dilated_attention(q, k, v, PATTERN)
+        return out if torch.is_grad_enabled() else out * 1.01
+
+    expected = Expected.of(oracle(PATTERN), qkv, torch.ones_like(qkv[0]))
+    assert expected.check(lambda *x: dilated_attention(*x, PATTERN)).verdict == "exact"
+    assert expected.check(wrong_in_inference).verdict == "wrong"
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
 def test_single_rows_are_those_of_the_oracle(rule: str, is_causal: bool) -> None:

@@ -87,8 +87,11 @@ class Expected:
         return Expected(results, _limits(results, plain, dout.dtype), tuple(inputs), dout)
 
     def check(self, attention: Attention, parameters: Mapping[str, Tensor] | None = None) -> Check:
-        """Out and the gradients of all inputs and parameters. ``attention`` takes the inputs only."""
-        return self.compare(results(attention, self.inputs, self.dout, parameters))
+        """Out and the gradients of all inputs and parameters, and out without gradients, which may be other code."""
+        found = results(attention, self.inputs, self.dout, parameters)
+        with torch.no_grad():
+            alone = attention(*self.inputs)
+        return self.compare(found).worse(self.compare(found | {"out": alone}))
 
     def compare(self, found: Mapping[str, Tensor]) -> Check:
         """What someone else computed from the same inputs, by the names that `results` gives."""
