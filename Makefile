@@ -8,7 +8,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-all lint format docs docs-serve clean help
+.PHONY: bench test test-all test-gpu lint format docs docs-serve clean help
 
 bench: $(STAMP) ## check and time every implementation, report in report/ (the default)
 	$(PY) -m dilated_attention bench $(ARGS)
@@ -18,6 +18,9 @@ test: $(STAMP) ## run the tests, less the slow ones
 
 test-all: $(STAMP) ## run all tests
 	$(PY) -m pytest $(ARGS)
+
+test-gpu: $(STAMP) ## run the tests that need a GPU, many processes at once
+	$(PY) tests/run_gpu.py $(ARGS)
 
 lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff check .

@@ -28,6 +28,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+class Chunk:
+    """With CHUNK=i/n, the i-th of n parts, counted from 0, of the tests that are left when all else has chosen."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        part, parts = (int(number) for number in os.environ.get("CHUNK", "0/1").split("/"))
+        assert 0 <= part < parts, f"CHUNK must be i/n with i from 0 to n - 1, got {part}/{parts}"
+        items[:] = items[len(items) * part // parts : len(items) * (part + 1) // parts]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Chunk())
+
+
 @pytest.fixture
 def always_nested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Branches share a table wherever they can: those that are short enough for a test would not gain by it."""

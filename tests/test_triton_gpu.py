@@ -1,11 +1,6 @@
 """Our kernels on a GPU, held against the float64 oracle by the rule of `dilated_attention.testing`.
 
-Nearly all the time goes into compiling, on one core: run several processes at once. ``SHARD=i/n`` (i from 0 to n - 1)
-leaves to this process every n-th set of flags, and of the other tests those whose turn it is. What needs tens of GiB
-has one turn, the last shard's.
-
-    for i in $(seq 0 11); do SHARD=$i/12 python -m pytest -q tests/test_triton_gpu.py & done; wait
-
+Nearly all the time goes into compiling, on one core: `run_gpu.py` runs several processes at once.
 With TRITON_INTERPRET=1 the device is the CPU: ``-k "fp32 or fp16"`` tries the logic of small cases there.
 """
 
@@ -41,17 +36,6 @@ pytest.importorskip("triton")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GIB = 2**30
-
-SHARD, SHARDS = (int(number) for number in os.environ.get("SHARD", "0/1").split("/"))
-assert 0 <= SHARD < SHARDS, f"SHARD must be i/n with i from 0 to n - 1, got {SHARD}/{SHARDS}"
-
-
-def turn(number: int) -> pytest.MarkDecorator:
-    """Only one shard runs it."""
-    return pytest.mark.skipif(number % SHARDS != SHARD, reason="another shard runs it")
-
-
-BIG = turn(-1)
 
 
 @contextlib.contextmanager
@@ -232,13 +216,12 @@ def make_case(draw: random.Random, flags: Flags, dtype: str, head_dim: int, seed
 
 def make_cases() -> list[Any]:
     """Every dtype with every set of flags and every head_dim."""
-    draw, sets, seeds = random.Random(0), itertools.count(), itertools.count()
+    draw, seeds = random.Random(0), itertools.count()
     found = []
     for (at, dtype), (index, flags) in itertools.product(enumerate(DTYPES), enumerate(FLAGS)):
-        mark = turn(next(sets))
         for _ in range(CASES_OF_A_SET):
             case = make_case(draw, flags, dtype, HEAD_DIMS[(index + 4 * at) % len(HEAD_DIMS)], next(seeds))
-            found.append(pytest.param(case, marks=mark, id=case.id))
+            found.append(pytest.param(case, id=case.id))
     assert len(found) >= 600
     return found
 
@@ -257,7 +240,7 @@ def test_against_the_oracle(case: Case) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", [pytest.param(x, marks=turn(x[0])) for x in ((1, 1), (3, 1), (16, 16), (40, 8))])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (16, 16), (40, 8)])
 @pytest.mark.parametrize("rule", ["longnet", "torchscale"])
 def test_numbers_of_heads(heads: tuple[int, int], rule: str) -> None:
     qkv = make_qkv(2, 129, heads[0], 64, kv_heads=heads[1], dtype=torch.float16)
@@ -312,7 +295,7 @@ def make_tiles() -> list[Tiles]:
     return found
 
 
-@pytest.mark.parametrize("tiles", [pytest.param(x, marks=turn(i), id=x.id) for i, x in enumerate(make_tiles())])
+@pytest.mark.parametrize("tiles", make_tiles(), ids=lambda tiles: tiles.id)
 def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tiles are compiled wrongly on some devices: none is picked that was not seen to be right."""
     if tiles.capability is not None and tiles.capability != configs.device_class(torch.device(DEVICE)):
@@ -336,7 +319,6 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
         hold(got, qkv, pattern, dout, dlse, **exact)
 
 
-@turn(0)
 def test_every_measured_tile_is_tested() -> None:
     for capability, found in configs.measured().items():
         tested = {config for tiles in make_tiles() if tiles.capability == capability for config in tiles.configs}
@@ -372,7 +354,7 @@ def hold_parts(
         hold(inside, own, pattern, dout[:, part].contiguous(), dlse[:, part].contiguous(), **options)
 
 
-@BIG
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_long_sequence(dtype: str, is_causal: bool) -> None:
@@ -390,7 +372,7 @@ MANY_PERIODS = {
 }
 
 
-@BIG
+@pytest.mark.large
 @pytest.mark.parametrize("name", MANY_PERIODS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_many_periods(name: str, is_causal: bool) -> None:
@@ -402,7 +384,7 @@ def test_many_periods(name: str, is_causal: bool) -> None:
     hold_parts(got, qkv, pattern, dout, dlse, 2048, is_causal=is_causal)
 
 
-@BIG
+@pytest.mark.large
 @pytest.mark.parametrize("rule", ["longnet", "head_groups"])
 def test_more_elements_than_32_bits_count(rule: str) -> None:
     tokens, heads, dim = 2**20 + 600, 16, 160
@@ -421,7 +403,7 @@ def fused_projection(tokens: int, heads: int, dim: int) -> tuple[Tensor, ...]:
     return normal(1, tokens, 3, heads, dim, dtype=torch.bfloat16).unbind(2)
 
 
-@BIG
+@pytest.mark.large
 def test_views_of_a_projection_with_more_elements_than_32_bits_count() -> None:
     tokens, heads, dim = 2**20 + 600, 8, 128
     assert tokens * 3 * heads * dim > 2**31
@@ -432,7 +414,7 @@ def test_views_of_a_projection_with_more_elements_than_32_bits_count() -> None:
     hold_parts(got, qkv, pattern, dout, dlse, 1024, is_causal=True)
 
 
-@BIG
+@pytest.mark.large
 def test_rows_of_a_tile_further_apart_than_32_bits_count() -> None:
     """Each of the two heads is plain attention among its 64 rows; all other rows have nothing to see."""
     tokens, rate, dim = 2**20, 2**14, 128
@@ -454,7 +436,7 @@ def test_rows_of_a_tile_further_apart_than_32_bits_count() -> None:
         assert not getattr(got, name)[~seen].any(), name
 
 
-@BIG
+@pytest.mark.large
 def test_workspace() -> None:
     """Beyond what a call returns it needs little more than the rows' statistics."""
     pattern = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -492,7 +474,6 @@ def hold_forward(qkv: tuple[Tensor, ...], pattern: DilatedPattern, is_causal: bo
     return got
 
 
-@turn(0)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("widths", [[256, 512], [700]], ids=["nested", "single"])
@@ -503,7 +484,6 @@ def test_scores_far_above_the_own_one(scores: str | float, is_causal: bool, widt
     hold_forward((q, k, v), DilatedPattern.longnet(widths, [1, 2][: len(widths)]), is_causal)
 
 
-@turn(0)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_one_row_with_scores_far_above_its_own(is_causal: bool) -> None:
     pattern = DilatedPattern.longnet([512, 1024], [1, 2])
@@ -516,7 +496,6 @@ def test_one_row_with_scores_far_above_its_own(is_causal: bool) -> None:
         assert torch.equal(x[:, 512:, 1], y[:, 512:, 1])  # the row's tile is in the first segment
 
 
-@turn(0)
 @pytest.mark.parametrize("size", [1e8, 1e20, 1e30])
 def test_large_values(size: float) -> None:
     """Sums of large values with weights far above 1 must not overflow where their mean does not."""
@@ -525,7 +504,6 @@ def test_large_values(size: float) -> None:
         hold_forward((q, -factor * q, v * size), DilatedPattern.longnet([300], [1]), False)
 
 
-@turn(0)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", ["query", "key"])
@@ -540,7 +518,6 @@ def test_bad_numbers_reach_only_the_rows_that_see_them(which: str, bad: float, i
     assert bad == bad or out[0, 300, 1].isnan().all()
 
 
-@turn(0)
 @pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_in_no_branch(rule: str, dtype: str) -> None:
@@ -581,7 +558,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=turn(index)) for index, name in enumerate(RACES)])
+@pytest.mark.parametrize("name", RACES)
 def test_no_race(name: str) -> None:
     """Every repeat gives the same bits, wherever its results lie and whatever was there."""
     pattern, tokens, (heads, kv_heads), head_dim, given = RACES[name]
@@ -614,7 +591,7 @@ CALLS: dict[str, Any] = {
     "masked": (DilatedPattern.torchscale([32, 64], [1, 3]), {"masked": True}),
     "dropout": (DilatedPattern.longnet([32, 64], [1, 2]), {"dropout_p": 0.2}),
 }
-each_call = pytest.mark.parametrize("name", [pytest.param(name, marks=turn(i)) for i, name in enumerate(CALLS)])
+each_call = pytest.mark.parametrize("name", CALLS)
 
 
 def make_call(name: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor], Tensor, Tensor]:
@@ -705,7 +682,6 @@ def test_captured_in_a_cuda_graph(name: str, backward: bool) -> None:
             assert torch.equal(bits(x), bits(y.detach())), which
 
 
-@turn(0)
 def test_a_cuda_graph_outlives_other_calls() -> None:
     """A graph reads the tables of its capture: calls of many other shapes must not drop them."""
     attention, leaves, _, _ = make_call("nested")
@@ -743,7 +719,6 @@ def test_no_host_synchronisation(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@turn(0)
 @pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
 def test_deterministic_algorithms_repeat_every_bit(rule: str) -> None:
     pattern = DilatedPattern.of(rule, [128, 1024], [1, 4])
@@ -766,7 +741,6 @@ def exact_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-@turn(0)
 @pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
@@ -809,7 +783,6 @@ def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_cau
     return "sdpa" if (not whole.nested if library is None else library) else "triton"
 
 
-@turn(0)
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 200])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -829,7 +802,6 @@ def test_auto_picks_what_was_measured_to_be_faster(head_dim: int, nested: bool, 
         assert explain(exact, exact, exact, pattern, is_causal=is_causal).backend == "sdpa"
 
 
-@turn(0)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tokens", [2000, 65536 + 9])
 def test_what_explain_says_is_what_runs(head_dim: int, tokens: int) -> None:
