@@ -430,5 +430,31 @@ def test_only_a_call_on_one_device_has_an_offset() -> None:
         attend(x, x, x, *given, Link(None), query_offset=0)
     with pytest.raises(ValueError, match="needs equal lengths"):
         attend(x[:, :3], x, x, *given, Link(None))
-    with pytest.raises(ValueError, match="needs equal lengths"):
-        explain(x[:, :3], x, x, PAPER)
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "backward", "why"),
+    [
+        ({}, "sdpa", "sdpa, kernel: flash on CPU", "it runs on CUDA, not on cpu"),
+        ({"query_offset": 2}, "sdpa", "sdpa, kernel: flash on CPU", "it runs on CUDA"),
+        ({"dropout_p": 0.5}, "eager", "eager, kernel: matmul", "its decoding has no dropout"),
+        ({"backend": "eager"}, "eager", "eager, kernel: matmul", "it runs on CUDA"),
+    ],
+)
+def test_explain_of_few_queries(options: dict[str, Any], backend: str, backward: str, why: str) -> None:
+    x = torch.randn(2, 9, 4, 8)
+    told = explain(x[:, :3], x, x, PAPER, **options)
+    assert told.backend == backend
+    assert told.backward.startswith(backward)
+    assert why in "; ".join(told.why_not["triton"])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dilated_attention(x[:, :3], x, x, PAPER, **options)
+    assert any("flash_attention_for_cpu" in event.key for event in profile.key_averages()) == (backend == "sdpa")
+
+
+def test_explain_refuses_what_the_call_refuses() -> None:
+    x = torch.zeros(2, 9, 4, 8)
+    with pytest.raises(ValueError, match="query_offset is 7: 3 queries among 9 keys begin at 0 to 6"):
+        explain(x[:, :3], x, x, PAPER, query_offset=7)
+    with pytest.raises(ValueError, match="backend 'triton' cannot run this call: it runs on CUDA"):
+        explain(x[:, :3], x, x, PAPER, backend="triton")

@@ -4,7 +4,7 @@ python                            runs, in order, in one namespace a page
 python title="on 2 ranks"         runs on so many gloo ranks, with the tensors, modules and patterns made above it
 python title="train.py"           a file in the folder where the page's commands run
 console                           ``$ dilated-attention ...`` and ``$ torchrun ...`` run, and print what stands below
-console title="checked, not run"  the programs, scripts, targets and options that it names are there
+console title="in a terminal"  the programs, scripts, targets and options that it names are there
 text                              what the block above printed; ``...`` stands for anything
 
 There is no other fence and no indented code, so no block goes unread. API pages hold no code.
@@ -43,7 +43,7 @@ from dilated_attention.ranks import pool
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?$')
-NOT_RUN = "checked, not run"
+NOT_RUN = "in a terminal"
 TITLES = {"python": r"on \d ranks|\w+\.py", "console": re.escape(NOT_RUN), "text": r"(?!)"}
 
 

@@ -17,8 +17,10 @@ PACKAGE = Path(dilated_attention.__file__).parent
 NAME = "dilated_attention"
 
 PUBLIC = [
+    "CommunicationError",
     "DilatedAttention",
     "DilatedPattern",
+    "Explanation",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",

@@ -1,7 +1,8 @@
 """Exact, fast dilated attention for long sequences: LongNet's operation and its family, on PyTorch."""
 
-from dilated_attention._explain import explain
+from dilated_attention._explain import Explanation, explain
 from dilated_attention.cost import plan_cost
+from dilated_attention.distributed.group import CommunicationError
 from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
 from dilated_attention.functional import dilated_attention
 from dilated_attention.nn import (
@@ -21,8 +22,10 @@ from dilated_attention.streaming import stream
 
 __version__ = "0.1.0"
 __all__ = [
+    "CommunicationError",
     "DilatedAttention",
     "DilatedPattern",
+    "Explanation",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dilated_attention import _decode_ops
 from dilated_attention._plan import plan
 from dilated_attention._settings import Settings
 from dilated_attention._shards import Heads, Shards
-from dilated_attention.backends import choose
+from dilated_attention.backends import choose, triton
+from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.functional import (
     check_backend,
     check_tensors,
@@ -48,18 +50,33 @@ def explain(
     scale: float | None = None,
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     enable_gqa: bool = False,
     backend: str = "auto",
+    group: Group | None = None,
 ) -> Explanation:
-    """Which backend and kernel `dilated_attention` with the same arguments runs, and why no other. Computes nothing."""
-    check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa)
+    """Which backend and kernel `dilated_attention` with the same arguments runs, and why no other. Computes nothing.
+
+    The forward and the backward pass may run different ones; the reasons are those of the forward pass. Over a
+    ``group`` it speaks of this rank, and asks no other.
+    """
+    ranks = 1 if group is None else process_group(group).size()
+    check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, decodes=group is None)
     query = query.to(computed_dtype(query))
     check_backend(backend)
     scale = 1.0 if scale is None else checked_scale(scale)
     settings = Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend)
-    request = settings.whole_request(query, key_padding_mask is not None)
-    choice = choose.choose(backend, request)
-    back = choose.choose(backend, settings.whole_request(query, key_padding_mask is not None, backward=True))
+    masked = key_padding_mask is not None
+    if group is not None:
+        _decode_ops.check_alone(query_offset)
+    elif query_offset is not None or query.shape[1] != key.shape[1]:
+        _decode_ops.check(query, key, value, key_padding_mask, query_offset, settings)
+        return _decoding(query, masked, isinstance(query_offset, Tensor), settings)
+    if ranks > 1:
+        request = request_back = settings.request(query, masked)
+    else:
+        request, request_back = (settings.whole_request(query, masked, backward) for backward in (False, True))
+    choice, back = choose.choose(backend, request), choose.choose(backend, request_back)
     samples, tokens, heads, _ = query.shape
     kv_heads = key.shape[2]
     shards = Shards.of((tokens,))
@@ -67,3 +84,22 @@ def explain(
     rows = {block.rows for block in blocks}
     kernel, back_kernel = (one.module.describe(one.kernels, rows) for one in (choice, back))
     return Explanation(choice.name, kernel, choose.why_not(choice, request), f"{back.name}, kernel: {back_kernel}")
+
+
+def _decoding(query: Tensor, masked: bool, on_device: bool, settings: Settings) -> Explanation:
+    """Of a call with few queries, which has a kernel of its own forward."""
+    request, rows, backend = settings.request(query, masked), {query.shape[1]}, settings.backend
+    backward = "none: its decoding has no backward pass"
+    if backend != "triton":
+        back = choose.choose(backend, request)
+        backward = f"{back.name}, kernel: {back.module.describe(back.kernels, rows)}"
+    if _decode_ops.runs_kernel(query, on_device, settings):
+        choice = choose.Choice("triton", triton, ("one launch for few queries",))
+        return Explanation("triton", choice.kernels[0], choose.why_not(choice, request), backward)
+    why_not = choose.why_not(back, request)
+    why_not["triton"] = _decode_ops.unsupported(query, settings) or (
+        [f"its decoding is for up to {_decode_ops.FEW_QUERIES} queries, unless positions are on the device"]
+        if backend == "auto"
+        else [f"backend {backend!r} was asked for"]
+    )
+    return Explanation(back.name, back.module.describe(back.kernels, rows), why_not, backward)

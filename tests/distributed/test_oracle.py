@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import DilatedPattern, _parallel, dilated_attention, functional, testing
+from dilated_attention import DilatedPattern, _parallel, dilated_attention, explain, functional, testing
 from dilated_attention._shards import Shards
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
@@ -784,3 +784,19 @@ def test_after_the_first_calls_nothing_is_agreed_on(exchange: str, dropout_p: fl
         assert "verify='always'" in error
     for call in range(6):
         testing.assert_exact(testing.joined([results[call] for _, results, _ in found]), case.expected())
+
+
+def explained(options: dict[str, Any]) -> list[Any]:
+    group = dist.group.WORLD
+    x = testing.make_qkv(1, 32, 4, 8)[0]
+    told = explain(x, x, x, DilatedPattern.longnet([8, 64], [1, 2]), group=group, **options)
+    return [told.backend, told.kernel, told.backward, told.why_not["triton"]]
+
+
+@pytest.mark.parametrize("P", [1, 2])
+def test_explain_over_ranks(P: int) -> None:
+    for backend, kernel, backward, why in pool(P).run(explained, {}):
+        assert (backend, kernel, backward) == ("sdpa", "flash on CPU", "sdpa, kernel: flash on CPU")
+        assert ("it takes whole calls on one device, not the blocks that ranks exchange" in why) == (P > 1)
+    with pytest.raises(RanksFailed, match="query_offset is for one device"):
+        pool(P).run(explained, {"query_offset": 0})

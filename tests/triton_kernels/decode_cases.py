@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _settings, dilated_attention, reference, testing
+from dilated_attention import DilatedPattern, _settings, dilated_attention, explain, reference, testing
 from dilated_attention._decode_ops import _branches
 from dilated_attention.backends.triton import decode
 from dilated_attention.backends.triton.decode import Config
@@ -24,6 +24,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 
 CONFIG = Config(rows=16, keys=16, splits=3)
 PATTERN = DilatedPattern.longnet([8, 16, 32], [1, 2, 4])
+BACKWARD = "sdpa, kernel: flash on CPU"
 
 
 def run(
@@ -240,3 +241,16 @@ def test_a_pattern_far_longer_than_the_keys() -> None:
     pattern = DilatedPattern.longnet([5, 2**48], [1, 2**48])
     check(make(3, 23), pattern, 17)
     check(make(3, 23), DilatedPattern.torchscale([5, 2**48], [1, 2**40]), 17, is_causal=False)
+
+
+def test_explain_says_so() -> None:
+    x = testing.make_qkv(2, 100, 4, 16)[0]
+    for options in ({}, {"backend": "triton"}, {"query_offset": torch.tensor([3, 90])}):
+        told = explain(x[:, :2], x, x, PATTERN, **options)
+        assert (told.backend, told.kernel) == ("triton", "one launch for few queries")
+        assert told.backward == ("none: its decoding has no backward pass" if "backend" in options else BACKWARD)
+    told = explain(x[:, :65], x, x, PATTERN)
+    assert told.backend == "sdpa"
+    assert "up to 64 queries" in told.why_not["triton"][0]
+    told = explain(x[:, :65], x, x, PATTERN, backend="sdpa")
+    assert told.why_not["triton"] == ["backend 'sdpa' was asked for"]

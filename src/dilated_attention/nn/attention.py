@@ -84,9 +84,8 @@ class ImprovedDilatedAttention(DilatedAttention):
     Args:
         segment_lengths, dilation_rates: one of each per branch.
         dropout: the share of (query, key) pairs dropped in training mode.
-        use_tf32: allows TF32 inside float32 kernels of this library. There are none yet: float32 runs on PyTorch's
-            kernels, which follow PyTorch's own settings, and ``torch.backends`` is never written. So today the value
-            is kept and changes nothing.
+        use_tf32: kept, and changes nothing: float32 kernels, this library's too, follow torch's own setting
+            (``torch.backends.cuda.matmul.fp32_precision``), which is never written.
         rule: "head_groups", "longnet" or "torchscale", see :class:`DilatedPattern`.
         backend: "auto" takes the fastest one that can run the call; see :func:`dilated_attention`.
     """

@@ -246,8 +246,9 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """Equals :class:`MultiheadDilatedAttention` on the whole sequence, computed on this rank's shard of it.
 
-    The state dict is the same. Its parameters are to be the same on every rank, and their gradients, as on one device,
-    the sum over ranks: see :func:`sequence_mean`. Arguments as there and in :class:`RingDilatedAttention`.
+    The state dict is the same. Its parameters are to be the same on every rank. With the loss of :func:`sequence_mean`
+    their gradients are those of one device once they are averaged over the ranks, as DDP does (or summed, with
+    ``gradients="sum"``). Arguments as there and in :class:`RingDilatedAttention`.
     """
 
     def __init__(
