@@ -54,5 +54,6 @@ def always_nested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _forget_launches() -> None:
     _fused._ready.clear()
+    _fused._held.clear()
     _courses.launches.cache_clear()
     _courses.is_nested.cache_clear()

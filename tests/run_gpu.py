@@ -116,7 +116,9 @@ def run_all(jobs: list[Job], processes: int, end: float, folder: Path) -> int:
     print(", ".join(f"{number} {word}" for word, number in counts.items()))
     for name in bad:
         print(f"not right: {name}, see {folder / name}.log")
-    return int(bool(bad))
+    if not counts["passed"]:
+        print("nothing passed: is there a GPU?")
+    return int(bool(bad) or not counts["passed"])
 
 
 if __name__ == "__main__":

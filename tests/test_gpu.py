@@ -432,6 +432,7 @@ def one_row(q: Tensor, k: Tensor, v: Tensor, keys: list[int], head: int, query: 
     return scores.softmax(0) @ v[0, keys, head].double(), scores.logsumexp(0)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kernel", ALL)
 def test_more_elements_than_32_bits_count(kernel: str) -> None:
     tokens, heads, dim, width = 2**20, 17, 128, 1024
@@ -468,6 +469,7 @@ def test_more_elements_than_32_bits_count(kernel: str) -> None:
         assert not any(piece.any().item() for piece in x[:, :-width].split(2**17, dim=1))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kernel", ALL)
 def test_one_segment_wider_than_a_call_counts(kernel: str) -> None:
     """More than 2 GiB from its first row to its last, so each head is copied out; the heads are plain attention."""

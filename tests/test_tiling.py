@@ -433,21 +433,46 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(monkeypatch: pyt
     made = []
     for at_once in (1 << 22, 1):
         monkeypatch.setattr(tables, "AT_ONCE", at_once)
-        made.append(table(courses, 1, 53, 1, 4, 3, "earlier", 64, torch.device("cpu")))
+        made.append(vars(tables._make(courses, 1, 53, 1, 4, 3, "earlier", 64, torch.device("cpu"))))
     assert calls == [(0, 1)] * 2 + [(0,), (1,)] * 2  # of the period and of the tail
-    assert all(torch.equal(x, y) for x, y in zip(made[0][:3], made[1][:3], strict=True))
-    assert made[0][3:] == made[1][3:]
+    for name, x in made[0].items():
+        assert torch.equal(x, made[1][name]) if isinstance(x, torch.Tensor) else x == made[1][name]
 
 
 def test_tables_are_made_on_the_cpu_whatever_the_default_device() -> None:
     (courses,) = launches(DilatedPattern.head_groups([24, 48], [1, 4]), Heads(0, 5, 5), True, False)
     arguments = (courses, 2, 53, 1, 4, 3)
     for sees in SEES:
-        expected = table(*arguments, sees, 64, torch.device("cpu"))
+        expected = tables._make(*arguments, sees, 64, torch.device("cpu"))
         tables._period.cache_clear()
         with torch.device("meta"):
-            found = table(*arguments, sees, 64, torch.device("cpu"))
-        assert all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3], strict=True))
+            found = tables._make(*arguments, sees, 64, torch.device("cpu"))
+        for name in ("sections", "tiles", "runs"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_table_that_cannot_be_made_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    def refused(*_: Any) -> None:
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(tables, "_move", refused)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    told = "make the same call before, outside of the graph" if capturing else "^operation not permitted"
+    with pytest.raises(RuntimeError, match=told):
+        tables._moved(torch.zeros(3), torch.device("cuda"))
+
+
+def test_launches_that_need_the_same_table_share_it() -> None:
+    (courses,) = launches(DilatedPattern.head_groups([24, 48], [1, 4]), Heads(0, 5, 5), True, False)
+    arguments = (courses, 2, 53, 1, 4, 3, "all", 64, torch.device("cpu"))
+    found = table(*arguments)
+    assert table(*arguments) is found
+    assert arguments in tables._made
+    del found
+    assert arguments not in tables._made  # nobody needs it any more
 
 
 def test_a_table_joins_its_parts() -> None:

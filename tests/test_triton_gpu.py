@@ -23,7 +23,7 @@ from dilated_attention import DilatedPattern, _fused, dilated_attention, explain
 from dilated_attention._courses import is_nested
 from dilated_attention._settings import Settings
 from dilated_attention.backends.problem import Whole
-from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton import configs, launch, table
 from dilated_attention.backends.triton.configs import Config
 from dilated_attention.bench import probes
 from dilated_attention.functional import drawn_seed
@@ -599,8 +599,23 @@ def make_call(name: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Ten
     pattern, given = CALLS[name]
     options = dict(given)
     mask = make_mask("random", 2, 75) if options.pop("masked", False) else None
-    leaves = [x.requires_grad_() for x in make_qkv(2, 75, 4, 64, kv_heads=2, dtype=torch.bfloat16)]
-    return attend(pattern, key_padding_mask=mask, **options), leaves, *gradients(leaves[0])
+    leaves = list(make_qkv(2, 75, 4, 64, kv_heads=2, dtype=torch.bfloat16))
+    dout, dlse = gradients(leaves[0])
+    if name == "dropout":  # see same_pairs_kept
+        leaves[2].fill_(1.0)
+        dlse.zero_()
+        dout.zero_()[:, ROW] = 1.0
+    return attend(pattern, key_padding_mask=mask, **options), [x.requires_grad_() for x in leaves], dout, dlse
+
+
+ROW = 40
+
+
+def same_pairs_kept(out: Tensor, dv: Tensor) -> None:
+    """With values of 1, and a gradient for one row alone, dv is that row's weights: they add up to its out."""
+    samples, _, kv_heads, dim = dv.shape
+    kept = out[:, ROW].float().view(samples, kv_heads, -1, dim).sum(2)
+    torch.testing.assert_close(dv.float().sum(1), kept, rtol=0.015, atol=0.0)
 
 
 @each_call
@@ -614,6 +629,8 @@ def test_compiled(name: str) -> None:
         results.append((out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse))))
     if name == "dropout":  # compiled code draws other numbers
         assert torch.equal(results[0][1], results[1][1])
+        for found in results:
+            same_pairs_kept(found[0], found[-1])
         return
     for which, (x, y) in enumerate(zip(*results, strict=True)):
         assert torch.equal(bits(x), bits(y)), which
@@ -625,16 +642,20 @@ def test_compiled_into_graphs(name: str) -> None:
     attention, leaves, dout, dlse = make_call(name)
     torch._dynamo.reset()
     _fused._forget(leaves[0].device)
+    before = len(launch._captured)
     compiled = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         out, lse = compiled(*leaves)
         grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
         results = [x.detach().clone() for x in (out, lse, *grads)]
+    assert len(launch._captured) > before, "no graph was made"
     out, lse = attention(*leaves)
     expected = (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
     for which, (x, y) in enumerate(zip(results, expected, strict=True)):
         assert torch.equal(bits(x), bits(y)) or (name == "dropout" and which != 1), which
+    if name == "dropout":
+        same_pairs_kept(results[0], results[-1])
 
 
 def captured(work: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
@@ -650,9 +671,11 @@ def captured(work: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGra
     return graph, results
 
 
-def copy_new_inputs(leaves: list[Tensor], seed: int) -> None:
+def copy_new_queries_and_keys(leaves: list[Tensor], seed: int) -> None:
     with torch.no_grad():
-        for x, new in zip(leaves, make_qkv(2, 75, 4, 64, kv_heads=2, dtype=torch.bfloat16, seed=seed), strict=True):
+        for x, new in zip(
+            leaves[:2], make_qkv(2, 75, 4, 64, kv_heads=2, dtype=torch.bfloat16, seed=seed), strict=False
+        ):
             x.copy_(new)
 
 
@@ -670,13 +693,15 @@ def test_captured_in_a_cuda_graph(name: str, backward: bool) -> None:
 
     graph, results = captured(work)
     for seed in (8, 9):
-        copy_new_inputs(leaves, seed)
+        copy_new_queries_and_keys(leaves, seed)
         graph.replay()
         got = [x.detach().clone() for x in results]
         if name == "dropout":
             graph.replay()
             assert not torch.equal(results[0], got[0]), "every replay drops the same pairs"
             assert torch.equal(results[1], got[1])
+            if backward:
+                same_pairs_kept(results[0], results[-1])
             continue
         for which, (x, y) in enumerate(zip(got, work(), strict=True)):
             assert torch.equal(bits(x), bits(y.detach())), which
@@ -686,14 +711,17 @@ def test_a_cuda_graph_outlives_other_calls() -> None:
     """A graph reads the tables of its capture: calls of many other shapes must not drop them."""
     attention, leaves, _, _ = make_call("nested")
     with torch.no_grad():
-        expected = attention(*leaves)  # on this stream, so that what is allocated below can take the place of its table
+        expected = attention(*leaves)
         graph, results = captured(lambda: attention(*leaves))
         for tokens in range(1, 20):
             x = leaves[0][:1, :1, :2].expand(1, tokens, 2, 64)
             attend(DilatedPattern.longnet([tokens], [1]))(x, x, x)
-        _fused._forget(leaves[0].device)  # as where tables of other calls take too much room
+        for _ in range(2):  # as where tables of other calls take too much room: dropped, and then free
+            _fused._forget(leaves[0].device)
         gc.collect()
-        held = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in [64] * 2000 + [1000] * 1000]
+        with torch.cuda.stream(table._stream(leaves[0].device)):  # where the memory of tables is taken from
+            held = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in [64] * 2000 + [1000] * 1000]
+        torch.cuda.synchronize()
         for x in results:
             x.fill_(torch.nan)
         graph.replay()

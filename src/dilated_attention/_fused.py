@@ -8,6 +8,8 @@ Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), 
 from __future__ import annotations
 
 import math
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +62,7 @@ class Fused(NamedTuple):
         from dilated_attention.backends.triton.launch import Layout
 
         q, k, v, out, dout = _readable(q), _readable(k), _readable(v), _readable(out), _readable(dout)
+        dlse = None if dlse is None else dlse.resolve_neg()
         rows = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
         ready = _kept(_backward, self.kind(q), *[Layout.of(x) for x in rows])
         dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
@@ -124,10 +127,13 @@ class Ready(NamedTuple):
     blank: bool  # whether what they write must be blank before
 
     def nbytes(self) -> int:
-        return sum(x.nbytes for launch in self.launches for x in launch.table)
+        return sum(launch.nbytes for launch in self.launches)
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
+_held: Counter[torch.device] = Counter()  # bytes
+_dropped: dict[torch.device, list[Ready]] = {}  # since the device was last waited for: another thread may use them yet
+_making = threading.Lock()
 
 
 def _kept(make: Callable[..., Ready], kind: Kind, *layouts: Layout) -> Ready:
@@ -135,25 +141,31 @@ def _kept(make: Callable[..., Ready], kind: Kind, *layouts: Layout) -> Ready:
     key = (make, kind, layouts)
     found = _ready.get(key)
     if found is None:
-        found = make(kind, *layouts)
-        held = sum(ready.nbytes() for (_, other, _), ready in list(_ready.items()) if other.device == kind.device)
-        if held + found.nbytes() > MOST_BYTES:
-            _forget(kind.device, held + found.nbytes() - MOST_BYTES // 2)
-        _ready[key] = found
+        with _making:  # two threads that made the same would each launch their own, and one of them would be dropped
+            found = _ready.get(key)
+            if found is None:
+                found = make(kind, *layouts)
+                _held[kind.device] += found.nbytes()
+                if _held[kind.device] > MOST_BYTES:
+                    _forget(kind.device, _held[kind.device] - MOST_BYTES // 2)
+                _ready[key] = found
     return found
 
 
 def _forget(device: torch.device, nbytes: float = math.inf) -> None:
-    """Drop the oldest that is kept for a device, after waiting for it: kernels may still read their tables."""
+    """Drop the oldest that is kept for a device; what it took is free the next time, when the device was waited for."""
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return
         torch.cuda.synchronize(device)
+    _dropped[device] = []
     for key in [key for key in list(_ready) if key[1].device == device]:
         if nbytes <= 0:
             break
-        dropped = _ready.pop(key, None)
-        nbytes -= dropped.nbytes() if dropped else 0
+        ready = _ready.pop(key)
+        _dropped[device].append(ready)
+        _held[device] -= ready.nbytes()
+        nbytes -= ready.nbytes()
 
 
 def _forward(kind: Kind, q: Layout, k: Layout, v: Layout) -> Ready:
@@ -199,5 +211,5 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x with a unit last stride, which the kernels take for granted."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x with a unit last stride and no sign to be turned, which the kernels take for granted."""
+    return x if x.stride(-1) == 1 and not x.is_neg() else x.contiguous().resolve_neg()

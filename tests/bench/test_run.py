@@ -62,6 +62,12 @@ def test_the_worse_of_two_checks_keeps_its_own_limit() -> None:
     assert one.verdict == "wrong gradients"
 
 
+def test_where_no_error_is_allowed_the_larger_one_is_the_worse() -> None:
+    exact, off = (Check({"d q": error}, {"d q": 0.0}) for error in (0.0, 1e-9))
+    assert exact.worse(off) == off.worse(exact) == off
+    assert exact.worse(exact).verdict == "exact"
+
+
 def test_bfloat16_is_held_against_plain_pytorch() -> None:
     qkv = make_qkv(1, 50, 2, 8, dtype=torch.bfloat16)
     expected = Expected.of(oracle(PATTERN), qkv, torch.randn(qkv[0].shape).bfloat16())

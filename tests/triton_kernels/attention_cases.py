@@ -11,7 +11,11 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import threading
+import time
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +23,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, _fused, dilated_attention, functional, testing
-from dilated_attention.backends.triton import launch
+from dilated_attention._shards import Heads
+from dilated_attention.backends.triton import launch, table
 from dilated_attention.backends.triton.configs import Config
 from dilated_attention.backends.triton.tiling import tiling
 from dilated_attention.pattern import RULES
@@ -493,3 +498,67 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
         call(tokens - 1)  # the oldest go, not the last ones
         assert not made
     assert torch.equal(call(20), first)
+
+
+def test_another_scale_makes_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make_table = [], table._make
+    monkeypatch.setattr(table, "_make", lambda *x: made.append(1) or make_table(*x))
+    qkv = [x.requires_grad_() for x in make(70)]
+    counts = []
+    for scale in (0.1, 0.2, 0.3):
+        pattern = DilatedPattern.longnet([16, 32], [1, 2])
+        out = dilated_attention(*qkv, pattern, is_causal=True, scale=scale, backend="triton")
+        out.sum().backward()
+        counts.append(len(made))
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+def test_threads_prepare_a_launch_once() -> None:
+    """Two of the same would each be launched, and one dropped while a kernel reads its table."""
+    made: list[_fused.Ready] = []
+    together = threading.Barrier(4)
+    like = _fused.Kind(
+        DilatedPattern.longnet([16], [1]), Heads(0, 1, 1), False, 1.0, 0.0, make(1)[0].device, *[False] * 3
+    )
+
+    def slowly(*_: Any) -> _fused.Ready:
+        time.sleep(0.1)
+        made.append(_fused.Ready((), torch.float32, False))
+        return made[-1]
+
+    def prepare(_: int) -> _fused.Ready:
+        together.wait()
+        return _fused._kept(slowly, like)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(prepare, range(4)))
+    assert len(made) == 1
+    assert all(one is made[0] for one in found)
+
+
+def test_what_is_dropped_is_free_only_when_the_device_was_waited_for() -> None:
+    device = make(1)[0].device
+    dilated_attention(*make(40), DilatedPattern.longnet([16], [1]), backend="triton")
+    alive = [weakref.ref(ready.launches[0]) for ready in _fused._ready.values()]
+    _fused._forget(device)
+    assert not _fused._ready
+    assert _fused._held[device] == 0
+    assert all(one() is not None for one in alive)
+    _fused._forget(device)
+    assert all(one() is None for one in alive)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_sign_that_is_still_to_be_turned(which: int) -> None:
+    """Kernels read the numbers that lie in memory."""
+    tensors = [*make(40), make(40)[1]]
+    turned = list(tensors)
+    turned[which] = torch._neg_view(-tensors[which])
+    assert turned[which].is_neg()
+    results = []
+    for *qkv, dout in (tensors, turned):
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = dilated_attention(*leaves, DilatedPattern.longnet([16], [1]), backend="triton")
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

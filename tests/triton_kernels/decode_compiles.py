@@ -21,7 +21,7 @@ assert os.environ.get("TRITON_INTERPRET") != "1"
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 ODD = DilatedPattern.torchscale([1000, 5792, 2**48], [3, 12, 2**40])
-SHARED = {80: 166_912, 90: 232_448}  # bytes of shared memory that a program can have
+SHARED = {75: 65_536, 80: 166_912, 86: 101_376, 90: 232_448}  # bytes of shared memory that a program can have
 
 
 class Driver:
@@ -88,12 +88,20 @@ CASES: dict[str, dict[str, Any]] = {
     "one_head": {"dtype": torch.bfloat16, "pattern": PAPER, "queries": 1, "dim": 128, "kv_heads": 1, "group": 8},
     "zeros": {"dtype": torch.bfloat16, "pattern": ODD, "queries": 3, "dim": 64, "is_causal": False, "masked": True},
     "widest": {"dtype": torch.float32, "pattern": PAPER, "queries": 64, "dim": 256, "tokens": 4096},
+    "wide": {"dtype": torch.float16, "pattern": PAPER, "queries": 64, "dim": 129, "tokens": 4096},
     "one_launch": {"dtype": torch.bfloat16, "pattern": ODD, "queries": 1, "dim": 16, "samples": 300, "tokens": 512},
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        (name, capability)
+        for name, case in CASES.items()
+        for capability in SHARED
+        if capability >= 80 or case["dtype"] is not torch.bfloat16
+    ],
+)
 def test_compiles(kernels: list[Compiled], name: str, capability: int) -> None:
     driver.set_active(Driver(capability))
     launch(**CASES[name])

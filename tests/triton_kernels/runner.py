@@ -15,7 +15,7 @@ def run(cases: str, *, only: str = "", **environment: str) -> int:
     """How many of these cases passed; fails unless all did. ``only``: those with such marks."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/triton_kernels/{cases}"]
     command += ["-m", only] if only else []
-    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    without = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CHUNK")}
     done = subprocess.run(
         command, cwd=ROOT, env={**without, **environment}, capture_output=True, text=True, timeout=2400
     )  # fmt: skip

@@ -6,6 +6,7 @@ Legend: inputs are what the implementation takes, (B, N, H, D) each for attentio
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +40,11 @@ class Check:
     def right(self, *names: str) -> bool:
         return all(self.errors[name] <= self.limits[name] for name in names or self.errors)
 
+    def share(self, name: str) -> float:
+        """Of the error allowed; of none at all, any is infinite."""
+        error, limit = self.errors[name], self.limits[name]
+        return error / limit if limit else math.inf if error else 0.0
+
     @property
     def gradients(self) -> list[str]:
         return [name for name in self.errors if name != "out"]
@@ -55,9 +61,7 @@ class Check:
 
     def worse(self, other: Check) -> Check:
         """Of two checks the larger errors, each with the limit it was held against."""
-        taken = {
-            name: max((self, other), key=lambda check: check.errors[name] / check.limits[name]) for name in self.errors
-        }
+        taken = {name: max((self, other), key=lambda check: check.share(name)) for name in self.errors}
         return Check(
             {name: check.errors[name] for name, check in taken.items()},
             {name: check.limits[name] for name, check in taken.items()},

@@ -64,6 +64,7 @@ def forward(
     """(out, lse). ``offset``: the position of the first query, or (B,) positions. k and v may have another dtype."""
     samples, queries, heads, dim = q.shape
     tokens, kv_heads = k.shape[1], k.shape[2]
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -100,7 +101,8 @@ def configure(q: Tensor, k: Tensor, options: Options) -> Config:
     (samples, queries, heads, dim), (_, tokens, kv_heads, _) = q.shape, k.shape
     block_dim = max(16, triton.next_power_of_2(dim))
     wanted_rows = heads // kv_heads * queries
-    rows = max(16, min(64, triton.next_power_of_2(wanted_rows)))
+    most = 64 if block_dim <= 128 else 32  # more would not fit into the shared memory of every GPU
+    rows = max(16, min(most, triton.next_power_of_2(wanted_rows)))
     keys = max(16, min(128, (1 << 14) // (block_dim * q.itemsize)))
     programs = triton.cdiv(wanted_rows, rows) * kv_heads * samples
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(q.device), programs)

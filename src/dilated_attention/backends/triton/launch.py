@@ -159,7 +159,9 @@ class Launch:
         config: Config,
     ) -> None:
         self.kernel, self.device, self.numbers = kernel, device, numbers
-        self.programs, self.table = found.programs, found[:3]
+        self.found = found  # for as long as this is kept, so that others like it share it
+        self.programs, self.table = found.programs, (found.sections, found.tiles, found.runs)
+        self.nbytes = sum(x.nbytes for x in self.table)
         self.given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
         if config.registers:
             self.given["maxnreg"] = config.registers

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ NEVER = 2**31 - 1  # the first program of nothing
 AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Table:
     """A launch's table on a device, and its number of programs."""
 
     sections: Tensor
@@ -44,7 +47,31 @@ def table(
     widest_stride: int,
     device: torch.device,
 ) -> Table:
-    """``group`` programs for each tile of a key/value head: its query heads, or 1."""
+    """``group`` programs for each tile of a key/value head: its query heads, or 1.
+
+    Launches that differ in other things, such as the scale, share one.
+    """
+    key = (courses, samples, tokens, group, own, other, sees, widest_stride, device)
+    found = _made.get(key)
+    if found is None:
+        found = _made[key] = _make(*key)
+    return found
+
+
+_made: WeakValueDictionary[tuple[Any, ...], Table] = WeakValueDictionary()
+
+
+def _make(
+    courses: Courses,
+    samples: int,
+    tokens: int,
+    group: int,
+    own: int,
+    other: int,
+    sees: str,
+    widest_stride: int,
+    device: torch.device,
+) -> Table:
     sections: list[int] = []
     variants: list[int] = []
     tiles: list[Tensor] = []
@@ -112,7 +139,15 @@ def _moved(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return numbers
     with ThreadPoolExecutor(1) as another:
-        return another.submit(_move, numbers, device).result()
+        try:
+            return another.submit(_move, numbers, device).result()
+        except RuntimeError as error:
+            if not torch.cuda.is_current_stream_capturing():
+                raise
+            raise RuntimeError(
+                "dilated_attention has work to prepare, once for tensors of such shapes and strides, and cannot while "
+                "a CUDA graph is captured: make the same call before, outside of the graph"
+            ) from error
 
 
 def _move(numbers: Tensor, device: torch.device) -> Tensor:
