@@ -5,9 +5,11 @@ Legend: own, other: the sizes of the tiles of a program's own rows and of the ro
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -28,6 +30,8 @@ from dilated_attention.pattern import RULES
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 SEES = ("all", "earlier", "later")
 SIZES = ((3, 5), (16, 2), (1, 8), (64, 32))
+
+unshared = inspect.unwrap(table)  # made anew at every call
 
 Numbers = tuple[int, ...]
 Met = dict[int, Counter[int]]  # for each row how often it meets others
@@ -433,7 +437,7 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(monkeypatch: pyt
     made = []
     for at_once in (1 << 22, 1):
         monkeypatch.setattr(tables, "AT_ONCE", at_once)
-        made.append(vars(tables._make(courses, 1, 53, 1, 4, 3, "earlier", 64, torch.device("cpu"))))
+        made.append(vars(unshared(courses, 1, 53, 1, 4, 3, "earlier", 64, torch.device("cpu"))))
     assert calls == [(0, 1)] * 2 + [(0,), (1,)] * 2  # of the period and of the tail
     for name, x in made[0].items():
         assert torch.equal(x, made[1][name]) if isinstance(x, torch.Tensor) else x == made[1][name]
@@ -443,10 +447,10 @@ def test_tables_are_made_on_the_cpu_whatever_the_default_device() -> None:
     (courses,) = launches(DilatedPattern.head_groups([24, 48], [1, 4]), Heads(0, 5, 5), True, False)
     arguments = (courses, 2, 53, 1, 4, 3)
     for sees in SEES:
-        expected = tables._make(*arguments, sees, 64, torch.device("cpu"))
+        expected = unshared(*arguments, sees, 64, torch.device("cpu"))
         tables._period.cache_clear()
         with torch.device("meta"):
-            found = tables._make(*arguments, sees, 64, torch.device("cpu"))
+            found = unshared(*arguments, sees, 64, torch.device("cpu"))
         for name in ("sections", "tiles", "runs"):
             assert torch.equal(getattr(found, name), getattr(expected, name))
 
@@ -470,9 +474,9 @@ def test_launches_that_need_the_same_table_share_it() -> None:
     arguments = (courses, 2, 53, 1, 4, 3, "all", 64, torch.device("cpu"))
     found = table(*arguments)
     assert table(*arguments) is found
-    assert arguments in tables._made
+    gone = weakref.ref(found)
     del found
-    assert arguments not in tables._made  # nobody needs it any more
+    assert gone() is None  # nobody needs it any more
 
 
 def test_a_table_joins_its_parts() -> None:

@@ -501,8 +501,8 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
 
 
 def test_another_scale_makes_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, make_table = [], table._make
-    monkeypatch.setattr(table, "_make", lambda *x: made.append(1) or make_table(*x))
+    made, move = [], table._moved
+    monkeypatch.setattr(table, "_moved", lambda *x: made.append(1) or move(*x))
     qkv = [x.requires_grad_() for x in make(70)]
     counts = []
     for scale in (0.1, 0.2, 0.3):

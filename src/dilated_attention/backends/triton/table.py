@@ -7,9 +7,10 @@ rows of a program, which meets tiles of ``other`` rows.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from dilated_attention.backends.triton.tiling import CPU, Course, Courses, rows_of, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
+P = ParamSpec("P")
 AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
 
 
@@ -36,6 +38,22 @@ class Table:
     ragged: bool  # whether any tile is not full
 
 
+def _shared(make: Callable[P, Table]) -> Callable[P, Table]:
+    """What was made before and is still in use, and else a new one."""
+    used: WeakValueDictionary[tuple[Any, ...], Table] = WeakValueDictionary()
+
+    @functools.wraps(make)
+    def found_or_made(*args: P.args, **kwargs: P.kwargs) -> Table:
+        key = (args, tuple(kwargs.items()))
+        found = used.get(key)
+        if found is None:
+            found = used[key] = make(*args, **kwargs)
+        return found
+
+    return found_or_made
+
+
+@_shared
 def table(
     courses: Courses,
     samples: int,
@@ -51,27 +69,6 @@ def table(
 
     Launches that differ in other things, such as the scale, share one.
     """
-    key = (courses, samples, tokens, group, own, other, sees, widest_stride, device)
-    found = _made.get(key)
-    if found is None:
-        found = _made[key] = _make(*key)
-    return found
-
-
-_made: WeakValueDictionary[tuple[Any, ...], Table] = WeakValueDictionary()
-
-
-def _make(
-    courses: Courses,
-    samples: int,
-    tokens: int,
-    group: int,
-    own: int,
-    other: int,
-    sees: str,
-    widest_stride: int,
-    device: torch.device,
-) -> Table:
     sections: list[int] = []
     variants: list[int] = []
     tiles: list[Tensor] = []
