@@ -64,6 +64,15 @@ def test_who_runs_out_of_memory_loses_and_equals_are_ours(tune: ModuleType) -> N
     assert tune.library_from({8192: {"sdpa": 1.0}}) == 8192
 
 
+def test_those_near_the_best_are_timed_again_alone(tune: ModuleType) -> None:
+    together, alone = {"a": 1.0, "b": 1.02, "c": 1.5}, {"a": 1.2, "b": 1.1}
+    best, ms = tune.race(dict.fromkeys("abc", id), lambda calls: dict(together) if len(calls) > 1 else alone)
+    assert best == "b"
+    assert ms == {"a": 1.2, "b": 1.1, "c": 1.5}
+    best, ms = tune.race(dict.fromkeys("ac", id), lambda calls: {"a": 1.0, "c": 1.5})
+    assert (best, ms) == ("a", {"a": 1.0, "c": 1.5})
+
+
 def test_pieces_join(tune: ModuleType) -> None:
     first = piece("monday", {"dq 64": [1, 1, 1, 1], "dq 128": [2, 2, 2, 2]}, {"forward 64": None})
     second = piece("tuesday", {"dq 64": [3, 3, 3, 3]}, {"forward 64": 8192})
