@@ -252,7 +252,7 @@ def race(
 
 
 def candidates(kernel: str, size: int) -> list[Config]:
-    return [Config(*tile) for tile in dict.fromkeys((*CANDIDATES[kernel, size], DEFAULTS[size]))]
+    return list(dict.fromkeys(Config(*tile) for tile in (*CANDIDATES[kernel, size], DEFAULTS[kernel, size])))
 
 
 # --- our kernels against the library's --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,6 +191,7 @@ def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch:
     monkeypatch.setattr(configs, "measured", lambda: {})
     assert triton.is_preferred(request_for())
     assert not triton.is_preferred(request_for(whole=NESTED._replace(nested=False)))
+    assert not triton.is_preferred(request_for(head_dim=65))  # tiles that fit everywhere are small for it
 
 
 def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,20 +283,22 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
     assert tile(causal=True) == Config(64, 64, 4, 3)
     assert tile(causal=True, short=True) == Config(32, 64, 4, 2)
     assert tile(nested=True, short=True) == Config(128, 64, 8, 2)  # short ones were not measured apart
-    assert tile(causal=True, nested=True) == configs.DEFAULTS[64]
-    assert tile(65, causal=True) == configs.DEFAULTS[128]
+    assert tile(causal=True, nested=True) == configs.DEFAULTS["dq", 64]
+    assert tile(65, causal=True) == configs.DEFAULTS["dq", 128]
     assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
-    assert tile(on=torch.device("cpu"), causal=True) == configs.DEFAULTS[64]
-    configs.config.cache_clear()
-    configs.device_class.cache_clear()
-    device(8, 6)
-    assert tile(causal=True) == configs.DEFAULTS[64]
+    assert tile(on=torch.device("cpu"), causal=True) == configs.SMALL[64]
+    for capability, expected in (((8, 6), configs.DEFAULTS["dq", 64]), ((7, 5), configs.SMALL[64])):
+        configs.config.cache_clear()
+        configs.device_class.cache_clear()
+        device(*capability)
+        assert tile(causal=True) == expected
 
 
 def test_every_head_dim_has_a_tile() -> None:
     assert [configs.head_dim_class(dim) for dim in (1, 64, 65, 128, 129, 256)] == [64, 64, 128, 128, 256, 256]
-    assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.DEFAULTS)
-    assert max(configs.DEFAULTS) == triton.LARGEST_HEAD_DIM
+    assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.SMALL)
+    assert set(configs.DEFAULTS) == set(itertools.product(configs.KERNELS, configs.SMALL))
+    assert max(configs.SMALL) == triton.LARGEST_HEAD_DIM
 
 
 def is_sane(tile: Config) -> bool:
@@ -305,7 +309,8 @@ def is_sane(tile: Config) -> bool:
 
 
 def test_the_defaults_are_sane() -> None:
-    assert all(is_sane(tile) for tiles in (configs.DEFAULTS, configs.WITHOUT_TENSOR_CORES) for tile in tiles.values())
+    for tiles in (configs.DEFAULTS, configs.SMALL, configs.WITHOUT_TENSOR_CORES):
+        assert all(is_sane(tile) for tile in tiles.values())
 
 
 @pytest.mark.parametrize("name", configs.measured())

@@ -276,18 +276,23 @@ def measured_key(kernel: str, size: int, is_causal: bool, nested: bool, short: b
 def make_tiles() -> list[Tiles]:
     found = []
     for flags in itertools.product((False, True), (False, True)):
-        for size, dtype in itertools.product(configs.DEFAULTS, ("bf16", "fp16")):
-            found.append(Tiles("defaults", dtype, size, *flags, (configs.DEFAULTS[size],) * 3))
+        for size, dtype in itertools.product(configs.SMALL, ("bf16", "fp16")):
+            defaults = tuple(configs.DEFAULTS[kernel, size] for kernel in configs.KERNELS)
+            found.append(Tiles("defaults", dtype, size, *flags, defaults))
+        for size, config in configs.SMALL.items():
+            found.append(Tiles("small", "fp16", size, *flags, (config,) * 3))
         for size, config in configs.WITHOUT_TENSOR_CORES.items():
             found.append(Tiles("without_tensor_cores", "fp32", size, *flags, (config,) * 3))
-        for capability, size, short in itertools.product(configs.measured(), configs.DEFAULTS, (False, True)):
+        for capability, size, short in itertools.product(configs.measured(), configs.SMALL, (False, True)):
             tiles = configs.measured()[capability]["tiles"]
-            keys = [
-                [measured_key(kernel, size, *flags, given) for given in (short, False)] for kernel in configs.KERNELS
-            ]
-            if any(first in tiles for first, _ in keys):
+            keys = {
+                kernel: [measured_key(kernel, size, *flags, given) for given in (short, False)]
+                for kernel in configs.KERNELS
+            }
+            if any(first in tiles for first, _ in keys.values()):
                 chosen = tuple(
-                    Config(*tiles.get(first, tiles.get(second, configs.DEFAULTS[size]))) for first, second in keys
+                    Config(*tiles.get(first, tiles.get(second, configs.DEFAULTS[kernel, size])))
+                    for kernel, (first, second) in keys.items()
                 )
                 name = f"measured_on_{capability}{'_short' if short else ''}"
                 for dtype, masked in (("bf16", False), ("fp16", False), ("bf16", True)):
@@ -323,7 +328,7 @@ def test_every_measured_tile_is_tested() -> None:
     for capability, found in configs.measured().items():
         tested = {config for tiles in make_tiles() if tiles.capability == capability for config in tiles.configs}
         assert {Config(*numbers) for numbers in found["tiles"].values()} <= tested
-        flags = itertools.product(configs.KERNELS, configs.DEFAULTS, *[(False, True)] * 3)
+        flags = itertools.product(configs.KERNELS, configs.SMALL, *[(False, True)] * 3)
         assert set(found["tiles"]) <= {measured_key(*each) for each in flags}
 
 

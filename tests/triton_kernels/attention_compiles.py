@@ -108,11 +108,11 @@ def test_the_largest_measured(monkeypatch: pytest.MonkeyPatch, kernel: str) -> N
 def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """On the newer devices with the least shared memory."""
     options: dict[str, Any] = {"is_causal": kernel != "forward", "masked": True, "drops": True, "again": True}
-    check(86, compiled(monkeypatch, 86, kernel, 128, HALF, configs.DEFAULTS[128], ZEROS, **options))
+    check(86, compiled(monkeypatch, 86, kernel, 128, HALF, configs.DEFAULTS[kernel, 128], ZEROS, **options))
 
 
 def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, configs.DEFAULTS[64], SINGLE), tensor_cores=False)
+    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, configs.SMALL[64], SINGLE), tensor_cores=False)
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)
@@ -129,7 +129,7 @@ def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for each kind of call, not for each length, batch or pattern."""
-    tile = configs.DEFAULTS[64]
+    tile = configs.SMALL[64]
     cases = ((4096, 1, [1024]), (8192, 3, [1024]), (4096, 2, [2048]), (12288, 1, [512]))
     for is_causal in (False, True):
         made = [
@@ -143,7 +143,7 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_lengths_that_nothing_divides_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """With and without a tail in some branch, of an odd length or not: slides are of all lengths."""
-    pattern, tile = DilatedPattern.head_groups([1000, 2048], [1, 2]), configs.DEFAULTS[64]
+    pattern, tile = DilatedPattern.head_groups([1000, 2048], [1, 2]), configs.SMALL[64]
     made = [
         compiled(monkeypatch, 90, kernel, 64, BRAIN, tile, pattern, tokens=tokens)
         for tokens in (4001, 4096, 10_000, 12_345)
@@ -169,11 +169,14 @@ def test_measured(monkeypatch: pytest.MonkeyPatch, key: str, tile: Config) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", configs.KERNELS)
-@pytest.mark.parametrize("dim", configs.DEFAULTS)
+@pytest.mark.parametrize("dim", configs.SMALL)
 @pytest.mark.parametrize("capability", [75, 86])
 def test_defaults(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, kernel: str) -> None:
-    found = compiled(monkeypatch, capability, kernel, dim, HALF, configs.DEFAULTS[dim], NESTED, is_causal=True)
-    check(capability, found, tensor_cores=capability >= 80)
+    tile = configs.DEFAULTS[kernel, dim] if capability >= 80 else configs.SMALL[dim]
+    everything = {"masked": True, "drops": True, "again": True}
+    for options in ({"pattern": NESTED, "is_causal": True}, {"pattern": SINGLE, **everything}):
+        found = compiled(monkeypatch, capability, kernel, dim, HALF, tile, **options)
+        check(capability, found, tensor_cores=capability >= 80)
     exact = compiled(monkeypatch, capability, kernel, dim, FULL, configs.WITHOUT_TENSOR_CORES[dim], SINGLE, masked=True)
     if (capability, dim) != (75, 256):  # too large by a KiB, and refused
         check(capability, exact, tensor_cores=False)

@@ -31,8 +31,20 @@ class Config(NamedTuple):
         return self[:5] if self.registers else self[:4]
 
 
-# For devices that were not measured: small enough for the shared memory of every GPU since compute capability 7.5.
-DEFAULTS = {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
+# For devices that were not measured: of what fits into the shared memory of every GPU since compute capability 8.0, the
+# best of those that were; and what fits even since 7.5.
+DEFAULTS = {
+    ("forward", 64): Config(64, 64, 4, 3),
+    ("dq", 64): Config(64, 64, 4, 2),
+    ("dkdv", 64): Config(32, 64, 4, 3),
+    ("forward", 128): Config(64, 64, 4, 2),
+    ("dq", 128): Config(64, 32, 4, 2),
+    ("dkdv", 128): Config(32, 64, 4, 2),
+    ("forward", 256): Config(64, 32, 4, 2),
+    ("dq", 256): Config(32, 32, 4, 2),
+    ("dkdv", 256): Config(32, 32, 4, 2),
+}
+SMALL = {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
 WITHOUT_TENSOR_CORES = {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)}  # exact float32
 
 
@@ -49,7 +61,7 @@ def device_class(device: torch.device) -> str:
 
 
 def head_dim_class(head_dim: int) -> int:
-    return next(size for size in DEFAULTS if head_dim <= size)
+    return next(size for size in SMALL if head_dim <= size)
 
 
 def key(kernel: str, size: int, causal: bool, nested: bool, short: bool = False, dense: bool = False) -> str:
@@ -71,7 +83,9 @@ def config(
         found = tiles.get(key(kernel, size, causal, nested, few))
         if found is not None:
             return Config(*found)
-    return DEFAULTS[size]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return DEFAULTS[kernel, size]
+    return SMALL[size]
 
 
 def library_from(
