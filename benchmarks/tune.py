@@ -391,7 +391,7 @@ class Tuning:
             calls: dict[Any, run.Call] = {c: problem.launch(kernel, c) for c in right}
             best, ms = race(calls, functools.partial(self.place.time, seconds=self.seconds))
             self.add("tiles", key, list(best.numbers()), round(ms[best], 4))
-            others = ", ".join(f"{c.numbers()} {ms[c]:.3f}" for c in sorted(ms, key=ms.__getitem__)[1:])
+            others = ", ".join(f"{c.numbers()} {ms[c]:.3f}" for c in sorted(ms, key=ms.__getitem__) if c != best)
             print(f"{key}: {best.numbers()} {ms[best]:.3f} ms; then {others}", flush=True)
 
     def libraries(self) -> int:

@@ -44,14 +44,18 @@ def make_jobs() -> Iterator[Job]:
     """Those that take longest first."""
     yield Job("large", (*PYTEST, "-m", "gpu and large", "tests"), {})
     program = next(filter(None, map(shutil.which, SANITIZER)), None)
+    if program is None:
+        print("no compute-sanitizer was found: memcheck and racecheck do not run", flush=True)
     for tool in ("memcheck", "racecheck") if program else ():
         command = (program or "", "--tool", tool, "--error-exitcode", "1", sys.executable, "tests/sanitizer_cases.py")
         yield Job(tool, command, {"PYTHONPATH": "src", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     listed = subprocess.run(
         [*PYTEST[:3], "--collect-only", "-qq", "-m", "gpu and not large", "tests"],
         cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout  # fmt: skip
-    for file, count in re.findall(r"^(tests/\S+): (\d+)$", listed, re.MULTILINE):
+    )  # fmt: skip
+    if listed.returncode:
+        raise SystemExit(f"the tests cannot be collected:\n{listed.stdout[-2000:]}{listed.stderr[-2000:]}")
+    for file, count in re.findall(r"^(tests/\S+): (\d+)$", listed.stdout, re.MULTILINE):
         chunks = math.ceil(int(count) / CHUNK) if "distributed" not in file else 1  # ranks are processes already
         for i in range(chunks):
             name = f"{Path(file).parent.name}-{Path(file).stem}-{i}"
@@ -106,7 +110,7 @@ def run_all(jobs: list[Job], processes: int, end: float, folder: Path) -> int:
                 job, ended = running[future], future.result()
                 told = re.findall(r"(\d+) (passed|failed|errors?|skipped)", ended.last)
                 counts.update({word: int(number) for number, word in told})
-                if ended.code not in (0, 5):  # 5: no test was collected
+                if ended.code != 0:
                     bad.append(job.name)
                 about = f"{ended.seconds:.0f} s, exit {ended.code}, {ended.last}"
                 print(f"[{done}/{len(jobs)}] {job.name}: {about}", flush=True)

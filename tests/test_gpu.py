@@ -225,7 +225,7 @@ def test_kernels_do_not_mix_up_layouts_of_out(name: str) -> None:
 @pytest.mark.parametrize(("kernel", "dtype"), every_kernel(("bf16", "fp32")))
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_out_alone_is_the_out_that_comes_with_lse(kernel: str, dtype: torch.dtype, is_causal: bool) -> None:
-    """cuDNN asked for out alone gave numbers that nobody had written."""
+    """cuDNN asked for out alone gave a wrong one."""
     pattern = DilatedPattern.head_groups([64], [1])
     qkv = make_qkv(2, 128, 4, 64, dtype=dtype)
     with only(kernel) as backend:

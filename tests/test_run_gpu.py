@@ -57,3 +57,11 @@ def test_chunks_are_all_tests_once() -> None:
     everything = names("0/1")
     assert len(everything) > 10
     assert names("0/2") + names("1/2") == everything
+
+
+def test_tests_that_cannot_be_collected_are_no_success(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runner, "ROOT", tmp_path)  # where there are no tests
+    with pytest.raises(SystemExit, match="cannot be collected"):
+        list(runner.make_jobs())

@@ -55,7 +55,7 @@ def explain(
     backend: str = "auto",
     group: Group | None = None,
 ) -> Explanation:
-    """Which backend and kernel `dilated_attention` with the same arguments runs, and why no other. Computes nothing.
+    """Which backend and kernel `dilated_attention` with these arguments runs, and why no other. Computes nothing.
 
     The forward and the backward pass may run different ones; the reasons are those of the forward pass. Over a
     ``group`` it speaks of this rank, and asks no other.

@@ -118,7 +118,7 @@ def _flash_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradien
 
 
 def _cudnn_forward(x: Dense) -> Result:
-    # lse is always asked for: without it, cuDNN 9.19 under torch 2.11 gave an out of numbers that nobody had written
+    # lse is always asked for: without it, cuDNN 9.19 under torch 2.11 gave a wrong out for 16 problems of 64 rows
     q, k, v = x.heads_first()
     out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, x.causal, False, scale=x.scale)
     return out.transpose(1, 2), lse.view(q.shape[:3]).transpose(1, 2)  # lse comes as (b, h, L, 1)

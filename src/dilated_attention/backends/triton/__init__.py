@@ -90,8 +90,8 @@ def _preference(request: Request) -> tuple[bool, str]:
     call = (request.device, request.head_dim, request.is_causal, whole.nested)
     faster = configs.prefers_library(*call, whole.tokens, whole.backward, whole.dense)
     if faster is None:
-        few = whole.nested and configs.head_dim_class(request.head_dim) == 64
-        return few, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
+        ours = whole.nested and configs.head_dim_class(request.head_dim) == 64
+        return ours, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
     first = configs.library_from(*call, whole.backward, whole.dense)
     if first is None:
         return True, "measured: ours are faster at every length"

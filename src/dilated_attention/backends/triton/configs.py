@@ -31,11 +31,11 @@ class Config(NamedTuple):
         return self[:5] if self.registers else self[:4]
 
 
-# For devices that were not measured: of what fits into the shared memory of every GPU since compute capability 8.0, the
-# best of those that were; and what fits even since 7.5.
+# For devices that were not measured: what fits into the shared memory of every GPU since compute capability 8.0, and
+# did well on one that was measured; and what fits even since 7.5.
 DEFAULTS = {
     ("forward", 64): Config(64, 64, 4, 3),
-    ("dq", 64): Config(64, 64, 4, 2),
+    ("dq", 64): Config(64, 64, 4, 3),
     ("dkdv", 64): Config(32, 64, 4, 3),
     ("forward", 128): Config(64, 64, 4, 2),
     ("dq", 128): Config(64, 32, 4, 2),
