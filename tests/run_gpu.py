@@ -24,6 +24,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 28  # tests: some twenty cases of the table share their kernels
+# Files that are cut otherwise; they go first, as they take longest. Ranks are processes already.
+CHUNKS = {
+    "tests/bench/test_gpu.py": 1, "tests/test_triton.py": 1, "tests/test_streaming.py": 4,
+    "tests/test_decode_gpu.py": 14, "tests/distributed/test_gpu.py": 10**6, "tests/test_triton_gpu.py": CHUNK,
+}  # fmt: skip
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider")
 SANITIZER = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 
@@ -55,8 +60,9 @@ def make_jobs() -> Iterator[Job]:
     )  # fmt: skip
     if listed.returncode:
         raise SystemExit(f"the tests cannot be collected:\n{listed.stdout[-2000:]}{listed.stderr[-2000:]}")
-    for file, count in re.findall(r"^(tests/\S+): (\d+)$", listed.stdout, re.MULTILINE):
-        chunks = math.ceil(int(count) / CHUNK) if "distributed" not in file else 1  # ranks are processes already
+    files = dict(re.findall(r"^(tests/\S+): (\d+)$", listed.stdout, re.MULTILINE))
+    for file in [file for file in CHUNKS if file in files] + [file for file in files if file not in CHUNKS]:
+        chunks = math.ceil(int(files[file]) / CHUNKS.get(file, CHUNK))
         for i in range(chunks):
             name = f"{Path(file).parent.name}-{Path(file).stem}-{i}"
             yield Job(name, (*PYTEST, "-m", "gpu and not large", file), {"CHUNK": f"{i}/{chunks}"})
