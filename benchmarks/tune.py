@@ -43,6 +43,7 @@ MEASURED = Path(configs.__file__).with_name("measured.json")
 LOG2E = 1.4426950408889634
 CHECK_TOKENS, SHORT_TOKENS, SHORT_HEADS = 1 << 15, 1 << 13, 8  # short: as case C of h200.py
 NEAR = 1.04  # times the best
+EQUAL = 1.02  # times the library's: less is not told from noise
 LENGTHS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
 DIRECTIONS = ("forward", "backward")
 PARTS = ("tiles", "library_from")
@@ -107,7 +108,7 @@ class Place(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A kind of call that has its own tiles, or only its own choice of backend, as a dense one."""
+    """A kind of call that has its own tiles, or its own choice of backend, or both."""
 
     size: int  # head dim
     causal: bool
@@ -240,16 +241,19 @@ def check(job: Job) -> str | None:
 
 def race(
     calls: dict[Any, run.Call], time: Callable[[dict[Any, run.Call]], dict[Any, float]]
-) -> tuple[Any, dict[Any, float]]:
-    """The fastest, and the milliseconds of all; those near it are timed again, each alone.
+) -> tuple[dict[Any, float], dict[Any, float]]:
+    """Milliseconds of all in turn, and of those near the fastest of them each alone; the fastest first.
 
     A card at its power limit lowers its clock: in turn with others a call that draws more slows them too.
     """
-    ms = time(calls)
-    near = [key for key in ms if ms[key] <= NEAR * min(ms.values())]
-    if len(near) > 1:
-        ms |= {key: time({key: calls[key]})[key] for key in near}
-    return min(near, key=ms.__getitem__), ms
+    in_turn = time(calls)
+    near = [key for key, ms in in_turn.items() if ms <= NEAR * min(in_turn.values())]
+    alone = {key: time({key: calls[key]})[key] for key in near}
+    return _ascending(in_turn), _ascending(alone)
+
+
+def _ascending(ms: dict[Any, float]) -> dict[Any, float]:
+    return dict(sorted(ms.items(), key=lambda item: item[1]))
 
 
 def candidates(kernel: str, size: int) -> list[Config]:
@@ -260,7 +264,7 @@ def candidates(kernel: str, size: int) -> list[Config]:
 
 
 def compare(setting: Setting, direction: str, tokens: int, place: Place, seconds: float) -> dict[str, float]:
-    """Milliseconds of both backends through the public function; one that ran out of memory has none."""
+    """Milliseconds of both backends, each alone, through the public function; one out of memory has none."""
     *qkv, dout = setting.inputs(tokens, place)
     calls: dict[str, run.Call] = {}
     for backend in ("triton", "sdpa"):
@@ -274,7 +278,7 @@ def compare(setting: Setting, direction: str, tokens: int, place: Place, seconds
             print(f"  {backend} runs out of memory at {tokens} tokens", flush=True)
             continue
         calls[backend] = call
-    return place.time(calls, seconds)
+    return {backend: place.time({backend: call}, seconds)[backend] for backend, call in calls.items()}
 
 
 def backward(attention: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor], dout: Tensor) -> run.Call:
@@ -285,11 +289,14 @@ def backward(attention: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tens
 
 
 def library_from(times: dict[int, dict[str, float]]) -> int | None:
-    """The least length from which on the library was faster wherever it was measured; None: there is none."""
+    """The least length from which on the library was faster wherever it was measured; None: there is none.
+
+    Where both are as fast, ours are taken: they need no workspace, and repeat every bit.
+    """
     first = None
     for tokens in sorted(times, reverse=True):
         ours, library = (times[tokens].get(name, float("inf")) for name in ("triton", "sdpa"))
-        if ours <= library:
+        if ours <= EQUAL * library:
             break
         first = tokens
     return first
@@ -351,7 +358,8 @@ class Tuning:
             Setting(size, causal, nested, dense=dense)
             for size, causal, (nested, dense) in product(options.head_dims, flags, kinds)
         ]
-        self.settings = [Setting(*x) for x in product(options.head_dims, flags, flags, flags)]
+        dense = [setting for setting in self.library if setting.dense]
+        self.settings = [*(Setting(*x) for x in product(options.head_dims, flags, flags, flags)), *dense]
 
     def wants(self, part: str, key: str) -> bool:
         words = {part, *key.split()}
@@ -389,10 +397,11 @@ class Tuning:
                 print(f"{key}: no candidate is right; nothing is written", flush=True)
                 continue
             calls: dict[Any, run.Call] = {c: problem.launch(kernel, c) for c in right}
-            best, ms = race(calls, functools.partial(self.place.time, seconds=self.seconds))
-            self.add("tiles", key, list(best.numbers()), round(ms[best], 4))
-            others = ", ".join(f"{c.numbers()} {ms[c]:.3f}" for c in sorted(ms, key=ms.__getitem__) if c != best)
-            print(f"{key}: {best.numbers()} {ms[best]:.3f} ms; then {others}", flush=True)
+            in_turn, alone = race(calls, functools.partial(self.place.time, seconds=self.seconds))
+            best = next(iter(alone))
+            self.add("tiles", key, list(best.numbers()), round(alone[best], 4))
+            told = [", ".join(f"{c.numbers()} {ms:.3f}" for c, ms in found.items()) for found in (alone, in_turn)]
+            print(f"{key}, ms: {told[0]}; in turn: {told[1]}", flush=True)
 
     def libraries(self) -> int:
         """From which length on the library is faster, for every direction and setting asked for."""

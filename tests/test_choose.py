@@ -273,7 +273,8 @@ def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.Mo
 
 
 def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = {"dq 64 causal": [64, 64, 4, 3], "dq 64 causal short": [32, 64, 4, 2], "dq 64 nested": [128, 64, 8, 2]}
+    tiles = {"dq 64 causal": [64, 64, 4, 3], "dq 64 causal short": [32, 64, 4, 2], "dq 64 nested": [128, 64, 8, 2],
+             "dq 64 causal dense": [128, 64, 4, 3]}  # fmt: skip
     give_table(monkeypatch, tiles=tiles)
 
     def tile(dim: int = 40, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **call: bool) -> Config:
@@ -283,6 +284,9 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
     assert tile(causal=True) == Config(64, 64, 4, 3)
     assert tile(causal=True, short=True) == Config(32, 64, 4, 2)
     assert tile(nested=True, short=True) == Config(128, 64, 8, 2)  # short ones were not measured apart
+    assert tile(causal=True, dense=True) == Config(128, 64, 4, 3)
+    assert tile(causal=True, dense=True, short=True) == Config(32, 64, 4, 2)
+    assert tile(nested=True, dense=True) == Config(128, 64, 8, 2)  # nor dense ones
     assert tile(causal=True, nested=True) == configs.DEFAULTS["dq", 64]
     assert tile(65, causal=True) == configs.DEFAULTS["dq", 128]
     assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
@@ -324,9 +328,9 @@ def test_what_was_measured_can_be_read(name: str) -> None:
         assert set(about[part]) == set(rows[part])
         assert {record["run"] for record in about[part].values()} <= set(about["runs"])
     for key, numbers in rows["tiles"].items():
-        assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short)?", key)
+        assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short| dense)?", key)
         assert is_sane(Config(*numbers))
-        assert key.removesuffix(" short") in rows["tiles"]
+        assert key.removesuffix(" short").removesuffix(" dense") in rows["tiles"]
     for key, first in rows["library_from"].items():
         assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}( dense)?", key)
         assert first is None or (isinstance(first, int) and first > 0 and first.bit_count() == 1)
@@ -338,7 +342,7 @@ def test_what_was_measured_is_found(name: str, device: Callable[[int, int], None
     device(int(major), int(minor))
     for key, numbers in configs.measured()[name]["tiles"].items():
         kernel, dim, *kind = key.split()
-        call = {word: word in kind for word in ("causal", "nested", "short")}
+        call = {word: word in kind for word in ("causal", "nested", "short", "dense")}
         assert configs.config(kernel, CUDA, torch.bfloat16, int(dim), **call) == Config(*numbers)
     for key, first in configs.measured()[name]["library_from"].items():
         kernel, dim, *kind = key.split()

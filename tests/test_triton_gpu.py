@@ -261,16 +261,20 @@ class Tiles(NamedTuple):
     configs: tuple[Config, ...]  # in the order of configs.KERNELS
     capability: str | None = None
     masked: bool = False
+    dense: bool = False
 
     @property
     def id(self) -> str:
-        flags = {"causal": self.is_causal, "nested": self.nested, "masked": self.masked}
+        flags = {"causal": self.is_causal, "nested": self.nested, "masked": self.masked, "dense": self.dense}
         return "-".join([self.name, self.dtype, f"d{self.head_dim}", *(word for word, is_on in flags.items() if is_on)])
 
 
-def measured_key(kernel: str, size: int, is_causal: bool, nested: bool, short: bool) -> str:
-    flags = {" causal": is_causal, " nested": nested, " short": short}
+def measured_key(kernel: str, size: int, is_causal: bool, nested: bool, kind: str) -> str:
+    flags = {" causal": is_causal, " nested": nested, f" {kind}": bool(kind)}
     return f"{kernel} {size}" + "".join(word for word, is_on in flags.items() if is_on)
+
+
+KINDS = ("", "short", "dense")
 
 
 def make_tiles() -> list[Tiles]:
@@ -283,10 +287,10 @@ def make_tiles() -> list[Tiles]:
             found.append(Tiles("small", "fp16", size, *flags, (config,) * 3))
         for size, config in configs.WITHOUT_TENSOR_CORES.items():
             found.append(Tiles("without_tensor_cores", "fp32", size, *flags, (config,) * 3))
-        for capability, size, short in itertools.product(configs.measured(), configs.SMALL, (False, True)):
+        for capability, size, kind in itertools.product(configs.measured(), configs.SMALL, KINDS):
             tiles = configs.measured()[capability]["tiles"]
             keys = {
-                kernel: [measured_key(kernel, size, *flags, given) for given in (short, False)]
+                kernel: [measured_key(kernel, size, *flags, given) for given in (kind, "")]
                 for kernel in configs.KERNELS
             }
             if any(first in tiles for first, _ in keys.values()):
@@ -294,9 +298,9 @@ def make_tiles() -> list[Tiles]:
                     Config(*tiles.get(first, tiles.get(second, configs.DEFAULTS[kernel, size])))
                     for kernel, (first, second) in keys.items()
                 )
-                name = f"measured_on_{capability}{'_short' if short else ''}"
+                name = "_".join(filter(None, ("measured_on", capability, kind)))
                 for dtype, masked in (("bf16", False), ("fp16", False), ("bf16", True)):
-                    found.append(Tiles(name, dtype, size, *flags, chosen, capability, masked))
+                    found.append(Tiles(name, dtype, size, *flags, chosen, capability, masked, kind == "dense"))
     return found
 
 
@@ -310,6 +314,8 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
     if not tiles.nested:  # several sections in one launch
         pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked
+    if tiles.dense:
+        pattern = DilatedPattern.head_groups([512], [1])
     settings = Settings(pattern, tiles.is_causal, tiles.head_dim**-0.5, dropout_p, "triton")
     for tokens in (2048, 2048 + 300) if tiles.capability else (2048 + 300,):  # all tiles full, and not
         qkv = make_qkv(1, tokens, heads[0], tiles.head_dim, kv_heads=heads[1], dtype=DTYPES[tiles.dtype])
@@ -328,7 +334,7 @@ def test_every_measured_tile_is_tested() -> None:
     for capability, found in configs.measured().items():
         tested = {config for tiles in make_tiles() if tiles.capability == capability for config in tiles.configs}
         assert {Config(*numbers) for numbers in found["tiles"].values()} <= tested
-        flags = itertools.product(configs.KERNELS, configs.SMALL, *[(False, True)] * 3)
+        flags = itertools.product(configs.KERNELS, configs.SMALL, *[(False, True)] * 2, KINDS)
         assert set(found["tiles"]) <= {measured_key(*each) for each in flags}
 
 

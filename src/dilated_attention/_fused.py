@@ -107,7 +107,8 @@ class Kind(NamedTuple):
 
     def config(self, kernel: str, q: Layout, courses: Courses) -> Config:
         nested, short = len(courses[0].widths) > 1, math.prod(q.shape[:3]) < FEW_ROWS
-        return config(kernel, self.device, q.dtype, q.shape[-1], self.is_causal, nested, short)
+        dense = self.pattern.dilation_rates == (1,)
+        return config(kernel, self.device, q.dtype, q.shape[-1], self.is_causal, nested, short, dense)
 
     def call(self) -> Call:
         from dilated_attention.backends.triton.launch import Call

@@ -58,6 +58,7 @@ def kernels(request: Request) -> tuple[str, ...]:
         request.is_causal,
         request.whole.nested,
         request.whole.short,
+        request.whole.dense,
     )
     return (f"tiles of {config.rows} queries x {config.keys} keys",)
 

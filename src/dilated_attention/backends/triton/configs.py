@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from importlib import resources
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -72,15 +73,22 @@ def key(kernel: str, size: int, causal: bool, nested: bool, short: bool = False,
 
 @functools.lru_cache(maxsize=256)
 def config(
-    kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool, nested: bool, short: bool
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    causal: bool,
+    nested: bool,
+    short: bool,
+    dense: bool = False,
 ) -> Config:
     """The tile of a kernel."""
     size = head_dim_class(head_dim)
     if dtype is torch.float32:
         return WITHOUT_TENSOR_CORES[size]
     tiles = measured().get(device_class(device), {}).get("tiles", {}) if device.type == "cuda" else {}
-    for few in (True, False) if short else (False,):  # short ones may not have been measured apart
-        found = tiles.get(key(kernel, size, causal, nested, few))
+    for kind in product((short, False), (dense, False)):  # which may not have been measured apart
+        found = tiles.get(key(kernel, size, causal, nested, *kind))
         if found is not None:
             return Config(*found)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
