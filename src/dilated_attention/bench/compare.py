@@ -23,6 +23,7 @@ from dilated_attention.bench.subject import BOTH, Implementation, least_work
 FAR, FAILED = "wrong at full length", "failed"
 # what an implementation may end with without ending the run: torch's errors are RuntimeErrors
 ERRORS = (RuntimeError, ValueError, TypeError)
+SLOW_MS = {"cpu": 1000.0, "cuda": 100.0}  # from here on once may be enough: nobody else is at work on a GPU
 ONCE = 20  # a call that is run once, for its memory, may take this much longer than one that is timed
 Key = tuple[str, str]
 UNKNOWN = "unknown"  # of a record that is not finished
@@ -180,7 +181,8 @@ class Comparison:
         spent: dict[Key, list[float]] = {}
         guarded = {key: partial(_guarded, measure, records[key]) for key, measure in measures.items()}
         try:
-            interleave(guarded, seconds=seconds, tick=tick, spent=spent)
+            slow_ms = SLOW_MS["cuda" if setting.device.type == "cuda" else "cpu"]
+            interleave(guarded, seconds=seconds, slow_ms=slow_ms, tick=tick, spent=spent)
         finally:
             for key, had in spent.items():
                 if had and records[key]["status"] == UNKNOWN:
