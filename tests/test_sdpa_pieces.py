@@ -3,12 +3,16 @@
 The limits are made tiny so that both show.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from dilated_attention import DilatedPattern, testing
-from dilated_attention.backends import aten, sdpa
-from dilated_attention.backends.problem import Request
+from dilated_attention.backends import aten, eager, sdpa
+from dilated_attention.backends.problem import Masking, Request
 from dilated_attention.pattern import RULES
 
 
@@ -91,3 +95,29 @@ def test_a_part_of_the_work_is_some_mebibytes_a_thread() -> None:
     q = torch.zeros(1, 8, 2, 64)
     assert sdpa.cut(Request.of(q, torch.float32, False, False, False)) == (384, 32768 * torch.get_num_threads())
     assert sdpa.cut(Request.of(q.to("meta"), torch.float32, False, False, False)) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "causal", "calls"),
+    [(64, False, [32, 32]), (192, False, [96, 96]), (64, True, [64]), (128, False, [128]), (75, False, [75])],
+)
+def test_keys_that_fill_half_a_tile_of_cudnn_are_two_calls(
+    monkeypatch: pytest.MonkeyPatch, keys: int, causal: bool, calls: list[int]
+) -> None:
+    asked = []
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, *rest: Any, **_: Any
+    ) -> Any:
+        asked.append(k.shape[2])
+        x = (t.transpose(1, 2) for t in (dout, q, k, v, out, stats.squeeze(-1)))
+        return tuple(grad.transpose(1, 2) for grad in eager.backward((), *x, None, Masking(0.3, rest[-1])))
+
+    monkeypatch.setattr(aten, "ops", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward))
+    q, k, v = testing.make_qkv(2, keys, 4, 8, kv_heads=2, dtype=torch.float64)
+    out, lse = eager.forward((), q, k, v, Masking(0.3, causal))
+    dout = torch.randn_like(out)
+    got = aten.cudnn().backward(aten.Dense(q, k, v, None, causal, 0.3), out, lse, dout)
+    assert asked == calls
+    for x, expected in zip(got, eager.backward((), dout, q, k, v, out, lse, None, Masking(0.3, causal)), strict=True):
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-13)
