@@ -42,10 +42,8 @@ class Fused(NamedTuple):
     seed: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        from dilated_attention.backends.triton.launch import Layout
-
         q, k, v = _readable(q), _readable(k), _readable(v)
-        ready = _kept(_forward, self.kind(q), Layout.of(q), Layout.of(k), Layout.of(v))
+        ready = _kept(_forward, self.kind(q), q, k, v)
         out = _empty_like(q, ready.dtype)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         if ready.blank:
@@ -59,12 +57,10 @@ class Fused(NamedTuple):
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from dilated_attention.backends.triton.launch import Layout
-
         q, k, v, out, dout = _readable(q), _readable(k), _readable(v), _readable(out), _readable(dout)
         dlse = None if dlse is None else dlse.resolve_neg()
         rows = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
-        ready = _kept(_backward, self.kind(q), *[Layout.of(x) for x in rows])
+        ready = _kept(_backward, self.kind(q), *rows)
         dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
         if ready.blank:
             for grad in (dq, dk, dv):
@@ -137,15 +133,17 @@ _dropped: dict[torch.device, list[Ready]] = {}  # since the device was last wait
 _making = threading.Lock()
 
 
-def _kept(make: Callable[..., Ready], kind: Kind, *layouts: Layout) -> Ready:
-    """What ``make`` prepares for such a call, made once."""
-    key = (make, kind, layouts)
+def _kept(make: Callable[..., Ready], kind: Kind, *tensors: Tensor) -> Ready:
+    """What ``make`` prepares for such a call, from the layouts of its tensors; made once."""
+    key = (make, kind, *[(x.shape, x.stride(), x.dtype) for x in tensors])
     found = _ready.get(key)
     if found is None:
         with _making:  # two threads that made the same would each launch their own, and one of them would be dropped
             found = _ready.get(key)
             if found is None:
-                found = make(kind, *layouts)
+                from dilated_attention.backends.triton.launch import Layout
+
+                found = make(kind, *map(Layout.of, tensors))
                 _held[kind.device] += found.nbytes()
                 if _held[kind.device] > MOST_BYTES:
                     _forget(kind.device, _held[kind.device] - MOST_BYTES // 2)

@@ -83,11 +83,13 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, padding, seed, out, lse = ctx.saved_tensors
+        given = (dout, dlse, query, key, value, padding, seed, out, lse, ctx.settings)
+        if not torch.is_grad_enabled():
+            return (*_engine.backward(*given), None, None, None)
         with torch.no_grad():
-            found = _engine.backward(dout, dlse, query, key, value, padding, seed, out, lse, ctx.settings)
-        if torch.is_grad_enabled():  # create_graph=True: whoever differentiates these is told
-            found = Once.apply(*found, dout, dlse)  # type: ignore[no-untyped-call]
-        return (*found, None, None, None)
+            found = _engine.backward(*given)
+        # create_graph=True: whoever differentiates these is told
+        return (*Once.apply(*found, dout, dlse), None, None, None)  # type: ignore[no-untyped-call]
 
 
 class Once(torch.autograd.Function):
