@@ -344,6 +344,20 @@ def test_what_short_calls_take_is_what_was_measured() -> None:
     assert told in " ".join((ROOT / "docs/backends.md").read_text(encoding="utf-8").split())
 
 
+def test_the_clocks_are_what_was_read() -> None:
+    found = json.loads((ROOT / "benchmarks/results/h200.json").read_text(encoding="utf-8"))
+    records = [x for x in found["cases"] + found["dense"] if not x["causal"] and "forward_backward" in x]
+    read = [x for x in records if "sm_mhz" in x["forward_backward"]]
+    clocks = {(x["case"], x["implementation"].split()[0], x["rule"]): x["forward_backward"]["sm_mhz"] for x in read}
+    most, matmul = max(clocks.values()), found["ceilings"][0]["matmul"]["sm_mhz"]
+    dense, ours = clocks["B", "dense", "dense"], clocks["B", "dilated_attention", "longnet"]
+    told = (
+        f"It went up to {most:,.0f} MHz, and was {matmul:,.0f} in a large matrix product, {dense:,.0f} in the dense "
+        f"kernel of case B and {ours:,.0f} in ours there"
+    )
+    assert told in " ".join((ROOT / "docs/benchmark.md").read_text(encoding="utf-8").split())
+
+
 @pytest.mark.parametrize("machine", ["h200", "cpu"])
 def test_the_pages_shown_are_of_the_results_beside_them(machine: str) -> None:
     folder = ROOT / "benchmarks/results" / machine
