@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +297,23 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
         configs.device_class.cache_clear()
         device(*capability)
         assert tile(causal=True) == expected
+
+
+@pytest.mark.parametrize(("rates", "rows"), [((1,), 32), ((2,), 64), ((1, 2), 128)])
+def test_calls_run_with_the_tile_that_explain_tells(
+    h200: None, monkeypatch: pytest.MonkeyPatch, rates: tuple[int, ...], rows: int
+) -> None:
+    keys = {"dense": 32, "": 64, "nested": 128}
+    tiles = {f"forward 64 {kind}".strip(): [size, 64, 4, 3] for kind, size in keys.items()}
+    give_table(monkeypatch, tiles=tiles, library_from={})
+    pattern = DilatedPattern.longnet([2048 * rate for rate in rates], rates)
+    settings = Settings(pattern, False, 0.1, 0.0, "triton")
+    x = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(1, 1 << 20, 4, 64)
+    kind = settings.fused(x, None, None).kind(x)._replace(device=CUDA)
+    layout = SimpleNamespace(shape=x.shape, dtype=x.dtype)
+    assert kind.config("forward", layout, kind.steps()[0]) == Config(rows, 64, 4, 3)  # type: ignore[arg-type]
+    request = settings.whole_request(x, False)._replace(device=CUDA)
+    assert triton.kernels(request) == (f"tiles of {rows} queries x 64 keys",)
 
 
 def test_every_head_dim_has_a_tile() -> None:

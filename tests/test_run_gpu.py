@@ -46,6 +46,10 @@ def test_what_failed_or_did_not_end_is_told(
     assert "good: 0 s, exit None, not run" in told
 
 
+def test_files_that_are_cut_otherwise_are_there(runner: ModuleType) -> None:
+    assert [file for file in runner.CHUNKS if not (SCRIPT.parents[1] / file).exists()] == []
+
+
 def test_chunks_are_all_tests_once() -> None:
     def names(chunk: str) -> list[str]:
         asked = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/test_fuse_gpu.py"]

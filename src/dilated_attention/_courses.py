@@ -79,3 +79,8 @@ def _tiles(width: int, step: int) -> int:
 def is_nested(pattern: DilatedPattern, is_causal: bool) -> bool:
     """Whether some pairs of the pattern are computed once for several branches."""
     return any(len(group) > 1 for group in _groups(pattern, is_causal, alone=False))
+
+
+def is_dense(pattern: DilatedPattern) -> bool:
+    """Whether each segment is one dense problem, which has measurements of its own."""
+    return pattern.dilation_rates == (1,)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention._courses import launches
+from dilated_attention._courses import is_dense, launches
 from dilated_attention._shards import Heads
 from dilated_attention.backends.problem import FEW_ROWS
 from dilated_attention.backends.triton.configs import Config, config
@@ -103,8 +103,8 @@ class Kind(NamedTuple):
 
     def config(self, kernel: str, q: Layout, courses: Courses) -> Config:
         nested, short = len(courses[0].widths) > 1, math.prod(q.shape[:3]) < FEW_ROWS
-        dense = self.pattern.dilation_rates == (1,)
-        return config(kernel, self.device, q.dtype, q.shape[-1], self.is_causal, nested, short, dense)
+        kind = (self.is_causal, nested, short, is_dense(self.pattern))
+        return config(kernel, self.device, q.dtype, q.shape[-1], *kind)
 
     def call(self) -> Call:
         from dilated_attention.backends.triton.launch import Call

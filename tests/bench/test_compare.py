@@ -301,3 +301,13 @@ def test_the_least_work_is_that_of_the_pattern() -> None:
     assert least_work(dense, SETTING, FORWARD)[0] == 128 * 128 * 4 * 8 * 4
     projecting = named("MultiheadDilatedAttention")[0]
     assert least_work(projecting, SETTING, FORWARD)[0] == pattern.pairs(128, 4) * 8 * 4 + 4 * 2 * 128 * 32 * 32
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("slow_ms", "once"), [(0.0, True), (1e9, False)])
+def test_a_slow_call_is_timed_once_when_its_time_is_spent(
+    monkeypatch: pytest.MonkeyPatch, slow_ms: float, once: bool
+) -> None:
+    monkeypatch.setitem(compare.SLOW_MS, "cpu", slow_ms)
+    for record in compared(*named("longnet, sdpa"))["measurements"]:
+        assert (record["ms"]["repeats"] == 1) is once

@@ -23,7 +23,8 @@ from dilated_attention.bench.subject import BOTH, Implementation, least_work
 FAR, FAILED = "wrong at full length", "failed"
 # what an implementation may end with without ending the run: torch's errors are RuntimeErrors
 ERRORS = (RuntimeError, ValueError, TypeError)
-SLOW_MS = {"cpu": 1000.0, "cuda": 100.0}  # from here on once may be enough: nobody else is at work on a GPU
+SLOW_MS = {"cuda": 100.0}  # from here on once may be enough, as long calls vary little there
+SLOW_MS_ELSEWHERE = 1000.0
 ONCE = 20  # a call that is run once, for its memory, may take this much longer than one that is timed
 Key = tuple[str, str]
 UNKNOWN = "unknown"  # of a record that is not finished
@@ -181,7 +182,7 @@ class Comparison:
         spent: dict[Key, list[float]] = {}
         guarded = {key: partial(_guarded, measure, records[key]) for key, measure in measures.items()}
         try:
-            slow_ms = SLOW_MS["cuda" if setting.device.type == "cuda" else "cpu"]
+            slow_ms = SLOW_MS.get(setting.device.type, SLOW_MS_ELSEWHERE)
             interleave(guarded, seconds=seconds, slow_ms=slow_ms, tick=tick, spent=spent)
         finally:
             for key, had in spent.items():
