@@ -31,8 +31,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention._fused import Fused
-from dilated_attention._shards import Heads
+from dilated_attention._fused import Kind
+from dilated_attention._settings import Settings
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, Config
 from dilated_attention.bench import machine, run
@@ -155,7 +155,7 @@ class Setting(NamedTuple):
 class Problem(NamedTuple):
     """The tensors of one setting, with room for the results of every kernel."""
 
-    fused: Fused
+    kind: Kind
     inputs: tuple[Tensor, ...]
     out: Tensor
     lse: Tensor
@@ -169,21 +169,20 @@ class Problem(NamedTuple):
             out, lse = setting.attention(tokens, place, "sdpa")(q, k, v)
         slope = (out.float() * dout.float()).sum(-1)
         stats = torch.stack([lse * LOG2E, slope], -1).transpose(1, 2).contiguous()  # as the kernel of dq leaves it
-        heads = Heads(0, k.shape[2], k.shape[2])
-        pattern = setting.pattern(tokens, place.scale)
-        fused = Fused(pattern, heads, setting.causal, setting.size**-0.5, 0.0, None, None, None)
+        settings = Settings(setting.pattern(tokens, place.scale), setting.causal, setting.size**-0.5, 0.0, "triton")
+        kind = Kind.of(settings, q, k, None, None)
         like = {"out": q, "lse": lse, "dq": q, "stats": stats, "dk": k, "dv": v}
         results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
-        return Problem(fused, inputs, out, lse, stats, results)
+        return Problem(kind, inputs, out, lse, stats, results)
 
     def launch(self, kernel: str, config: Config) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
         from dilated_attention.backends.triton import launch
 
         q, k, v, dout = self.inputs
-        found, kind = self.results, self.fused.kind(q)
-        (courses,) = kind.steps()
-        last = (courses, kind.call(), config, False, bool(kind.fills()))
+        found = self.results
+        (courses,) = self.kind.steps()
+        last = (courses, self.kind.call(), config, False, bool(self.kind.fills()))
         if kernel == "forward":
             tensors = (q, k, v, found["out"], found["lse"])
             made = launch.forward(*map(launch.Layout.of, tensors), *last)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, testing
+from dilated_attention import DilatedPattern, _fused, dilated_attention, explain, testing
 from dilated_attention._settings import Settings
 from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.problem import Request, Whole
@@ -309,7 +309,7 @@ def test_calls_run_with_the_tile_that_explain_tells(
     pattern = DilatedPattern.longnet([2048 * rate for rate in rates], rates)
     settings = Settings(pattern, False, 0.1, 0.0, "triton")
     x = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(1, 1 << 20, 4, 64)
-    kind = settings.fused(x, None, None).kind(x)._replace(device=CUDA)
+    kind = _fused.Kind.of(settings, x, x, None, None)._replace(device=CUDA)
     layout = SimpleNamespace(shape=x.shape, dtype=x.dtype)
     assert kind.config("forward", layout, kind.steps()[0]) == Config(rows, 64, 4, 3)  # type: ignore[arg-type]
     request = settings.whole_request(x, False)._replace(device=CUDA)

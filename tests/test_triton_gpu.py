@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _fused, dilated_attention, explain, reference, testing
+from dilated_attention import DilatedPattern, _engine, _fused, dilated_attention, explain, reference, testing
 from dilated_attention._courses import is_dense, is_nested
 from dilated_attention._settings import Settings
 from dilated_attention.backends.problem import Whole
@@ -322,10 +322,9 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
         dout, dlse = gradients(qkv[0])
         mask = make_mask("random", 1, tokens) if tiles.masked else None
         seed = torch.tensor(2**40 + 7, device=DEVICE) if dropout_p else None
-        chosen = settings.fused(qkv[1], mask, seed)
         with poisoned():
-            out, lse = chosen.forward(*qkv)
-            got = Results(out, lse, *chosen.backward(dout, dlse, *qkv, out, lse))
+            out, lse = _engine.forward(*qkv, mask, seed, settings)
+            got = Results(out, lse, *_engine.backward(dout, dlse, *qkv, mask, seed, out, lse, settings))
         exact = {"is_causal": tiles.is_causal, "key_padding_mask": mask, "dropout_p": dropout_p, "seed": seed}
         hold(got, qkv, pattern, dout, dlse, **exact)
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dilated_attention._settings import Settings
+from dilated_attention import _fused
+from dilated_attention._settings import Settings, sample_ends
 from dilated_attention._work import Work
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import choose
@@ -20,13 +21,19 @@ from dilated_attention.backends.choose import choose
 def forward(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    request = settings.whole_request(q, padding is not None)
-    choice = choose(settings.backend, request)
-    if choice.module is triton and q.numel():
-        return settings.fused(k, padding, seed).forward(q, k, v)
-    with no_autocast(q.device):
-        out, lse = Work.prepare(q, k, v, padding, seed, settings, choice=choice).forward()
-    return finished_out(out, q), lse.contiguous()
+    ready = _fused.find(settings, padding, seed, q, k, v)
+    if ready is None:
+        choice = choose(settings.backend, settings.whole_request(q, padding is not None))
+        if choice.module is not triton or not q.numel():
+            with no_autocast(q.device):
+                out, lse = Work.prepare(q, k, v, padding, seed, settings, choice=choice).forward()
+            return finished_out(out, q), lse.contiguous()
+        q, k, v = map(_fused.readable, (q, k, v))
+        ready = _fused.prepare(settings, padding, seed, q, k, v)
+    ends = None
+    if padding is not None:
+        padding, ends = padding.contiguous(), sample_ends(padding) if settings.pattern.rule == "torchscale" else None
+    return ready.forward(q, k, v, padding, ends, seed)
 
 
 def backward(
@@ -41,14 +48,22 @@ def backward(
     lse: Tensor,
     settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    choice = choose(settings.backend, settings.whole_request(q, padding is not None, backward=True))
-    if choice.module is triton and q.numel():
-        dout = torch.zeros_like(out) if dout is None else dout
-        return settings.fused(k, padding, seed).backward(dout, dlse, q, k, v, out, lse)
-    with no_autocast(q.device):
-        work = Work.prepare(one_layout(q), k, v, padding, seed, settings, choice=choice)
-        grads = work.backward(work.rows(dout, dlse, out, lse))
-    return finished_grads(grads, q)
+    dout = torch.zeros_like(out) if dout is None else dout
+    given = (v, dout) if dlse is None else (v, dout, dlse)
+    ready = _fused.find(settings, padding, seed, q, k, *given)
+    if ready is None:
+        choice = choose(settings.backend, settings.whole_request(q, padding is not None, backward=True))
+        if choice.module is not triton or not q.numel():
+            with no_autocast(q.device):
+                work = Work.prepare(one_layout(q), k, v, padding, seed, settings, choice=choice)
+                grads = work.backward(work.rows(dout, dlse, out, lse))
+            return finished_grads(grads, q)
+        q, k, v, dout = map(_fused.readable, (q, k, v, dout))
+        dlse = None if dlse is None else dlse.resolve_neg()
+        given = (v, dout) if dlse is None else (v, dout, dlse)
+        ready = _fused.prepare(settings, padding, seed, q, k, *given)
+    padding = None if padding is None else padding.contiguous()
+    return ready.backward(dout, dlse, q, k, v, padding, seed, out.contiguous(), lse.contiguous())
 
 
 def finished_out(out: Tensor, q: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention._courses import is_dense, launches
+from dilated_attention._settings import Settings
 from dilated_attention._shards import Heads
 from dilated_attention.backends.problem import FEW_ROWS
 from dilated_attention.backends.triton.configs import Config, config
@@ -27,55 +28,6 @@ if TYPE_CHECKING:
     from dilated_attention.backends.triton.launch import Call, Launch, Layout
 
 MOST_BYTES = 128 << 20  # of tables that are kept on a device for calls of the same layouts
-
-
-class Fused(NamedTuple):
-    """A call that `choose` has given to our kernels."""
-
-    pattern: DilatedPattern
-    heads: Heads
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    padding: Tensor | None
-    ends: Tensor | None
-    seed: Tensor | None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = _readable(q), _readable(k), _readable(v)
-        ready = _kept(_forward, self.kind(q), q, k, v)
-        out = _empty_like(q, ready.dtype)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        if ready.blank:
-            out.zero_()
-            lse.fill_(-torch.inf)
-        padding, ends, seed = (q if x is None else x for x in (self.padding, self.ends, self.seed))
-        for launch in ready.launches:
-            launch(q, k, v, out, lse, padding, ends, seed)
-        return out.to(q.dtype), lse
-
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, dout = _readable(q), _readable(k), _readable(v), _readable(out), _readable(dout)
-        dlse = None if dlse is None else dlse.resolve_neg()
-        rows = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
-        ready = _kept(_backward, self.kind(q), *rows)
-        dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
-        if ready.blank:
-            for grad in (dq, dk, dv):
-                grad.zero_()
-        stats = q.new_empty(_stats_shape(q.shape), dtype=torch.float32)
-        padding, given, seed = (q if x is None else x for x in (self.padding, dlse, self.seed))
-        for for_dq, for_dkdv in zip(ready.launches[::2], ready.launches[1::2], strict=True):
-            for_dq(q, k, v, out, lse, dout, given, dq, stats, padding, seed)
-            for_dkdv(q, k, v, dout, stats, dk, dv, padding, seed)
-        return dq, dk, dv
-
-    def kind(self, q: Tensor) -> Kind:
-        exact = q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-        masked, drops = self.padding is not None, self.seed is not None
-        return Kind(*self[:5], q.device, masked, drops, "ieee" if exact else "tf32")
 
 
 class Kind(NamedTuple):
@@ -90,6 +42,11 @@ class Kind(NamedTuple):
     masked: bool
     drops: bool
     precision: str
+
+    @classmethod
+    def of(cls, settings: Settings, q: Tensor, k: Tensor, padding: Tensor | None, seed: Tensor | None) -> Kind:
+        last = (q.device, padding is not None, seed is not None, _precision(q))
+        return cls(settings.pattern, settings.heads(k), settings.is_causal, settings.scale, settings.dropout_p, *last)
 
     def steps(self) -> tuple[Courses, ...]:
         return launches(self.pattern, self.heads, self.is_causal, self.drops)
@@ -117,7 +74,7 @@ class Kind(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The launches of a call, in their order."""
+    """The launches of one direction of a call, in their order. An optional tensor that is not there is None."""
 
     launches: tuple[Launch, ...]
     dtype: torch.dtype  # that they write
@@ -126,6 +83,34 @@ class Ready(NamedTuple):
     def nbytes(self) -> int:
         return sum(launch.nbytes for launch in self.launches)
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, ends: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out = _empty_like(q, self.dtype)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if self.blank:
+            out.zero_()
+            lse.fill_(-torch.inf)
+        padding, ends, seed = _stand_in(q, padding), _stand_in(q, ends), _stand_in(q, seed)
+        for launch in self.launches:
+            launch(q, k, v, out, lse, padding, ends, seed)
+        return out if self.dtype is q.dtype else out.to(q.dtype), lse
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None,
+        seed: Tensor | None, out: Tensor, lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
+        stats = torch.empty(_stats_shape(q.shape), dtype=torch.float32, device=q.device)
+        if self.blank:
+            for grad in (dq, dk, dv):
+                grad.zero_()
+        padding, dlse, seed = _stand_in(q, padding), _stand_in(q, dlse), _stand_in(q, seed)
+        for for_dq, for_dkdv in zip(self.launches[::2], self.launches[1::2], strict=True):
+            for_dq(q, k, v, out, lse, dout, dlse, dq, stats, padding, seed)
+            for_dkdv(q, k, v, dout, stats, dk, dv, padding, seed)
+        return dq, dk, dv
+
 
 _ready: dict[tuple[Any, ...], Ready] = {}
 _held: Counter[torch.device] = Counter()  # bytes
@@ -133,20 +118,48 @@ _dropped: dict[torch.device, list[Ready]] = {}  # since the device was last wait
 _making = threading.Lock()
 
 
-def _kept(make: Callable[..., Ready], kind: Kind, *tensors: Tensor) -> Ready:
-    """What ``make`` prepares for such a call, from the layouts of its tensors; made once."""
-    key = (make, kind, *[(x.shape, x.stride(), x.dtype) for x in tensors])
+def find(
+    settings: Settings, padding: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor, *others: Tensor
+) -> Ready | None:
+    """What was prepared for such a call, which `choose` has given to our kernels; None: that is still to be done.
+
+    ``others``: v and, for the backward pass, dout and dlse if it is there.
+    """
+    return _ready.get(_key(settings, padding, seed, q, k, *others))
+
+
+def prepare(
+    settings: Settings, padding: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor, *others: Tensor
+) -> Ready:
+    """What `find` finds from now on, for tensors that are `readable`."""
+    from dilated_attention.backends.triton.launch import Layout
+
+    key, kind = _key(settings, padding, seed, q, k, *others), Kind.of(settings, q, k, padding, seed)
+    make = _forward if len(others) == 1 else _backward
+    return _kept(key, lambda: make(kind, *map(Layout.of, (q, k, *others))))
+
+
+def _key(
+    settings: Settings, padding: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor, *others: Tensor
+) -> tuple[Any, ...]:
+    """All that `choose`, where it takes our kernels, and `Kind` look at. The others' shapes and dtypes follow."""
+    flags = (padding is None, seed is None, torch.are_deterministic_algorithms_enabled(), _precision(q))
+    negative = [x.is_neg() for x in (q, k, *others)]  # never prepared
+    strides = [x.stride() for x in others]
+    return q.device, settings, *flags, q.dtype, q.shape, k.shape, q.stride(), k.stride(), *strides, *negative
+
+
+def _kept(key: tuple[Any, ...], make: Callable[[], Ready]) -> Ready:
+    """What ``make`` prepares, made once; the key begins with the device."""
     found = _ready.get(key)
     if found is None:
         with _making:  # two threads that made the same would each launch their own, and one of them would be dropped
             found = _ready.get(key)
             if found is None:
-                from dilated_attention.backends.triton.launch import Layout
-
-                found = make(kind, *map(Layout.of, tensors))
-                _held[kind.device] += found.nbytes()
-                if _held[kind.device] > MOST_BYTES:
-                    _forget(kind.device, _held[kind.device] - MOST_BYTES // 2)
+                found, device = make(), key[0]
+                _held[device] += found.nbytes()
+                if _held[device] > MOST_BYTES:
+                    _forget(device, _held[device] - MOST_BYTES // 2)
                 _ready[key] = found
     return found
 
@@ -158,7 +171,7 @@ def _forget(device: torch.device, nbytes: float = math.inf) -> None:
             return
         torch.cuda.synchronize(device)
     _dropped[device] = []
-    for key in [key for key in list(_ready) if key[1].device == device]:
+    for key in [key for key in list(_ready) if key[0] == device]:
         if nbytes <= 0:
             break
         ready = _ready.pop(key)
@@ -182,14 +195,13 @@ def _forward(kind: Kind, q: Layout, k: Layout, v: Layout) -> Ready:
     return Ready(tuple(made), dtype, fills is False)
 
 
-def _backward(
-    kind: Kind, q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, dout: Layout, dlse: Layout | None = None
-) -> Ready:
+def _backward(kind: Kind, q: Layout, k: Layout, v: Layout, dout: Layout, dlse: Layout | None = None) -> Ready:
     """Two launches a step: for dq, and for dk and dv."""
     from dilated_attention.backends.triton import launch
 
     fills = kind.fills()
-    dq, dk, dv = (launch.Layout.contiguous(x.shape, x.dtype) for x in (q, k, v))
+    out, dq, dk, dv = (launch.Layout.contiguous(x.shape, x.dtype) for x in (q, q, k, v))
+    lse = launch.Layout.contiguous(q.shape[:3], torch.float32)
     stats = launch.Layout.contiguous(_stats_shape(q.shape), torch.float32)
     made = []
     for index, courses in enumerate(kind.steps()):
@@ -209,6 +221,15 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # in half the time of new_empty
 
 
-def _readable(x: Tensor) -> Tensor:
+def _stand_in(q: Tensor, x: Tensor | None) -> Tensor:
+    return q if x is None else x
+
+
+def _precision(q: Tensor) -> str:
+    exact = q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return "ieee" if exact else "tf32"
+
+
+def readable(x: Tensor) -> Tensor:
     """x with a unit last stride and no sign to be turned, which the kernels take for granted."""
     return x if x.stride(-1) == 1 and not x.is_neg() else x.contiguous().resolve_neg()

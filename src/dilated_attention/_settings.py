@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention._courses import is_dense, is_nested
-from dilated_attention._fused import Fused
 from dilated_attention._shards import Heads
 from dilated_attention.backends.problem import Request, Whole
 from dilated_attention.pattern import DilatedPattern
@@ -42,12 +41,6 @@ class Settings:
         nested = is_nested(self.pattern, self.is_causal) and not self.dropout_p
         whole = Whole.of(query, nested, backward, is_dense(self.pattern))
         return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0, whole)
-
-    def fused(self, key: Tensor, padding: Tensor | None, seed: Tensor | None) -> Fused:
-        ends = sample_ends(padding) if padding is not None and self.pattern.rule == "torchscale" else None
-        padding = None if padding is None else padding.contiguous()
-        heads = self.heads(key)
-        return Fused(self.pattern, heads, self.is_causal, self.scale, self.dropout_p, padding, ends, seed)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

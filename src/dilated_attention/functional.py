@@ -176,9 +176,10 @@ def attend(
             seed = drawn_seed(query.device) if settings.dropout_p > 0 and seed is None else seed
             return _decode_ops.attend(query, key, value, key_padding_mask, seed, query_offset, settings)
         dtype = computed_dtype(query)
-        query, key, value = (x if x.dtype is dtype else x.to(dtype) for x in (query, key, value))
-        if not torch.compiler.is_compiling() and (backend != "auto" or not alone):
-            # a refusal must not cost a draw of the seed, nor leave other ranks waiting
+        if not (query.dtype is key.dtype is value.dtype is dtype):
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if (not alone or (settings.dropout_p > 0 and backend != "auto")) and not torch.compiler.is_compiling():
+            # a refusal must not leave other ranks waiting, nor cost a draw of the seed
             ask = settings.whole_request if alone else settings.request
             choose.choose(backend, ask(query, key_padding_mask is not None))
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -273,30 +274,28 @@ def check_tensors(
                 "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
                 "dilated_attention.reference.attention()"
             )
-        alike = x.dtype == query.dtype or computed_dtype(x) == computed_dtype(query)
+        alike = x.dtype is query.dtype or computed_dtype(x) == computed_dtype(query)
         if not alike or x.device != query.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: make them alike"
             )
-    if key.shape != value.shape:
-        raise ValueError(f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}")
-    if query.shape[1] > key.shape[1] or (query.shape[1] < key.shape[1] and not decodes):
+    q_shape, k_shape = query.shape, key.shape  # asking a tensor takes longer than all that is compared here
+    if k_shape != value.shape:
+        raise ValueError(f"key and value must have one shape, got {tuple(k_shape)} and {tuple(value.shape)}")
+    samples, tokens, heads, head_dim = q_shape
+    key_samples, key_tokens, key_heads, key_dim = k_shape
+    if tokens > key_tokens or (tokens < key_tokens and not decodes):
         wanted = "no more queries than keys" if decodes else "equal lengths"
         raise ValueError(
-            f"query has {query.shape[1]} tokens and key {key.shape[1]}: dilated attention is self-attention and "
-            f"needs {wanted}"
+            f"query has {tokens} tokens and key {key_tokens}: dilated attention is self-attention and needs {wanted}"
         )
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise ValueError(
-            f"query and key must agree in batch and head_dim, got {tuple(query.shape)} and {tuple(key.shape)}"
-        )
-    if query.shape[2] != key.shape[2] and not enable_gqa:
-        raise ValueError(
-            f"query has {query.shape[2]} heads and key {key.shape[2]}: give them equally many, or set enable_gqa=True"
-        )
-    if query.shape[3] < 1:
+    if samples != key_samples or head_dim != key_dim:
+        raise ValueError(f"query and key must agree in batch and head_dim, got {tuple(q_shape)} and {tuple(k_shape)}")
+    if heads != key_heads and not enable_gqa:
+        raise ValueError(f"query has {heads} heads and key {key_heads}: give them equally many, or set enable_gqa=True")
+    if head_dim < 1:
         raise ValueError("head_dim must be 1 or more, got 0")
-    group = pattern.check_heads(query.shape[2], key.shape[2], whole=not total_heads)
+    group = pattern.check_heads(heads, key_heads, whole=not total_heads)
     if total_heads:
         pattern.check_heads(total_heads * group, total_heads)
     if key_padding_mask is not None:

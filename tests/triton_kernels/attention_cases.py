@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, _fused, dilated_attention, functional, testing
-from dilated_attention._shards import Heads
 from dilated_attention.backends.triton import launch, table
 from dilated_attention.backends.triton.configs import Config
 from dilated_attention.backends.triton.tiling import tiling
@@ -500,6 +499,18 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
     assert torch.equal(call(20), first)
 
 
+def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is ours only because it must repeat is the library's again when it need not."""
+    ours, launched = launch.Launch.__call__, []
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *x: launched.append(1) or ours(self, *x))
+    leaves = [x.requires_grad_() for x in make(40)]
+    for deterministic, expected in ((True, 3), (True, 3), (False, 0)):
+        torch.use_deterministic_algorithms(deterministic)
+        launched.clear()
+        dilated_attention(*leaves, DilatedPattern.longnet([16], [1])).sum().backward()
+        assert len(launched) == expected
+
+
 def test_another_scale_makes_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made, move = [], table._moved
     monkeypatch.setattr(table, "_moved", lambda *x: made.append(1) or move(*x))
@@ -518,18 +529,15 @@ def test_threads_prepare_a_launch_once() -> None:
     """Two of the same would each be launched, and one dropped while a kernel reads its table."""
     made: list[_fused.Ready] = []
     together = threading.Barrier(4)
-    like = _fused.Kind(
-        DilatedPattern.longnet([16], [1]), Heads(0, 1, 1), False, 1.0, 0.0, make(1)[0].device, *[False] * 3
-    )
 
-    def slowly(*_: Any) -> _fused.Ready:
+    def slowly() -> _fused.Ready:
         time.sleep(0.1)
         made.append(_fused.Ready((), torch.float32, False))
         return made[-1]
 
     def prepare(_: int) -> _fused.Ready:
         together.wait()
-        return _fused._kept(slowly, like)
+        return _fused._kept((make(1)[0].device, "like"), slowly)
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(prepare, range(4)))

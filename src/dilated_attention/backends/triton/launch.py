@@ -159,6 +159,7 @@ class Launch:
         config: Config,
     ) -> None:
         self.kernel, self.device, self.numbers = kernel, device, numbers
+        self.on_device = device.type == "cuda"  # as a string it takes as long as all the rest of a call's checks
         self.found = found  # for as long as this is kept, so that others like it share it
         self.programs, self.table = found.programs, (found.sections, found.tiles, found.runs)
         self.nbytes = sum(x.nbytes for x in self.table)
@@ -169,16 +170,15 @@ class Launch:
         self.runs: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        on_device = self.device.type == "cuda"
-        if on_device and self.device.index != torch.cuda.current_device():
+        if self.on_device and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 self(*tensors)
             return
-        if on_device and torch.cuda.is_current_stream_capturing():
+        if self.on_device and torch.cuda.is_current_stream_capturing():
             _captured.add(self)
         pointers = [x.data_ptr() for x in tensors]
         bits = functools.reduce(operator.or_, pointers)
-        if not on_device or bits & 15:  # Triton compiles for aligned tensors apart
+        if not self.on_device or bits & 15:  # Triton compiles for aligned tensors apart
             self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
         elif self.runs is None:
             compiled = self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
