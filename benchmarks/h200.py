@@ -460,17 +460,18 @@ def measure_all(bench: Bench, cases: str) -> None:
     print(f"{bench.results['machine']['command']} | {bench.results['machine']['date']}", flush=True)
     chosen = [case for case in CASES if case.name in cases]
     only_cudnn = SDPBackend.CUDNN_ATTENTION if bench.device.type == "cuda" else KERNELS
-    with bench.clocks:  # short calls, which are mostly Python, are measured with nothing beside them
+    short, long = ([case for case in chosen if (case.name == "C") is wanted] for wanted in (True, False))
+    print(f"\n{HEADER}")
+    for case in short:  # mostly Python: before anything large ran, and with nothing beside it
+        with sdpa_kernel(KERNELS, set_priority=True):
+            bench.case(case)
+    with bench.clocks:
         bench.ceilings()
-        print(f"\n{HEADER}")
-        for case in (case for case in chosen if case.name != "C"):
+        for case in long:
             with sdpa_kernel(KERNELS, set_priority=True):
                 bench.case(case)
             with sdpa_kernel(only_cudnn):
                 bench.dense(case)
-    for case in (case for case in chosen if case.name == "C"):
-        with sdpa_kernel(KERNELS, set_priority=True):
-            bench.case(case)
     print()
     bench.extras(chosen)
     for case in chosen:

@@ -32,7 +32,8 @@ def table(results: dict[str, Any]) -> str:
         "",
         HEAD,
     ]
-    found += [_line(record) for record in results["cases"] + results["dense"] if not record["causal"]]
+    records = [*sorted(results["cases"], key=lambda record: record["case"]), *results["dense"]]  # C is measured first
+    found += [_line(record) for record in records if not record["causal"]]
     return "\n".join(found)
 
 

@@ -240,6 +240,15 @@ def test_changes_and_interruptions_are_said_near_the_top() -> None:
     assert "tree had changes not known" in rest
 
 
+def test_an_interrupted_run_says_where() -> None:
+    results = copy() | {"complete": False, "suites": ["copies", "ring"], "planned": ["copies", "ring"]}
+    assert "This run was interrupted in the suite ring:" in Parsed(page(results)).words()
+    results["planned"] = ["copies", "ring", "scaling", "profile"]
+    assert "interrupted in the suite ring, and before scaling, profile:" in Parsed(page(results)).words()
+    results["suites"] = []
+    assert "interrupted before copies, ring, scaling, profile:" in Parsed(page(results)).words()
+
+
 def test_wrong_ones_come_first_and_each_error_stands_with_its_limit() -> None:
     results = copy()
     results["checks"] = [

@@ -440,11 +440,15 @@ class Shifted:
         self.kernel, self.calls = launch.forward_kernel, 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(*args: Any, **kwargs: Any) -> None:
+        def start(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            self.kernel[grid](*args, **{**kwargs, "SHIFTED": True})
+            return self.kernel[grid](*args, **{**kwargs, "SHIFTED": True})
 
         return start
+
+    @property
+    def params(self) -> Any:
+        return self.kernel.params
 
 
 WHOLE = {  # one launch

@@ -173,10 +173,17 @@ def _one_line(machine: dict[str, Any]) -> str:
 def _notices(results: dict[str, Any]) -> Html:
     found = []
     if not results["complete"]:
-        found.append("This run was interrupted: what follows is what it had measured by then.")
+        found.append(f"This run was interrupted{_where(results)}: what follows is what it had measured by then.")
     if results["machine"]["dirty"]:
         found.append("The tree had uncommitted changes: the commit alone does not say what was measured.")
     return "\n".join(f'<p class="notice">{text(sentence)}</p>' for sentence in found)
+
+
+def _where(results: dict[str, Any]) -> str:
+    begun = results["suites"]
+    left = [name for name in results.get("planned", ()) if name not in begun]
+    inside, before = f" in the suite {begun[-1]}" if begun else "", f" before {', '.join(left)}" if left else ""
+    return inside + (f", and{before}" if inside and before else before)
 
 
 def _recommendations(found: list[dict[str, Any]]) -> Html:
