@@ -179,7 +179,8 @@ def test_it_fits_if_it_says_so(
         assert change.text
         assert f"training fits with {change.text}" in "\n".join(found.reasons)
     if share > 0.5 and batch > 1 and not found.fits:
-        assert any(change.workload.batch == batch // 2 for change in found.changes)
+        # of half of it another exchange may be the fastest, and need more
+        assert any(change.workload.batch <= batch // 2 for change in found.changes)
 
 
 PATTERN = DilatedPattern.longnet([2048, 2**20], [1, 64])

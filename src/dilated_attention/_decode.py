@@ -130,7 +130,7 @@ def forward(
     with _engine.no_autocast(q.device):
         work = _work(q, k, v, padding, seed, s)
         out, lse = work.empty_result()
-        for here, stretch, problem in _problems(work, firsts):
+        for here, stretch, problem in _problems(work, firsts, q.dtype):
             block, zeros = stretch.queries, here.log_zero_keys(stretch.queries)
             for _, _, (part, part_lse) in work.attend(*problem):
                 if zeros is not None:
@@ -158,7 +158,7 @@ def backward(
         rows = work.rows(dout, dlse, out, lse)
         dq = torch.zeros(work.q.shape, dtype=lse.dtype, device=q.device)
         dk, dv = (torch.zeros(x.shape, dtype=work.q.dtype, device=q.device) for x in (k, v))
-        for _, stretch, problem in _problems(work, firsts):
+        for _, stretch, problem in _problems(work, firsts, q.dtype):
             for _, _, parts in work.attend_backward(work.of_rows(stretch.queries, rows), *problem):
                 stretch.queries.view(dq, work.group).add_(parts[0])
                 for grad, part in zip((dk, dv), parts[1:], strict=True):
@@ -181,7 +181,7 @@ def _work(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor 
 Problem = tuple[Tensor, Tensor, Tensor, Masking]  # q, k, v and how they are masked
 
 
-def _problems(work: Work, firsts: Sequence[int]) -> Iterator[tuple[Work, Stretch, Problem]]:
+def _problems(work: Work, firsts: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[Work, Stretch, Problem]]:
     """Every stretch as a dense problem, with the work as its samples have it: they stand at the same positions."""
     s, queries, tokens, sample = work.settings, work.q.shape[1], work.k.shape[1], 0
     for first, same in itertools.groupby(firsts):
@@ -191,13 +191,13 @@ def _problems(work: Work, firsts: Sequence[int]) -> Iterator[tuple[Work, Stretch
         for stretch in stretches(
             s.pattern, sample, samples, first, queries, tokens, heads, work.group, s.is_causal
         ):  # fmt: skip
-            yield here, stretch, _problem(here, stretch)
+            yield here, stretch, _problem(here, stretch, dtype)
         sample += samples
 
 
-def _problem(work: Work, stretch: Stretch) -> Problem:
-    """Here rows of key and value are read, and nowhere else."""
-    q, k, v = stretch.queries.view(work.q, work.group), stretch.keys.view(work.k), stretch.keys.view(work.v)
+def _problem(work: Work, stretch: Stretch, dtype: torch.dtype) -> Problem:
+    """Here rows of key and value are read, and nowhere else; rounded as autocast rounds them in a whole call."""
+    q, k, v = stretch.queries.view(work.q, work.group), *(stretch.keys.view(x).to(dtype) for x in (work.k, work.v))
     padding = dropout = None
     if work.padding is not None:  # 0 * NaN in a masked slot would be NaN
         padding = stretch.keys.view(work.padding_of_heads)

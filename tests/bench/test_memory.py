@@ -82,5 +82,6 @@ def test_other_errors_are_not_called_out_of_memory() -> None:
 
 def test_what_counts_as_out_of_memory() -> None:
     assert memory.ran_out("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    assert memory.ran_out("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.")
     assert memory.ran_out("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert not memory.ran_out("shapes do not match")

@@ -27,6 +27,8 @@ Build = Callable[[Setting], Subject]
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's names for mallopt
 SHARE = 0.8  # of the free memory of the machine that a process may take before it counts as out of memory
 TIMEOUT = 900.0
+SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate")
+SET_THP_DISABLE = 41  # Linux's name for prctl
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - it says what happened
@@ -69,7 +71,7 @@ def raise_if_failed(outcomes: Sequence[Outcome]) -> None:
 
 def ran_out(message: str) -> bool:
     """Whether an error is torch's or the system's way of saying that there is no memory left."""
-    return any(sign in message for sign in ("out of memory", "can't allocate memory", "bad_alloc", "Cannot allocate"))
+    return any(sign in message for sign in SIGNS)
 
 
 # --- in the fresh process ---------------------------------------------------------------------------------------
@@ -97,8 +99,13 @@ def _on_cuda(build: Build, setting: Setting, directions: Sequence[str]) -> dict[
 
 
 def give_back_at_once() -> None:
-    """From now on memory of 64 kB or more goes back to the system when it is freed."""
+    """From now on memory of 64 kB or more goes back to the system when it is freed, and none comes in huge pages.
+
+    Of these, 2 MiB each, torch asks for some on ARM, and the system would count all of one that is in use in part.
+    """
     libc: Any = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(SET_THP_DISABLE, 1, 0, 0, 0)
     if hasattr(libc, "mallopt"):
         libc.mallopt(MMAP_THRESHOLD, 1 << 16)
         libc.mallopt(TRIM_THRESHOLD, 0)
