@@ -47,6 +47,7 @@ EQUAL = 1.02  # times the library's: less is not told from noise
 LENGTHS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
 DIRECTIONS = ("forward", "backward")
 PARTS = ("tiles", "library_from")
+RULES = {"": "head_groups", "nested": "longnet", "apart": "torchscale"}  # that have patterns of these forms
 RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
 
 # queries, keys, warps, stages and at most so many registers; the default of the head dim is tried as well
@@ -112,9 +113,8 @@ class Setting(NamedTuple):
 
     size: int  # head dim
     causal: bool
-    nested: bool
+    form: str  # as of `_courses.form_of`
     short: bool = False
-    dense: bool = False  # one branch of rate 1, of segments as long as the shortest of the others
 
     def key(self, kernel: str) -> str:
         """As `configs` names a kernel or a direction of this setting."""
@@ -125,19 +125,22 @@ class Setting(NamedTuple):
 
     def pattern(self, tokens: int, scale: int) -> DilatedPattern:
         """The branches that such a length has room for; made smaller, two of them."""
-        if self.dense:
+        if self.form == "dense":  # segments as long as the shortest of the others
             return DilatedPattern.head_groups([max(SHAPES[self.size].lengths[0] // scale, 256)], [1])
-        shape = SHAPES[64 if self.causal and self.nested else self.size]  # rates of 1, 4, 16 share nothing when causal
+        nested = self.form == "nested"
+        shape = SHAPES[64 if self.causal and nested else self.size]  # rates of 1, 4, 16 share nothing when causal
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
         if scale > 1:
             branches = [(max(w // scale, 256), r) for w, r in branches[:2]]
-        return DilatedPattern("longnet" if self.nested else "head_groups", *zip(*branches, strict=True))
+        return DilatedPattern(RULES[self.form], *zip(*branches, strict=True))
+
+    def heads(self) -> int:
+        return SHORT_HEADS if self.short else SHAPES[self.size].heads
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
         """q, k, v and dout."""
         small = {"dtype": place.dtype, "device": place.device}
-        heads = SHORT_HEADS if self.short else SHAPES[self.size].heads
-        made = max(tokens // place.scale, 64), max(heads // place.scale, 2), self.size
+        made = max(tokens // place.scale, 64), max(self.heads() // place.scale, 2), self.size
         return *make_qkv(1, *made, **small), make_qkv(1, *made, seed=1, **small)[0]  # type: ignore[arg-type]
 
     def attention(self, tokens: int, place: Place, backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -288,16 +291,16 @@ def backward(attention: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tens
 
 
 def library_from(times: dict[int, dict[str, float]]) -> int | None:
-    """The least length from which on the library was faster wherever it was measured; None: there is none.
+    """The fewest rows from which on the library was faster wherever it was measured; None: there are none.
 
     Where both are as fast, ours are taken: they need no workspace, and repeat every bit.
     """
     first = None
-    for tokens in sorted(times, reverse=True):
-        ours, library = (times[tokens].get(name, float("inf")) for name in ("triton", "sdpa"))
+    for rows in sorted(times, reverse=True):
+        ours, library = (times[rows].get(name, float("inf")) for name in ("triton", "sdpa"))
         if ours <= EQUAL * library:
             break
-        first = tokens
+        first = rows
     return first
 
 
@@ -352,13 +355,9 @@ class Tuning:
         self.about |= {name: about["versions"].get(name) for name in ("torch", "triton")}
         self.failed: list[str] = []
         flags = (False, True)
-        kinds = ((False, False), (True, False), (False, True))  # nested, dense
-        self.library = [
-            Setting(size, causal, nested, dense=dense)
-            for size, causal, (nested, dense) in product(options.head_dims, flags, kinds)
-        ]
-        dense = [setting for setting in self.library if setting.dense]
-        self.settings = [*(Setting(*x) for x in product(options.head_dims, flags, flags, flags)), *dense]
+        self.library = [Setting(*x) for x in product(options.head_dims, flags, ("", "nested", "dense", "apart"))]
+        dense = [setting for setting in self.library if setting.form == "dense"]
+        self.settings = [*(Setting(*x) for x in product(options.head_dims, flags, ("", "nested"), flags)), *dense]
 
     def wants(self, part: str, key: str) -> bool:
         words = {part, *key.split()}
@@ -403,18 +402,19 @@ class Tuning:
             print(f"{key}, ms: {told[0]}; in turn: {told[1]}", flush=True)
 
     def libraries(self) -> int:
-        """From which length on the library is faster, for every direction and setting asked for."""
+        """From how many rows on the library is faster, for every direction and setting asked for."""
         asked = [(setting, way) for setting, way in product(self.library, DIRECTIONS)
                  if self.wants("library", setting.key(way))]  # fmt: skip
         self.use_tiles()
         for setting, way in asked:
             times: dict[int, dict[str, float]] = {}
             for tokens in LENGTHS:
-                times[tokens] = compare(setting, way, tokens, self.place, self.seconds)
-            ms = {str(tokens): {k: round(x, 4) for k, x in both.items()} for tokens, both in times.items() if both}
-            first = library_from({tokens: both for tokens, both in times.items() if both})
+                times[tokens * setting.heads()] = compare(setting, way, tokens, self.place, self.seconds)
+            ms = {str(rows): {k: round(x, 4) for k, x in both.items()} for rows, both in times.items() if both}
+            first = library_from({rows: both for rows, both in times.items() if both})
             self.add("library_from", setting.key(way), first, ms)
-            print(f"library {setting.key(way)}: {'never' if first is None else f'from {first}'}; ms {ms}", flush=True)
+            told = "never" if first is None else f"from {first} rows"
+            print(f"library {setting.key(way)}: {told}; ms {ms}", flush=True)
         return len(asked)
 
     def use_tiles(self) -> None:

@@ -56,4 +56,4 @@ def _forget_launches() -> None:
     _fused._ready.clear()
     _fused._held.clear()
     _courses.launches.cache_clear()
-    _courses.is_nested.cache_clear()
+    _courses.form_of.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,8 @@ CUDA = torch.device("cuda", 0)
 PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
 
 
-def whole(tokens: int, *, samples: int = 1, nested: bool = True, backward: bool = False) -> Whole:
-    return Whole.of(torch.empty(1, device="meta").expand(samples, tokens, 4, 64), nested, backward)
+def whole(rows: int, *, samples: int = 1, form: str = "nested", backward: bool = False) -> Whole:
+    return Whole.of(torch.empty(1, device="meta").expand(samples, rows // samples, 1, 64), form, backward)
 
 
 NESTED = whole(8192)
@@ -141,57 +142,62 @@ def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("first", "tokens", "expected"),
+    ("first", "rows", "expected"),
     [(65536, 65535, False), (65536, 65536, True), (65536, 1 << 20, True), (None, 1 << 30, False), (1, 1, True)],
 )
-def test_thresholds(
-    h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, tokens: int, expected: bool
-) -> None:
+def test_thresholds(h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, rows: int, expected: bool) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": first})
-    assert configs.prefers_library(CUDA, 100, True, False, tokens, backward=False) is expected
-    asked = request_for(head_dim=100, is_causal=True, whole=whole(tokens, nested=False))
+    assert configs.prefers_library(CUDA, 100, True, "", False, rows) is expected
+    asked = request_for(head_dim=100, is_causal=True, whole=whole(rows, form=""))
     assert triton.is_preferred(asked) is not expected
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"head_dim": 64}, {"causal": False}, {"nested": True}, {"backward": True}, {"head_dim": 200}],
+    [{"head_dim": 64}, {"causal": False}, {"form": "nested"}, {"backward": True}, {"head_dim": 200}],
     ids=str,
 )
 def test_what_was_not_measured(h200: None, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": 1})
-    call = {"head_dim": 128, "causal": True, "nested": False, "tokens": 4096, "backward": False}
+    call = {"head_dim": 128, "causal": True, "form": "", "rows": 4096, "backward": False}
     assert configs.prefers_library(CUDA, **call) is True
     assert configs.prefers_library(CUDA, **{**call, **other}) is None
 
 
-def test_one_dense_branch_may_be_measured_apart(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And has what holds for several branches where it was not."""
-    call = {"head_dim": 64, "causal": False, "nested": False, "tokens": 4096, "backward": False}
-    give_table(monkeypatch, library_from={"forward 64": None, "forward 64 dense": 4096})
-    assert configs.prefers_library(CUDA, **call, dense=True) is True
-    assert configs.prefers_library(CUDA, **call, dense=False) is False
-    asked = request_for(whole=whole(4096, nested=False)._replace(dense=True))
+@pytest.mark.parametrize("form", ["dense", "apart"])
+def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """And has what holds for several branches in one launch where it was not."""
+    call = {"head_dim": 64, "causal": False, "rows": 4096, "backward": False}
+    give_table(monkeypatch, library_from={"forward 64": None, f"forward 64 {form}": 4096})
+    assert configs.prefers_library(CUDA, **call, form=form) is True
+    assert configs.prefers_library(CUDA, **call, form="") is False
+    asked = request_for(whole=whole(4096, form=form))
     assert not triton.is_preferred(asked)
-    assert "from 4,096 tokens on" in triton.because(asked)
+    assert "from 4,096 rows on" in triton.because(asked)
     give_table(monkeypatch, library_from={"forward 64": 1})
-    assert configs.prefers_library(CUDA, **call, dense=True) is True
+    assert configs.prefers_library(CUDA, **call, form=form) is True
 
 
-@pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
-def test_a_single_branch_of_rate_1_is_dense(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    {"longnet": ("dense", "", "apart", "nested"), "torchscale": ("dense", "", "apart", "apart"),
+     "head_groups": ("dense", "", "", "")}.items(),
+)  # fmt: skip
+def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> None:
     query = torch.empty(1, 64, 2, 8)
-    for (lengths, rates), expected in {((16,), (1,)): True, ((16,), (2,)): False, ((16, 32), (1, 2)): False}.items():
+    patterns = (((16,), (1,)), ((16,), (2,)), ((16, 40), (1, 2)), ((512, 1024), (1, 2)))
+    for (lengths, rates), form in zip(patterns, expected, strict=True):
         settings = Settings(DilatedPattern(rule, lengths, rates), False, 1.0, 0.0, "auto")
         asked = settings.whole_request(query, has_padding=False).whole
-        assert asked is not None
-        assert asked.dense is expected
+        assert asked == Whole(128, form, False)
+        dropping = replace(settings, dropout_p=0.5).whole_request(query, has_padding=False).whole
+        assert dropping == Whole(128, "apart" if form == "nested" else form, False)  # each branch draws anew
 
 
 def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "measured", lambda: {})
     assert triton.is_preferred(request_for())
-    assert not triton.is_preferred(request_for(whole=NESTED._replace(nested=False)))
+    assert not triton.is_preferred(request_for(whole=NESTED._replace(form="")))
     assert not triton.is_preferred(request_for(head_dim=65))  # tiles that fit everywhere are small for it
 
 
@@ -222,7 +228,7 @@ def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable
         ({"dtype": torch.float32}, {}, "float32"),
         ({}, {}, "not measured"),
         ({}, {"forward 64 nested": None}, "at every length"),
-        ({}, {"forward 64 nested": 65536}, "from 65,536 tokens on"),
+        ({}, {"forward 64 nested": 65536}, "from 65,536 rows on"),
     ],
 )
 def test_every_preference_has_a_reason(
@@ -239,15 +245,17 @@ def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked = request_for(device=torch.device("cpu"))
     assert triton.is_preferred(asked)
-    assert configs.prefers_library(torch.device("cpu"), 64, False, True, 4096, backward=True) is None
+    assert configs.prefers_library(torch.device("cpu"), 64, False, "nested", True, 4096) is None
 
 
 def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
     give_table(monkeypatch, library_from={"forward 64 nested": 8192, "backward 64 nested": None}, tiles={})
-    tokens = {4096: "triton", 8191: "triton", 8192: "sdpa", 8193: "sdpa"}
-    assert choose.choose("auto", request_for(whole=whole(2048, samples=4))).name == "sdpa"  # as many in all
-    for count, name in tokens.items():
+    rows = {4096: "triton", 8191: "triton", 8192: "sdpa", 8193: "sdpa"}
+    assert choose.choose("auto", request_for(whole=whole(8192, samples=4))).name == "sdpa"  # as many in all
+    heads = Whole.of(torch.empty(1, device="meta").expand(1, 2048, 4, 64), "nested", False)
+    assert choose.choose("auto", request_for(whole=heads)).name == "sdpa"  # so are these
+    for count, name in rows.items():
         asked = request_for(whole=whole(count))
         assert choose.choose("auto", asked).name == name
         assert choose.choose("triton", asked).name == "triton"  # one asked for by name runs
@@ -260,8 +268,8 @@ def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_tile_named_is_the_one_that_runs(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     give_table(monkeypatch, tiles={"forward 64 nested": [128, 64, 4, 3], "forward 64 nested short": [64, 32, 4, 3]})
-    for tokens, said in ((1 << 16, "tiles of 128 queries x 64 keys"), (8192, "tiles of 64 queries x 32 keys")):
-        assert triton.kernels(request_for(whole=whole(tokens))) == (said,)
+    for rows, said in ((1 << 18, "tiles of 128 queries x 64 keys"), ((1 << 18) - 1, "tiles of 64 queries x 32 keys")):
+        assert triton.kernels(request_for(whole=whole(rows))) == (said,)
 
 
 def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,17 +286,17 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
              "dq 64 causal dense": [128, 64, 4, 3]}  # fmt: skip
     give_table(monkeypatch, tiles=tiles)
 
-    def tile(dim: int = 40, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **call: bool) -> Config:
-        call = {"causal": False, "nested": False, "short": False, **call}
+    def tile(dim: int = 40, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **given: Any) -> Config:
+        call = {"causal": False, "form": "", "short": False, **given}
         return configs.config("dq", on, dtype, dim, **call)
 
     assert tile(causal=True) == Config(64, 64, 4, 3)
     assert tile(causal=True, short=True) == Config(32, 64, 4, 2)
-    assert tile(nested=True, short=True) == Config(128, 64, 8, 2)  # short ones were not measured apart
-    assert tile(causal=True, dense=True) == Config(128, 64, 4, 3)
-    assert tile(causal=True, dense=True, short=True) == Config(32, 64, 4, 2)
-    assert tile(nested=True, dense=True) == Config(128, 64, 8, 2)  # nor dense ones
-    assert tile(causal=True, nested=True) == configs.DEFAULTS["dq", 64]
+    assert tile(form="nested", short=True) == Config(128, 64, 8, 2)  # short ones were not measured apart
+    assert tile(causal=True, form="dense") == Config(128, 64, 4, 3)
+    assert tile(causal=True, form="dense", short=True) == Config(32, 64, 4, 2)
+    assert tile(causal=True, form="apart") == Config(64, 64, 4, 3)  # nor those of one branch a launch
+    assert tile(causal=True, form="nested") == configs.DEFAULTS["dq", 64]
     assert tile(65, causal=True) == configs.DEFAULTS["dq", 128]
     assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
     assert tile(on=torch.device("cpu"), causal=True) == configs.SMALL[64]
@@ -350,8 +358,8 @@ def test_what_was_measured_can_be_read(name: str) -> None:
         assert is_sane(Config(*numbers))
         assert key.removesuffix(" short").removesuffix(" dense") in rows["tiles"]
     for key, first in rows["library_from"].items():
-        assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}( dense)?", key)
-        assert first is None or (isinstance(first, int) and first > 0 and first.bit_count() == 1)
+        assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}( dense| apart)?", key)
+        assert first is None or str(first) in about["library_from"][key]["ms"]
 
 
 @pytest.mark.parametrize("name", configs.measured())
@@ -360,11 +368,12 @@ def test_what_was_measured_is_found(name: str, device: Callable[[int, int], None
     device(int(major), int(minor))
     for key, numbers in configs.measured()[name]["tiles"].items():
         kernel, dim, *kind = key.split()
-        call = {word: word in kind for word in ("causal", "nested", "short", "dense")}
+        form = " ".join(word for word in kind if word not in ("causal", "short"))
+        call = {"causal": "causal" in kind, "form": form, "short": "short" in kind}
         assert configs.config(kernel, CUDA, torch.bfloat16, int(dim), **call) == Config(*numbers)
     for key, first in configs.measured()[name]["library_from"].items():
         kernel, dim, *kind = key.split()
-        call = {word: word in kind for word in ("causal", "nested", "dense")}
-        for tokens, expected in ((first or 2, first is not None), ((first or 2) - 1, False)):
-            found = configs.prefers_library(CUDA, int(dim), **call, tokens=tokens, backward=kernel == "backward")
+        call = {"causal": "causal" in kind, "form": " ".join(word for word in kind if word != "causal")}
+        for rows, expected in ((first or 2, first is not None), ((first or 2) - 1, False)):
+            found = configs.prefers_library(CUDA, int(dim), **call, rows=rows, backward=kernel == "backward")
             assert found is expected

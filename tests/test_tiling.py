@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention._courses import MOST_TILES, is_nested, launches
+from dilated_attention._courses import MOST_TILES, form_of, launches
 from dilated_attention._shards import Heads
 from dilated_attention.backends.triton import table as tables
 from dilated_attention.backends.triton.table import table
@@ -280,7 +280,7 @@ def test_one_launch_for_nested_branches() -> None:
     ((course,),) = launches(pattern, Heads(0, 6, 6), False, False)
     assert (course.widths, course.rates) == (pattern.segment_lengths, pattern.dilation_rates)
     assert (course.branch, course.head, course.offsets) == (0, 0, (0, 1, 2, 3, 0, 1))
-    assert is_nested(pattern, False)
+    assert form_of(pattern, False) == "nested"
 
 
 def test_one_launch_each_for_others() -> None:
@@ -289,8 +289,8 @@ def test_one_launch_each_for_others() -> None:
     first, *rest = groups(pattern)
     assert first == [((2048, 4096, 8192), (1, 2, 4))]
     assert rest == [[((16384,), (6,))], [((32768,), (12,))]]
-    assert is_nested(pattern, False)
-    assert not is_nested(DilatedPattern.longnet([100, 150], [1, 2]), False)
+    assert form_of(pattern, False) == "nested"
+    assert form_of(DilatedPattern.longnet([100, 150], [1, 2]), False) == "apart"
 
 
 def test_dropout_draws_for_each_branch() -> None:
@@ -314,7 +314,7 @@ def test_the_torchscale_rule_shares_nothing() -> None:
     """A head's offset differs from branch to branch there."""
     pattern = DilatedPattern.torchscale([8, 16, 32], [1, 2, 4])
     assert groups(pattern) == [[((8,), (1,))], [((16,), (2,))], [((32,), (4,))]]
-    assert not is_nested(pattern, False)
+    assert form_of(pattern, False) != "nested"
 
 
 def test_groups_of_heads_are_one_launch() -> None:
@@ -326,7 +326,7 @@ def test_groups_of_heads_are_one_launch() -> None:
             (1, 3, (1, 1)),
             (2, 5, (2, 2)),
         ]
-    assert not is_nested(pattern, False)
+    assert form_of(pattern, False) != "nested"
 
 
 @pytest.mark.usefixtures("always_nested")
@@ -373,7 +373,7 @@ def test_branches_share_a_table_where_that_is_less_work(widths: Numbers, rates: 
     taken = launches(pattern, Heads(0, 1, 1), is_causal, False)
     done = sum(pairs_of_tiles(c.widths, c.rates, widths[-1], is_causal) for (c,) in taken)
     assert done <= min(together, apart) * 1.05
-    assert is_nested(pattern, is_causal) == any(len(course.widths) > 1 for (course,) in taken)
+    assert (form_of(pattern, is_causal) == "nested") == any(len(course.widths) > 1 for (course,) in taken)
 
 
 def counted(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, _engine, _fused, dilated_attention, explain, reference, testing
-from dilated_attention._courses import is_dense, is_nested
+from dilated_attention._courses import form_of
 from dilated_attention._settings import Settings
 from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs, launch, table
@@ -814,12 +814,12 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
 def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_causal: bool, backward: bool) -> str:
     """What was measured to be faster; where nothing was, ours if branches share work and heads are small."""
     like = torch.empty(1, device="meta").expand(1, tokens, 4, head_dim)
-    whole = Whole.of(like, is_nested(pattern, is_causal), backward, is_dense(pattern))
+    whole = Whole.of(like, form_of(pattern, is_causal), backward)
     library = configs.prefers_library(
-        torch.device(DEVICE), head_dim, is_causal, whole.nested, whole.tokens, backward, whole.dense
+        torch.device(DEVICE), head_dim, is_causal, whole.form, backward, whole.rows
     )  # fmt: skip
     if library is None:
-        library = not (whole.nested and head_dim <= 64)
+        library = not (whole.form == "nested" and head_dim <= 64)
     return "sdpa" if library else "triton"
 
 

@@ -76,11 +76,15 @@ def _tiles(width: int, step: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def is_nested(pattern: DilatedPattern, is_causal: bool) -> bool:
-    """Whether some pairs of the pattern are computed once for several branches."""
-    return any(len(group) > 1 for group in _groups(pattern, is_causal, alone=False))
+def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> str:
+    """What a call is measured as; ``alone`` as of `launches`.
 
-
-def is_dense(pattern: DilatedPattern) -> bool:
-    """Whether each segment is one dense problem, which has measurements of its own."""
-    return pattern.dilation_rates == (1,)
+    "dense": each segment is one dense problem; "nested": some pairs are computed once for several branches; "apart":
+    several launches, each of which takes in what the others found; "": anything else, in one launch.
+    """
+    if pattern.dilation_rates == (1,):
+        return "dense"
+    groups = _groups(pattern, is_causal, alone)
+    if any(len(group) > 1 for group in groups):
+        return "nested"
+    return "apart" if len(groups) > 1 and pattern.rule != "head_groups" else ""

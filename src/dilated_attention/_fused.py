@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention._courses import is_dense, launches
+from dilated_attention._courses import form_of, launches
 from dilated_attention._settings import Settings
 from dilated_attention._shards import Heads
 from dilated_attention.backends.problem import FEW_ROWS
@@ -59,9 +59,9 @@ class Kind(NamedTuple):
         return all(len(course.rates) == 1 for course in first)
 
     def config(self, kernel: str, q: Layout, courses: Courses) -> Config:
-        nested, short = len(courses[0].widths) > 1, math.prod(q.shape[:3]) < FEW_ROWS
-        kind = (self.is_causal, nested, short, is_dense(self.pattern))
-        return config(kernel, self.device, q.dtype, q.shape[-1], *kind)
+        form = "nested" if len(courses[0].widths) > 1 else form_of(self.pattern, self.is_causal, alone=True)
+        short = math.prod(q.shape[:3]) < FEW_ROWS
+        return config(kernel, self.device, q.dtype, q.shape[-1], self.is_causal, form, short)
 
     def call(self) -> Call:
         from dilated_attention.backends.triton.launch import Call

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention._courses import is_dense, is_nested
+from dilated_attention._courses import form_of
 from dilated_attention._shards import Heads
 from dilated_attention.backends.problem import Request, Whole
 from dilated_attention.pattern import DilatedPattern
@@ -38,8 +38,7 @@ class Settings:
 
     def whole_request(self, query: Tensor, has_padding: bool, backward: bool = False) -> Request:
         """The same for a whole call on one device."""
-        nested = is_nested(self.pattern, self.is_causal) and not self.dropout_p
-        whole = Whole.of(query, nested, backward, is_dense(self.pattern))
+        whole = Whole.of(query, form_of(self.pattern, self.is_causal, self.dropout_p > 0), backward)
         return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0, whole)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention._courses import launches
+from dilated_attention._courses import form_of, launches
 from dilated_attention._shards import Heads
 from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
@@ -124,8 +124,8 @@ def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytes
     entry: dict[str, Any] = {"tiles": {}, "library_from": {}, "measured": {"runs": {}}}
     monkeypatch.setattr(configs, "measured", lambda: {"9.0": entry})
     monkeypatch.setattr(configs, "device_class", lambda _: "9.0")
-    kinds = [tune.Setting(*x) for x in product(tune.SHAPES, *[(False, True)] * 3)]
-    kinds += [tune.Setting(*x, False, dense=True) for x in product(tune.SHAPES, (False, True))]
+    forms = ("", "nested", "dense", "apart")
+    kinds = [tune.Setting(*x) for x in product(tune.SHAPES, (False, True), forms, (False, True))]
     asked = list(product(kinds, tune.KERNELS))
     for number, (kind, kernel) in enumerate(asked):
         entry["tiles"][kind.key(kernel)] = [number, 16, 4, 2]
@@ -138,9 +138,9 @@ def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytes
         assert found.rows == number
     for number, (kind, way) in enumerate(product(kinds, tune.DIRECTIONS)):
         if not kind.short:
-            ask = (GPU, kind.size, kind.causal, kind.nested)
-            assert configs.prefers_library(*ask, number, way == "backward", kind.dense)
-            assert not configs.prefers_library(*ask, number - 1, way == "backward", kind.dense)
+            ask = (GPU, kind.size, kind.causal, kind.form, way == "backward")
+            assert configs.prefers_library(*ask, number)
+            assert not configs.prefers_library(*ask, number - 1)
     configs.config.cache_clear()
 
 
@@ -155,14 +155,12 @@ def test_the_candidates_have_all_that_is_in_use(tune: ModuleType) -> None:
 
 @pytest.mark.parametrize("scale", [1, 32768])
 def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
-    """Nested ones are one table, the others one launch too; short is short and the rest is not."""
-    for kind in (tune.Setting(*x) for x in product(tune.SHAPES, *[(False, True)] * 3)):
-        heads = tune.SHAPES[kind.size].heads
+    """All but those apart are one launch; short is short and the rest is not."""
+    for kind in (tune.Setting(*x) for x in product(tune.SHAPES, (False, True), (*tune.RULES, "dense"), (False, True))):
         for tokens in {kind.tokens(), min(kind.tokens(), tune.CHECK_TOKENS), *tune.LENGTHS}:
             pattern = kind.pattern(tokens, scale)
-            (courses,) = launches(pattern, Heads(0, heads, heads), kind.causal, False)
-            assert (len(courses[0].widths) > 1) == kind.nested
-        like = torch.empty(1, device="meta").expand(1, kind.tokens(), heads, kind.size)
-        assert Whole.of(like, kind.nested, backward=False).short == kind.short
-    for size, tokens in product(tune.SHAPES, tune.LENGTHS):
-        assert tune.Setting(size, False, False, dense=True).pattern(tokens, scale).dilation_rates == (1,)
+            made = launches(pattern, Heads(0, kind.heads(), kind.heads()), kind.causal, False)
+            assert (len(made) > 1) == (kind.form == "apart")
+            assert form_of(pattern, kind.causal) == kind.form
+        like = torch.empty(1, device="meta").expand(1, kind.tokens(), kind.heads(), kind.size)
+        assert Whole.of(like, kind.form, backward=False).short == kind.short

@@ -31,17 +31,18 @@ FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 
 class Whole(NamedTuple):
     """What a call on one device has to do at once, as the measured choice sees it."""
 
-    tokens: int  # of all samples, rounded down to a power of two, as what was measured is counted
-    short: bool  # whether its rows are few
-    nested: bool  # whether branches share pairs, which our kernels compute once
+    rows: int  # of queries: samples x tokens x heads
+    form: str  # "dense", "nested", "apart" or "", see `_courses.form_of`
     backward: bool
-    dense: bool = False  # whether it is one dense problem a segment
 
     @classmethod
-    def of(cls, query: Tensor, nested: bool, backward: bool, dense: bool = False) -> Whole:
+    def of(cls, query: Tensor, form: str, backward: bool) -> Whole:
         samples, tokens, heads, _ = query.shape
-        few = samples * tokens * heads < FEW_ROWS
-        return cls(1 << (samples * tokens).bit_length() >> 1, few, nested, backward, dense)
+        return cls(samples * tokens * heads, form, backward)
+
+    @property
+    def short(self) -> bool:
+        return self.rows < FEW_ROWS
 
 
 class Request(NamedTuple):

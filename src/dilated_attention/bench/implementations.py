@@ -138,7 +138,7 @@ def _cannot(backend: str, setting: Setting, compiled: bool = False) -> str | Non
         return "torch.compile needs triton on CUDA"
     if backend == "triton":
         x = torch.empty(1, dtype=setting.dtype, device=setting.device).expand(1, 1, 1, setting.head_dim)
-        request = Request.of(x, setting.dtype, setting.causal, False, False, Whole.of(x, False, False))
+        request = Request.of(x, setting.dtype, setting.causal, False, False, Whole.of(x, "", False))
         return "; ".join(triton.unsupported(request)) or None
     return None
 

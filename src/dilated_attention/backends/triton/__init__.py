@@ -56,9 +56,8 @@ def kernels(request: Request) -> tuple[str, ...]:
         request.dtype,
         request.head_dim,
         request.is_causal,
-        request.whole.nested,
+        request.whole.form,
         request.whole.short,
-        request.whole.dense,
     )
     return (f"tiles of {config.rows} queries x {config.keys} keys",)
 
@@ -88,12 +87,12 @@ def _preference(request: Request) -> tuple[bool, str]:
         return False, "in float32 torch's are faster"
     if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
-    call = (request.device, request.head_dim, request.is_causal, whole.nested)
-    faster = configs.prefers_library(*call, whole.tokens, whole.backward, whole.dense)
+    call = (request.device, request.head_dim, request.is_causal, whole.form, whole.backward)
+    faster = configs.prefers_library(*call, whole.rows)
     if faster is None:
-        ours = whole.nested and configs.head_dim_class(request.head_dim) == 64
+        ours = whole.form == "nested" and configs.head_dim_class(request.head_dim) == 64
         return ours, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
-    first = configs.library_from(*call, whole.backward, whole.dense)
+    first = configs.library_from(*call)
     if first is None:
         return True, "measured: ours are faster at every length"
-    return not faster, f"measured: torch's are faster from {first:,} tokens on, those of all samples"
+    return not faster, f"measured: torch's are faster from {first:,} rows on, that is tokens times heads"

@@ -65,10 +65,15 @@ def head_dim_class(head_dim: int) -> int:
     return next(size for size in SMALL if head_dim <= size)
 
 
-def key(kernel: str, size: int, causal: bool, nested: bool, short: bool = False, dense: bool = False) -> str:
+def key(kernel: str, size: int, causal: bool, form: str, short: bool = False) -> str:
     """What a kernel's tile, or the choice for a direction, stands under in the table."""
-    words = {"causal": causal, "nested": nested, "short": short, "dense": dense}
-    return " ".join([kernel, str(size), *(word for word, holds in words.items() if holds)])
+    words = (kernel, str(size), "causal" if causal else "", form, "short" if short else "")
+    return " ".join(filter(None, words))
+
+
+def _forms(form: str) -> tuple[str, ...]:
+    """A form, and the one whose measurements hold where it has none of its own."""
+    return (form,) if form == "nested" else (form, "")
 
 
 @functools.lru_cache(maxsize=256)
@@ -78,17 +83,16 @@ def config(
     dtype: torch.dtype,
     head_dim: int,
     causal: bool,
-    nested: bool,
+    form: str,
     short: bool,
-    dense: bool = False,
 ) -> Config:
     """The tile of a kernel."""
     size = head_dim_class(head_dim)
     if dtype is torch.float32:
         return WITHOUT_TENSOR_CORES[size]
     tiles = measured().get(device_class(device), {}).get("tiles", {}) if device.type == "cuda" else {}
-    for kind in product((short, False), (dense, False)):  # which may not have been measured apart
-        found = tiles.get(key(kernel, size, causal, nested, *kind))
+    for some_short, some_form in product((short, False), _forms(form)):  # which may not have been measured apart
+        found = tiles.get(key(kernel, size, causal, some_form, some_short))
         if found is not None:
             return Config(*found)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
@@ -96,24 +100,21 @@ def config(
     return SMALL[size]
 
 
-def library_from(
-    device: torch.device, head_dim: int, causal: bool, nested: bool, backward: bool, dense: bool = False
-) -> int | None:
-    """The tokens from which on the library's kernels were measured to be faster; None: never."""
+def library_from(device: torch.device, head_dim: int, causal: bool, form: str, backward: bool) -> int | None:
+    """The rows from which on the library's kernels were measured to be faster; None: never; or NOT_MEASURED."""
     if device.type != "cuda":
         return NOT_MEASURED
-    rows = measured().get(device_class(device), {}).get("library_from", {})
-    call = ("backward" if backward else "forward", head_dim_class(head_dim), causal, nested)
-    others: int | None = rows.get(key(*call), NOT_MEASURED)
-    found: int | None = rows.get(key(*call, dense=True), others) if dense else others
-    return found
+    rows: dict[str, int | None] = measured().get(device_class(device), {}).get("library_from", {})
+    direction, size = "backward" if backward else "forward", head_dim_class(head_dim)
+    names = (key(direction, size, causal, some) for some in _forms(form))
+    return next((rows[name] for name in names if name in rows), NOT_MEASURED)
 
 
 def prefers_library(
-    device: torch.device, head_dim: int, causal: bool, nested: bool, tokens: int, backward: bool, dense: bool = False
+    device: torch.device, head_dim: int, causal: bool, form: str, backward: bool, rows: int
 ) -> bool | None:
     """Whether the library's kernels were measured to be faster for such a call; None: such a call was not measured."""
-    first = library_from(device, head_dim, causal, nested, backward, dense)
+    first = library_from(device, head_dim, causal, form, backward)
     if first == NOT_MEASURED:
         return None
-    return first is not None and tokens >= first
+    return first is not None and rows >= first
