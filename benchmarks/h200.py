@@ -461,12 +461,13 @@ def measure_all(bench: Bench, cases: str) -> None:
     chosen = [case for case in CASES if case.name in cases]
     only_cudnn = SDPBackend.CUDNN_ATTENTION if bench.device.type == "cuda" else KERNELS
     short, long = ([case for case in chosen if (case.name == "C") is wanted] for wanted in (True, False))
+    with bench.clocks:
+        bench.ceilings()
     print(f"\n{HEADER}")
-    for case in short:  # mostly Python: before anything large ran, and with nothing beside it
+    for case in short:  # mostly Python: with nothing beside it, and before what is large
         with sdpa_kernel(KERNELS, set_priority=True):
             bench.case(case)
     with bench.clocks:
-        bench.ceilings()
         for case in long:
             with sdpa_kernel(KERNELS, set_priority=True):
                 bench.case(case)

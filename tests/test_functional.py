@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -589,6 +590,18 @@ def test_meta_tensors_know_shapes() -> None:
     assert lse.shape == q.shape[:3]
     out.sum().backward()
     assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("kind", ["plain", "meta", "fake", "func"])
+def test_a_backend_asked_for_by_name_refuses_whatever_the_tensors_are(kind: str) -> None:
+    with FakeTensorMode() if kind == "fake" else nullcontext():
+        qkv = torch.empty(3, 2, 20, 4, 8, device="meta" if kind == "meta" else "cpu").unbind(0)
+
+        def call(query: Tensor) -> Tensor:
+            return dilated_attention(query, *qkv[1:], PATTERN, backend="triton").sum()
+
+        with pytest.raises(ValueError, match="backend 'triton' cannot run this call"):
+            torch.func.grad(call)(qkv[0]) if kind == "func" else call(qkv[0])
 
 
 # --- the registered ops -----------------------------------------------------------------------------------------

@@ -23,13 +23,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     ready = _fused.find(settings, padding, seed, q, k, v)
     if ready is None:
-        choice = choose(settings.backend, settings.whole_request(q, padding is not None))
+        request = settings.whole_request(q, padding is not None)
+        choice = choose(settings.backend, request)
         if choice.module is not triton or not q.numel():
             with no_autocast(q.device):
                 out, lse = Work.prepare(q, k, v, padding, seed, settings, choice=choice).forward()
             return finished_out(out, q), lse.contiguous()
         q, k, v = map(_fused.readable, (q, k, v))
-        ready = _fused.prepare(settings, padding, seed, q, k, v)
+        ready = _fused.prepare(request, settings, padding, seed, q, k, v)
     ends = None
     if padding is not None:
         padding, ends = padding.contiguous(), sample_ends(padding) if settings.pattern.rule == "torchscale" else None
@@ -52,7 +53,8 @@ def backward(
     given = (v, dout) if dlse is None else (v, dout, dlse)
     ready = _fused.find(settings, padding, seed, q, k, *given)
     if ready is None:
-        choice = choose(settings.backend, settings.whole_request(q, padding is not None, backward=True))
+        request = settings.whole_request(q, padding is not None, backward=True)
+        choice = choose(settings.backend, request)
         if choice.module is not triton or not q.numel():
             with no_autocast(q.device):
                 work = Work.prepare(one_layout(q), k, v, padding, seed, settings, choice=choice)
@@ -61,7 +63,7 @@ def backward(
         q, k, v, dout = map(_fused.readable, (q, k, v, dout))
         dlse = None if dlse is None else dlse.resolve_neg()
         given = (v, dout) if dlse is None else (v, dout, dlse)
-        ready = _fused.prepare(settings, padding, seed, q, k, *given)
+        ready = _fused.prepare(request, settings, padding, seed, q, k, *given)
     padding = None if padding is None else padding.contiguous()
     return ready.backward(dout, dlse, q, k, v, padding, seed, out.contiguous(), lse.contiguous())
 

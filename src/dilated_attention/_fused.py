@@ -19,7 +19,8 @@ from torch import Tensor
 from dilated_attention._courses import form_of, launches
 from dilated_attention._settings import Settings
 from dilated_attention._shards import Heads
-from dilated_attention.backends.problem import FEW_ROWS
+from dilated_attention.backends import triton
+from dilated_attention.backends.problem import FEW_ROWS, Request
 from dilated_attention.backends.triton.configs import Config, config
 from dilated_attention.backends.triton.tiling import Courses
 from dilated_attention.pattern import DilatedPattern
@@ -121,7 +122,7 @@ _making = threading.Lock()
 def find(
     settings: Settings, padding: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor, *others: Tensor
 ) -> Ready | None:
-    """What was prepared for such a call, which `choose` has given to our kernels; None: that is still to be done.
+    """What was prepared for such a call, which `choose` gives to our kernels; None: that is still to be found out.
 
     ``others``: v and, for the backward pass, dout and dlse if it is there.
     """
@@ -129,12 +130,15 @@ def find(
 
 
 def prepare(
-    settings: Settings, padding: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor, *others: Tensor
-) -> Ready:
+    request: Request, settings: Settings, padding: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor,
+    *others: Tensor,
+) -> Ready:  # fmt: skip
     """What `find` finds from now on, for tensors that are `readable`."""
     from dilated_attention.backends.triton.launch import Layout
 
     key, kind = _key(settings, padding, seed, q, k, *others), Kind.of(settings, q, k, padding, seed)
+    if settings.backend == "auto" and not triton.is_preferred(request):
+        key += (request,)  # ours only because no other can run it now: not for `find`
     make = _forward if len(others) == 1 else _backward
     return _kept(key, lambda: make(kind, *map(Layout.of, (q, k, *others))))
 
@@ -142,7 +146,7 @@ def prepare(
 def _key(
     settings: Settings, padding: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor, *others: Tensor
 ) -> tuple[Any, ...]:
-    """All that `choose`, where it takes our kernels, and `Kind` look at. The others' shapes and dtypes follow."""
+    """All that `choose`, where our kernels are its first choice, and `Kind` look at; from it follows the rest."""
     flags = (padding is None, seed is None, torch.are_deterministic_algorithms_enabled(), _precision(q))
     negative = [x.is_neg() for x in (q, k, *others)]  # never prepared
     strides = [x.stride() for x in others]

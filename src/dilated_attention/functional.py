@@ -178,8 +178,9 @@ def attend(
         dtype = computed_dtype(query)
         if not (query.dtype is key.dtype is value.dtype is dtype):
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if (not alone or (settings.dropout_p > 0 and backend != "auto")) and not torch.compiler.is_compiling():
-            # a refusal must not leave other ranks waiting, nor cost a draw of the seed
+        named = backend != "auto" and (settings.dropout_p > 0 or not _ops.is_plain(query, key, value))
+        if (named or not alone) and not torch.compiler.is_compiling():
+            # a refusal must not leave other ranks waiting nor cost a draw of the seed, and a fake op does not refuse
             ask = settings.whole_request if alone else settings.request
             choose.choose(backend, ask(query, key_padding_mask is not None))
     except (TypeError, ValueError, NotImplementedError) as error:

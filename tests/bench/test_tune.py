@@ -66,6 +66,14 @@ def test_who_runs_out_of_memory_loses_and_equals_are_ours(tune: ModuleType) -> N
     assert tune.library_from({8192: {"sdpa": 1.0}}) == 8192
 
 
+@pytest.mark.parametrize("device", configs.measured())
+def test_the_choice_is_what_follows_from_the_times(tune: ModuleType, device: str) -> None:
+    entry = configs.measured()[device]
+    for key, first in entry["library_from"].items():
+        times = {int(rows): both for rows, both in entry["measured"]["library_from"][key]["ms"].items()}
+        assert tune.library_from(times) == first, key
+
+
 def test_those_near_the_best_are_timed_again_alone(tune: ModuleType) -> None:
     together, alone = {"a": 1.0, "b": 1.02, "c": 1.5}, {"a": 1.2, "b": 1.1}
     in_turn, again = tune.race(dict.fromkeys("abc", id), lambda calls: together if len(calls) > 1 else alone)

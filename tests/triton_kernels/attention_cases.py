@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention import DilatedPattern, _fused, dilated_attention, functional, testing
 from dilated_attention.backends.triton import launch, table
@@ -504,15 +505,22 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
 
 
 def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is ours only because it must repeat is the library's again when it need not."""
+    """A call that is ours only because it must repeat, or no other kernel is on, is the library's again afterwards."""
     ours, launched = launch.Launch.__call__, []
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *x: launched.append(1) or ours(self, *x))
     leaves = [x.requires_grad_() for x in make(40)]
-    for deterministic, expected in ((True, 3), (True, 3), (False, 0)):
-        torch.use_deterministic_algorithms(deterministic)
+
+    def launches() -> int:
         launched.clear()
         dilated_attention(*leaves, DilatedPattern.longnet([16], [1])).sum().backward()
-        assert len(launched) == expected
+        return len(launched)
+
+    assert [launches(), launches()] == [3, 3]
+    torch.use_deterministic_algorithms(False)
+    assert launches() == 0
+    with sdpa_kernel(SDPBackend.MATH):  # which is none of those that the library's way runs
+        assert launches() == 3
+    assert launches() == 0
 
 
 def test_another_scale_makes_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,4 +95,4 @@ def _preference(request: Request) -> tuple[bool, str]:
     first = configs.library_from(*call)
     if first is None:
         return True, "measured: ours are faster at every length"
-    return not faster, f"measured: torch's are faster from {first:,} rows on, that is tokens times heads"
+    return not faster, f"measured: torch's are faster from {first:,} rows on: tokens times heads, of all samples"
