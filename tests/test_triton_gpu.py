@@ -815,19 +815,26 @@ def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_cau
     """What was measured to be faster; where nothing was, ours if branches share work and heads are small."""
     like = torch.empty(1, device="meta").expand(1, tokens, 4, head_dim)
     whole = Whole.of(like, form_of(pattern, is_causal), backward)
-    library = configs.prefers_library(
-        torch.device(DEVICE), head_dim, is_causal, whole.form, backward, whole.rows
-    )  # fmt: skip
+    library = configs.prefers_library(torch.device(DEVICE), head_dim, is_causal, whole.form, backward, whole.rows)
     if library is None:
         library = not (whole.form == "nested" and head_dim <= 64)
     return "sdpa" if library else "triton"
 
 
+FORMS = {
+    "nested": DilatedPattern.longnet([512, 1024], [1, 2]),
+    "dense": DilatedPattern.longnet([512], [1]),
+    "apart": DilatedPattern.torchscale([512, 1024], [1, 2]),
+    "": DilatedPattern.head_groups([512, 1024], [1, 2]),
+}
+
+
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 200])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_auto_picks_what_was_measured_to_be_faster(head_dim: int, nested: bool, is_causal: bool) -> None:
-    pattern = DilatedPattern.longnet([512, 1024], [1, 2]) if nested else DilatedPattern.longnet([512], [1])
+def test_auto_picks_what_was_measured_to_be_faster(head_dim: int, form: str, is_causal: bool) -> None:
+    pattern = FORMS[form]
+    assert form_of(pattern, is_causal) == form
     for tokens in (1000, 32768, 65536, 65537, 131072, 2**20):
         x, exact = (
             torch.empty(1, dtype=dtype, device=DEVICE).expand(1, tokens, 4, head_dim)
