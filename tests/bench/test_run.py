@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 from pathlib import Path
 
@@ -171,3 +172,17 @@ def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert machine.git_state() == {"commit": "unknown", "dirty": None}
+
+
+@pytest.mark.parametrize(
+    ("file", "program", "expected"),
+    [("model name\t: Xeon\n", None, "Xeon"), ("Features: fp\n", "Vendor ID: ARM\nModel name:   N1\n", "N1"),
+     ("", "Model name:   -\n", "some machine"), ("", None, "some machine")],
+)  # fmt: skip
+def test_the_name_of_a_cpu(monkeypatch: pytest.MonkeyPatch, file: str, program: str | None, expected: str) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    monkeypatch.setattr(Path, "read_text", lambda _: file)
+    monkeypatch.setattr(machine, "_output", lambda *_: program)
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "some machine")
+    assert machine.cpu_model() == expected

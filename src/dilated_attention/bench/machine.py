@@ -77,10 +77,11 @@ def device_name(device: torch.device) -> str:
 
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    told = (info.read_text() if info.exists() else "", _output("lscpu") or "")  # ARM has its name in the second alone
+    for line in "\n".join(told).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "model name" and value.strip(" -"):
+            return value.strip()
     return platform.processor() or platform.machine()
 
 
@@ -93,11 +94,13 @@ def git_state() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    folder = Path(dilated_attention.__file__).parent
+    return _output("git", "-C", str(Path(dilated_attention.__file__).parent), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    """What a program said; None where there is none, or it failed."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False, timeout=20
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
