@@ -341,7 +341,10 @@ def test_what_short_calls_take_is_what_was_measured() -> None:
     told = (
         f"took {single:.2f} ms as single calls, {alone:.2f} ms without that thread, and {graph:.2f} ms as a CUDA graph"
     )
-    assert told in " ".join((ROOT / "docs/backends.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs/backends.md").read_text(encoding="utf-8").split())
+    assert told in page
+    ours = [x for x in found["cases"] if (x["case"], x["rule"], x["causal"]) == ("C", "head_groups", False)]
+    assert f"the same single calls took {ours[0]['forward_backward']['median']:.2f} ms" in page
 
 
 def test_the_clocks_are_what_was_read() -> None:
@@ -362,8 +365,13 @@ def test_the_clocks_are_what_was_read() -> None:
 def test_the_pages_shown_are_of_the_results_beside_them(machine: str) -> None:
     folder = ROOT / "benchmarks/results" / machine
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    told = " ".join((ROOT / "docs/benchmark.md").read_text(encoding="utf-8").split())
-    assert results["complete"] or f"The run in `{folder.relative_to(ROOT)}` was interrupted" in told
+    if machine == "h200" and not results["complete"]:  # one known gap, which the page and the docs tell
+        left = {"copies": 5, "improved": 9, "ring": 4, "profile": 7, "scaling": 27, "optimisations": 3}
+        assert results["steps_done"] == left
+        told = " ".join((ROOT / "docs/benchmark.md").read_text(encoding="utf-8").split())
+        assert "The run in `benchmarks/results/h200` was interrupted before three parts of its last table" in told
+    else:
+        assert results["complete"]
     assert {**results, **conclusions(results)} == results, f"run: dilated-attention report --conclude {folder}"
     assert results["suites"] == ALL
     shown = (folder / "index.html").read_text(encoding="utf-8")

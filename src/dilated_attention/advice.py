@@ -241,7 +241,11 @@ def what_fits(
     dtypes = _cheaper(workload.dtype)
     kinds: list[list[Candidate]] = [
         [(workload, name) for name in EXCHANGES if name != now.exchange and workload.ranks > 1],
-        [(replace(workload, batch=workload.batch >> i), None) for i in range(1, workload.batch.bit_length())],
+        [
+            (replace(workload, batch=workload.batch >> i), name)
+            for i in range(1, workload.batch.bit_length())
+            for name in (None, now.exchange)  # another may be the fastest of a smaller batch, and need more
+        ],
         [(replace(workload, dtype=dtype), None) for dtype in dtypes],
         [(replace(workload, ranks=ranks), None) for ranks in _more_ranks(workload)],
     ]
@@ -250,7 +254,9 @@ def what_fits(
         least = replace(workload, batch=1, dtype=[workload.dtype, *dtypes][-1])
         counts = [workload.ranks, *_more_ranks(workload)]
         found = _first(pattern, [(replace(least, ranks=ranks), "ring") for ranks in counts], memory, speed)
-    return tuple(replace(change, text=_difference(now, change)) for change in found)
+    autos = [change.workload.cost(pattern, speed).best for change in found]
+    told = [_difference(now, change, auto) for change, auto in zip(found, autos, strict=True)]
+    return tuple(replace(change, text=text) for change, text in zip(found, told, strict=True))
 
 
 def _first(pattern: DilatedPattern, candidates: list[Candidate], memory: int, speed: Speed) -> list[Change]:
@@ -283,8 +289,8 @@ def _more_ranks(workload: Workload) -> list[int]:
     return [workload.ranks * x for x in many if workload.ranks * x <= most]
 
 
-def _difference(before: Change, after: Change) -> str:
-    """In words."""
+def _difference(before: Change, after: Change, auto: str) -> str:
+    """In words; ``auto``: the exchange that is taken afterwards if none is asked for."""
     old, new, parts = before.workload, after.workload, []
     if new.ranks != old.ranks:
         parts.append(f"{new.ranks:,} ranks instead of {old.ranks:,}")
@@ -294,6 +300,8 @@ def _difference(before: Change, after: Change) -> str:
         parts.append(" instead of ".join(str(x.dtype).removeprefix("torch.") for x in (new, old)))
     if old.ranks > 1 and after.exchange != before.exchange:
         parts.append(f"exchange={after.exchange!r} instead of {before.exchange!r}")
+    elif old.ranks > 1 and after.exchange != auto:
+        parts.append(f"still exchange={after.exchange!r}")
     return " and ".join(parts)
 
 

@@ -40,6 +40,7 @@ NAN = math.nan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of -inf - -inf and 0 * inf
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),  # torch's, of its own first backward
     pytest.mark.usefixtures("always_nested"),
 ]
 

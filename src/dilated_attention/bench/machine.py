@@ -77,12 +77,16 @@ def device_name(device: torch.device) -> str:
 
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    told = (info.read_text() if info.exists() else "", _output("lscpu") or "")  # ARM has its name in the second alone
-    for line in "\n".join(told).splitlines():
+    found = _model_name(info.read_text() if info.exists() else "") or _model_name(_output("lscpu") or "")  # ARM's
+    return found or platform.processor() or platform.machine()
+
+
+def _model_name(told: str) -> str | None:
+    for line in told.splitlines():
         name, _, value = line.partition(":")
         if name.strip().lower() == "model name" and value.strip(" -"):
             return value.strip()
-    return platform.processor() or platform.machine()
+    return None
 
 
 def git_state() -> dict[str, Any]:

@@ -159,7 +159,7 @@ class Launch:
         config: Config,
     ) -> None:
         self.kernel, self.device, self.numbers = kernel, device, numbers
-        self.on_device = device.type == "cuda"  # as a string it takes as long as all the rest of a call's checks
+        self.on_device = device.type == "cuda"  # asked once, as torch makes a string of it
         self.found = found  # for as long as this is kept, so that others like it share it
         self.programs, self.table = found.programs, (found.sections, found.tiles, found.runs)
         self.nbytes = sum(x.nbytes for x in self.table)
