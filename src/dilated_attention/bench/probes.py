@@ -5,6 +5,7 @@ Legend: q, k, v, out (B, N, H, D); rows are checked in the first sample.
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from typing import Any
@@ -76,6 +77,7 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
         return None
     call()  # what is allocated once and stays is no part of it
     torch.cuda.synchronize()
+    gc.collect()  # what would else be freed in between would count against what the call takes
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
