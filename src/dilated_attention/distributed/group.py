@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention.distributed.transport import Pending, Stats
 
+BEFORE_CLOSING = 0.1  # seconds: far more than short messages take, far less than anyone's timeout
 _NEVER_SENT = 2**30  # a tag
 
 
@@ -145,9 +146,13 @@ class GroupTransport:
                 self._close()
 
     def _close(self) -> None:
-        """Gloo closes all connections when a receive times out, which the ranks at their other ends notice."""
+        """Gloo closes all connections when a receive times out, which the ranks at their other ends notice.
+
+        But for one in the middle of sending: gloo never ends that send. So what is on its way may arrive before.
+        """
         if not self.agrees_on_host:
             return
+        time.sleep(BEFORE_CLOSING)
         never = torch.empty(1, dtype=torch.uint8)
         for peer in range(self.size):  # until one is alive: a receive from a dead one fails at once and closes nothing
             if peer != self.rank:
@@ -173,7 +178,8 @@ class GroupTransport:
     ) -> list[tuple[int | None, dist.Work]]:
         """Only messages of one kind meet, so that no rank takes one for another where calls differ."""
         peers = sorted({*sent, *arriving})
-        order = [(peer, way) for peer in peers for way in ("send", "receive")]
+        # receives are waited for first: gloo ends them when a connection closes, but may forget a send
+        order = [(peer, way) for way in ("receive", "send") for peer in peers]
         operations, whom = [], []
         for peer, way in order:
             tensor = sent.get(peer) if way == "send" else arriving.get(peer)
