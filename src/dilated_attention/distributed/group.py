@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention.distributed.transport import Pending, Stats
 
-BEFORE_CLOSING = 0.1  # seconds: far more than short messages take, far less than anyone's timeout
+BEFORE_CLOSING = 0.05  # seconds: more than short messages take; ranks in a ring may notice one after the other
 _NEVER_SENT = 2**30  # a tag
 
 
