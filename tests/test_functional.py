@@ -402,13 +402,26 @@ def test_changing_a_saved_input_is_noticed() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("only_value", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_double_backward_says_what_to_do(backend: str) -> None:
+def test_double_backward_says_what_to_do(backend: str, linear: bool, only_value: bool) -> None:
+    """Also where the gradient that comes in needs none itself: what comes out depends on q, k and v all the same."""
     qkv = leaves(2, 20, 4, 8)
+    if only_value:
+        qkv[:2] = [x.detach() for x in qkv[:2]]
     out = dilated_attention(*qkv, PATTERN, backend=backend)
-    (grad,) = torch.autograd.grad(out.square().sum(), qkv[0], create_graph=True)
+    loss = out.sum() if linear else out.square().sum()
+    (grad,) = torch.autograd.grad(loss, qkv[2], create_graph=True)
     with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*create_graph.*reference\.attention"):
-        grad.sum().backward()
+        (loss + grad.square().sum()).backward()
+
+
+def test_create_graph_costs_nothing_but_the_second_derivative() -> None:
+    qkv = leaves(2, 20, 4, 8)
+    out = dilated_attention(*qkv, PATTERN)
+    plain, graph = (torch.autograd.grad(out.sum(), qkv, create_graph=x, retain_graph=True) for x in (False, True))
+    assert all(map(torch.equal, plain, graph))
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------

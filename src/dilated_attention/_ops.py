@@ -88,8 +88,12 @@ class Attention(torch.autograd.Function):
             return (*_engine.backward(*given), None, None, None)
         with torch.no_grad():
             found = _engine.backward(*given)
-        # create_graph=True: whoever differentiates these is told
-        return (*Once.apply(*found, dout, dlse), None, None, None)  # type: ignore[no-untyped-call]
+        return (*once(found, dout, dlse, query, key, value), None, None, None)
+
+
+def once(found: tuple[Tensor, ...], *others: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients made with create_graph=True: whoever differentiates them, by what they came from, is told."""
+    return Once.apply(*found, *others)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Once(torch.autograd.Function):

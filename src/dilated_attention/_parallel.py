@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention import _engine
+from dilated_attention import _engine, _ops
 from dilated_attention._alltoall import AllToAll
 from dilated_attention._exchange import Exchange
 from dilated_attention._settings import Settings, compute_dtype, sample_ends
@@ -273,18 +273,26 @@ class _Parallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
-        dlse = call.agree_on_backward(dlse, lse)
-        with _engine.no_autocast(q.device), call.transport.closed_on_error():
-            work = call.work(_engine.one_layout(q), k, v, padding, seed, ends)
-            rows = work.rows(dout, dlse, out, lse)
-            exchanger = call.exchanger(work, k)
-            if exchanger is None:
-                grads = work.backward(rows)
-            else:
-                grads = exchanger.backward(rows, None if call.link.use_checkpointing else kept)
-            dq, dk, dv = _engine.finished_grads(grads, q)
-        return dq, dk, dv, None, None, None
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = _backward(ctx.call, dout, dlse, *saved)
+        if torch.is_grad_enabled():
+            found = _ops.once(found, dout, dlse, *saved[:3])
+        return (*found, None, None, None)
+
+
+def _backward(
+    call: Call, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None,
+    seed: Tensor | None, ends: Tensor | None, out: Tensor, lse: Tensor, *kept: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dlse = call.agree_on_backward(dlse, lse)
+    with _engine.no_autocast(q.device), call.transport.closed_on_error():
+        work = call.work(_engine.one_layout(q), k, v, padding, seed, ends)
+        rows = work.rows(dout, dlse, out, lse)
+        exchanger = call.exchanger(work, k)
+        if exchanger is None:
+            grads = work.backward(rows)
+        else:
+            grads = exchanger.backward(rows, None if call.link.use_checkpointing else list(kept))
+        return _engine.finished_grads(grads, q)

@@ -523,6 +523,22 @@ def test_a_graph_can_be_gone_through_twice(exchange: str, use_checkpointing: boo
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
+def differentiated_twice_here(case: Case) -> str:
+    qkv, _, _, _ = case.inputs()
+    leaves = [x[:, case.shard(dist.get_rank())].detach().requires_grad_() for x in qkv]
+    loss = case.attention(None, group=dist.group.WORLD, exchange=case.exchange)(*leaves)[0].sum()
+    (grad,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError) as raised:
+        (loss + grad.square().sum()).backward()
+    return str(raised.value)
+
+
+@BY_EXCHANGE
+def test_there_is_no_second_derivative(exchange: str) -> None:
+    for error in pool(4).run(differentiated_twice_here, replace(BASE, exchange=exchange)):
+        assert "cannot be differentiated twice" in error
+
+
 def compiled_here(case: Case) -> Results:
     def twice(*qkv: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = case.attention(None, group=dist.group.WORLD, exchange=case.exchange)(*(x * 1.5 for x in qkv))
