@@ -95,6 +95,9 @@ def bad_calls() -> Iterator[Any]:
     yield value("key-device", "key is torch.float32 on meta and query torch.float32 on cpu", qkv=(x, meta, meta))
     yield value("value-device", "value is torch.float32 on meta", qkv=(x, x, meta))
 
+    nested = torch.nested.as_nested_tensor([torch.zeros(20, 4, 8), torch.zeros(10, 4, 8)], layout=torch.jagged)
+    yield value("nested", "query is a nested tensor: pad it, and pass key_padding_mask", qkv=(nested,) * 3)
+
     flags = torch.zeros(2, 20, dtype=torch.bool)
     yield value("mask-shape", r"key_padding_mask must be .*\(2, 20\), got \(2, 21\)",
                 key_padding_mask=torch.zeros(2, 21, dtype=torch.bool))  # fmt: skip
@@ -120,6 +123,29 @@ def bad_calls() -> Iterator[Any]:
     yield value("too-few-heads", "5 branches to 4 key/value heads", pattern=groups)
     shared = tensors((2, 20, 10, 8), few, few)
     yield value("too-few-kv-heads", "5 branches to 2 key/value heads", qkv=shared, pattern=groups, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"exchange": "ring"}, ValueError, "exchange='ring' is between ranks, and no group was given"),
+        ({"exchange": "star"}, ValueError, "unknown exchange 'star'"),
+        ({"verify": "never"}, ValueError, "unknown verify 'never'"),
+        ({"timeout": -1}, ValueError, "timeout must be a positive number of seconds, got -1"),
+        ({"debug": "yes"}, TypeError, "debug must be True or False, got 'yes'"),
+        ({"use_checkpointing": None}, TypeError, "use_checkpointing must be True or False, got None"),
+    ],
+)
+def test_options_of_a_group_are_looked_at_without_one(options: dict[str, Any], kind: type, match: str) -> None:
+    x = torch.zeros(SHAPE)
+    with pytest.raises(kind, match=match):
+        dilated_attention(x, x, x, PATTERN, **options)
+
+
+def test_options_of_a_group_that_say_nothing_of_ranks_may_stand_without_one() -> None:
+    qkv = testing.make_qkv(*SHAPE)
+    options = {"timeout": 5, "debug": True, "verify": "first", "use_checkpointing": False}
+    assert torch.equal(dilated_attention(*qkv, PATTERN, **options), dilated_attention(*qkv, PATTERN))
 
 
 @pytest.mark.parametrize("function", [dilated_attention, explain], ids=lambda f: f.__name__)

@@ -151,6 +151,8 @@ def test_counts_without_kv_heads_take_the_query_heads() -> None:
     assert pattern.flops(9, 4, 8) == pattern.flops(9, 4, 8, num_kv_heads=4)
     assert pattern.saved_bytes(9, 4, 8) == pattern.saved_bytes(9, 4, 8, num_kv_heads=4, dtype=torch.bfloat16)
     assert torch.equal(pattern.coverage(9, 4), pattern.coverage(9, 4, num_kv_heads=4))
+    with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -1"):
+        pattern.coverage(-1, 4)
 
 
 def test_no_tokens() -> None:
@@ -262,6 +264,13 @@ BAD = [
     ),
     pytest.param(
         [4], [2.0], TypeError, r"every entry of dilation_rates must be a whole number, got 2\.0", id="float-rate"
+    ),
+    pytest.param(
+        torch.tensor([4]),
+        [1],
+        TypeError,
+        r"segment_lengths must be a list .*, got a tensor: pass its \.tolist",
+        id="tensor",
     ),
     pytest.param(
         [True], [1], TypeError, r"every entry of segment_lengths must be a whole number, got True", id="bool-length"

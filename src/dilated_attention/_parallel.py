@@ -51,6 +51,10 @@ class Link:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    @property
+    def options(self) -> tuple[str, bool, float, str | None, bool]:
+        return self.exchange, self.use_checkpointing, self.timeout, self.verify, self.debug
+
     def check_usable(self) -> None:
         if self.group is not None:
             check_usable(self.group)

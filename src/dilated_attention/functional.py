@@ -104,7 +104,8 @@ def dilated_attention(
         is_causal: a query sees no later token.
         scale: multiplies the scores; 1/sqrt(D) by default.
         dropout_p: the share of (query, key) pairs dropped; give 0 outside training.
-        key_padding_mask: (B, N) bool, True = ignore this key, as in ``nn.MultiheadAttention``.
+        key_padding_mask: (B, N) bool, True = ignore this key, as in ``nn.MultiheadAttention``. The rows of ignored
+            tokens still get an output: leave them out of pooling and of the loss.
         query_offset: where in the key sequence the first query stands, as an int, or as an integer tensor (B,) with a
             position for each sample. By default the queries are the last tokens. Not over a ``group``. Positions
             outside the key sequence are an error; but our CUDA kernel reads a tensor on the device, so that the host
@@ -119,6 +120,7 @@ def dilated_attention(
         exchange: how rows of other ranks come here. "ring": from neighbour to neighbour, two blocks at a time;
             "allgather": all of them in one step; "alltoall": whole segments for a share of the heads; "auto":
             the one with the least modelled time that holds at most twice what a shard keeps for its backward pass.
+            Without a ``group`` only "auto"; what follows does nothing there.
         use_checkpointing: received rows travel again in the backward pass; False keeps them.
         timeout: seconds to wait for another rank before an error that names it (gloo; NCCL has its own).
         verify: "always": every call first compares its arguments over the ranks; "first": only the first 64 checks of
@@ -134,6 +136,10 @@ def dilated_attention(
     link = None
     if group is not None:
         link = Link(process_group(group), exchange, use_checkpointing, timeout, verify, debug)
+    elif (exchange, use_checkpointing, timeout, verify, debug) != ("auto", True, 60.0, None, False):
+        check_link(exchange, use_checkpointing, timeout, verify, debug)
+        if exchange != "auto":
+            raise ValueError(f"exchange={exchange!r} is between ranks, and no group was given: pass group= as well")
     out, lse = attend(
         query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link,
         query_offset=query_offset,
@@ -164,7 +170,7 @@ def attend(
     alone = link is None or link.size == 1
     try:
         if link is not None:
-            check_link(link)
+            check_link(*link.options)
             _decode_ops.check_alone(query_offset)
         settings = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
@@ -200,17 +206,17 @@ def drawn_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
-def check_link(link: Link) -> None:
-    """Raise if calls cannot go over a group in this way."""
-    if link.exchange not in EXCHANGES:
-        raise ValueError(f"unknown exchange {link.exchange!r}: use one of {', '.join(EXCHANGES)}")
-    if link.verify is not None and link.verify not in VERIFY:
-        raise ValueError(f"unknown verify {link.verify!r}: use one of {', '.join(VERIFY)}, or None")
-    for name, flag in (("use_checkpointing", link.use_checkpointing), ("debug", link.debug)):
+def check_link(exchange: str, use_checkpointing: bool, timeout: float, verify: str | None, debug: bool) -> None:
+    """Raise if no call can go over a group in this way."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
+    if verify is not None and verify not in VERIFY:
+        raise ValueError(f"unknown verify {verify!r}: use one of {', '.join(VERIFY)}, or None")
+    for name, flag in (("use_checkpointing", use_checkpointing), ("debug", debug)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
-    if not isinstance(link.timeout, Real) or not 0 < link.timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds, got {link.timeout!r}")
+    if not isinstance(timeout, Real) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
 
 
 def _checked(
@@ -266,6 +272,8 @@ def check_tensors(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise ValueError(f"{name} is a nested tensor: pad it, and pass key_padding_mask")
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:

@@ -220,6 +220,8 @@ class DilatedPattern:
         """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         group = self.check_heads(num_heads, kv_heads)
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}")
         position = torch.arange(num_tokens)
         covered = torch.zeros(num_tokens, kv_heads, dtype=torch.bool)
         for branch, (width, rate) in enumerate(self.branches):
@@ -259,6 +261,8 @@ def whole_number(name: str, value: object) -> int:
 
 
 def _branch_numbers(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} must be a list of whole numbers, got a tensor: pass its .tolist()")
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of whole numbers, one per branch, got {values!r}")
     numbers = tuple(whole_number(f"every entry of {name}", value) for value in values)

@@ -690,10 +690,15 @@ def test_errors_of_the_call(cls: Any) -> None:
     causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"attn_mask must be None: .* pass is_causal=True"):
         module(x, attn_mask=causal, is_causal=True)
-    with pytest.raises(ValueError, match=r"key is \(2, 8, 20\) and query \(2, 9, 20\): .* needs equal lengths"):
+    with pytest.raises(
+        ValueError,
+        match=r"key is \(2, 8, 20\) and query \(2, 9, 20\): .* needs equal lengths; to decode, .* call dilated_attention",
+    ):
         module(x, x[:, :8])
-    with pytest.raises(ValueError, match=r"must all be .* got query \(2, 9, 19\)"):
+    with pytest.raises(ValueError, match=r"must all be .* got query \(2, 9, 19\)$"):
         module(x[..., 1:])
+    with pytest.raises(TypeError, match="query must be a tensor, got ndarray"):
+        module(x.detach().numpy())
     with pytest.raises(ValueError, match=r"must all be .* got key \(9, 20\) and query \(2, 9, 20\)"):
         module(x, x[0])
     with pytest.raises(ValueError, match=r"must all be .* got query \(1, 2, 9, 20\)"):

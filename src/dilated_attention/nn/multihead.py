@@ -201,20 +201,23 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
             if x.is_nested:  # nn.TransformerEncoder makes them when its first layer is dense
                 raise ValueError(
                     f"{name} is a nested tensor: pad it and pass key_padding_mask; nn.TransformerEncoder does so when "
                     "built with enable_nested_tensor=False"
                 )
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != self.embed_dim:
+                beside = "" if x is query else f" and query {tuple(query.shape)}"
                 raise ValueError(
                     f"query, key and value must all be (batch, tokens, {self.embed_dim}) or all (tokens, "
-                    f"{self.embed_dim}), got {name} {tuple(x.shape)} and query {tuple(query.shape)}"
+                    f"{self.embed_dim}), got {name} {tuple(x.shape)}{beside}"
                 )
             if x.shape != query.shape:
                 raise ValueError(
                     f"{name} is {tuple(x.shape)} and query {tuple(query.shape)}: dilated attention is self-attention "
-                    "and needs equal lengths"
+                    "and needs equal lengths; to decode, project q, k and v and call dilated_attention()"
                 )
         if mask is not None and mask.shape != query.shape[:-1]:
             raise ValueError(

@@ -36,7 +36,7 @@ class Ranks:
         self.limit: Limit | None = None
         self.stats = Stats()
         self.buffers: Buffers | None = None
-        check_link(Link(None, exchange, **settings))  # errors now rather than in the first step
+        check_link(*Link(None, exchange, **settings).options)  # errors now rather than in the first step
         self.link()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
