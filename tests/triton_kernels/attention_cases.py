@@ -583,3 +583,18 @@ def test_a_sign_that_is_still_to_be_turned(which: int) -> None:
         out = dilated_attention(*leaves, DilatedPattern.longnet([16], [1]), backend="triton")
         results.append((out, *torch.autograd.grad(out, leaves, dout)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_in_which_all_scores_are_minus_infinity(dtype: torch.dtype, dropout_p: float) -> None:
+    """Such keys weigh nothing, also where a row's first keys are all like that."""
+    query, key, value = make(128, dtype=dtype)
+    query[..., 0] = 1.0
+    key[:, :100, :, 0] = -torch.inf
+    pattern, dout = DilatedPattern.longnet([128], [1]), randn(*query.shape).to(dtype)
+    seed = {"seed": torch.tensor(SEED, device=DEVICE)} if dropout_p else {}
+    exact = testing.oracle((query, key, value), pattern, dout, dropout_p=dropout_p, **seed)
+    got = run((query, key, value), pattern, dout, dropout_p=dropout_p)
+    assert exact.out.isfinite().all()
+    assert testing.error(got.out, exact.out) <= (1e-5 if dtype is FULL else 0.01)

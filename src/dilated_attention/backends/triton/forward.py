@@ -52,9 +52,7 @@ def walk(
             m = tl.where(mass >= 0.0, m, 0.0)  # m as it is, in the layout of the sums: saves a conversion a tile
         else:
             top = tl.maximum(m, tl.max(scores, 1) * scale + bias)
-            safe = top
-            if MASKED or CAUSAL:  # a row that has seen no key yet: exp2(-inf - 0) = 0, not NaN
-                safe = tl.where(top == float("-inf"), 0.0, top)
+            safe = tl.where(top == float("-inf"), 0.0, top)  # no score but -inf yet: exp2(-inf - 0) = 0, not NaN
             weights = tl.math.exp2(scores * scale + (bias - safe)[:, None])
             rescale = tl.math.exp2(m - safe)
             mass = mass * rescale + tl.sum(weights, 1)
