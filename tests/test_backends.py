@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +242,20 @@ def test_half_precision_is_computed_where_it_is_fast() -> None:
         assert _settings.compute_dtype(torch.zeros(1, dtype=dtype)) is dtype
     assert _settings.compute_dtype(torch.zeros(1, dtype=torch.float16)) is torch.float32
     assert _settings.compute_dtype(torch.zeros(1, dtype=torch.bfloat16)) in (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+def test_torch_is_asked_as_for_training_wherever_it_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some GPUs a kernel has no backward pass for some head dims; torch tells that only with gradients enabled."""
+    asked = []
+
+    def check(params: Any) -> bool:
+        asked.append(torch.is_grad_enabled() and params.query.requires_grad)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    monkeypatch.setattr(sdpa.cuda_backends, f"can_use_{name}_attention", check)
+    with torch.no_grad():
+        (why,) = sdpa._refusals(name, request_for(torch.zeros(1, 8, 2, 208, dtype=torch.bfloat16)))
+    assert f"can_use_{name}_attention refuses torch.bfloat16 with head_dim 208" in why
+    assert asked == [True]

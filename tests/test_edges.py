@@ -149,3 +149,14 @@ def test_multihead_refuses_before_it_projects(monkeypatch: pytest.MonkeyPatch) -
         module(x, x[:, :5], x[:, :5])
     with pytest.raises(ValueError, match="key_padding_mask must be"):
         module(x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("queries", [4, 2])
+@pytest.mark.parametrize(("width", "rate"), [(4, 2**48), (2**48, 1), (2**48, 2**48)])
+def test_the_longest_segments_of_the_widest_rows(width: int, rate: int, queries: int) -> None:
+    """A stride of such a view, of one row or one segment, would not be a number of 64 bits."""
+    q, k, v = testing.make_qkv(1, 4, 128, 256)
+    pattern = DilatedPattern.longnet([width], [rate])
+    out = dilated_attention(q[:, :queries], k, v, pattern, query_offset=0)
+    wanted = reference.attention(q, k, v, pattern)[0][:, :queries]
+    assert testing.error(out, wanted) <= testing.TOLERANCE[torch.float32]

@@ -18,10 +18,12 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention.backends import sdpa
 from dilated_attention.pattern import RULES
 
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
@@ -448,6 +450,27 @@ def test_create_graph_costs_nothing_but_the_second_derivative() -> None:
     out = dilated_attention(*qkv, PATTERN)
     plain, graph = (torch.autograd.grad(out.sum(), qkv, create_graph=x, retain_graph=True) for x in (False, True))
     assert all(map(torch.equal, plain, graph))
+
+
+# --- kernels that the user switched off -------------------------------------------------------------------------
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("this kernel is switched off")
+
+
+def test_a_kernel_switched_off_for_a_call_is_so_in_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own attention does: what runs backward is decided where the call is made."""
+    qkv = leaves(2, 20, 4, 8)
+    plain = dilated_attention(*qkv, PATTERN)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = dilated_attention(*qkv, PATTERN)
+        wanted = torch.autograd.grad(plain.sum(), qkv)  # by the kernel that made it
+    monkeypatch.setattr(sdpa, "backward", refuse)
+    for grad, exact in zip(torch.autograd.grad(out.sum(), qkv), wanted, strict=True):
+        assert testing.error(grad, exact) < 1e-5
+    with pytest.raises(AssertionError, match="switched off"):
+        dilated_attention(*qkv, PATTERN).sum().backward()
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------

@@ -189,6 +189,14 @@ def test_a_window_of_straddling_segments_is_not_longer() -> None:
     assert 120 * per_token <= max(held) <= (128 + 32) * per_token + 7 * ROW  # a quarter more: rows are seldom moved
 
 
+@pytest.mark.parametrize("chunk", [1000, 128, 300])
+def test_a_long_chunk_of_straddling_segments_is_not_held(chunk: int) -> None:
+    """Its period, 3200 tokens here, may be far longer than a segment."""
+    per_token = 4 * ROW + 3 * 4
+    held = held_while_streaming(DilatedPattern.longnet([50, 128], [1, 2]), chunk, 5, max_bytes=(128 + 32) * per_token)
+    assert 0 < max(held) <= (128 + 32) * per_token + 2 * chunk * ROW  # outputs that are not yet complete
+
+
 def test_whole_periods_leave_nothing_behind() -> None:
     for is_causal in (False, True):
         held = held_while_streaming(DilatedPattern.longnet([32, 64], [1, 2]), 128, 5, is_causal=is_causal)
@@ -402,6 +410,13 @@ def test_fewer_key_heads_must_be_asked_for() -> None:
         next(da.stream([like()], GOOD))
 
 
+@pytest.mark.parametrize(("pattern", "is_causal"), [(GOOD, True), (DilatedPattern.torchscale([8], [1]), False)])
+def test_our_kernels_take_no_parts_of_segments(pattern: DilatedPattern, is_causal: bool) -> None:
+    """Said with the first chunk, not where a segment is first cut."""
+    with pytest.raises(ValueError, match=r"'triton' takes whole segments, and a stream that is causal.*'auto'"):
+        next(da.stream([like(tokens=8)], pattern, enable_gqa=True, is_causal=is_causal, backend="triton"))
+
+
 def test_a_backend_that_cannot_run_says_so() -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), pytest.raises(ValueError, match="sdpa"):
         next(da.stream([like(tokens=8)], GOOD, enable_gqa=True, backend="sdpa"))
@@ -424,7 +439,7 @@ def test_a_segment_that_does_not_fit_names_its_bytes() -> None:
     row = 2 * 8 * 4
     wants = {
         (nested, False): 1000 * (4 + 2 + 2) * row,
-        (straddling, False): 1000 * ((4 + 2 + 2 + 4) * row + 2 * 4 * 4),
+        (straddling, False): 1250 * ((4 + 2 + 2 + 4) * row + 2 * 4 * 4),
         (nested, True): (125 + 250 + 250) * 2 * 2 * row,
     }
     for (pattern, is_causal), size in wants.items():

@@ -19,6 +19,7 @@ from torch import Tensor
 from dilated_attention._shards import Channel, Heads, Shards
 from dilated_attention.pattern import DilatedPattern, rows_at_offset
 
+NO_STRIDE = 2**62  # as long as torch takes; only dimensions of size 1 have such
 MOST_GAPS = 64
 
 
@@ -50,7 +51,7 @@ class Block:
         head_stride = per_head if group > 1 else self.head_step * per_head + self.offset_step * per_token
         return x.as_strided(
             (self.samples * self.segments, self.rows, self.heads * group, *x.shape[3:]),
-            (per_batch, self.dilation * per_token, head_stride, *x.stride()[3:]),
+            (min(per_batch, NO_STRIDE), min(self.dilation * per_token, NO_STRIDE), head_stride, *x.stride()[3:]),
             x.storage_offset()
             + self.sample * per_sample
             + (self.start + self.offset) * per_token

@@ -28,18 +28,23 @@ class Settings:
     backend: str
     first_head: int = 0  # of the key/value heads here, where heads too are split over processes,
     total_heads: int = 0  # and how many there are in all; 0: those that are here
+    switched_off: tuple[str, ...] | None = None  # kernels of torch, for the backward pass too; None: as they are then
 
     def heads(self, key: Tensor) -> Heads:
         return Heads(self.first_head, key.shape[2], self.total_heads or key.shape[2])
 
     def request(self, query: Tensor, has_padding: bool) -> Request:
         """What is asked of a backend for one block at a time."""
-        return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0)
+        return self._request(query, has_padding, None)
 
     def whole_request(self, query: Tensor, has_padding: bool, backward: bool = False) -> Request:
         """The same for a whole call on one device."""
         whole = Whole.of(query, form_of(self.pattern, self.is_causal, self.dropout_p > 0), backward)
-        return Request.of(query, compute_dtype(query), self.is_causal, has_padding, self.dropout_p > 0, whole)
+        return self._request(query, has_padding, whole)
+
+    def _request(self, query: Tensor, has_padding: bool, whole: Whole | None) -> Request:
+        dtype, drops = compute_dtype(query), self.dropout_p > 0
+        return Request.of(query, dtype, self.is_causal, has_padding, drops, whole, self.switched_off)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -17,6 +17,7 @@ from dilated_attention import _decode_ops, _ops, _parallel
 from dilated_attention._parallel import EXCHANGES, VERIFY, Link
 from dilated_attention._settings import Settings
 from dilated_attention.backends import choose
+from dilated_attention.backends.problem import switched_off
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import DilatedPattern
 
@@ -243,7 +244,8 @@ def _checked(
         raise ValueError(f"heads must be (first, total) with the {key.shape[2]} key heads given inside, got {heads}")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
     check_backend(backend)
-    return Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend, first, total)
+    off = None if torch.compiler.is_compiling() else switched_off()
+    return Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend, first, total, off)
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:

@@ -68,8 +68,9 @@ class Request(NamedTuple):
         has_padding: bool,
         has_dropout: bool,
         whole: Whole | None = None,
+        off: tuple[str, ...] | None = None,
     ) -> Request:
-        off = tuple(name for name, is_on in _SWITCHES.items() if not is_on())
+        off = switched_off() if off is None else off
         flash = torch.nn.attention.current_flash_attention_impl() if x.device.type == "cuda" else None
         deterministic = torch.are_deterministic_algorithms_enabled()
         return cls(x.device, dtype, x.shape[-1], is_causal, has_padding, has_dropout, deterministic, off, flash, whole)
@@ -80,6 +81,11 @@ _SWITCHES: dict[str, Callable[[], bool]] = {
     "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
 }
+
+
+def switched_off() -> tuple[str, ...]:
+    """The kernels of torch that are switched off now."""
+    return tuple(name for name, is_on in _SWITCHES.items() if not is_on())
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,8 +254,10 @@ def _refusals(name: str, request: Request) -> list[str]:
     }[name]
     width = -(-request.head_dim // pad_multiple(request)) * pad_multiple(request)
     probe = torch.empty((1, 1, 64, width), dtype=request.dtype, device=request.device, requires_grad=True)
-    if not reasons and not check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, request.is_causal, False)):
-        reasons.append(
-            f"torch.backends.cuda.can_use_{name}_attention refuses {request.dtype} with head_dim {request.head_dim}"
-        )
-    return reasons
+    if reasons:
+        return reasons
+    # it looks at the mode and at the current device: on some, a kernel has no backward pass for some head dims
+    with torch.enable_grad(), torch.cuda.device_of(probe):  # type: ignore[no-untyped-call]
+        runs = check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, request.is_causal, False))
+    refused = f"torch.backends.cuda.can_use_{name}_attention refuses {request.dtype} with head_dim {request.head_dim}"
+    return [] if runs else [refused]

@@ -83,6 +83,11 @@ class Options:
         """The work on chunks of this kind."""
         problem = Problem.of(self.pattern, self.is_causal, self.scale, self.backend, kind)
         problem.check_memory(self.max_bytes, self.num_tokens)
+        if self.backend == "triton" and (self.is_causal or self.pattern.rule == "torchscale"):
+            raise ValueError(
+                "backend 'triton' takes whole segments, and a stream that is causal, or of the rule torchscale, has "
+                "parts of them: use backend='auto', which takes our kernels wherever they can run"
+            )
         return (AtOnce if self.is_causal else Window)(problem, outputs.deliver)
 
     def checked(self, index: int, chunk: Chunk) -> Chunk:

@@ -98,6 +98,11 @@ class Problem:
     def group(self) -> int:
         return self.kind.heads // self.kind.kv_heads
 
+    def most_tokens(self, num_tokens: int | None = None) -> int:
+        """That wait, not causal: rows that go a few at a time need room to spare, lest the others be moved often."""
+        tokens = self.longest if num_tokens is None else min(num_tokens, self.longest)
+        return tokens + tokens // 4 if self.straddles else tokens
+
     def held_bytes(self, num_tokens: int | None) -> int:
         """The most that is held from one chunk to the next, if there are at most so many tokens."""
         kind, tokens = self.kind, self.longest if num_tokens is None else min(num_tokens, self.longest)
@@ -107,7 +112,7 @@ class Problem:
         per_token = row * (kind.heads + 2 * kind.kv_heads)
         if self.straddles:
             per_token += kind.samples * kind.heads * (kind.head_dim + 1) * accumulate_dtype(kind.dtype).itemsize
-        return per_token * tokens
+        return per_token * self.most_tokens(num_tokens)
 
     def check_memory(self, max_bytes: int | None, num_tokens: int | None) -> None:
         """Raise if what is held does not fit."""

@@ -44,6 +44,11 @@ class Rows:
         self.resize(self.last - self.first + count)
         return self.store[:, self.last - count : self.last]
 
+    def shrink(self) -> None:
+        """Let go of room that a long chunk took for a while."""
+        if self.store.shape[1] > self.most:
+            self.store, self.first, self.last = self.all.clone(), 0, self.last - self.first
+
     def drop(self, count: int) -> None:
         self.first += count
         if self.first == self.last:
@@ -57,33 +62,41 @@ class Window:
         self.problem, self.deliver = problem, deliver
         self.base = self.position = 0
         self.done = [0] * len(problem.branches)  # where each branch's first segment begins that is not yet computed
-        kind, most = problem.kind, problem.longest
-        if problem.straddles:
-            most += most // 4  # rows go a few at a time: with no room to spare, the others would often be moved
+        kind, most = problem.kind, problem.most_tokens()
         row = (kind.samples, kind.heads, kind.head_dim)
         key_row = (kind.samples, kind.kv_heads, kind.head_dim)
         exact = accumulate_dtype(kind.dtype)
         self.inputs = [Rows(sizes, kind.dtype, kind.device, most) for sizes in (row, key_row, key_row)]
         self.out, self.lse = (Rows(sizes, exact, kind.device, most) for sizes in (row, row[:2]))
 
+    @property
+    def held(self) -> list[Rows]:
+        return [*self.inputs, self.out, self.lse] if self.problem.straddles else self.inputs
+
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The next tokens: to the end of the period, whole periods where they lie, and the rest."""
         period, tokens = self.problem.period, q.shape[1]
         first = min(tokens, -self.position % period)
         last = tokens - (tokens - first) % period
-        self.wait(q[:, :first], k[:, :first], v[:, :first])
+        self.wait_for(q[:, :first], k[:, :first], v[:, :first])
         if last > first:
             out, _ = self.problem.attend(q[:, first:last], k[:, first:last], v[:, first:last])
             self.deliver(out)
             self.base = self.position = self.position + last - first
             self.done = [self.position] * len(self.done)
-        self.wait(q[:, last:], k[:, last:], v[:, last:])
+        self.wait_for(q[:, last:], k[:, last:], v[:, last:])
+
+    def wait_for(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """A period of straddling segments may be far longer than the longest: no more than that is copied at a time."""
+        step = self.problem.longest if self.problem.straddles else max(1, q.shape[1])
+        for at in range(0, q.shape[1], step):
+            self.wait(*(x[:, at : at + step] for x in (q, k, v)))
+        for rows in self.held:
+            rows.shrink()
 
     def wait(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Take a copy, and compute what is complete by it."""
         tokens = q.shape[1]
-        if not tokens:
-            return
         for rows, x in zip(self.inputs, (q, k, v), strict=True):
             rows.add(tokens).copy_(x)
         self.position += tokens
@@ -133,8 +146,7 @@ class Window:
             self.drop(stop)
 
     def drop(self, stop: int) -> None:
-        kept = [*self.inputs, self.out, self.lse] if self.problem.straddles else self.inputs
-        for rows in kept:
+        for rows in self.held:
             rows.drop(stop - self.base)
         self.base = stop
 
