@@ -19,6 +19,7 @@ from dilated_attention import DilatedPattern, _decode, _decode_ops, dilated_atte
 from dilated_attention._parallel import Link
 from dilated_attention._settings import Settings
 from dilated_attention._shards import Heads
+from dilated_attention.backends import sdpa
 from dilated_attention.functional import attend
 from dilated_attention.pattern import RULES
 
@@ -375,6 +376,14 @@ def test_there_is_no_second_derivative() -> None:
     (grad,) = torch.autograd.grad(out.sum(), k, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         grad.sum().backward()
+
+
+def test_explain_names_the_kernels_of_the_rows_that_blocks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 queries a dilated branch has few: a kernel that takes no single row does not run there."""
+    monkeypatch.setattr(sdpa, "describe", lambda kernels, rows: f"for {sorted(rows)} rows")
+    q, k, v = testing.make_qkv(1, 300, 2, 8)
+    assert explain(q[:, :100], k, v, DilatedPattern.longnet([300], [128])).kernel == "for [1] rows"
+    assert explain(q[:, :100], k, v, DilatedPattern.longnet([300], [10]), query_offset=7).kernel == "for [10] rows"
 
 
 # --- errors -----------------------------------------------------------------------------------------------------

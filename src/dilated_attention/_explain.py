@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dilated_attention import _decode_ops
+from dilated_attention._decode import stretches
 from dilated_attention._plan import plan
 from dilated_attention._settings import Settings
 from dilated_attention._shards import Heads, Shards
@@ -71,7 +72,7 @@ def explain(
         _decode_ops.check_alone(query_offset)
     elif query_offset is not None or query.shape[1] != key.shape[1]:
         _decode_ops.check(query, key, value, key_padding_mask, query_offset, settings)
-        return _decoding(query, masked, isinstance(query_offset, Tensor), settings)
+        return _decoding(query, key, masked, query_offset, settings)
     if ranks > 1:
         request = request_back = settings.request(query, masked)
     else:
@@ -86,9 +87,13 @@ def explain(
     return Explanation(choice.name, kernel, choose.why_not(choice, request), f"{back.name}, kernel: {back_kernel}")
 
 
-def _decoding(query: Tensor, masked: bool, on_device: bool, settings: Settings) -> Explanation:
-    """Of a call with few queries, which has a kernel of its own forward."""
-    request, rows, backend = settings.request(query, masked), {query.shape[1]}, settings.backend
+def _decoding(query: Tensor, key: Tensor, masked: bool, offset: int | Tensor | None, settings: Settings) -> Explanation:
+    """Of a call with few queries, which has a kernel of its own forward. Positions that a tensor holds are not read."""
+    (samples, queries, heads, _), (_, tokens, kv_heads, _) = query.shape, key.shape
+    first, on_device = offset if isinstance(offset, int) else tokens - queries, isinstance(offset, Tensor)
+    split = (samples, first, queries, tokens, settings.heads(key), heads // kv_heads, settings.is_causal)
+    rows = {stretch.queries.rows for stretch in stretches(settings.pattern, 0, *split)} or {queries}
+    request, backend = settings.request(query, masked), settings.backend
     backward = "none: its decoding has no backward pass"
     if backend != "triton":
         back = choose.choose(backend, request)
