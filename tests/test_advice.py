@@ -266,3 +266,18 @@ def test_amounts() -> None:
         "0 ", "3 ", "999 ", "1 k", "1.23 k", "13.2 T", "590 E", "1,000,000 Y",
     ]  # fmt: skip
     assert ROWS == 2048
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rule", "told"),
+    [
+        (2**20, 12, "longnet", "these are 12 of every 512,"),
+        (2**16, 12, "head_groups", "these are 1 of every 32,"),
+        (2**20, 12, "torchscale", "these are 12 of every 512,"),
+        (2**14, 8, "longnet", ""),  # eight heads take all offsets of the rate 8
+        (2**14, 7, "longnet", "these are 7 of every 8,"),
+    ],
+)
+def test_it_tells_which_rows_the_longest_segment_has(tokens: int, heads: int, rule: str, told: str) -> None:
+    (line,) = (x for x in suggest(tokens, heads=heads, head_dim=64, rule=rule).reasons if "from one end" in x)
+    assert told in line if told else line.endswith("from one end to the other")

@@ -167,7 +167,8 @@ def _segments(pattern: DilatedPattern, ratio: int, workload: Workload) -> Iterat
             f"{len(widths)} branches, {ratio} times as long and as sparse from one to the next, {ROWS:,} rows in each "
             f"segment: {times:.2f} times the work of segments of {ROWS:,} alone"
         )
-        yield f"the longest segment holds all {tokens:,} tokens: its rows see from one end to the other"
+        few = _few(pattern, kv_heads)
+        yield f"the longest segment holds all {tokens:,} tokens: its rows see from one end to the other{few}"
     if pattern.rule == "head_groups" and len(widths) > 1:
         dealt = ", ".join(str(len(pattern.heads(branch, kv_heads))) for branch in range(len(widths)))
         yield (
@@ -182,6 +183,13 @@ def _segments(pattern: DilatedPattern, ratio: int, workload: Workload) -> Iterat
             f"take a multiple of {max(w for w in widths if w <= tokens or w == widths[0]):,}, or attend causally"
         )
     yield f"keys that a row of a head sees, on average: {workload.pairs(pattern) / tokens / workload.heads:,.0f}"
+
+
+def _few(pattern: DilatedPattern, kv_heads: int) -> str:
+    """Which rows the sparsest branch has, where its heads do not take all offsets."""
+    last, rate = len(pattern.branches) - 1, pattern.dilation_rates[-1]
+    taken = len({pattern.offset(last, head, kv_heads) for head in pattern.heads(last, kv_heads)})
+    return f"; these are {taken:,} of every {rate:,}, and layers connect the others with them" if taken < rate else ""
 
 
 def _appends_zeros(pattern: DilatedPattern, tokens: int, kv_heads: int) -> bool:

@@ -34,7 +34,7 @@ def bench(
         typer.Option(metavar="S", help="Of timing in each setting, shared by all.  [default: 6, on CUDA 2]"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
-    commit: Annotated[str | None, typer.Option(help="Of a tree that came without its .git.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to record, where this copy has no .git.")] = None,
 ) -> int:
     """Check and time every implementation.
 

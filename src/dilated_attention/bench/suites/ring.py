@@ -39,7 +39,7 @@ def longest_table(session: Session) -> None:
         rows.append([one.name, *_longest(session, one, budget)])
     note = (
         f"Forward and backward on one device with {size(budget)} for inputs and all else. Over P ranks each holds 1/P "
-        "of it: see the memory by ranks above, and `dilated-attention plan` for lengths that no machine here can hold."
+        "of it: see the memory by ranks above, and `dilated-attention plan` for lengths that one device cannot hold."
     )
     columns = ["implementation", "longest", "memory there, MiB", "at twice that"]
     session.table(SUITE, TITLE, note, columns, rows)
