@@ -132,8 +132,9 @@ def test_what_is_no_tensor() -> None:
         dilated_attention(q, k, v, PATTERN, is_causal="no")
     with pytest.raises(TypeError, match="every entry of segment_lengths must be a whole number"):
         DilatedPattern.longnet([torch.tensor(True)], [1])
-    with pytest.raises(TypeError, match="segment_lengths must be a list of whole numbers"):
-        DilatedPattern.longnet(b"12", [1, 1])
+    for entries in (torch.tensor([8.0]), b"12"):
+        with pytest.raises(TypeError, match="segment_lengths must be a list of whole numbers"):
+            DilatedPattern.longnet(entries, [1, 1])
 
 
 def test_messages_name_what_the_caller_wrote() -> None:

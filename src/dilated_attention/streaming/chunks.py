@@ -45,7 +45,7 @@ def stream(
             held.
         scale: multiplies the scores; 1/sqrt(D) by default.
         enable_gqa: key and value may have fewer heads, as in `dilated_attention`.
-        backend: as in `dilated_attention`.
+        backend: as in `dilated_attention`; but "triton" takes no stream that is causal or of the rule torchscale.
         max_bytes: how much may be held from one chunk to the next; computing takes its room beside it. By default half
             of what is free on a CUDA device, half of a CPU's memory, and no limit elsewhere.
         num_tokens: how many tokens will come at most, if that is known: a longer segment counts as long as that.
