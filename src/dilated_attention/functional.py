@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilated_attention import _decode_ops, _ops, _parallel
-from dilated_attention._parallel import EXCHANGES, VERIFY, Link
-from dilated_attention._settings import Settings
+from dilated_attention import autograd
 from dilated_attention.backends import choose
-from dilated_attention.backends.problem import switched_off
+from dilated_attention.backends.blockwise import outside
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.ring import run as ring
+from dilated_attention.ring.run import EXCHANGES, VERIFY, Link
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -172,35 +174,58 @@ def attend(
     try:
         if link is not None:
             check_link(*link.options)
-            _decode_ops.check_alone(query_offset)
-        settings = _checked(
+        call = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
             decodes=link is None,
         )  # fmt: skip
-        if query_offset is not None or query.shape[1] != key.shape[1]:
-            query = query.to(computed_dtype(query))  # of key and value few rows are needed: they stay as they are
-            _decode_ops.check(query, key, value, key_padding_mask, query_offset, settings)
-            seed = drawn_seed(query.device) if settings.dropout_p > 0 and seed is None else seed
-            return _decode_ops.attend(query, key, value, key_padding_mask, seed, query_offset, settings)
+        limit = 0 if link is None or link.limit is None else link.limit.number
+        call = call._replace(in_parts=not alone, limit=limit)
+        start = checked_start(query, key, query_offset, is_alone=link is None)
         dtype = computed_dtype(query)
-        if not (query.dtype is key.dtype is value.dtype is dtype):
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        named = backend != "auto" and (settings.dropout_p > 0 or not _ops.is_plain(query, key, value))
-        if (named or not alone) and not torch.compiler.is_compiling():
+        if query.dtype is not dtype:
+            query = query.to(dtype)
+        if query.shape[1] == key.shape[1] and not (key.dtype is value.dtype is dtype):
+            key, value = key.to(dtype), value.to(dtype)  # few queries need few rows of these: they stay as they are
+        if not torch.compiler.is_compiling() and (backend != "auto" or not alone):
             # a refusal must not leave other ranks waiting nor cost a draw of the seed, and a fake op does not refuse
-            ask = settings.whole_request if alone else settings.request
-            choose.choose(backend, ask(query, key_padding_mask is not None))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if link is not None and not alone:
-            device = query.device if isinstance(query, Tensor) else torch.device("cpu")
-            _parallel.refuse(link, device, error)
+            named = call.of(query, key, key_padding_mask, start)
+            choose.choose(named)
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+                choose.choose(named, backward=True)
+        if dropout_p > 0 and seed is None:
+            seed = drawn_seed(query.device)
+        positions = query_offset if isinstance(query_offset, Tensor) else None
+        inputs = Inputs(query, key, value, key_padding_mask, seed, positions)
+    except Exception as error:
+        ring.tell_others(link, query, error)
         raise
-    if settings.dropout_p > 0 and seed is None:
-        seed = drawn_seed(query.device)
-    if link is not None and (not alone or link.limit is not None):
-        out, lse = _parallel.attend(query, key, value, key_padding_mask, seed, settings, link)
-        return out, lse
-    return _ops.attend(query, key, value, key_padding_mask, seed, settings)
+    if link is None or alone:
+        return autograd.attend(inputs, call, start)
+    return ring.attend(inputs, call.of(query, key, key_padding_mask, start), link)
+
+
+def checked_start(query: Tensor, key: Tensor, offset: int | Tensor | None, *, is_alone: bool) -> int:
+    """Where among the keys the first query is. Positions in a tensor are looked at where they are used:
+    on CUDA the host would wait for them."""
+    last = key.shape[1] - query.shape[1]
+    if offset is None:
+        return last
+    if not is_alone:
+        raise ValueError("query_offset is for one device: it cannot be given together with a group")
+    if isinstance(offset, Tensor):
+        if offset.dtype not in (torch.int32, torch.int64) or offset.shape != query.shape[:1]:
+            raise ValueError(
+                f"query_offset must be an int, or int32 or int64 of shape (batch,) = {tuple(query.shape[:1])}, got "
+                f"{offset.dtype} of shape {tuple(offset.shape)}"
+            )
+        if offset.device != query.device:
+            raise ValueError(f"query_offset is on {offset.device} and query on {query.device}: move it, or give an int")
+        return ON_DEVICE
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+        raise TypeError(f"query_offset must be an int or a tensor, got {offset!r}")
+    if not 0 <= offset <= last:
+        raise ValueError(outside("query_offset", offset, query.shape[1], key.shape[1]))
+    return offset
 
 
 def drawn_seed(device: torch.device) -> Tensor:
@@ -234,7 +259,7 @@ def _checked(
     heads: tuple[int, int] | None,
     *,
     decodes: bool,
-) -> Settings:
+) -> Call:
     """All that can be wrong with a call, before any work."""
     first, total = (0, 0) if heads is None else heads
     check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, total, decodes=decodes)
@@ -242,10 +267,9 @@ def _checked(
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     if heads is not None and not 0 <= first <= total - key.shape[2]:
         raise ValueError(f"heads must be (first, total) with the {key.shape[2]} key heads given inside, got {heads}")
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
+    scale = DEFAULT_SCALE if scale is None else checked_scale(scale)
     check_backend(backend)
-    off = None if torch.compiler.is_compiling() else switched_off()
-    return Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend, first, total, off)
+    return Call(pattern, is_causal, scale, checked_probability(dropout_p), backend, first_head=first, total_heads=total)
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:

@@ -8,14 +8,14 @@ Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 
-RULES = ("longnet", "torchscale", "head_groups")
 MAX_BRANCHES = 64
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 
@@ -23,6 +23,43 @@ MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 def rows_at_offset(length: int, dilation: int, offset: int) -> int:
     """How many p in [0, length) have p mod dilation == offset."""
     return max(0, -((offset - length) // dilation))
+
+
+class Dealing(NamedTuple):
+    """How a rule deals branches to heads: all that the rules differ in."""
+
+    neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
+    is_shifted: bool = False  # branch i adds i mod rate to every offset
+    is_divided: bool = False  # heads are divided among branches; otherwise every head runs every branch
+    adds_zeros: bool = False  # zero keys fill up the last segment, unless the call is causal
+    nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
+
+
+# To add a rule, add a row here and a constructor to DilatedPattern. Nothing else looks at a rule's name.
+_DEALINGS = {
+    "longnet": Dealing(lambda heads, rate: 1, nests=True),
+    "torchscale": Dealing(lambda heads, rate: -(-heads // rate), adds_zeros=True),
+    "head_groups": Dealing(lambda heads, rate: heads, is_shifted=True, is_divided=True),
+}
+RULES = tuple(_DEALINGS)
+
+
+class Branch(NamedTuple):
+    """One branch as heads run it: head h does if first <= h < last, at the offset (h // step) % rate + shift."""
+
+    length: int  # of a segment
+    rate: int
+    first: int
+    last: int
+    step: int
+    shift: int
+
+    @property
+    def heads(self) -> range:
+        return range(self.first, self.last)
+
+    def offset(self, head: int) -> int:
+        return head // self.step % self.rate + self.shift
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,22 +125,22 @@ class DilatedPattern:
 
     # --- which head runs what -----------------------------------------------------------------------------------
 
+    @property
+    def dealing(self) -> Dealing:
+        """The row of the rule."""
+        return _DEALINGS[self.rule]
+
+    def dealt(self, num_heads: int) -> tuple[Branch, ...]:
+        """The branches as this many (key/value) heads run them."""
+        return _dealt(self, num_heads)
+
     def heads(self, branch: int, num_heads: int) -> range:
         """The (key/value) heads that run a branch."""
-        if self.rule != "head_groups":
-            return range(num_heads)
-        count, extra = divmod(num_heads, len(self.segment_lengths))
-        start = branch * count + min(branch, extra)
-        return range(start, start + count + (branch < extra))
+        return self.dealt(num_heads)[branch].heads
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
         """The offset of a (key/value) head in a branch."""
-        rate = self.dilation_rates[branch]
-        if self.rule == "longnet":
-            return head % rate
-        if self.rule == "torchscale":
-            return head // -(-num_heads // rate)
-        return branch % rate
+        return self.dealt(num_heads)[branch].offset(head)
 
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
         """Raise if these head counts do not fit the rule; return the number of query heads per key/value head.
@@ -116,9 +153,9 @@ class DilatedPattern:
                 f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
                 "make the first a positive multiple of the second"
             )
-        if whole and self.rule == "head_groups" and kv_heads < len(self.segment_lengths):
+        if whole and self.dealing.is_divided and kv_heads < len(self.segment_lengths):
             raise ValueError(
-                f"head_groups deals {len(self.segment_lengths)} branches to {kv_heads} key/value heads: it needs at "
+                f"{self.rule} deals {len(self.segment_lengths)} branches to {kv_heads} key/value heads: it needs at "
                 "least one head per branch; use fewer branches, more heads, or rule 'longnet'"
             )
         return num_heads // kv_heads
@@ -165,7 +202,7 @@ class DilatedPattern:
 
     def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
         """Zero keys of a segment with ``length`` real tokens for a head at ``offset``, causality aside."""
-        if self.rule != "torchscale":
+        if not self.dealing.adds_zeros:
             return 0
         rate = self.dilation_rates[branch]
         return -(-min(self.segment_lengths[branch], num_tokens) // rate) - rows_at_offset(length, rate, offset)
@@ -246,6 +283,35 @@ class DilatedPattern:
             if (query - first) % rate == offset:
                 found.append((branch, first, min(width, num_tokens - first), offset))
         return found
+
+
+@functools.lru_cache(maxsize=256)
+def _dealt(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
+    dealing, count = pattern.dealing, len(pattern.segment_lengths)
+    each, extra = divmod(num_heads, count)
+    found = []
+    for index, (length, rate) in enumerate(pattern.branches):
+        first, last = 0, num_heads
+        if dealing.is_divided:  # the first branches take one head more where heads do not divide evenly
+            first = index * each + min(index, extra)
+            last = first + each + (index < extra)
+        step = max(1, dealing.neighbours(num_heads, rate))
+        found.append(Branch(length, rate, first, last, step, index % rate if dealing.is_shifted else 0))
+    return tuple(found)
+
+
+class Heads(NamedTuple):
+    """Which key/value heads a process holds: all, unless heads too are split over processes."""
+
+    first: int
+    held: int
+    total: int
+
+    def of_branch(self, pattern: DilatedPattern, branch: int) -> list[tuple[int, int]]:
+        """(head as counted here, offset) of each head that runs the branch."""
+        dealt = pattern.dealt(self.total)[branch]
+        mine = range(max(dealt.first, self.first), min(dealt.last, self.first + self.held))
+        return [(head - self.first, dealt.offset(head)) for head in mine]
 
 
 def whole_number(name: str, value: object) -> int:

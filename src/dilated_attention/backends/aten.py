@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dilated_attention.backends.problem import Gradients
+
 ops = torch.ops.aten
 
 # On a CPU keys and values are read anew for every tile of queries, and rows far apart share few places in the caches:
@@ -39,7 +41,6 @@ class Dense(NamedTuple):
 
 
 Result = tuple[Tensor, Tensor]  # out, lse
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 
 @dataclass(frozen=True, slots=True)

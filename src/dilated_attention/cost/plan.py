@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilated_attention._shards import Heads, Shards
-from dilated_attention.backends.problem import accumulate_dtype
+from dilated_attention.call import accumulate_dtype
 from dilated_attention.cost.call import Call, shards_of
 from dilated_attention.cost.count import EXCHANGES, count
 from dilated_attention.cost.messages import Tally
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern, Heads, whole_number
+from dilated_attention.ring.shards import Shards
 
 # Seconds a hop and bytes a second: round figures of today's machines, not measurements. Others count as the first.
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}

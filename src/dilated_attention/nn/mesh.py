@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
-from dilated_attention._parallel import Link
 from dilated_attention.distributed.agreement import REFUSED, ask
 from dilated_attention.distributed.group import backend_name
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
+from dilated_attention.ring.run import Link
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):

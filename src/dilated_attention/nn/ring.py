@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention import functional
-from dilated_attention._parallel import Link, refuse
-from dilated_attention.backends.slices import Limit
+from dilated_attention.backends.blockwise import Limit
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.distributed.transport import Stats
 from dilated_attention.functional import check_backend, check_link, checked_probability
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.pattern import MAX_NUMBER, DilatedPattern, whole_number
+from dilated_attention.ring.run import Link, tell_others
 
 
 class Ranks:
@@ -43,7 +43,7 @@ class Ranks:
         """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
         twin = copy.copy(self)
         twin.stats = Stats()
-        twin.limit = None if self.limit is None else Limit(self.limit.max_workspace_bytes)
+        twin.limit = None if self.limit is None else Limit(self.limit.max_bytes)
         return twin
 
     def link(self) -> Link | None:
@@ -304,8 +304,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
             return self._checked_here(query, key, value, mask, need_weights, attn_mask)
         except (TypeError, ValueError) as error:  # the other ranks are to know, not to wait
             link = self.ranks.link()
-            if link is not None and link.size > 1:
-                refuse(link, query.device, error)
+            tell_others(link, query, error)
             raise
 
     def _checked_here(self, *given: Any) -> Tensor | None:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from dilated_attention._alltoall import bundles
-from dilated_attention._exchange import traffic
-from dilated_attention._packing import Travelling, part_bytes
-from dilated_attention._shards import Channel, Heads, Shards, channels
 from dilated_attention.cost import EXCHANGES, RankCost, plan_cost
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Heads
+from dilated_attention.ring.alltoall import bundles
+from dilated_attention.ring.circulate import traffic
+from dilated_attention.ring.packing import Travelling, part_bytes
+from dilated_attention.ring.shards import Channel, Shards, channels
 
 MOST_RANKS = 64  # up to so many, messages are listed one by one
 

@@ -9,17 +9,14 @@ of a branch: row i of a head is the i-th token of its offset in the open segment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
-from dilated_attention._engine import finished_out, no_autocast
-from dilated_attention._plan import Lane, lanes
-from dilated_attention._shards import Shards
-from dilated_attention._work import Work
-from dilated_attention.backends.problem import Masking
-from dilated_attention.backends.slices import of_heads
+from dilated_attention.backends.blockwise import Sources, Work, finished, no_autocast
+from dilated_attention.blocks import Block, Placed, View, head_runs
 from dilated_attention.merge import merge_
+from dilated_attention.pattern import rows_at_offset
 from dilated_attention.streaming.problem import Branch, Problem
 from dilated_attention.streaming.window import Rows
 
@@ -53,7 +50,7 @@ class AtOnce:
             for kept in self.kept:
                 kept.visit(work, self.position % kept.branch.width, out, lse)
         self.keep(k, v)
-        return finished_out(out, q)
+        return finished(out, work.call, q.dtype)
 
     def keep(self, k: Tensor, v: Tensor) -> None:
         self.position += k.shape[1]
@@ -75,27 +72,39 @@ class Kept:
         new = min(seen, k.shape[1])  # if that is all that was seen, the rows of the segment before are written over
         for rows, x in ((self.k, k[:, k.shape[1] - new :]), (self.v, v[:, v.shape[1] - new :])):
             rows.resize(self.branch.rows(seen))
-            for lane in self.lanes(seen - new, x, 1):
-                already, some = lane.theirs.rows, lane.block.rows
-                rows.all[:, already : already + some, self.heads(lane)] = lane.block.view(x)
+            for block in self.blocks(seen - new, x, 1):
+                view, already = block.queries, block.keys.rows
+                rows.all[:, already : already + view.rows, self.heads(view)] = view.of(x)
 
     def visit(self, work: Work, seen: int, out: Tensor, lse: Tensor) -> None:
         """Merge what new tokens see in the kept rows, those that continue the segment after ``seen`` tokens of it."""
-        for lane in self.lanes(seen, work.q, self.group):
-            if not lane.theirs.rows:
-                continue
-            k, v = (work.usable(x.all[:, : lane.theirs.rows, self.heads(lane)]) for x in (self.k, self.v))
-            q, here, here_lse = (lane.block.view(x, self.group) for x in (work.q, out, lse))
-            for _, heads, (part, part_lse) in work.attend(q, k, v, Masking(work.settings.scale)):
-                merge_(of_heads(here, heads), of_heads(here_lse, heads), part, part_lse)
+        blocks = [block for block in self.blocks(seen, work.q, self.group) if block.keys.rows]
+        sources = Sources(work.q, *(work.readable(rows.all) for rows in (self.k, self.v)))
+        for block, (part, part_lse) in work.each(blocks, sources):
+            merge_(block.queries.of(out, self.group), block.queries.of(lse, self.group), part, part_lse)
 
-    def lanes(self, before: int, x: Tensor, group: int) -> Iterator[Lane]:
-        """The rows of x in the segment after its first ``before`` tokens, with as many heads to a view as can be."""
-        shards = Shards.of((before, x.shape[1]))
-        found = lanes(self.branch.channel, shards, 1, 0, x.shape[0], group)
-        return (lane for lane in found if lane.block.rows)
+    def blocks(self, before: int, x: Tensor, group: int) -> list[Block]:
+        """The rows of x in the segment after its first ``before`` tokens, each with the rows that are kept as keys."""
+        branch, rate = self.branch, self.branch.rate
+        stop = min(before + x.shape[1], branch.width)
+        placed: list[Placed] = []
+        counts = {}
+        for head, offset in branch.placed:
+            earlier, upto = (rows_at_offset(token, rate, offset) for token in (before, stop))
+            if upto > earlier:
+                placed.append((head, offset + rate * earlier - before))
+                counts[head] = earlier, upto - earlier
+        found = []
+        for run in head_runs(placed, counts.__getitem__, group):
+            (head, at), (head_step, step), (earlier, rows) = run.first, run.steps, counts[run.first[0]]
+            queries = View(0, x.shape[0], at, 1, stop - before, rows, rate, head, run.heads, head_step, step)
+            kept_head = head - branch.heads.start
+            keys = View(0, x.shape[0], 0, 1, earlier, earlier, 1, kept_head, run.heads, head_step, 0)
+            starts = tuple(before + at + i * step for i in range(run.heads))
+            found.append(Block(branch.index, rate, queries, keys, False, starts, starts, 0))
+        return found
 
-    def heads(self, lane: Lane) -> slice:
-        """Where a lane's heads are in the kept rows."""
-        first = lane.block.head - self.branch.heads.start
-        return slice(first, first + lane.block.heads * lane.block.head_step, lane.block.head_step)
+    def heads(self, view: View) -> slice:
+        """Where a view's heads are in the kept rows."""
+        first = view.head - self.branch.heads.start
+        return slice(first, first + view.heads * view.head_step, view.head_step)

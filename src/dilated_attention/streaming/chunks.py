@@ -83,7 +83,7 @@ class Options:
         """The work on chunks of this kind."""
         problem = Problem.of(self.pattern, self.is_causal, self.scale, self.backend, kind)
         problem.check_memory(self.max_bytes, self.num_tokens)
-        if self.backend == "triton" and (self.is_causal or self.pattern.rule == "torchscale"):
+        if self.backend == "triton" and (self.is_causal or self.pattern.dealing.adds_zeros):
             raise ValueError(
                 "backend 'triton' takes whole segments, and a stream that is causal, or of the rule torchscale, has "
                 "parts of them: use backend='auto', which takes our kernels wherever they can run"

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention._engine import no_autocast
-from dilated_attention._settings import Settings
-from dilated_attention._shards import Channel, Shards
-from dilated_attention._work import Work
-from dilated_attention.backends.problem import accumulate_dtype
+from dilated_attention.backends.blockwise import Work, no_autocast
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import Call, accumulate_dtype
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
 
@@ -47,21 +45,26 @@ class Branch:
     """One branch as a problem of its own: in ``pattern``, its heads run nothing else."""
 
     pattern: DilatedPattern
+    index: int
     width: int
-    heads: range  # key/value heads
-    channel: Channel  # a segment of it, between earlier tokens ("rank 0") and those of a chunk ("rank 1")
+    rate: int
+    placed: tuple[tuple[int, int], ...]  # (key/value head, offset)
 
     @classmethod
     def of(cls, pattern: DilatedPattern, index: int, kv_heads: int) -> Branch:
-        width, dilation = pattern.branches[index]
+        width, rate = pattern.branches[index]
         heads = pattern.heads(index, kv_heads)
         placed = tuple((head, pattern.offset(index, head, kv_heads)) for head in heads)
-        alone = pattern if pattern.rule == "head_groups" else DilatedPattern(pattern.rule, (width,), (dilation,))
-        return cls(alone, width, heads, Channel(index, 0, width, dilation, placed, (0, 1)))
+        alone = pattern if pattern.dealing.is_divided else DilatedPattern(pattern.rule, (width,), (rate,))
+        return cls(alone, index, width, rate, placed)
+
+    @property
+    def heads(self) -> range:
+        return range(self.placed[0][0], self.placed[-1][0] + 1)
 
     def rows(self, tokens: int) -> int:
         """The rows that a head has of the first tokens of a segment, at most."""
-        return -(-min(tokens, self.width) // self.channel.dilation)
+        return -(-min(tokens, self.width) // self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class Problem:
 
         ``before``: how many tokens came earlier, if these are the last of the stream and not all of their segments.
         """
-        if before and self.pattern.rule == "torchscale":  # zero keys fill those up, as many as if all were one call
+        if before and self.pattern.dealing.adds_zeros:  # zero keys fill those up, as many as if all were one call
             with no_autocast(q.device):
                 out, lse = self.work(q, k, v, before, branch).forward()
             return out[..., : self.kind.head_dim], lse
@@ -149,9 +152,12 @@ class Problem:
     def work(self, q: Tensor, k: Tensor, v: Tensor, before: int, branch: Branch | None = None) -> Work:
         """The tokens with their own keys alone, wherever in their segments they begin; its results are for merging."""
         pattern, first = (self.pattern, 0) if branch is None else (branch.pattern, branch.heads.start)
-        settings = Settings(pattern, self.is_causal, self.scale, 0.0, self.backend, first, self.kind.kv_heads)
-        shards = Shards.of((before, q.shape[1]))
-        return Work.prepare(q, k, v, None, None, settings, shards=shards, rank=1, visited=True)
+        call = Call(
+            pattern, self.is_causal, self.scale, 0.0, self.backend, first_head=first, total_heads=self.kind.kv_heads,
+            in_parts=True,
+        ).of(q, k, None, 0)  # fmt: skip
+        call = call._replace(start=before, key_start=before, total=before + q.shape[1])
+        return Work.of(call, Inputs(q, k, v), visited=True)
 
 
 def _half_of_memory(device: torch.device) -> int | None:

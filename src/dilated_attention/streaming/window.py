@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import accumulate_dtype
+from dilated_attention.call import accumulate_dtype
 from dilated_attention.merge import merge_
 from dilated_attention.streaming.problem import Branch, Problem
 

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention import _engine, _ops
-from dilated_attention._alltoall import AllToAll
-from dilated_attention._exchange import Exchange
-from dilated_attention._settings import Settings, compute_dtype, sample_ends
-from dilated_attention._shards import Shards, channels, crosses
-from dilated_attention._work import Work
+from dilated_attention.autograd import refuse_second_derivative
+from dilated_attention.backends import blockwise
+from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.slices import Limit
+from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.call import Call, sample_ends
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
-from dilated_attention.distributed.group import Buffers, GroupTransport, check_usable
+from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, carries, check_usable
 from dilated_attention.distributed.transport import Alone, Stats, Transport
+from dilated_attention.ring.alltoall import AllToAll
+from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.shards import Channel, Shards, channels, crosses
 
 EXCHANGES = ("auto", "ring", "allgather", "alltoall")
 VERIFY = ("always", "first")
@@ -71,38 +72,37 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call, as all ranks have agreed on it."""
+class Agreed:
+    """One call over a group, as all ranks have agreed on it."""
 
-    settings: Settings
+    call: Call  # with this rank's place in the sequence
     link: Link
     transport: Transport
     shards: Shards
     exchange: str
     wants_gradients: bool
+    number: int = 0  # among the calls over the group, the same on all ranks
 
-    def work(
-        self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, ends: Tensor | None
-    ) -> Work:
-        rank = self.transport.rank
-        mine = channels(self.settings.pattern, self.shards, self.settings.heads(k), rank)
-        return Work.prepare(
-            q, k, v, padding, seed, self.settings,
-            shards=self.shards, rank=rank, ends=ends, visited=bool(mine),
-            elsewhere=mine if self.exchange == "alltoall" else (), limit=self.link.limit,
-        )  # fmt: skip
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        return channels(self.call.pattern, self.shards, self.call.held, self.transport.rank)
 
-    def ends(self, padding: Tensor | None, device: torch.device) -> Tensor | None:
-        """Where each sample ends on the last rank that has some of it; only torchscale asks, for its zero keys."""
-        if padding is None:
+    def work(self, inputs: Inputs, ends: Tensor | None, backward: bool = False) -> Work:
+        elsewhere = None
+        if self.exchange == "alltoall":
+            elsewhere = frozenset((one.branch, one.start, head) for one in self.channels for head, _ in one.heads)
+        visited = bool(self.channels)
+        return Work.of(self.call, inputs, backward=backward, ends=ends, visited=visited, elsewhere=elsewhere or None)
+
+    def ends(self, padding: Tensor | None) -> Tensor | None:
+        """Where each sample ends on the last rank that has some of it; only zero keys ask for it."""
+        if padding is None or not self.call.adds_zeros:
             return None
-        here = sample_ends(padding, self.shards.starts[self.transport.rank])
-        if self.settings.pattern.rule != "torchscale" or self.settings.is_causal:
-            return here
+        here = sample_ends(padding, self.call.start)
         if not here.numel():
             return here
         for other in self.transport.post_all("the ends of the samples", here.view(torch.uint8)).wait().values():
-            here = torch.maximum(here, other.view(torch.int64).to(device))
+            here = torch.maximum(here, other.view(torch.int64).to(self.call.device))
         return here
 
     def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
@@ -112,82 +112,99 @@ class Call:
             return dlse
         if not _verifies(self.transport, self.link):
             return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
-        fields = {"the backward of": self.settings.pattern, "shape": tuple(lse.shape[::2]), "exchange": self.exchange}
+        fields = {
+            "the backward of": self.call.pattern,
+            "shape": tuple(lse.shape[::2]),
+            "exchange": self.exchange,
+            "the number of the call (all ranks must run their backward passes in one order)": self.number,
+        }
         flag = int(dlse is not None)
         said = _ask(self.transport, self.link, "the backward of dilated_attention", fields, lse.shape[1], flags=flag)
         return torch.zeros_like(lse) if any(said.wait().flags) and dlse is None else dlse
 
-    def exchanger(self, work: Work, k: Tensor) -> Exchange | AllToAll | None:
+    def exchanger(self, work: Work) -> Exchange | AllToAll | None:
         """None where no rank has anything to send."""
-        if not crosses(self.settings.pattern, self.shards) or work.q.shape[0] == 0:
+        if not crosses(self.call.pattern, self.shards) or not self.call.samples:
             return None
-        mine = channels(self.settings.pattern, self.shards, self.settings.heads(k), work.rank)
         if self.exchange == "alltoall":
-            return AllToAll(work, self.transport, mine)
-        return Exchange(work, self.transport, mine, self.exchange)
+            return AllToAll(work, self.transport, self.shards, self.channels)
+        return Exchange(work, self.transport, self.shards, self.channels, self.exchange)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings, link: Link
-) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
     run = _attend
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
         run = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
-    return run(q, k, v, padding, seed, settings, link)
+    return run(inputs, call, link)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings, link: Link
-) -> tuple[Tensor, Tensor]:
-    transport = link.transport(q.device)
-    fields = _fields(q, k, v, padding, settings, link, resolved_verify(transport, link))
-    lengths: tuple[int, ...] = (q.shape[1],)
+def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
+    """The call is of this rank's shard alone, until the ranks agree on the lengths of all."""
+    try:
+        transport = link.transport(call.device)
+        fields = _fields(inputs, call, link, resolved_verify(transport, link))
+    except Exception as error:
+        tell_others(link, inputs.q, error)
+        raise
+    lengths: tuple[int, ...] = (call.queries,)
+    seed, number = inputs.seed, 0
     if transport.size > 1:
-        lengths, seed = _agree(transport, link, fields, q.shape[1], seed)
+        lengths, seed = _agree(transport, link, fields, call.queries, seed)
+        number = transport.number = _counted(link)
         transport.warm_up()
     shards = Shards.of(lengths)
     exchange = link.exchange
     if exchange == "auto":
         exchange = fastest_exchange(
-            settings.pattern, shards, settings.heads(k), q.shape[2] // k.shape[2], q.shape[3],
-            compute_dtype(q), settings.is_causal, transport.backend, q.shape[0], padding is not None,
+            call.pattern, shards, call.held, call.group, call.head_dim, call.computed, call.is_causal,
+            transport.backend, call.samples, call.has_padding,
         )  # fmt: skip
-    call = Call(settings, link, transport, shards, exchange, fields["gradients"] == "wanted")
-    out, lse = _Parallel.apply(q, k, v, padding, seed, call)  # type: ignore[no-untyped-call]
+    start = shards.starts[transport.rank]
+    placed = call._replace(start=start, key_start=start, total=shards.tokens)
+    agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", number)
+    out, lse = _Parallel.apply(*inputs[:4], seed, agreed)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-def refuse(link: Link, device: torch.device, error: Exception) -> None:
-    """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too."""
+def tell_others(link: Link | None, query: object, error: Exception) -> None:
+    """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too.
+
+    For every error before the ranks agree on a call, whatever it is; the caller raises it again.
+    """
+    if link is None or link.group is None or link.size == 1:
+        return
+    device = torch.device("cpu")
+    if isinstance(query, Tensor) and carries(link.group, query.device):
+        device = query.device
+    elif not carries(link.group, device):
+        device = torch.accelerator.current_accelerator() or device
     verify = link.verify if link.verify in VERIFY else None  # it may be the link that is wrong
     timeout = link.timeout if isinstance(link.timeout, (int, float)) and 0 < link.timeout < float("inf") else 60.0
     plain = Link(link.group, timeout=timeout, verify=verify)
-    with contextlib.suppress(ValueError):  # the one that all ranks raise; the caller's own error says more
+    # what all ranks raise, or that this rank can tell nobody: the caller's own error says more
+    with contextlib.suppress(ValueError, CommunicationError):
         transport = plain.transport(device)
         if _verifies(transport, plain):
             _ask(transport, plain, "dilated_attention", {REFUSED: f"{type(error).__name__}: {error}"}, 0).wait()
 
 
-def _fields(
-    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, settings: Settings, link: Link, verify: str
-) -> dict[str, object]:
+def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, object]:
     """What must be alike on all ranks."""
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    request = settings.request(q, padding is not None)
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
     return {
-        "shape": f"(batch {q.shape[0]}, tokens, heads {q.shape[2]}, head_dim {q.shape[3]})",
-        "key heads": k.shape[2],
-        "dtype": q.dtype,
-        "device": q.device.type,
-        "backend": choose(settings.backend, request).name,  # with device and dtype, what decides how rows are packed
-        "computed in": request.dtype,
-        "pattern": settings.pattern,
-        "is_causal": settings.is_causal,
-        "scale": settings.scale,
-        "dropout_p": settings.dropout_p,
-        "heads": settings.heads(k),
-        "key_padding_mask": "given" if padding is not None else "not given",
+        "shape": f"(batch {call.samples}, tokens, heads {call.heads}, head_dim {call.head_dim})",
+        "key heads": call.kv_heads,
+        "dtype": call.dtype,
+        "device": call.device.type,
+        "backend": choose(call).name,  # with device and dtype, what decides how rows are packed
+        "computed in": call.computed,
+        "pattern": call.pattern,
+        "is_causal": call.is_causal,
+        "scale": call.scale,
+        "dropout_p": call.dropout_p,
+        "heads": call.held,
+        "key_padding_mask": "given" if call.has_padding else "not given",
         "exchange": link.exchange,
         "use_checkpointing": link.use_checkpointing,
         "verify": verify,
@@ -199,7 +216,8 @@ class _Seen:
     """What the checked calls over a group were, for those that are not checked."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.checks = 0
+        self.calls = 0  # that all ranks agreed on, checked or not
         self.lengths: set[tuple[int, ...]] = set()  # of all shards
 
 
@@ -221,14 +239,21 @@ def _verifies(transport: Transport, link: Link) -> bool:
     With shards of several lengths every call is: one rank's own length does not tell it those of the others.
     """
     seen = _seen_by(link)
-    return resolved_verify(transport, link) == "always" or seen.calls < FIRST_CALLS or len(seen.lengths) != 1
+    return resolved_verify(transport, link) == "always" or seen.checks < FIRST_CALLS or len(seen.lengths) != 1
 
 
 def _ask(
     transport: Transport, link: Link, call: str, fields: dict[str, object], length: int, seed: int = 0, flags: int = 0
 ) -> Asked:
-    _seen_by(link).calls += 1
+    _seen_by(link).checks += 1
     return ask(transport, call, fields, length, seed, flags)
+
+
+def _counted(link: Link) -> int:
+    """The number of a call that all ranks make: two calls that look alike still have backward passes of their own."""
+    seen = _seen_by(link)
+    seen.calls += 1
+    return seen.calls
 
 
 def _agree(
@@ -258,45 +283,53 @@ def _agree(
 class _Parallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, call: Call
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        seed: Tensor | None,
+        agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
-        with _engine.no_autocast(q.device), call.transport.closed_on_error():
-            ends = call.ends(padding, q.device)
-            work = call.work(q, k, v, padding, seed, ends)
-            exchanger = call.exchanger(work, k)
-            keep = call.wants_gradients and not call.link.use_checkpointing
+        call, inputs = agreed.call, Inputs(q, k, v, padding, seed)
+        with blockwise.no_autocast(call.device), agreed.transport.closed_on_error():
+            ends = agreed.ends(padding)
+            work = agreed.work(inputs, ends)
+            exchanger = agreed.exchanger(work)
             kept: list[Tensor] = []
             if exchanger is None:
                 out, lse = work.forward()
             else:
-                out, lse, kept = exchanger.forward(keep)
-            out, lse = _engine.finished_out(out, q), lse.contiguous()
+                out, lse, kept = exchanger.forward(agreed.wants_gradients and not agreed.link.use_checkpointing)
+            out, lse = blockwise.finished(out, call, call.dtype), lse.contiguous().detach()
         ctx.save_for_backward(q, k, v, padding, seed, ends, out, lse, *kept)
-        ctx.call = call
+        ctx.agreed = agreed
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
+        inputs = Inputs(q, k, v, padding, seed)
+        grads: tuple[Tensor, ...]
         with torch.no_grad():
-            found = _backward(ctx.call, dout, dlse, *saved)
+            dlse = ctx.agreed.agree_on_backward(dlse, lse)
+            results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+            grads = _backward(ctx.agreed, inputs, results, ends, kept)
         if torch.is_grad_enabled():
-            found = _ops.once(found, dout, dlse, *saved[:3])
-        return (*found, None, None, None)
+            grads = refuse_second_derivative(grads, dout, dlse, q, k, v)
+        return (*grads, None, None, None)
 
 
-def _backward(
-    call: Call, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None,
-    seed: Tensor | None, ends: Tensor | None, out: Tensor, lse: Tensor, *kept: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dlse = call.agree_on_backward(dlse, lse)
-    with _engine.no_autocast(q.device), call.transport.closed_on_error():
-        work = call.work(_engine.one_layout(q), k, v, padding, seed, ends)
-        rows = work.rows(dout, dlse, out, lse)
-        exchanger = call.exchanger(work, k)
+def _backward(agreed: Agreed, inputs: Inputs, results: Results, ends: Tensor | None, kept: list[Tensor]) -> Gradients:
+    call = agreed.call
+    with blockwise.no_autocast(call.device), agreed.transport.closed_on_error():
+        work = agreed.work(blockwise.one_layout(inputs), ends, backward=True)
+        results = work.results(results)
+        exchanger = agreed.exchanger(work)
         if exchanger is None:
-            grads = work.backward(rows)
+            grads = work.backward(results)
         else:
-            grads = exchanger.backward(rows, None if call.link.use_checkpointing else list(kept))
-        return _engine.finished_grads(grads, q)
+            grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
+        dq, dk, dv = (blockwise.finished(grad, call, call.dtype) for grad in grads)
+        return dq, dk, dv

@@ -1,0 +1,241 @@
+"""A call on one device as one autograd node, and as two registered ops wherever torch looks at ops.
+
+Plain tensors go straight to the kernels: dispatching an op costs more than a short call's kernels. Compilers, fake
+tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which take what the caller chose as
+one string. The ops are registered at torch's lowest level: the wrappers of `torch.library.custom_op` cost a compiled
+step of 8,192 tokens 0.4 ms on an H200, more than its kernels take.
+
+Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from dilated_attention.backends import run
+from dilated_attention.backends.problem import Gradients, Inputs
+from dilated_attention.call import Call, accumulate_dtype, read
+
+INPUTS, SEED = len(Inputs._fields), Inputs._fields.index("seed")
+
+
+def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable. The call is without its tensors; ``start``: of the queries among the keys."""
+    q, k, v, padding, _, _ = inputs
+    if not is_plain(q, k, v):
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            out, lse = torch.ops.dilated_attention.forward(*inputs, start, call.text())
+            return out, lse
+        return Attention.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
+    whole = call.of(q, k, padding, start)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return Attention.apply(*inputs, Direct(whole))  # type: ignore[no-untyped-call, no-any-return]
+    return run.forward(whole, inputs)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether nobody looks on: no compiler, no dispatch mode, no transform, no subclass, no device without data."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        return False
+    for x in tensors:  # noqa: SIM110 - a short call notices what a generator costs
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta:
+            return False
+    return True
+
+
+class Direct(NamedTuple):
+    """The way to the kernels, for plain tensors."""
+
+    call: Call
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return run.forward(self.fitted(inputs), inputs)
+
+    def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+        return run.backward(self.fitted(inputs), inputs, out, lse, dout, dlse)
+
+    def fitted(self, inputs: Inputs) -> Call:
+        """The call for as many samples as there are: vmap gives more."""
+        samples = inputs.q.shape[0]
+        return self.call if samples == self.call.samples else self.call._replace(samples=samples)
+
+
+class Registered(NamedTuple):
+    """The way to the registered ops, for tensors that something looks at."""
+
+    keyset: Any
+    start: int
+    text: str
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return _below_autograd(self.keyset, *inputs, self.start, self.text)
+
+    def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+        saved = [*inputs, out, lse]
+        return torch.ops.dilated_attention.backward(dout, dlse, saved, self.start, self.text)  # type: ignore[no-any-return]
+
+
+class Attention(torch.autograd.Function):
+    """The node: keeps q, k, v, out and lse, and no more."""
+
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:INPUTS], *output)
+        ctx.way = inputs[INPUTS]
+        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        direct = isinstance(ctx.way, Direct)
+        if direct and (torch.is_grad_enabled() or not is_plain(*(x for x in (dout, dlse) if x is not None))):
+            grads = Backward.apply(*saved, dout, dlse, ctx.way)  # type: ignore[no-untyped-call]
+        else:
+            grads = ctx.way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
+        return (*grads, *(None,) * (INPUTS - 2))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+        found = Attention.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
+
+
+class Backward(torch.autograd.Function):
+    """The backward pass where something looks at it: vmap, or someone who would differentiate it again."""
+
+    @staticmethod
+    def forward(*given: Any) -> Gradients:
+        inputs, (out, lse, dout, dlse, way) = Inputs(*given[:INPUTS]), given[INPUTS:]
+        found: Gradients = way.backward(inputs, out, lse, dout, dlse)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(NOT_TWICE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+        found = Backward.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
+
+
+def refuse_second_derivative(grads: Sequence[Tensor], *others: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
+    return _Refusing.apply(*grads, *others)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(x.view_as(x) for x in inputs[:3] if x is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(NOT_TWICE)
+
+
+NOT_TWICE = (
+    "dilated_attention cannot be differentiated twice: its backward has no derivative. "
+    "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
+)
+NO_FORWARD_MODE = (
+    "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
+    "dilated_attention.reference.attention()"
+)
+
+
+def _folded(count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> list[Any]:
+    """The arguments of a node with the dimension that vmap adds made part of the batch. A seed has no batch."""
+    found = []
+    for index, (x, dim) in enumerate(zip(given, in_dims, strict=True)):
+        if index == SEED and dim is not None:
+            raise NotImplementedError("dilated_attention draws one seed for all samples: use vmap(randomness='same')")
+        if isinstance(x, Tensor) and index != SEED:
+            x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+            x = x.flatten(0, 1)
+        found.append(x)
+    return found
+
+
+# --- the registered ops -------------------------------------------------------------------------------------------
+
+_library: Any = torch.library.Library("dilated_attention", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "forward(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? seed, Tensor? positions, "
+    "SymInt start, str call) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "backward(Tensor? dout, Tensor? dlse, Tensor?[] saved, SymInt start, str call) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    inputs, start, text = Inputs(*given[:INPUTS]), *given[INPUTS:]
+    return run.forward(read(text).of(inputs.q, inputs.k, inputs.padding, start), inputs)
+
+
+def _backward(
+    dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], start: int, text: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, (out, lse) = Inputs(*saved[:INPUTS]), saved[INPUTS:]
+    call = read(text).of(inputs.q, inputs.k, inputs.padding, start)
+    return run.backward(call, inputs, out, lse, dout, dlse)
+
+
+def _below_autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        op = torch.ops.dilated_attention.forward.default
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)  # type: ignore[no-any-return]
+
+
+def _autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
+    """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
+    q, k, v = given[:3]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        start, text = given[INPUTS:]
+        return Attention.apply(*given[:INPUTS], Registered(keyset, start, text))  # type: ignore[no-untyped-call, no-any-return]
+    return _forward(*given) if is_plain(q, k, v) else _below_autograd(keyset, *given)
+
+
+_library.impl("forward", _autograd, "Autograd", with_keyset=True)
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+
+
+def _fake_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
+
+
+def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in saved[:3])
+
+
+torch.library.register_fake("dilated_attention::forward", _fake_forward, lib=_library)
+torch.library.register_fake("dilated_attention::backward", _fake_backward, lib=_library)
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(NOT_TWICE)
+
+
+torch.library.register_autograd("dilated_attention::backward", _no_second_derivative, lib=_library)
