@@ -80,6 +80,7 @@ class Call:
     shards: Shards
     exchange: str
     wants_gradients: bool
+    number: int = 0  # among the calls over the group, the same on all ranks
 
     def work(
         self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, ends: Tensor | None
@@ -112,7 +113,12 @@ class Call:
             return dlse
         if not _verifies(self.transport, self.link):
             return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
-        fields = {"the backward of": self.settings.pattern, "shape": tuple(lse.shape[::2]), "exchange": self.exchange}
+        fields = {
+            "the backward of": self.settings.pattern,
+            "shape": tuple(lse.shape[::2]),
+            "exchange": self.exchange,
+            "the number of the call (all ranks must run their backward passes in one order)": self.number,
+        }
         flag = int(dlse is not None)
         said = _ask(self.transport, self.link, "the backward of dilated_attention", fields, lse.shape[1], flags=flag)
         return torch.zeros_like(lse) if any(said.wait().flags) and dlse is None else dlse
@@ -143,8 +149,10 @@ def _attend(
     transport = link.transport(q.device)
     fields = _fields(q, k, v, padding, settings, link, resolved_verify(transport, link))
     lengths: tuple[int, ...] = (q.shape[1],)
+    number = 0
     if transport.size > 1:
         lengths, seed = _agree(transport, link, fields, q.shape[1], seed)
+        number = transport.number = _counted(link)
         transport.warm_up()
     shards = Shards.of(lengths)
     exchange = link.exchange
@@ -153,7 +161,7 @@ def _attend(
             settings.pattern, shards, settings.heads(k), q.shape[2] // k.shape[2], q.shape[3],
             compute_dtype(q), settings.is_causal, transport.backend, q.shape[0], padding is not None,
         )  # fmt: skip
-    call = Call(settings, link, transport, shards, exchange, fields["gradients"] == "wanted")
+    call = Call(settings, link, transport, shards, exchange, fields["gradients"] == "wanted", number)
     out, lse = _Parallel.apply(q, k, v, padding, seed, call)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -199,7 +207,8 @@ class _Seen:
     """What the checked calls over a group were, for those that are not checked."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.checks = 0
+        self.calls = 0  # that all ranks agreed on, checked or not
         self.lengths: set[tuple[int, ...]] = set()  # of all shards
 
 
@@ -221,14 +230,21 @@ def _verifies(transport: Transport, link: Link) -> bool:
     With shards of several lengths every call is: one rank's own length does not tell it those of the others.
     """
     seen = _seen_by(link)
-    return resolved_verify(transport, link) == "always" or seen.calls < FIRST_CALLS or len(seen.lengths) != 1
+    return resolved_verify(transport, link) == "always" or seen.checks < FIRST_CALLS or len(seen.lengths) != 1
 
 
 def _ask(
     transport: Transport, link: Link, call: str, fields: dict[str, object], length: int, seed: int = 0, flags: int = 0
 ) -> Asked:
-    _seen_by(link).calls += 1
+    _seen_by(link).checks += 1
     return ask(transport, call, fields, length, seed, flags)
+
+
+def _counted(link: Link) -> int:
+    """The number of a call that all ranks make: two calls that look alike still have backward passes of their own."""
+    seen = _seen_by(link)
+    seen.calls += 1
+    return seen.calls
 
 
 def _agree(

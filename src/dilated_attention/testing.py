@@ -197,7 +197,7 @@ def joined(results: Sequence[Results]) -> Results:
 
 class _FakeLink(_parallel.Link):
     def __init__(self, transport: FakeTransport, **settings: Any) -> None:
-        super().__init__(cast(ProcessGroup, transport.office), verify="always", **settings)
+        super().__init__(cast(ProcessGroup, transport), verify="always", **settings)
         self.fake = transport
 
     def check_usable(self) -> None:

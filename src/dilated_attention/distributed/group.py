@@ -77,6 +77,7 @@ class GroupTransport:
         self.backend = own or "gloo"  # without one of its own a device's tensors are staged through the host
         self.names_peers, self.agrees_on_host = self.backend == "gloo", host == "gloo"
         self.staged = device.type != "cpu" and self.names_peers
+        self.number = 0
 
     def post(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
@@ -96,7 +97,7 @@ class GroupTransport:
         self.stats.bytes_sent += sum(message.numel() for message in sent.values())
         self.stats.bytes_received += sum(receives.values())
         if flat is None:
-            works = self._batch(sent, arriving, name, kind=name)
+            works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
         else:
             works = self._collective(sent, receives, flat, name)
         pending = GroupPending(self, name, works, sent, arriving, self.staged, self.names_peers)
