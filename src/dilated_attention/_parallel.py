@@ -25,7 +25,7 @@ from dilated_attention.backends.choose import choose
 from dilated_attention.backends.slices import Limit
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
-from dilated_attention.distributed.group import Buffers, GroupTransport, check_usable
+from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, carries, check_usable
 from dilated_attention.distributed.transport import Alone, Stats, Transport
 
 EXCHANGES = ("auto", "ring", "allgather", "alltoall")
@@ -146,8 +146,12 @@ def attend(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings, link: Link
 ) -> tuple[Tensor, Tensor]:
-    transport = link.transport(q.device)
-    fields = _fields(q, k, v, padding, settings, link, resolved_verify(transport, link))
+    try:
+        transport = link.transport(q.device)
+        fields = _fields(q, k, v, padding, settings, link, resolved_verify(transport, link))
+    except Exception as error:
+        tell_others(link, q, error)
+        raise
     lengths: tuple[int, ...] = (q.shape[1],)
     number = 0
     if transport.size > 1:
@@ -166,12 +170,23 @@ def _attend(
     return out, lse
 
 
-def refuse(link: Link, device: torch.device, error: Exception) -> None:
-    """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too."""
+def tell_others(link: Link | None, query: object, error: Exception) -> None:
+    """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too.
+
+    For every error before the ranks agree on a call, whatever it is; the caller raises it again.
+    """
+    if link is None or link.group is None or link.size == 1:
+        return
+    device = torch.device("cpu")
+    if isinstance(query, Tensor) and carries(link.group, query.device):
+        device = query.device
+    elif not carries(link.group, device):
+        device = torch.accelerator.current_accelerator() or device
     verify = link.verify if link.verify in VERIFY else None  # it may be the link that is wrong
     timeout = link.timeout if isinstance(link.timeout, (int, float)) and 0 < link.timeout < float("inf") else 60.0
     plain = Link(link.group, timeout=timeout, verify=verify)
-    with contextlib.suppress(ValueError):  # the one that all ranks raise; the caller's own error says more
+    # what all ranks raise, or that this rank can tell nobody: the caller's own error says more
+    with contextlib.suppress(ValueError, CommunicationError):
         transport = plain.transport(device)
         if _verifies(transport, plain):
             _ask(transport, plain, "dilated_attention", {REFUSED: f"{type(error).__name__}: {error}"}, 0).wait()

@@ -6,6 +6,7 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H). Decoding: q
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from typing import Literal, overload
 
@@ -190,13 +191,11 @@ def attend(
             # a refusal must not leave other ranks waiting nor cost a draw of the seed, and a fake op does not refuse
             ask = settings.whole_request if alone else settings.request
             choose.choose(backend, ask(query, key_padding_mask is not None))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if link is not None and not alone:
-            device = query.device if isinstance(query, Tensor) else torch.device("cpu")
-            _parallel.refuse(link, device, error)
+        if settings.dropout_p > 0 and seed is None:
+            seed = drawn_seed(query.device)
+    except Exception as error:
+        _parallel.tell_others(link, query, error)
         raise
-    if settings.dropout_p > 0 and seed is None:
-        seed = drawn_seed(query.device)
     if link is not None and (not alone or link.limit is not None):
         out, lse = _parallel.attend(query, key, value, key_padding_mask, seed, settings, link)
         return out, lse
@@ -336,6 +335,6 @@ def checked_probability(p: float, name: str = "dropout_p") -> float:
 
 
 def checked_scale(scale: float, name: str = "scale") -> float:
-    if not isinstance(scale, Real) or not 0.0 <= scale < math.inf:
+    if not isinstance(scale, Real) or not 0.0 <= scale <= sys.float_info.max:  # an int may be beyond all floats
         raise ValueError(f"{name} must be a finite number of 0 or more, got {scale!r}")
     return float(scale)

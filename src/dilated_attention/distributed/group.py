@@ -72,7 +72,7 @@ class GroupTransport:
         self.stats = Stats() if stats is None else stats
         self.buffers = buffers
         host, own = backend_name(group, torch.device("cpu")), backend_name(group, device)
-        if own is None and host != "gloo":
+        if not carries(group, device):
             raise ValueError(f"the process group carries no {device.type} tensors: it has {group.name()} alone")
         self.backend = own or "gloo"  # without one of its own a device's tensors are staged through the host
         self.names_peers, self.agrees_on_host = self.backend == "gloo", host == "gloo"
@@ -286,6 +286,11 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
     except RuntimeError:
         return None
     return name.lower()
+
+
+def carries(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a device's tensors can be sent: by a backend of their own, or through the host by gloo."""
+    return backend_name(group, device) is not None or backend_name(group, torch.device("cpu")) == "gloo"
 
 
 def _tag(kind: str, message: Tensor) -> int:
