@@ -113,6 +113,8 @@ class AllToAll:
         for bundle, segment in self.segments(posted, fields).items():
             *dlse, lse, dout, out = segment[:of_rows]
             q, k, v, *padding = segment[of_rows:] or [next(waiting) for _ in self.fields.inputs]
+            if kept is not None and q.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
+                q = q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0)
             here = Rows(dout, dlse[0] if dlse else None, out, lse)
             parts = [part.results for part in work.attend_backward(here, q, k, v, self.masking(bundle, padding))]
             whole = (torch.cat(some, 2) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))

@@ -154,6 +154,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of key and value are 0 in rows that no query sees, but as large as key and value."""
     with _engine.no_autocast(q.device):
+        q, dout, dlse, out, lse, bad = _engine.without_bad_rows(q, dout, dlse, out, lse)
         work = _work(_engine.one_layout(q), k, v, padding, seed, s)
         rows = work.rows(dout, dlse, out, lse)
         dq = torch.zeros(work.q.shape, dtype=lse.dtype, device=q.device)
@@ -163,6 +164,8 @@ def backward(
                 stretch.queries.view(dq, work.group).add_(parts[0])
                 for grad, part in zip((dk, dv), parts[1:], strict=True):
                     stretch.keys.view(grad).add_(part[..., : q.shape[-1]])
+    if bad is not None:
+        dq = dq.masked_fill(bad.unsqueeze(-1), torch.nan)
     return dq[..., : q.shape[-1]].to(q.dtype).contiguous(), dk.to(k.dtype), dv.to(v.dtype)
 
 

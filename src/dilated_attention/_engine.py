@@ -57,9 +57,10 @@ def backward(
         choice = choose(settings.backend, request)
         if choice.module is not triton or not q.numel():
             with no_autocast(q.device):
+                q, dout, dlse, out, lse, bad = without_bad_rows(q, dout, dlse, out, lse)
                 work = Work.prepare(one_layout(q), k, v, padding, seed, settings, choice=choice)
                 grads = work.backward(work.rows(dout, dlse, out, lse))
-            return finished_grads(grads, q)
+            return finished_grads(grads, q, bad)
         q, k, v, dout = map(_fused.readable, (q, k, v, dout))
         dlse = None if dlse is None else dlse.resolve_neg()
         given = (v, dout) if dlse is None else (v, dout, dlse)
@@ -72,9 +73,26 @@ def finished_out(out: Tensor, q: Tensor) -> Tensor:
     return out[..., : q.shape[-1]].to(q.dtype).contiguous()
 
 
-def finished_grads(grads: Sequence[Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def finished_grads(grads: Sequence[Tensor], q: Tensor, bad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (grad[..., : q.shape[-1]].to(q.dtype).contiguous() for grad in grads)
-    return dq, dk, dv
+    return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
+
+
+def without_bad_rows(
+    q: Tensor, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """The same with rows that are NaN by their own query made rows without keys: they send nothing to dk and dv.
+
+    The last, (B, N, H): which rows these are, whose dq is NaN; None: there are none. Only a CPU looks for them: on
+    other devices the host would wait for the answer.
+    """
+    if q.device.type != "cpu" or not (bad := lse.isnan()).any():
+        return q, dout, dlse, out, lse, None
+    bad &= ~q.isfinite().all(-1)
+    q, out = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out))
+    dout = None if dout is None else dout.masked_fill(bad.unsqueeze(-1), 0.0)
+    dlse = None if dlse is None else dlse.masked_fill(bad, 0.0)
+    return q, dout, dlse, out, lse.masked_fill(bad, torch.inf), bad
 
 
 def one_layout(q: Tensor) -> Tensor:

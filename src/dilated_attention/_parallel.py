@@ -323,6 +323,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dlse = call.agree_on_backward(dlse, lse)
     with _engine.no_autocast(q.device), call.transport.closed_on_error():
+        q, dout, dlse, out, lse, bad = _engine.without_bad_rows(q, dout, dlse, out, lse)
         work = call.work(_engine.one_layout(q), k, v, padding, seed, ends)
         rows = work.rows(dout, dlse, out, lse)
         exchanger = call.exchanger(work, k)
@@ -330,4 +331,4 @@ def _backward(
             grads = work.backward(rows)
         else:
             grads = exchanger.backward(rows, None if call.link.use_checkpointing else list(kept))
-        return _engine.finished_grads(grads, q)
+        return _engine.finished_grads(grads, q, bad)
