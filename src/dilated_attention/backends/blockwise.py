@@ -355,14 +355,36 @@ def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
     with no_autocast(call.device):
+        inputs, results, bad = without_bad_rows(inputs, results)
         work = Work.of(call, one_layout(inputs), backward=True)
-        dq, dk, dv = work.backward(work.results(results))
-    return finished(dq, call, call.dtype), finished(dk, call, inputs.k.dtype), finished(dv, call, inputs.v.dtype)
+        grads = work.backward(work.results(results))
+    return finished_grads(grads, inputs, call, bad)
 
 
 def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
     """A result without the columns that were padded. Not a view, so that the caller may change it in place."""
     return x[..., : call.head_dim].to(dtype).contiguous().detach()
+
+
+def finished_grads(grads: Gradients, inputs: Inputs, call: Call, bad: Tensor | None) -> Gradients:
+    """The gradients as the caller gets them; ``bad`` as `without_bad_rows` gives it."""
+    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs, strict=False))
+    return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
+
+
+def without_bad_rows(inputs: Inputs, results: Results) -> tuple[Inputs, Results, Tensor | None]:
+    """The same with rows that are NaN by their own query made rows without keys: they send nothing to dk and dv.
+
+    The last, (B, n, H): which rows these are, whose dq is NaN; None: there are none. Only a CPU looks for them: on
+    other devices the host would wait for the answer.
+    """
+    q, (out, lse, dout, dlse) = inputs.q, results
+    if q.device.type != "cpu" or not (bad := lse.isnan()).any():
+        return inputs, results, None
+    bad &= ~q.isfinite().all(-1)
+    q, out, dout = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out, dout))
+    dlse = None if dlse is None else dlse.masked_fill(bad, 0.0)
+    return inputs._replace(q=q), Results(out, lse.masked_fill(bad, torch.inf), dout, dlse), bad
 
 
 def one_layout(inputs: Inputs) -> Inputs:

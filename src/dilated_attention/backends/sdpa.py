@@ -68,6 +68,9 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
         empty = empty.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         lse = lse.masked_fill(empty, -torch.inf)
         out = out.masked_fill(empty.unsqueeze(-1), 0.0)
+    if q.device.type == "cpu" and k.shape[1] * k.itemsize < aten.VECTOR_BYTES and (lse == 0).any():
+        lost = eager.forward((), q, k, v, masking)[1].isnan()  # the kernel took NaN for a row without keys
+        out, lse = out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     return out, lse
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention import functional
 from dilated_attention.distributed.agreement import REFUSED, ask
 from dilated_attention.distributed.group import backend_name
-from dilated_attention.nn.multihead import MultiheadDilatedAttention
+from dilated_attention.nn.multihead import MultiheadDilatedAttention, Prepared
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 from dilated_attention.ring.run import Link
 
@@ -106,15 +106,17 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
             mine.copy_(distribute_tensor(drawn, mine.device_mesh, mine.placements))
 
-    def _checked_here(self, query: Tensor, *given: Any) -> Tensor | None:
+    def _prepared_here(self, query: Tensor, *given: Any) -> Prepared:
         if self.split is None:
-            return super()._checked_here(query, *given)
+            return super()._prepared_here(query, *given)
+        device, timeout = self.out_proj.weight.device, self.ranks.settings["timeout"]
         try:
-            mask, error = super()._checked_here(query, *given), None
-        except (TypeError, ValueError) as found:
-            mask, error = None, found
-        self.split.agree(error, query.device, self.ranks.settings["timeout"])
-        return mask
+            prepared = super()._prepared_here(query, *given)
+        except Exception as error:  # ranks with other heads are to know, too
+            self.split.agree(error, device, timeout)
+            raise
+        self.split.agree(None, device, timeout)
+        return prepared
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.split is None:
@@ -164,14 +166,12 @@ class _Split:
         return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
 
     def agree(self, error: Exception | None, device: torch.device, timeout: float) -> None:
-        """Raise if some rank with other heads of the same tokens has an error; only where the host can tell them."""
+        """Raise if another rank with other heads of the same tokens has an error; only where the host can tell them."""
         transport = Link(self.group, timeout=timeout).transport(device)
         if transport.agrees_on_host:
             fields = {} if error is None else {REFUSED: f"{type(error).__name__}: {error}"}
             with contextlib.nullcontext() if error is None else contextlib.suppress(ValueError):
                 ask(transport, "dilated_attention over heads", fields, 0, 0, 0).wait()
-        if error is not None:
-            raise error
 
     def seed(self, device: torch.device) -> Tensor:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""

@@ -18,6 +18,8 @@ from dilated_attention.pattern import DilatedPattern, whole_number
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _FUSED = "qkv_proj"
 
+Prepared = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v (B, N, H, D) and the padding as bool
+
 
 class _NoPackedWeight:
     """Stands for ``in_proj_weight``: PyTorch's dense shortcuts refuse to run on what defines __torch_function__."""
@@ -136,15 +138,10 @@ class MultiheadDilatedAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        key_padding_mask = self._checked_mask(query, key, value, key_padding_mask, need_weights, attn_mask)
-        unbatched = query.dim() == 2
-        q, k, v = self._project(query, key, value)
-        if unbatched:
-            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        out = self._attend(q, k, v, is_causal, key_padding_mask)
+        q, k, v, mask = self._prepared(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        out = self._attend(q, k, v, is_causal, mask)
         out = self.out_proj(self.norm(out.flatten(-2)))
-        return (out.squeeze(0) if unbatched else out), None
+        return (out.squeeze(0) if query.dim() == 2 else out), None
 
     def extra_repr(self) -> str:
         return (
@@ -179,7 +176,7 @@ class MultiheadDilatedAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, -1, (self.num_heads, self.head_dim))
 
-    def _checked_mask(
+    def _prepared(
         self,
         query: Tensor,
         key: Tensor,
@@ -187,8 +184,11 @@ class MultiheadDilatedAttention(nn.Module):
         mask: Tensor | None,
         need_weights: bool,
         attn_mask: Tensor | None,
-    ) -> Tensor | None:
-        """The padding mask as bool, after all that can be wrong with a call."""
+        is_causal: bool,
+    ) -> Prepared:
+        """What the attention takes: all that comes before it, and all that can be wrong with a call."""
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
         if need_weights:
             raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
         if attn_mask is not None:
@@ -197,7 +197,12 @@ class MultiheadDilatedAttention(nn.Module):
                 "no attn_mask, for padded tokens pass key_padding_mask"
             )
         self._check_tokens(query, key, value, mask)
-        return None if mask is None else _ignored(mask)
+        mask = None if mask is None else _ignored(mask)
+        q, k, v = self._project(query, key, value)
+        if query.dim() == 2:
+            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+            mask = None if mask is None else mask.unsqueeze(0)
+        return q, k, v, mask
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -219,6 +224,10 @@ class MultiheadDilatedAttention(nn.Module):
                     f"{name} is {tuple(x.shape)} and query {tuple(query.shape)}: dilated attention is self-attention "
                     "and needs equal lengths; to decode, project q, k and v and call dilated_attention()"
                 )
+        if mask is not None and not isinstance(mask, Tensor):
+            raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+        if mask is not None and mask.device != query.device:
+            raise ValueError(f"key_padding_mask is on {mask.device} and query on {query.device}: move it")
         if mask is not None and mask.shape != query.shape[:-1]:
             raise ValueError(
                 f"key_padding_mask must be {tuple(query.shape[:-1])} like the tokens, got {tuple(mask.shape)}"

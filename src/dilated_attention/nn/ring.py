@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention import functional
+from dilated_attention.ring.run import Link, tell_others
 from dilated_attention.backends.blockwise import Limit
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.distributed.transport import Stats
 from dilated_attention.functional import check_backend, check_link, checked_probability
-from dilated_attention.nn.multihead import MultiheadDilatedAttention
+from dilated_attention.nn.multihead import MultiheadDilatedAttention, Prepared
 from dilated_attention.pattern import MAX_NUMBER, DilatedPattern, whole_number
-from dilated_attention.ring.run import Link, tell_others
 
 
 class Ranks:
@@ -291,24 +291,15 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         )  # fmt: skip
         return out
 
-    def _checked_mask(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-    ) -> Tensor | None:
+    def _prepared(self, query: Tensor, *given: Any) -> Prepared:
         try:
-            return self._checked_here(query, key, value, mask, need_weights, attn_mask)
-        except (TypeError, ValueError) as error:  # the other ranks are to know, not to wait
-            link = self.ranks.link()
-            tell_others(link, query, error)
+            return self._prepared_here(query, *given)
+        except Exception as error:  # the other ranks are to know, not to wait
+            tell_others(self.ranks.link(), query, error)
             raise
 
-    def _checked_here(self, *given: Any) -> Tensor | None:
-        return super()._checked_mask(*given)
+    def _prepared_here(self, *given: Any) -> Prepared:
+        return super()._prepared(*given)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.ranks}"

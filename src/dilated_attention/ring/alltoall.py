@@ -108,6 +108,8 @@ class AllToAll:
         for bundle, segment in self.segments(posted, fields).items():
             *dlse, lse, dout, out = segment[:of_rows]
             sources = Sources(*(segment[of_rows:] or [next(waiting) for _ in self.fields.inputs]))
+            if kept is not None and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
+                sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
             here = Results(out, lse, dout, dlse[0] if dlse else None)
             computed[bundle] = self.compute(bundle, sources, here)
         home = self.send_back("hop 2 of the backward alltoall", self.fields.gradients, computed)

@@ -324,6 +324,7 @@ class _Parallel(torch.autograd.Function):
 def _backward(agreed: Agreed, inputs: Inputs, results: Results, ends: Tensor | None, kept: list[Tensor]) -> Gradients:
     call = agreed.call
     with blockwise.no_autocast(call.device), agreed.transport.closed_on_error():
+        inputs, results, bad = blockwise.without_bad_rows(inputs, results)
         work = agreed.work(blockwise.one_layout(inputs), ends, backward=True)
         results = work.results(results)
         exchanger = agreed.exchanger(work)
@@ -331,5 +332,4 @@ def _backward(agreed: Agreed, inputs: Inputs, results: Results, ends: Tensor | N
             grads = work.backward(results)
         else:
             grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
-        dq, dk, dv = (blockwise.finished(grad, call, call.dtype) for grad in grads)
-        return dq, dk, dv
+        return blockwise.finished_grads(grads, inputs, call, bad)
