@@ -21,7 +21,7 @@ from dilated_attention._settings import Settings, sample_ends
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import accumulate_dtype
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Rule
 
 FEW_QUERIES = 64  # beyond, most rows of the kernel's tiles sit out the dilated branches
 LARGEST_HEAD_DIM = 256
@@ -212,7 +212,7 @@ def decode_backward(
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(rule: str, lengths: tuple[int, ...], rates: tuple[int, ...], *numbers: Any) -> Settings:
+def _settings(rule: Rule, lengths: tuple[int, ...], rates: tuple[int, ...], *numbers: Any) -> Settings:
     """An op takes no objects, so the settings travel as numbers; the pattern is checked once."""
     is_causal, scale, dropout_p, backend, first_head, total_heads = numbers
     return Settings(DilatedPattern(rule, lengths, rates), is_causal, scale, dropout_p, backend, first_head, total_heads)

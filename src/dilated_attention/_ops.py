@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from dilated_attention import _engine
 from dilated_attention._settings import Settings
 from dilated_attention.backends.problem import accumulate_dtype
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Rule
 
 
 def attend(
@@ -157,7 +157,7 @@ def backward(
 
 
 @functools.lru_cache(maxsize=256)
-def _pattern(rule: str, lengths: tuple[int, ...], rates: tuple[int, ...]) -> DilatedPattern:
+def _pattern(rule: Rule, lengths: tuple[int, ...], rates: tuple[int, ...]) -> DilatedPattern:
     """An op takes no objects, so the pattern travels as numbers; it is checked once."""
     return DilatedPattern(rule, lengths, rates)
 

@@ -23,13 +23,12 @@ from dilated_attention._shards import Shards, channels, crosses
 from dilated_attention._work import Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.slices import Limit
+from dilated_attention.checks import check_total_length
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
 from dilated_attention.distributed.group import Buffers, GroupTransport, check_usable
 from dilated_attention.distributed.transport import Alone, Stats, Transport
 
-EXCHANGES = ("auto", "ring", "allgather", "alltoall")
-VERIFY = ("always", "first")
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
 
 
@@ -46,14 +45,11 @@ class Link:
     limit: Limit | None = None
     stats: Stats = field(default_factory=Stats)
     buffers: Buffers | None = None
+    total_length: int | None = None  # what the lengths of all shards must add up to
 
     @property
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
-
-    @property
-    def options(self) -> tuple[str, bool, float, str | None, bool]:
-        return self.exchange, self.use_checkpointing, self.timeout, self.verify, self.debug
 
     def check_usable(self) -> None:
         if self.group is not None:
@@ -145,6 +141,7 @@ def _attend(
     lengths: tuple[int, ...] = (q.shape[1],)
     if transport.size > 1:
         lengths, seed = _agree(transport, link, fields, q.shape[1], seed)
+        check_total_length(link.total_length, lengths)
         transport.warm_up()
     shards = Shards.of(lengths)
     exchange = link.exchange
@@ -160,9 +157,7 @@ def _attend(
 
 def refuse(link: Link, device: torch.device, error: Exception) -> None:
     """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too."""
-    verify = link.verify if link.verify in VERIFY else None  # it may be the link that is wrong
-    timeout = link.timeout if isinstance(link.timeout, (int, float)) and 0 < link.timeout < float("inf") else 60.0
-    plain = Link(link.group, timeout=timeout, verify=verify)
+    plain = Link(link.group, timeout=link.timeout, verify=link.verify)
     with contextlib.suppress(ValueError):  # the one that all ranks raise; the caller's own error says more
         transport = plain.transport(device)
         if _verifies(transport, plain):
@@ -190,6 +185,7 @@ def _fields(
         "key_padding_mask": "given" if padding is not None else "not given",
         "exchange": link.exchange,
         "use_checkpointing": link.use_checkpointing,
+        "total_length": link.total_length,
         "verify": verify,
         "gradients": "wanted" if wants_gradients else "not wanted",
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from dilated_attention.backends import eager, sdpa, triton
 from dilated_attention.backends.problem import Request
 
+Backend = Literal["auto", "triton", "sdpa", "eager"]
+NAMES: tuple[Backend, ...] = get_args(Backend)
 BACKENDS: dict[str, ModuleType] = {"triton": triton, "sdpa": sdpa, "eager": eager}
-NAMES = ("auto", *BACKENDS)
 
 
 class Choice(NamedTuple):

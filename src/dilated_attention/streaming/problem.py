@@ -17,6 +17,7 @@ from dilated_attention._engine import no_autocast
 from dilated_attention._settings import Settings
 from dilated_attention._shards import Channel, Shards
 from dilated_attention._work import Work
+from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import accumulate_dtype
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
@@ -71,12 +72,12 @@ class Problem:
     pattern: DilatedPattern
     is_causal: bool
     scale: float
-    backend: str
+    backend: Backend
     kind: Kind
     branches: tuple[Branch, ...]
 
     @classmethod
-    def of(cls, pattern: DilatedPattern, is_causal: bool, scale: float | None, backend: str, kind: Kind) -> Problem:
+    def of(cls, pattern: DilatedPattern, is_causal: bool, scale: float | None, backend: Backend, kind: Kind) -> Problem:
         scale = 1 / math.sqrt(kind.head_dim) if scale is None else scale
         branches = tuple(Branch.of(pattern, index, kind.kv_heads) for index in range(len(pattern.branches)))
         return cls(pattern, is_causal, scale, backend, kind, branches)
