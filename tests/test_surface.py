@@ -18,6 +18,7 @@ NAME = "dilated_attention"
 
 PUBLIC = [
     "CommunicationError",
+    "ContextParallel",
     "DilatedAttention",
     "DilatedPattern",
     "Explanation",
@@ -47,6 +48,8 @@ LAYERS = [
     "merge",
     "backends",
     "distributed",
+    "context_parallel",
+    "checks",
     "_shards",
     "_plan",
     "reference",

@@ -1,6 +1,7 @@
 """Exact, fast dilated attention for long sequences: LongNet's operation and its family, on PyTorch."""
 
 from dilated_attention._explain import Explanation, explain
+from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.cost import plan_cost
 from dilated_attention.distributed.group import CommunicationError
 from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
@@ -23,6 +24,7 @@ from dilated_attention.streaming import stream
 __version__ = "0.1.0"
 __all__ = [
     "CommunicationError",
+    "ContextParallel",
     "DilatedAttention",
     "DilatedPattern",
     "Explanation",

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilated_attention.backends.choose import BACKENDS, choose, why_not
+from dilated_attention.backends.choose import BACKENDS, Backend, choose, why_not
 from dilated_attention.blocks import plan
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call
-from dilated_attention.distributed.sequence import Group, process_group
-from dilated_attention.functional import (
+from dilated_attention.checks import (
     check_backend,
+    check_flag,
     check_tensors,
     checked_probability,
     checked_scale,
     checked_start,
     computed_dtype,
 )
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -51,15 +53,17 @@ def explain(
     key_padding_mask: Tensor | None = None,
     query_offset: int | Tensor | None = None,
     enable_gqa: bool = False,
-    backend: str = "auto",
-    group: Group | None = None,
+    backend: Backend = "auto",
+    group: Group | ContextParallel | None = None,
 ) -> Explanation:
     """Which backend and kernel `dilated_attention` with these arguments runs, and why no other. Computes nothing.
 
     The forward and the backward pass may run different ones; the reasons are those of the forward pass. Over a
     ``group`` it speaks of this rank, and asks no other.
     """
-    ranks = 1 if group is None else process_group(group).size()
+    ranks = 1 if group is None else ContextParallel.of(group).process_group().size()
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, decodes=group is None)
     check_backend(backend)
     start = checked_start(query, key, query_offset, is_alone=group is None)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.attention
 from torch import Tensor
 
-from dilated_attention.pattern import DilatedPattern, Heads
+from dilated_attention.pattern import DilatedPattern, Heads, Rule
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
@@ -149,7 +149,7 @@ def read(text: str) -> Call:
     rule, lengths, rates, is_causal, scale, dropout_p, backend, first_head, total_heads, limit = text.split()
     numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
     return Call(
-        DilatedPattern(rule, *numbers), is_causal == "1", float(scale), float(dropout_p), backend,
+        DilatedPattern.of(cast(Rule, rule), *numbers), is_causal == "1", float(scale), float(dropout_p), backend,
         first_head=int(first_head), total_heads=int(total_heads), limit=int(limit),
     )  # fmt: skip
 

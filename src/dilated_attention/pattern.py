@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import NamedTuple, SupportsIndex
+from typing import Literal, NamedTuple, SupportsIndex, get_args
 
 import torch
 
+Rule = Literal["longnet", "torchscale", "head_groups"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 MAX_BRANCHES = 64
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 
@@ -35,13 +37,12 @@ class Dealing(NamedTuple):
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
 
 
-# To add a rule, add a row here and a constructor to DilatedPattern. Nothing else looks at a rule's name.
-_DEALINGS = {
+# To add a rule, add its name to `Rule`, a row here and a constructor to DilatedPattern: no other file looks at names.
+_DEALINGS: dict[Rule, Dealing] = {
     "longnet": Dealing(lambda heads, rate: 1, nests=True),
     "torchscale": Dealing(lambda heads, rate: -(-heads // rate), adds_zeros=True),
     "head_groups": Dealing(lambda heads, rate: heads, is_shifted=True, is_divided=True),
 }
-RULES = tuple(_DEALINGS)
 
 
 class Branch(NamedTuple):
@@ -70,7 +71,7 @@ class DilatedPattern:
     whether every head runs every branch, and in what happens at the end of a sequence.
     """
 
-    rule: str
+    rule: Rule
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
 
@@ -90,7 +91,7 @@ class DilatedPattern:
         object.__setattr__(self, "dilation_rates", rates)
 
     @classmethod
-    def of(cls, rule: str, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+    def of(cls, rule: Rule, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """The pattern of a rule given by name."""
         return cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
 
@@ -211,6 +212,7 @@ class DilatedPattern:
         self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
     ) -> int:
         """The (query, key) pairs of one sample over all heads, repeated keys counted each time."""
+        num_tokens = whole_number("num_tokens", num_tokens, least=0)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         group = self.check_heads(num_heads, kv_heads)
         total = 0
@@ -236,7 +238,7 @@ class DilatedPattern:
     ) -> int:
         """Multiply-adds of one sample counted as two: 4 D per pair forward, 10 D more for the backward pass."""
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
-        return pairs * head_dim * (14 if backward else 4)
+        return pairs * whole_number("head_dim", head_dim) * (14 if backward else 4)
 
     def saved_bytes(
         self,
@@ -249,16 +251,17 @@ class DilatedPattern:
     ) -> int:
         """What one sample keeps for the backward pass: q, k, v, out and lse, whatever the number of branches."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.check_heads(num_heads, kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
-        per_token = (2 * num_heads + 2 * kv_heads) * head_dim * dtype.itemsize + num_heads * lse_bytes
-        return num_tokens * per_token
+        row_bytes = whole_number("head_dim", head_dim) * dtype.itemsize
+        per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes
+        return whole_number("num_tokens", num_tokens, least=0) * per_token
 
     def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
         """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         group = self.check_heads(num_heads, kv_heads)
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}")
+        num_tokens = whole_number("num_tokens", num_tokens, least=0)
         position = torch.arange(num_tokens)
         covered = torch.zeros(num_tokens, kv_heads, dtype=torch.bool)
         for branch, (width, rate) in enumerate(self.branches):
@@ -314,13 +317,13 @@ class Heads(NamedTuple):
         return [(head - self.first, dealt.offset(head)) for head in mine]
 
 
-def whole_number(name: str, value: object) -> int:
-    """value as an int of 1 or more, or an error that says what it should have been."""
+def whole_number(name: str, value: object, *, least: int = 1) -> int:
+    """value as an int of ``least`` or more, or an error that says what it should have been."""
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     number = operator.index(value)
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or more, got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be {least} or more, got {number}")
     if number > MAX_NUMBER:
         raise ValueError(f"{name} must be at most 2**48, got {number}")
     return number
@@ -331,6 +334,8 @@ def _branch_numbers(name: str, values: object) -> tuple[int, ...]:
         raise TypeError(f"{name} must be a list of whole numbers, got a tensor: pass its .tolist()")
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of whole numbers, one per branch, got {values!r}")
+    if isinstance(values, (Set, Mapping)):
+        raise TypeError(f"{name} must be a list of whole numbers in the order of the branches, got {values!r}")
     numbers = tuple(whole_number(f"every entry of {name}", value) for value in values)
     if not numbers:
         raise ValueError(f"{name} is empty: a pattern needs at least one branch")

@@ -10,7 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, testing
+from dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    RingDilatedAttentionProduction,
+    dilated_attention,
+    testing,
+)
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.ranks import pool
 
@@ -33,9 +39,11 @@ def shard_of(pattern: DilatedPattern, lengths: tuple[int, ...], dtype: torch.dty
     part = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
     qkv, dout, dlse, mask = inputs(tokens, dtype, options.pop("padded"))
 
+    group = ContextParallel(**{name: options.pop(name) for name in ("exchange", "use_checkpointing")})
+
     def attention(*shards: torch.Tensor) -> Any:
         return dilated_attention(
-            *shards, pattern, group=dist.group.WORLD, return_lse=True, enable_gqa=True,
+            *shards, pattern, group=group, return_lse=True, enable_gqa=True,
             key_padding_mask=None if mask is None else mask[:, part], **options,
         )  # fmt: skip
 

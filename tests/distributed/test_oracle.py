@@ -26,7 +26,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import DilatedPattern, _parallel, dilated_attention, explain, functional, testing
+from dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    _parallel,
+    dilated_attention,
+    explain,
+    functional,
+    testing,
+)
 from dilated_attention._shards import Shards
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
@@ -146,10 +154,18 @@ class Case:
         return testing.run(self.attention(padding), qkv, dout, dlse)
 
     def attention(self, padding: Tensor | None, **of_a_group: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        fixed = {"enable_gqa": True, "return_lse": True, "backend": self.backend, "key_padding_mask": padding}
+        fixed: dict[str, Any] = {
+            "enable_gqa": True,
+            "return_lse": True,
+            "backend": self.backend,
+            "key_padding_mask": padding,
+        }
+
+        if of_a_group:
+            fixed |= {"heads": of_a_group.pop("heads", None), "group": ContextParallel(**of_a_group)}
 
         def attention(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-            return dilated_attention(*qkv, self.pattern, **fixed, **self.options(), **of_a_group)
+            return dilated_attention(*qkv, self.pattern, **fixed, **self.options())
 
         return attention
 

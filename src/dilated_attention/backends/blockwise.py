@@ -368,7 +368,7 @@ def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
 
 def finished_grads(grads: Gradients, inputs: Inputs, call: Call, bad: Tensor | None) -> Gradients:
     """The gradients as the caller gets them; ``bad`` as `without_bad_rows` gives it."""
-    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs, strict=False))
+    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
     return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
 
 

@@ -25,10 +25,13 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from dilated_attention.backends import eager, sdpa, triton
 from dilated_attention.call import Call
+
+Backend = Literal["auto", "triton", "sdpa", "eager"]
+NAMES: tuple[Backend, ...] = get_args(Backend)
 
 
 class Entry(NamedTuple):
@@ -39,7 +42,6 @@ class Entry(NamedTuple):
 
 
 BACKENDS = {"triton": Entry(triton, is_whole=True), "sdpa": Entry(sdpa), "eager": Entry(eager)}
-NAMES = ("auto", *BACKENDS)
 
 
 class Choice(NamedTuple):

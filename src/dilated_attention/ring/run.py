@@ -21,6 +21,7 @@ from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.call import Call, sample_ends
+from dilated_attention.checks import check_total_length
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
 from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, carries, check_usable
@@ -29,8 +30,6 @@ from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
 from dilated_attention.ring.shards import Channel, Shards, channels, crosses
 
-EXCHANGES = ("auto", "ring", "allgather", "alltoall")
-VERIFY = ("always", "first")
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
 
 
@@ -47,14 +46,11 @@ class Link:
     limit: Limit | None = None
     stats: Stats = field(default_factory=Stats)
     buffers: Buffers | None = None
+    total_length: int | None = None  # what the lengths of all shards must add up to
 
     @property
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
-
-    @property
-    def options(self) -> tuple[str, bool, float, str | None, bool]:
-        return self.exchange, self.use_checkpointing, self.timeout, self.verify, self.debug
 
     def check_usable(self) -> None:
         if self.group is not None:
@@ -151,6 +147,7 @@ def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
     seed, number = inputs.seed, 0
     if transport.size > 1:
         lengths, seed = _agree(transport, link, fields, call.queries, seed)
+        check_total_length(link.total_length, lengths)
         number = transport.number = _counted(link)
         transport.warm_up()
     shards = Shards.of(lengths)
@@ -179,9 +176,7 @@ def tell_others(link: Link | None, query: object, error: Exception) -> None:
         device = query.device
     elif not carries(link.group, device):
         device = torch.accelerator.current_accelerator() or device
-    verify = link.verify if link.verify in VERIFY else None  # it may be the link that is wrong
-    timeout = link.timeout if isinstance(link.timeout, (int, float)) and 0 < link.timeout < float("inf") else 60.0
-    plain = Link(link.group, timeout=timeout, verify=verify)
+    plain = Link(link.group, timeout=link.timeout, verify=link.verify)
     # what all ranks raise, or that this rank can tell nobody: the caller's own error says more
     with contextlib.suppress(ValueError, CommunicationError):
         transport = plain.transport(device)
@@ -207,6 +202,7 @@ def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, ob
         "key_padding_mask": "given" if call.has_padding else "not given",
         "exchange": link.exchange,
         "use_checkpointing": link.use_checkpointing,
+        "total_length": link.total_length,
         "verify": verify,
         "gradients": "wanted" if wants_gradients else "not wanted",
     }

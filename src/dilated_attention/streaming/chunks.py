@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.functional import check_backend, check_tensors, checked_scale, computed_dtype
+from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import check_backend, check_tensors, checked_scale, computed_dtype
 from dilated_attention.pattern import DilatedPattern, whole_number
 from dilated_attention.streaming.causal import AtOnce
 from dilated_attention.streaming.problem import Kind, Problem
@@ -28,7 +29,7 @@ def stream(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
     max_bytes: int | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[Tensor]:
@@ -75,7 +76,7 @@ class Options:
     is_causal: bool
     scale: float | None
     enable_gqa: bool
-    backend: str
+    backend: Backend
     max_bytes: int | None
     num_tokens: int | None
 

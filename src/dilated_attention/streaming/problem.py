@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work, no_autocast
+from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call, accumulate_dtype
 from dilated_attention.functional import dilated_attention
@@ -74,12 +75,12 @@ class Problem:
     pattern: DilatedPattern
     is_causal: bool
     scale: float
-    backend: str
+    backend: Backend
     kind: Kind
     branches: tuple[Branch, ...]
 
     @classmethod
-    def of(cls, pattern: DilatedPattern, is_causal: bool, scale: float | None, backend: str, kind: Kind) -> Problem:
+    def of(cls, pattern: DilatedPattern, is_causal: bool, scale: float | None, backend: Backend, kind: Kind) -> Problem:
         scale = 1 / math.sqrt(kind.head_dim) if scale is None else scale
         branches = tuple(Branch.of(pattern, index, kind.kv_heads) for index in range(len(pattern.branches)))
         return cls(pattern, is_causal, scale, backend, kind, branches)
