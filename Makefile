@@ -2,6 +2,8 @@
 # PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
 ARGS   ?=
 PYTHON ?=
+# two processes of pytest; tests of one group (pools of ranks, a browser) stay in one of them
+WORKERS := -n 2 --dist loadgroup
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -14,10 +16,10 @@ bench: $(STAMP) ## check and time every implementation, report in report/ (the d
 	$(PY) -m dilated_attention bench $(ARGS)
 
 test: $(STAMP) ## run the tests, less the slow ones
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## run all tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(WORKERS) $(ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need a GPU, many processes at once
 	$(PY) tests/run_gpu.py $(ARGS)

@@ -9,37 +9,30 @@ import pytest
 import torch
 from hypothesis import settings
 
-from dilated_attention import _courses, _fused
+from dilated_attention import _courses, _fused, ranks
 
 # Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
 torch.set_num_threads(1)
+
+NEIGHBOURS = 7  # tests
 
 # The first call of an operator can take a second: a time limit per example would fail at random.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    has_device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
-
-
-class Chunk:
-    """With CHUNK=i/n, the i-th of n parts, counted from 0, of the tests that are left when all else has chosen."""
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        part, parts = (int(number) for number in os.environ.get("CHUNK", "0/1").split("/"))
-        assert 0 <= part < parts, f"CHUNK must be i/n with i from 0 to n - 1, got {part}/{parts}"
-        items[:] = items[len(items) * part // parts : len(items) * (part + 1) // parts]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Chunk())
+        if item.get_closest_marker("gpu") and not has_device:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+        if any(value is ranks.pool for value in vars(getattr(item, "module", item)).values()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))  # two pools at once would only wait for cores
+    yield
+    # CHUNK=i/n leaves the i-th of n shares, dealt in blocks: neighbours share kernels, and files differ in length
+    share, shares = (int(number) for number in os.environ.get("CHUNK", "0/1").split("/"))
+    items[:] = [item for at, item in enumerate(items) if at // NEIGHBOURS % shares == share]
 
 
 @pytest.fixture

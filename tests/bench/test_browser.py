@@ -43,9 +43,12 @@ FLAGS = (
 )  # fmt: skip
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None or DRIVER is None, reason="needs chromium (or google-chrome) and chromedriver on the PATH"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        PROGRAM is None or DRIVER is None, reason="needs chromium (or google-chrome) and chromedriver on the PATH"
+    ),
+    pytest.mark.xdist_group("browser"),
+]
 Open = Callable[..., webdriver.Chrome]
 
 

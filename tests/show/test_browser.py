@@ -30,7 +30,10 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver on the PATH")
+pytestmark = [
+    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver on the PATH"),
+    pytest.mark.xdist_group("browser"),
+]
 
 SMALL = View.of(DilatedPattern.longnet([4, 8], [1, 2]), 16, 4, query=5, ranks=4, head_dim=8)
 

@@ -11,10 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+CACHE = ROOT / ".cache/triton"  # of compiled kernels, by what they are compiled from: it is kept between runs
+
+
 def run(cases: str, *, only: str = "", **environment: str) -> int:
     """How many of these cases passed; fails unless all did. ``only``: those with such marks."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/triton_kernels/{cases}"]
     command += ["-m", only] if only else []
+    environment = {"TRITON_CACHE_DIR": str(CACHE), **environment}
     without = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CHUNK")}
     done = subprocess.run(
         command, cwd=ROOT, env={**without, **environment}, capture_output=True, text=True, timeout=2400

@@ -1,0 +1,397 @@
+"""One table of cases for the operation, whatever runs it: the axes, the inputs, and a sampler that covers the axes.
+
+A path is a way to run the operation. It lists the values that it takes on each axis. `cover` deals them to few cases:
+any two values of a path meet in some case, and so do any three values of the axes that the path names for that.
+test_cases.py runs every case against the float64 oracle, and checks the coverage itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, testing
+from dilated_attention.pattern import RULES
+from dilated_attention.testing import Results
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+LAYOUTS = ("contiguous", "fused", "transposed", "expanded", "odd")
+EXCHANGES = ("ring", "allgather", "alltoall")
+
+PATTERNS = {
+    "dense": ([2000], [1]),  # longer than the tokens
+    "local": ([16], [1]),
+    "nested": ([16, 32, 64], [1, 2, 4]),  # segments of one branch fill those of the next
+    "backwards": ([48, 24], [2, 1]),
+    "sparse": ([64], [3]),  # most rows are in no branch
+    "sparse_nested": ([32, 64], [2, 4]),
+    "odd": ([7, 30], [2, 5]),  # nothing divides anything
+    "rate_over_length": ([4, 40], [9, 6]),
+    "ones": ([1, 2], [1, 3]),
+    "offset_over_length": ([1, 2], [2, 3]),
+    "twice": ([20, 20], [2, 2]),  # every key counts twice
+    "prime": ([13, 101], [1, 7]),
+    "gigapath": ([8, 45, 256, 1448, 8192], [1, 2, 4, 8, 16]),  # those of the released slide encoder, divided by 128
+    "far": ([5, 2**48], [1, 2**40]),  # beyond any tensor
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. What the axes of a path leave open is at its default."""
+
+    path: str
+    number: int
+    rule: str
+    is_causal: bool
+    pattern: str
+    tokens: int
+    heads: str = "several"  # one, several, or grouped: several query heads share one of key and value
+    samples: int = 2
+    head_dim: int = 4
+    dtype: str = "f64"
+    mask: str = "none"  # of the keys: none, random, right (padding), sample (all of one), hidden (all that a rank has)
+    layout: str = "contiguous"
+    dout: str = "plain"  # how the gradient lies in memory
+    dlse: bool = True  # whether lse gets a gradient
+    scale: float | None = None
+    dropout_p: float = 0.0
+    backend: str = "auto"
+    rows: str = ""  # of few queries: which
+    cuts: str = ""  # of a stream
+    ranks: int = 1
+    shards: str = "even"
+    exchange: str = "ring"
+    recompute: bool = True
+    copied: bool = False  # shards are tensors of their own, not slices
+    unit: int = 1  # widths are so many times longer
+    device: str = field(default="cpu", compare=False)
+
+    @property
+    def id(self) -> str:
+        words = (self.rule, self.pattern, "causal" if self.is_causal else "", f"n{self.tokens}", self.dtype, self.heads)
+        masked = f"mask_{self.mask}" if self.mask != "none" else ""
+        more = (masked, self.rows, self.cuts, f"P{self.ranks}{self.exchange}" if self.ranks > 1 else "")
+        return "-".join([f"{self.path}{self.number}", *filter(None, (*words, *more))])
+
+    def draw(self, what: str) -> random.Random:
+        return random.Random(f"{self.path} {self.number} {what}")
+
+    def generator(self, what: str) -> torch.Generator:
+        return torch.Generator().manual_seed(self.draw(what).randrange(2**40))
+
+    def the_pattern(self) -> DilatedPattern:
+        widths, rates = PATTERNS[self.pattern]
+        return DilatedPattern(self.rule, tuple(self.unit * width for width in widths), tuple(rates))
+
+    def head_counts(self) -> tuple[int, int]:
+        """Of query, and of key and value: as many as head_groups needs."""
+        draw, least = self.draw("heads"), len(PATTERNS[self.pattern][0]) if self.rule == "head_groups" else 1
+        most = 2 if INTERPRETED else 5  # the interpreter takes milliseconds a tile
+        kv_heads = max(least, 1 if self.heads == "one" else draw.randint(2, most))
+        return kv_heads * (draw.randint(2, min(3, most)) if self.heads == "grouped" else 1), kv_heads
+
+    def qkv(self) -> tuple[Tensor, ...]:
+        """What the mask hides is NaN, where that does not change the layout."""
+        heads, kv_heads = self.head_counts()
+        q, k, v = testing.make_qkv(
+            self.samples, self.tokens, heads, self.head_dim, kv_heads=kv_heads, layout=self.layout,
+            dtype=DTYPES[self.dtype], device=self.device, seed=self.draw("inputs").randrange(2**40),
+        )  # fmt: skip
+        padding = self.padding()
+        if padding is not None and self.layout == "contiguous":
+            k, v = (x.masked_fill(padding[:, :, None, None], torch.nan) for x in (k, v))
+        start, stop = self.some_rows()
+        return q[:, start:stop], k, v
+
+    def some_rows(self) -> tuple[int, int]:
+        """Those of `qkv` that are queries; which positions they have is said by `query_offset`."""
+        if not self.rows:
+            return 0, self.tokens
+        most = self.tokens if self.rows == "many" else min(3, self.tokens)
+        return 0, self.draw("rows").randint(max(1, most // 2), most)
+
+    def query_offset(self) -> int | Tensor | None:
+        last, draw = self.tokens - self.some_rows()[1], self.draw("offset")
+        if self.rows in ("each", "each32"):
+            first = torch.tensor([draw.randint(0, last) for _ in range(self.samples)], device=self.device)
+            return first.int() if self.rows == "each32" else first
+        return {"first": 0, "inside": draw.randint(0, last), "many": draw.randint(0, last)}.get(self.rows)
+
+    def padding(self) -> Tensor | None:
+        """(B, N) bool, True = ignored."""
+        if self.mask == "none":
+            return None
+        draws, shape = self.generator("mask"), (self.samples, self.tokens)
+        mask = torch.zeros(shape, dtype=torch.bool)
+        if self.mask == "random":
+            mask = torch.rand(shape, generator=draws) < 0.3
+        elif self.mask == "right":
+            mask = torch.arange(self.tokens) >= torch.randint(0, self.tokens + 1, (self.samples, 1), generator=draws)
+        elif self.mask == "sample":
+            mask[-1] = True
+        else:
+            for rank in self.draw("hidden").sample(range(self.ranks), (self.ranks + 1) // 2):
+                mask[:, self.shard(rank)] = True
+        return mask.to(self.device)
+
+    def gradients(self, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of out and lse, for queries like these."""
+        draws, lse_dtype = self.generator("gradients"), torch.promote_types(like.dtype, torch.float32)
+        dout = strided(self.dout, like.shape, draws).to(self.device, like.dtype)
+        dlse = strided(self.dout, like.shape[:3], draws).to(self.device, lse_dtype)
+        return dout, dlse if self.dlse else None
+
+    def lengths(self) -> tuple[int, ...]:
+        """Of the shards."""
+        draw = self.draw("shards")
+        borders = sorted(draw.randint(0, self.tokens) for _ in range(self.ranks - 1))
+        if self.shards == "even":
+            borders = [self.tokens * rank // self.ranks for rank in range(1, self.ranks)]
+        elif self.shards == "empty" and self.ranks > 1:  # for some ranks
+            borders = sorted(draw.choice([0, self.tokens // 3, self.tokens]) for _ in borders)
+        return tuple(b - a for a, b in itertools.pairwise([0, *borders, self.tokens]))
+
+    def shard(self, rank: int) -> slice:
+        lengths = self.lengths()
+        return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+
+    def chunks(self) -> list[int]:
+        """Of a stream."""
+        tokens, draw = self.tokens, self.draw("cuts")
+        if self.cuts == "ones":
+            return [1] * tokens
+        if self.cuts == "whole":
+            return [tokens]
+        several = {"some": 6, "halves": 1, "with empty ones": 3}[self.cuts]
+        borders = sorted(draw.randint(0, tokens) for _ in range(several)) * (2 if self.cuts == "with empty ones" else 1)
+        return [b - a for a, b in itertools.pairwise([0, *sorted(borders), tokens])]
+
+    def options(self) -> dict[str, Any]:
+        """Of the call; the oracle takes the same."""
+        offset = {"query_offset": self.query_offset()} if self.rows else {}
+        given = {"scale": self.scale, "dropout_p": self.dropout_p, "key_padding_mask": self.padding()}
+        return {"is_causal": self.is_causal, **given, **offset}
+
+    def seed(self) -> Tensor | None:
+        """Of dropout; leaves torch's generator so that the next call draws the same."""
+        if not self.dropout_p:
+            return None
+        torch.manual_seed(self.number)
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=self.device)
+        torch.manual_seed(self.number)
+        return seed
+
+    def expected(self, dtype: torch.dtype | None = torch.float64) -> Results:
+        """The oracle's results; dtype=None: those of plain PyTorch in the case's own dtype."""
+        qkv = self.qkv()
+        return testing.oracle(
+            qkv, self.the_pattern(), *self.gradients(qkv[0]), dtype=dtype, seed=self.seed(), **self.options()
+        )
+
+    def without_dropout(self) -> Results:
+        return replace(self, dropout_p=0.0).expected()
+
+    def check(self, got: Results) -> None:
+        plain = None if DTYPES[self.dtype] in testing.TOLERANCE else self.expected(dtype=None)
+        testing.assert_exact(got, self.expected(), plain)
+
+
+def strided(kind: str, shape: torch.Size, draws: torch.Generator) -> Tensor:
+    """A gradient as autograd may hand it over."""
+    if kind == "expanded":
+        return torch.randn(1, generator=draws).expand(shape)
+    if kind == "strided":
+        return torch.randn(*shape[:-1], 2 * shape[-1], generator=draws)[..., ::2]
+    if kind == "cut":  # of a longer sequence: rows are whole, but samples and tokens are no single stride
+        return torch.randn(shape[0], shape[1] + 3, *shape[2:], generator=draws)[:, 2:-1]
+    if kind == "reversed":
+        return torch.randn(*shape[::-1], generator=draws).permute(*reversed(range(len(shape))))
+    return torch.randn(shape, generator=draws)
+
+
+# --- the axes of each path --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Path:
+    axes: Mapping[str, tuple[Any, ...]]
+    triples: tuple[str, ...] = ()  # axes of which any three values meet, too
+    on_gpu: bool = False
+
+
+RULED = {"rule": RULES, "is_causal": (False, True)}
+MASKS = ("none", "random", "right", "sample")
+CALL: dict[str, tuple[Any, ...]] = {
+    **RULED,
+    "pattern": tuple(PATTERNS),
+    "tokens": (1, 2, 5, 17, 63, 64, 65, 97, 129),
+    "mask": MASKS,
+    "heads": ("one", "several", "grouped"),
+    "samples": (1, 2, 3),
+    "head_dim": (1, 4, 8),
+    "dtype": ("f64", "f32"),
+    "layout": LAYOUTS,
+    "dlse": (True, False),
+    "scale": (None, 0.0, 0.7),
+}
+FEW_PATTERNS = ("dense", "nested", "sparse", "odd", "rate_over_length", "ones", "twice", "gigapath")
+SHARDED: dict[str, tuple[Any, ...]] = {
+    **CALL,
+    "pattern": FEW_PATTERNS,
+    "tokens": (1, 5, 17, 64, 83),
+    "mask": (*MASKS, "hidden"),
+    "scale": (None,),
+    "dropout_p": (0.0, 0.3),
+    "exchange": EXCHANGES,
+    "shards": ("even", "unequal", "empty"),
+    "recompute": (True, False),
+}
+KERNEL: dict[str, tuple[Any, ...]] = {
+    **CALL,
+    "pattern": ("nested", "sparse_nested", "backwards", "odd", "rate_over_length", "twice"),
+    "tokens": (17, 33, 37),
+    "samples": (1, 2),
+    "head_dim": (5, 16, 20),
+    "dtype": ("f32", "f16"),  # the interpreter knows no bfloat16
+    "dropout_p": (0.0, 0.3),
+    "scale": (None,),
+}
+# In half precision sums of few terms cancel to nothing in the oracle alone: short sequences are for float32.
+ON_GPU = {"tokens": (17, 64, 129, 1000, 1025), "head_dim": (8, 64, 80, 128), "unit": (4,), "samples": (1, 2)}
+HALVES = {**CALL, **ON_GPU, "dtype": ("bf16", "f16"), "mask": ("none",), "pattern": FEW_PATTERNS}
+OURS = {**KERNEL, **ON_GPU, "dtype": ("bf16", "f16", "f32"), "tokens": (17, 127, 129, 1000, 2055)}
+
+PATHS = {
+    "function": Path(
+        {**CALL, "backend": ("sdpa", "eager", "auto"), "dout": ("plain", "expanded", "strided", "cut", "reversed")},
+        ("rule", "is_causal", "pattern", "tokens", "mask", "backend"),
+    ),
+    "long": Path(
+        {
+            **RULED, "pattern": ("nested", "odd", "gigapath"), "tokens": (1000, 1025), "heads": ("one", "grouped"),
+            "samples": (1,), "mask": ("none", "random", "right"), "dtype": ("f64", "f32"), "backend": ("sdpa", "eager"),
+        },
+    ),
+    "dropout": Path(
+        {**CALL, "dropout_p": (0.1, 0.6, 0.9), "backend": ("auto", "eager"), "tokens": (17, 40, 65)},
+        ("rule", "is_causal", "pattern"),
+    ),
+    "few": Path(
+        {
+            **CALL, "tokens": (17, 61, 97), "rows": ("last", "first", "inside", "many", "each", "each32"),
+            "backend": ("sdpa", "eager"),
+        },
+        ("rule", "is_causal", "pattern", "rows", "mask"),
+    ),
+    "few_dropout": Path(
+        {**CALL, "pattern": FEW_PATTERNS, "tokens": (37,), "rows": ("last", "many", "each"), "dropout_p": (0.4,)}
+    ),
+    "stream": Path(
+        {
+            **CALL, "mask": ("none",), "dlse": (False,), "tokens": (5, 53, 97), "backend": ("sdpa", "eager"),
+            "cuts": ("ones", "whole", "halves", "some", "with empty ones"),
+        },
+        ("rule", "is_causal", "pattern", "cuts"),
+    ),
+    "threads": Path(
+        {**SHARDED, "ranks": (1, 2, 3, 6)}, ("rule", "is_causal", "pattern", "exchange", "shards", "ranks")
+    ),
+    "ranks": Path(
+        {**SHARDED, "ranks": (1, 2, 3, 4, 8), "exchange": (*EXCHANGES, "auto"), "copied": (False, True)},
+        ("rule", "is_causal", "exchange"),
+    ),
+    "module": Path(
+        {**CALL, "pattern": ("nested", "odd"), "tokens": (3, 17), "scale": (None,), "dlse": (False,)},
+        ("rule", "is_causal", "mask"),
+    ),
+    "compiled": Path(
+        {
+            **RULED, "pattern": ("nested", "odd"), "tokens": (24,), "mask": ("none", "random"),
+            "heads": ("several", "grouped"), "dtype": ("f32",), "dropout_p": (0.0, 0.4), "scale": (None, 0.3),
+        },
+    ),
+    "triton": Path(OURS if not INTERPRETED else KERNEL, ("rule", "is_causal"), on_gpu=True),
+    "triton_few": Path(
+        {
+            **(OURS if not INTERPRETED else KERNEL), "rows": ("last", "inside", "each", "many"), "dropout_p": (0.0,),
+            "tokens": (37,), "dlse": (False,),
+        },
+        on_gpu=True,
+    ),
+    "cudnn": Path({**HALVES, "head_dim": (64, 128), "samples": (1,)}, on_gpu=True),
+    "flash": Path(HALVES, on_gpu=True),
+    "efficient": Path({**HALVES, "dtype": ("bf16", "f16", "f32"), "mask": MASKS}, on_gpu=True),
+    "cuda_eager": Path(
+        {**CALL, **ON_GPU, "dtype": ("bf16", "f16", "f32", "f64"), "pattern": FEW_PATTERNS, "dropout_p": (0.0, 0.3)},
+        on_gpu=True,
+    ),
+    "cuda_few": Path(
+        {
+            **HALVES, "pattern": ("nested", "odd", "gigapath"), "tokens": (509,), "rows": ("last", "inside", "each", "many"),
+            "dtype": ("bf16", "f16", "f32"), "mask": MASKS, "backend": ("sdpa", "eager"), "dlse": (False, True),
+        },
+        on_gpu=True,
+    ),
+    "cuda_ranks": Path(
+        {
+            **SHARDED, "ranks": (2, 3, 4), "tokens": (5, 300, 599), "head_dim": (32,), "dtype": ("bf16", "f32"),
+            "pattern": ("dense", "nested", "odd", "gigapath"), "unit": (4,), "samples": (2,), "layout": LAYOUTS[:2],
+        },
+        on_gpu=True,
+    ),
+    "cuda_stream": Path(
+        {
+            **CALL, "mask": ("none",), "dlse": (False,), "tokens": (848,), "unit": (4,), "dtype": ("bf16",),
+            "head_dim": (20, 64), "pattern": ("nested", "odd", "gigapath"), "cuts": ("halves", "some"),
+        },
+        on_gpu=True,
+    ),
+}  # fmt: skip
+
+
+# --- few cases that cover them ----------------------------------------------------------------------------------
+
+Values = tuple[tuple[str, Any], ...]  # (axis, value) of several axes
+
+
+def tuples(path: Path, values: Mapping[str, Any]) -> Iterator[Values]:
+    """The pairs and triples that a case of the path with these values covers."""
+    named = list(values.items())
+    yield from itertools.combinations(named, 2)
+    yield from itertools.combinations([(axis, value) for axis, value in named if axis in path.triples], 3)
+
+
+def wanted(path: Path) -> Iterator[Values]:
+    """All pairs and triples of the path."""
+    for size, axes in ((2, tuple(path.axes)), (3, path.triples)):
+        for some in itertools.combinations([axis for axis in path.axes if axis in axes], size):
+            for values in itertools.product(*(path.axes[axis] for axis in some)):
+                yield tuple(zip(some, values, strict=True))
+
+
+@functools.cache
+def cover(name: str, tries: int = 12) -> tuple[Case, ...]:
+    """Each case is the best of some drawn ones that have the first pair or triple that is still missing."""
+    path, draw, found = PATHS[name], random.Random(name), []
+    missing = dict.fromkeys(wanted(path))  # in order, as every process must make the same cases
+    while missing:
+        first = dict(next(iter(missing)))
+        drawn = [
+            {axis: first.get(axis, draw.choice(values)) for axis, values in path.axes.items()} for _ in range(tries)
+        ]
+        best = max(drawn, key=lambda values: sum(some in missing for some in tuples(path, values)))
+        for some in tuples(path, best):
+            missing.pop(some, None)
+        device = "cuda" if path.on_gpu and not INTERPRETED else "cpu"
+        found.append(Case(name, len(found), device=device, **best))
+    return tuple(found)

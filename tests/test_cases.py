@@ -1,0 +1,222 @@
+"""Every case of the table, by every way to run it, against the float64 oracle: out, lse and all gradients.
+
+Tolerances are those of `dilated_attention.testing`. Memory that nobody wrote holds NaN: torch fills it so for
+deterministic algorithms. Paths of a GPU run where there is one; those of our kernels also in Triton's interpreter,
+which test_triton starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dilated_attention import DilatedAttention, ImprovedDilatedAttention, dilated_attention, explain, stream, testing
+from dilated_attention.ranks import RanksFailed, pool
+from dilated_attention.testing import Results
+from tests.cases import PATHS, Case, cover, tuples, wanted
+
+Attention = Callable[..., Any]
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+BACKENDS = {"triton": "triton", "cuda_eager": "eager", **dict.fromkeys(KERNELS, "sdpa")}
+
+
+# --- the ways to run a case -------------------------------------------------------------------------------------
+
+
+def attention_of(case: Case, **more: Any) -> Attention:
+    """The public function with all of the case but its tensors."""
+    fixed = {"enable_gqa": True, "return_lse": True, "backend": BACKENDS.get(case.path, case.backend)}
+    return functools.partial(dilated_attention, pattern=case.the_pattern(), **{**fixed, **case.options(), **more})
+
+
+def run(case: Case, attention: Attention) -> Results:
+    qkv = case.qkv()
+    dout, dlse = case.gradients(qkv[0])
+    case.seed()
+    return testing.run(attention, qkv, dout, dlse)
+
+
+def run_function(case: Case) -> Results:
+    """No input is changed, and no result shares memory with one."""
+    qkv, padding = case.qkv(), case.padding()
+    given = [x for x in (*qkv, *case.gradients(qkv[0]), padding) if x is not None]
+    copies = [x.clone() for x in given]
+    case.seed()
+    got = testing.run(attention_of(case, key_padding_mask=padding), qkv, *given[3 : 5 if case.dlse else 4])
+    for x, copy in zip(given, copies, strict=True):
+        assert torch.equal(x.nan_to_num(7.0), copy.nan_to_num(7.0)), "an input has changed"
+    storages = {x.untyped_storage().data_ptr() for x in given}
+    for name, x in got.items():
+        assert x.is_contiguous(), name
+        assert not x.numel() or x.untyped_storage().data_ptr() not in storages, f"{name} shares memory with an input"
+    return got
+
+
+def run_module(case: Case) -> Results:
+    cls = (DilatedAttention, ImprovedDilatedAttention)[case.number % 2]
+    pattern = case.the_pattern()
+    module = cls(pattern.segment_lengths, pattern.dilation_rates, rule=case.rule, backend=case.backend)
+    return run(case, lambda *qkv: module(*qkv, case.is_causal, key_padding_mask=case.padding()))
+
+
+def run_compiled(case: Case) -> Results:
+    """In one graph."""
+    torch._dynamo.reset()
+    attention = attention_of(case)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(query, key, value)
+
+    try:
+        return run(case, torch.compile(call, fullgraph=True, backend="aot_eager"))
+    finally:
+        torch._dynamo.reset()
+
+
+def run_stream(case: Case) -> Results:
+    lengths = case.chunks()
+    parts = [x.split(lengths, 1) for x in case.qkv()]
+    given = {"is_causal": case.is_causal, "scale": case.scale, "backend": case.backend}
+    far = {"num_tokens": case.tokens} if case.pattern == "far" else {}  # such a segment fits in no memory
+    outputs = list(stream(zip(*parts, strict=True), case.the_pattern(), enable_gqa=True, **given, **far))
+    assert [x.shape for x in outputs] == [x.shape for x in parts[0]]
+    none: Any = None
+    return Results(torch.cat(outputs, 1), none, none, none, none)
+
+
+def run_threads(case: Case) -> Results:
+    qkv = case.qkv()
+    options = {name: value for name, value in case.options().items() if name != "scale"}
+    got, _ = testing.run_sharded(
+        qkv, case.lengths(), case.the_pattern(), *case.gradients(qkv[0]), exchange=case.exchange, seed=case.seed(),
+        use_checkpointing=case.recompute, backend=case.backend, **options,
+    )  # fmt: skip
+    return got
+
+
+def run_in_rank(cases: list[Case]) -> list[Results]:
+    """The shards of this rank. Each rank has a generator of its own, so that a seed that is not rank 0's shows."""
+    found = []
+    for case in cases:
+        rank, group = dist.get_rank(), dist.group.WORLD
+        part = case.shard(rank)
+        qkv, padding = case.qkv(), case.padding()
+        dout, dlse = case.gradients(qkv[0])
+        shards = [x[:, part].clone(memory_format=torch.contiguous_format) if case.copied else x[:, part] for x in qkv]
+        attention = attention_of(
+            case, key_padding_mask=None if padding is None else padding[:, part], group=group, exchange=case.exchange,
+            use_checkpointing=case.recompute, debug=case.number % 5 == 0,
+        )  # fmt: skip
+        torch.manual_seed(case.number + rank)
+        result = testing.run(attention, tuple(shards), dout[:, part], None if dlse is None else dlse[:, part])
+        found.append(Results(*(x.cpu() for _, x in result.items())))
+    return found
+
+
+@functools.cache
+def all_in_ranks(path: str, size: int) -> dict[Case, Results]:
+    """All cases of the path for so many ranks, in one call."""
+    cases = [case for case in cover(path) if case.ranks == size]
+    shards = pool(size).run(run_in_rank, cases)
+    return {case: testing.joined(parts) for case, parts in zip(cases, zip(*shards, strict=True), strict=True)}
+
+
+def run_ranks(case: Case) -> Results:
+    """Where some case of the same size fails, each runs alone: then only that one fails."""
+    try:
+        got = all_in_ranks(case.path, case.ranks)[case]
+    except RanksFailed:
+        got = testing.joined([one for (one,) in pool(case.ranks).run(run_in_rank, [case])])
+    return Results(*(x.to(case.device) for _, x in got.items()))
+
+
+def run_kernel(case: Case) -> Results:
+    """One of torch's kernels on a GPU, by switching the others off; skips where torch has none for the call."""
+    with sdpa_kernel([KERNELS[case.path]]):
+        try:
+            given = {**case.options(), "enable_gqa": True, "backend": "sdpa"}
+            told = explain(*case.qkv(), case.the_pattern(), **given)
+        except ValueError as reasons:
+            pytest.skip(str(reasons))
+        assert told.kernel.startswith(case.path), told
+        return run_function(case)
+
+
+def run_few_on_triton(case: Case) -> Results:
+    """By name our kernel has no backward pass; "auto" takes it forward, and torch's kernels backward."""
+    told = explain(*case.qkv(), case.the_pattern(), enable_gqa=True, **case.options())
+    assert told.backend == "triton", told
+    return run_function(case)
+
+
+RUN: dict[str, Callable[[Case], Results]] = {
+    "module": run_module,
+    "compiled": run_compiled,
+    "stream": run_stream,
+    "cuda_stream": run_stream,
+    "threads": run_threads,
+    "ranks": run_ranks,
+    "cuda_ranks": run_ranks,
+    "triton_few": run_few_on_triton,
+    **dict.fromkeys(KERNELS, run_kernel),
+}
+
+
+# --- the cases --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def marked(name: str) -> list[Any]:
+    path = PATHS[name]
+    marks = [pytest.mark.gpu] if path.on_gpu else []
+    marks += [pytest.mark.xdist_group("ranks")] if "ranks" in name else []
+    return [pytest.param(case, id=case.id, marks=marks) for case in cover(name)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's in the interpreter, of -inf - -inf and 0 * inf
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")  # torch's, of its own first backward
+@pytest.mark.usefixtures("always_nested")
+@pytest.mark.parametrize("case", [case for name in PATHS for case in marked(name)])
+def test_against_the_oracle(case: Case) -> None:
+    own = case.path in ("cudnn", "flash", "efficient")  # deterministic algorithms refuse cuDNN
+    with contextlib.nullcontext() if own else poisoned_memory():
+        got = RUN.get(case.path, run_function)(case)
+    case.check(got)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_cases_cover_their_path(name: str) -> None:
+    path, cases = PATHS[name], cover(name)
+    assert len({case.id for case in cases}) == len(cases)
+    covered = {some for case in cases for some in tuples(path, {axis: getattr(case, axis) for axis in path.axes})}
+    assert covered == set(wanted(path))
+    for (axis, values), (other, others) in ((x, y) for x in path.axes.items() for y in path.axes.items() if x < y):
+        assert len({(getattr(case, axis), getattr(case, other)) for case in cases}) == len(values) * len(others)
+
+
+def test_dropout_drops_something() -> None:
+    """Else the cases above would show nothing of it."""
+    cases = [case for case in cover("dropout") if case.mask == "none" and case.tokens > 20]
+    changed = [not torch.equal(case.expected().out, case.without_dropout().out) for case in cases]
+    assert sum(changed) > 0.9 * len(changed)
