@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost
-from dilated_attention._parallel import Link
+from dilated_attention.ring.run import Link
 from dilated_attention.bench import machine
 from dilated_attention.distributed.sequence import gather_sequence, shard_sequence
 from dilated_attention.functional import attend

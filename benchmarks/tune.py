@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention._fused import Kind
-from dilated_attention._settings import Settings
+from dilated_attention.call import Call
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, Config
 from dilated_attention.bench import machine, run

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention import DilatedPattern, _decode, _decode_ops, dilated_attention, explain, reference, testing
-from dilated_attention._parallel import Link
-from dilated_attention._settings import Settings
-from dilated_attention._shards import Heads
+from dilated_attention.ring.run import Link
+from dilated_attention.call import Call
+from dilated_attention.pattern import Heads
 from dilated_attention.backends import sdpa
 from dilated_attention.functional import attend
 from dilated_attention.pattern import RULES

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, _decode_ops, dilated_attention, reference, testing
-from dilated_attention._settings import Settings
+from dilated_attention.call import Call
 from dilated_attention.pattern import RULES
 
 pytestmark = pytest.mark.gpu

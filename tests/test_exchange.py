@@ -25,12 +25,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, _packing, _parallel, _settings, reference, testing
-from dilated_attention._alltoall import AllToAll, bundles
-from dilated_attention._exchange import Exchange, Messages, Part, traffic
-from dilated_attention._packing import Field
+from dilated_attention.ring.alltoall import AllToAll, bundles
+from dilated_attention.ring.circulate import Exchange, Messages, Part, traffic
+from dilated_attention.ring.packing import Field
 from dilated_attention._plan import plan
-from dilated_attention._settings import Settings
-from dilated_attention._shards import Channel, Heads, Shards, channels
+from dilated_attention.call import Call
+from dilated_attention.pattern import Heads
+from dilated_attention.ring.shards import Channel, Shards, channels
 from dilated_attention.distributed.fake import FakeTransport, Office, run_threads
 from dilated_attention.pattern import RULES
 

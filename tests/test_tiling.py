@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention._courses import MOST_TILES, form_of, launches
-from dilated_attention._shards import Heads
+from dilated_attention.backends.triton.nesting import MOST_TILES, form_of, launches
+from dilated_attention.pattern import Heads
 from dilated_attention.backends.triton import table as tables
 from dilated_attention.backends.triton.table import table
 from dilated_attention.backends.triton.tiling import Run, Tile, Tiling, are_nested, rows_of, tiling

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, _engine, _fused, dilated_attention, explain, reference, testing
-from dilated_attention._courses import form_of
-from dilated_attention._settings import Settings
+from dilated_attention.backends.triton.nesting import form_of
+from dilated_attention.call import Call
 from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs, launch, table
 from dilated_attention.backends.triton.configs import Config

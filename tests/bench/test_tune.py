@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention._courses import form_of, launches
-from dilated_attention._shards import Heads
+from dilated_attention.backends.triton.nesting import form_of, launches
+from dilated_attention.pattern import Heads
 from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
 from tests.triton_kernels.runner import run

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import dilated_attention
 from dilated_attention import ContextParallel, DilatedPattern, _parallel, testing
-from dilated_attention._shards import Heads
+from dilated_attention.pattern import Heads
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.group import BEFORE_CLOSING, CommunicationError, GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence

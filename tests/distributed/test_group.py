@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, dilated_attention, testing
-from dilated_attention._exchange import Exchange
+from dilated_attention.ring.circulate import Exchange
 from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.ranks import pool

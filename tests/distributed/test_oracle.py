@@ -35,7 +35,7 @@ from dilated_attention import (
     functional,
     testing,
 )
-from dilated_attention._shards import Shards
+from dilated_attention.ring.shards import Shards
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool

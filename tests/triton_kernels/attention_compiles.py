@@ -13,8 +13,8 @@ import torch
 from triton.runtime import driver
 
 from dilated_attention import DilatedPattern
-from dilated_attention._courses import launches
-from dilated_attention._shards import Heads
+from dilated_attention.backends.triton.nesting import launches
+from dilated_attention.pattern import Heads
 from dilated_attention.backends.triton import configs, launch
 from dilated_attention.backends.triton.configs import Config
 from tests.triton_kernels.decode_compiles import Compiled, Driver

@@ -17,7 +17,7 @@ from torch import Tensor
 from dilated_attention import DilatedPattern, _settings, dilated_attention, explain, reference, testing
 from dilated_attention._decode_ops import _branches
 from dilated_attention.backends.triton import decode
-from dilated_attention.backends.triton.decode import Config
+from dilated_attention.backends.triton.few_queries import Config
 from dilated_attention.pattern import RULES
 
 assert os.environ.get("TRITON_INTERPRET") == "1"

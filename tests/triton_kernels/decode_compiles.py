@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from dilated_attention import DilatedPattern, _decode_ops
-from dilated_attention._settings import Settings
+from dilated_attention.call import Call
 from dilated_attention.backends.triton import decode
 
 assert os.environ.get("TRITON_INTERPRET") != "1"

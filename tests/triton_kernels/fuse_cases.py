@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dilated_attention import DilatedPattern, merge
 from dilated_attention._plan import Block, plan
-from dilated_attention._shards import Heads, Shards
+from dilated_attention.pattern import Heads
+from dilated_attention.ring.shards import Shards
 from dilated_attention.backends.triton import fuse
 from dilated_attention.pattern import RULES
 
