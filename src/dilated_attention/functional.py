@@ -26,6 +26,7 @@ from dilated_attention.checks import (
     checked_probability,
     checked_scale,
     computed_dtype,
+    warn_of_mistakes,
 )
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
@@ -216,5 +217,7 @@ def _checked(
         pattern.check_heads(total * (query.shape[2] // key.shape[2]), total)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else checked_scale(scale)
     check_backend(backend)
+    if decodes:  # on one device: a shard or its mask may well be short, or empty
+        warn_of_mistakes(query, key, pattern, key_padding_mask)
     off = None if torch.compiler.is_compiling() else switched_off()
     return Settings(pattern, is_causal, scale, checked_probability(dropout_p), backend, first, total, off)

@@ -9,6 +9,8 @@ Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H 
 from __future__ import annotations
 
 import operator
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal, SupportsIndex, get_args
@@ -19,6 +21,25 @@ Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 MAX_BRANCHES = 64
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
+
+
+class DilatedAttentionWarning(UserWarning):
+    """A call or pattern that is exact, and probably not what was meant; the text names the cure.
+
+    >>> import warnings
+    >>> import dilated_attention as da
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # another package takes the rates first
+    >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # for those who mean it
+    """
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the caller's code, so that Python shows it once for each such line."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("dilated_attention", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, DilatedAttentionWarning, stacklevel=level)
 
 
 def rows_at_offset(length: int, dilation: int, offset: int) -> int:
@@ -56,7 +77,10 @@ class DilatedPattern:
     @classmethod
     def of(cls, rule: Rule, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """The pattern of a rule given by name."""
-        return cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+        pattern = cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+        if all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1:
+            _warn_of_swapped_lists(pattern)
+        return pattern
 
     @classmethod
     def longnet(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
@@ -249,6 +273,14 @@ class DilatedPattern:
             if (query - first) % rate == offset:
                 found.append((branch, first, min(width, num_tokens - first), offset))
         return found
+
+
+def _warn_of_swapped_lists(pattern: DilatedPattern) -> None:
+    if not torch.compiler.is_compiling():
+        warn(
+            f"{pattern} has no rate below its segment length, so that a query sees no other token: the two lists are "
+            "probably swapped, give the segment lengths first"
+        )
 
 
 def whole_number(name: str, value: object, *, least: int = 1) -> int:
