@@ -6,6 +6,7 @@ Legend as in `functional`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -31,9 +32,18 @@ from dilated_attention.pattern import DilatedPattern
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a call would run, and for everything else why it does not."""
+    """Tells what a call would run, and for everything else why it does not.
 
-    backend: str
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> told = da.explain(x, x, x, da.DilatedPattern.longnet([16, 64], [1, 4]), backend="eager")
+        >>> told.backend
+        'eager'
+        >>> told.why_not["triton"]
+        [...]
+    """
+
+    backend: Backend
     kernel: str
     why_not: dict[str, list[str]]
     backward: str  # the backend and kernel of the backward pass
@@ -59,10 +69,15 @@ def explain(
     backend: Backend = "auto",
     group: Group | ContextParallel | None = None,
 ) -> Explanation:
-    """Which backend and kernel `dilated_attention` with these arguments runs, and why no other. Computes nothing.
+    """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
-    The forward and the backward pass may run different ones; the reasons are those of the forward pass. Over a
-    ``group`` it speaks of this rank, and asks no other.
+    It computes nothing. The forward and the backward pass may run different ones; the reasons are those of the forward
+    pass. Over a ``group`` it speaks of this rank, and asks no other.
+
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> print(da.explain(x, x, x, da.DilatedPattern.longnet([16, 64], [1, 4])))
+        runs: ...
     """
     ranks = 1 if group is None else ContextParallel.of(group).process_group().size()
     check_flag("is_causal", is_causal)
@@ -89,7 +104,9 @@ def explain(
     blocks = plan(pattern, samples, shards, 0, Heads(0, kv_heads, kv_heads), heads // kv_heads, True).blocks
     rows = {block.rows for block in blocks}
     kernel, back_kernel = (one.module.describe(one.kernels, rows) for one in (choice, back))
-    return Explanation(choice.name, kernel, choose.why_not(choice, request), f"{back.name}, kernel: {back_kernel}")
+    return Explanation(
+        cast(Backend, choice.name), kernel, choose.why_not(choice, request), f"{back.name}, kernel: {back_kernel}"
+    )
 
 
 def _decoding(query: Tensor, key: Tensor, masked: bool, offset: int | Tensor | None, settings: Settings) -> Explanation:
@@ -112,4 +129,4 @@ def _decoding(query: Tensor, key: Tensor, masked: bool, offset: int | Tensor | N
         if backend == "auto"
         else [f"backend {backend!r} was asked for"]
     )
-    return Explanation(back.name, back.module.describe(back.kernels, rows), why_not, backward)
+    return Explanation(cast(Backend, back.name), back.module.describe(back.kernels, rows), why_not, backward)

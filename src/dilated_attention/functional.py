@@ -90,7 +90,7 @@ def dilated_attention(
     group: Group | ContextParallel | None = None,
     heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention in which each head sees the tokens of ``pattern``: one exact softmax over all its branches.
+    """Computes self-attention in which each head sees the tokens of ``pattern``: one softmax over all its branches.
 
     Args:
         query, key, value: (B, N, H, D), any strides; with ``enable_gqa`` key and value may have fewer heads. Query may
@@ -117,6 +117,12 @@ def dilated_attention(
 
     Returns:
         As query, or that and lse. A row with no key to see gets 0 and -inf.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 1000, 8, 64).unbind(0)  # (batch, tokens, heads, head_dim)
+        >>> pattern = da.DilatedPattern.longnet(segment_lengths=[128, 512], dilation_rates=[1, 4])
+        >>> da.dilated_attention(query, key, value, pattern, is_causal=True).shape
+        torch.Size([2, 1000, 8, 64])
     """
     link = None if group is None else link_of(ContextParallel.of(group))
     out, lse = attend(

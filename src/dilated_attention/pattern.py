@@ -24,13 +24,14 @@ MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 
 
 class DilatedAttentionWarning(UserWarning):
-    """A call or pattern that is exact, and probably not what was meant; the text names the cure.
+    """Warns of a call or pattern that is exact, and probably not what was meant.
 
-    >>> import warnings
-    >>> import dilated_attention as da
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # another package takes the rates first
-    >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # for those who mean it
+    The text names the cure. Python shows it once for each line of code that does it.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # for those who mean it
+        >>> pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # another package takes the rates first
     """
 
 
@@ -49,10 +50,18 @@ def rows_at_offset(length: int, dilation: int, offset: int) -> int:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DilatedPattern:
-    """Segment lengths, dilation rates and the rule that deals them to heads. Frozen, hashable, no tensors.
+    """Says which head attends to which tokens: segment lengths, dilation rates, and the rule that deals them to heads.
 
     Make one with :meth:`longnet`, :meth:`torchscale` or :meth:`head_groups`; the three differ in the offsets, in
-    whether every head runs every branch, and in what happens at the end of a sequence.
+    whether every head runs every branch, and in what happens at the end of a sequence. It is frozen and hashable, and
+    holds no tensors.
+
+    Examples:
+        >>> pattern = da.DilatedPattern.longnet([4, 16], [1, 4])
+        >>> pattern.keys(query=8, head=0, num_tokens=16, num_heads=4)  # token 8 itself is in both branches
+        (0, 4, 8, 8, 9, 10, 11, 12)
+        >>> pattern.pairs(num_tokens=16, num_heads=4)
+        320
     """
 
     rule: Rule

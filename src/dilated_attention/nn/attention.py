@@ -15,9 +15,10 @@ from dilated_attention.nn.core import Core, Options
 
 
 class DilatedAttention(Core):
-    """Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)`` with the pattern made here.
+    """Computes dilated attention with its settings kept, as a module without parameters.
 
-    ``backend="eager"`` pins the plain matrix products, which can be followed step by step in a debugger.
+    Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)``. ``backend="eager"`` pins the plain matrix
+    products, which can be followed step by step in a debugger.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch.
@@ -26,6 +27,12 @@ class DilatedAttention(Core):
         pattern: a :class:`DilatedPattern`, instead of the two lists.
         rule: of the two lists: "head_groups" (the default), "longnet" or "torchscale", see :class:`DilatedPattern`.
         backend: see :func:`dilated_attention`.
+
+    Examples:
+        >>> attention = da.DilatedAttention([64, 256], [1, 4], rule="longnet")
+        >>> query, key, value = torch.randn(3, 2, 256, 4, 16).unbind(0)  # (batch, tokens, heads, head_dim)
+        >>> attention(query, key, value, is_causal=True).shape
+        torch.Size([2, 256, 4, 16])
     """
 
     def __init__(
@@ -62,9 +69,7 @@ class DilatedAttention(Core):
 
 
 class ImprovedDilatedAttention(DilatedAttention):
-    """Equals ``dilated_attention(..., enable_gqa=True)`` with the pattern made here, on the fastest backend.
-
-    The same function as :class:`DilatedAttention`; the two differ in their arguments only.
+    """Computes the same as :class:`DilatedAttention`, and takes other arguments.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch.
@@ -72,6 +77,12 @@ class ImprovedDilatedAttention(DilatedAttention):
         use_tf32: kept, and changes nothing: float32 kernels, this library's too, follow torch's own setting
             (``torch.backends.cuda.matmul.fp32_precision``), which is never written.
         others: see :class:`DilatedAttention`.
+
+    Examples:
+        >>> attention = da.ImprovedDilatedAttention([64, 256], [1, 4], dropout=0.1).eval()
+        >>> query, key, value = torch.randn(3, 2, 256, 4, 16).unbind(0)
+        >>> attention(query, key, value).shape
+        torch.Size([2, 256, 4, 16])
     """
 
     def __init__(
