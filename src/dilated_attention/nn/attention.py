@@ -5,13 +5,12 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Unpack
 
 from torch import Tensor
 
 from dilated_attention.checks import check_flag, checked_probability, checked_scale
-from dilated_attention.nn.core import Core, Options
+from dilated_attention.nn.core import Core, Lengths, Options
 
 
 class DilatedAttention(Core):
@@ -37,8 +36,8 @@ class DilatedAttention(Core):
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         **options: Unpack[Options],
@@ -87,8 +86,8 @@ class ImprovedDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         use_tf32: bool = True,
         **options: Unpack[Options],

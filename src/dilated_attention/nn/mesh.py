@@ -6,7 +6,6 @@ Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -20,6 +19,7 @@ from dilated_attention._parallel import Link
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import REFUSED, ask
 from dilated_attention.distributed.group import backend_name
+from dilated_attention.nn.core import Lengths
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 
@@ -62,8 +62,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         mesh: DeviceMesh | None = None,
         dropout: float = 0.0,
         bias: bool = True,

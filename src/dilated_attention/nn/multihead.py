@@ -6,7 +6,7 @@ Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention.checks import DTYPES, check_flag, checked_scale
-from dilated_attention.nn.core import Core, Options
+from dilated_attention.nn.core import Core, Lengths, Options
 from dilated_attention.nn.masks import check_causal_mask, ignored
 from dilated_attention.pattern import whole_number
 
@@ -83,8 +83,8 @@ class MultiheadDilatedAttention(Core):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,

@@ -7,7 +7,6 @@ Legend: query (B, n, H, D); key, value (B, n, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Unpack
 
 import torch
@@ -17,11 +16,10 @@ from dilated_attention._parallel import refuse
 from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.slices import Limit
 from dilated_attention.checks import checked_probability
-from dilated_attention.context_parallel import ContextParallel, Exchange
+from dilated_attention.context_parallel import Exchange
 from dilated_attention.distributed.group import Buffers
-from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import DEFAULT_RULE, Options, Ranks
+from dilated_attention.nn.core import DEFAULT_RULE, Lengths, Options, Over, Ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions
 from dilated_attention.pattern import MAX_NUMBER, Rule, whole_number
 
@@ -56,13 +54,13 @@ class RingDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         *,
-        group: Group | ContextParallel | None = None,
+        group: Over = None,
         **options: Unpack[Options],
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
@@ -85,12 +83,7 @@ class RingAttentionV2Simple(RingDilatedAttention):
     """
 
     def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        rule: Rule = DEFAULT_RULE,
-        backend: Backend = "eager",
-        group: Group | ContextParallel | None = None,
+        self, dropout: float = 0.0, *, rule: Rule = DEFAULT_RULE, backend: Backend = "eager", group: Over = None
     ) -> None:
         super().__init__([MAX_NUMBER], [1], dropout, rule=rule, backend=backend, group=group)
 
@@ -131,14 +124,14 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         max_workspace_bytes: int | None = None,
         *,
-        group: Group | ContextParallel | None = None,
+        group: Over = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing, group=group, **options)
@@ -184,15 +177,15 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         *,
-        group: Group | ContextParallel | None = None,
+        group: Over = None,
         **options: Unpack[MultiheadOptions],
     ) -> None:
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)
