@@ -22,9 +22,10 @@ VERIFY: tuple[Verify, ...] = get_args(Verify)
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """One sequence over a group of ranks: given as ``group=`` where a bare process group is not enough.
+    """Says how one sequence is spread over a group of ranks.
 
-    Frozen and hashable; every value is checked here. None means the default of the function or class that takes it.
+    It is given as ``group=`` where a bare process group is not enough. It is frozen and hashable, and checks its
+    values. None means the default of the function or class that takes it.
 
     Args:
         group: a ``torch.distributed`` process group or a 1-D ``DeviceMesh``; None: the default group.
@@ -40,6 +41,12 @@ class ContextParallel:
         debug: wait on the host in every hop, so that an error comes from where it happened.
         total_length: the tokens of the whole sequence. A call whose shards do not add up to it is an error, for
             example one in which every rank passes the whole sequence.
+
+    Examples:
+        >>> over = da.ContextParallel(group, exchange="alltoall", timeout=30.0, total_length=64)
+        >>> shard = da.shard_sequence(torch.randn(1, 64, 4, 8), group)
+        >>> da.dilated_attention(shard, shard, shard, da.DilatedPattern.longnet([16, 64], [1, 4]), group=over).shape
+        torch.Size([1, 64, 4, 8])
     """
 
     group: Group | None = None

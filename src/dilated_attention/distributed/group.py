@@ -28,7 +28,17 @@ _NEVER_SENT = 2**30  # a tag
 
 
 class CommunicationError(RuntimeError):
-    """A rank did not get what another one should have sent. The group cannot be used again."""
+    """A rank did not get what another one should have sent.
+
+    The text names who waited for whom, where and why. The group cannot be used again: make a new one, or restart.
+
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> try:
+        ...     out = da.dilated_attention(x, x, x, da.DilatedPattern.longnet([64], [1]), group=group)
+        ... except da.CommunicationError as error:
+        ...     print("lost a rank:", error)
+    """
 
 
 @dataclass

@@ -33,7 +33,7 @@ def stream(
     max_bytes: int | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[Tensor]:
-    """`dilated_attention` of one long sequence that comes in chunks: yields the output of each, equally long.
+    """Computes `dilated_attention` of one long sequence that comes in chunks: yields the output of each, equally long.
 
     An output comes as soon as it is known: when causal with its chunk, else when the segments of all its tokens are
     complete. A chunk may be overwritten once the next one is asked for. Inference only: there are no gradients.
@@ -54,6 +54,12 @@ def stream(
     Returns:
         An iterator over the outputs. With the first chunk, before anything is computed, it raises ValueError if more
         than ``max_bytes`` would be held: the longest segment, or when causal those K and V rows.
+
+    Examples:
+        >>> chunks = (torch.randn(3, 1, 256, 4, 8).unbind(0) for _ in range(4))  # (query, key, value) of 256 tokens
+        >>> pattern = da.DilatedPattern.longnet([64, 512], [1, 8])
+        >>> [out.shape[1] for out in da.stream(chunks, pattern, is_causal=True)]
+        [256, 256, 256, 256]
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
