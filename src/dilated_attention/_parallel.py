@@ -9,6 +9,7 @@ import contextlib
 import sys
 import weakref
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from dilated_attention.backends.choose import choose
 from dilated_attention.backends.slices import Limit
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
-from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, carries, check_usable
+from dilated_attention.distributed.group import (
+    LONGEST_TIMEOUT,
+    Buffers,
+    CommunicationError,
+    GroupTransport,
+    carries,
+    check_usable,
+)
 from dilated_attention.distributed.transport import Alone, Stats, Transport
 
 EXCHANGES = ("auto", "ring", "allgather", "alltoall")
@@ -183,7 +191,7 @@ def tell_others(link: Link | None, query: object, error: Exception) -> None:
     elif not carries(link.group, device):
         device = torch.accelerator.current_accelerator() or device
     verify = link.verify if link.verify in VERIFY else None  # it may be the link that is wrong
-    timeout = link.timeout if isinstance(link.timeout, (int, float)) and 0 < link.timeout < float("inf") else 60.0
+    timeout = link.timeout if isinstance(link.timeout, Real) and 0 < link.timeout <= LONGEST_TIMEOUT else 60.0
     plain = Link(link.group, timeout=timeout, verify=verify)
     # what all ranks raise, or that this rank can tell nobody: the caller's own error says more
     with contextlib.suppress(ValueError, CommunicationError):

@@ -19,6 +19,7 @@ from dilated_attention._parallel import EXCHANGES, VERIFY, Link
 from dilated_attention._settings import Settings
 from dilated_attention.backends import choose
 from dilated_attention.backends.problem import switched_off
+from dilated_attention.distributed.group import LONGEST_TIMEOUT
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import DilatedPattern
 
@@ -215,8 +216,10 @@ def check_link(exchange: str, use_checkpointing: bool, timeout: float, verify: s
     for name, flag in (("use_checkpointing", use_checkpointing), ("debug", debug)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
-    if not isinstance(timeout, Real) or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    if not isinstance(timeout, Real) or not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout must be a positive number of seconds, at most {LONGEST_TIMEOUT} (a year), got {timeout!r}"
+        )
 
 
 def _checked(
