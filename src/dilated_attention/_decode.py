@@ -136,7 +136,7 @@ def forward(
                 if zeros is not None:
                     add_zero_keys_(part, part_lse, zeros)
                 merge_(block.view(out, work.group), block.view(lse, work.group), part, part_lse)
-    return _engine.finished_out(out, q), lse
+    return _engine.finished(out, lse, q)
 
 
 def backward(

@@ -28,7 +28,7 @@ def forward(
         if choice.module is not triton or not q.numel():
             with no_autocast(q.device):
                 out, lse = Work.prepare(q, k, v, padding, seed, settings, choice=choice).forward()
-            return finished_out(out, q), lse.contiguous()
+            return finished(out, lse, q)
         q, k, v = map(_fused.readable, (q, k, v))
         ready = _fused.prepare(request, settings, padding, seed, q, k, v)
     ends = None
@@ -69,8 +69,13 @@ def backward(
     return ready.backward(dout, dlse, q, k, v, padding, seed, out.contiguous(), lse.contiguous())
 
 
+def finished(out: Tensor, lse: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse as they are returned: no views, which autograd would not let anyone change in place."""
+    return finished_out(out, q), lse.contiguous().detach()
+
+
 def finished_out(out: Tensor, q: Tensor) -> Tensor:
-    return out[..., : q.shape[-1]].to(q.dtype).contiguous()
+    return out[..., : q.shape[-1]].to(q.dtype).contiguous().detach()
 
 
 def finished_grads(grads: Sequence[Tensor], q: Tensor, bad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -309,7 +309,7 @@ class _Parallel(torch.autograd.Function):
                 out, lse = work.forward()
             else:
                 out, lse, kept = exchanger.forward(keep)
-            out, lse = _engine.finished_out(out, q), lse.contiguous()
+            out, lse = _engine.finished(out, lse, q)
         ctx.save_for_backward(q, k, v, padding, seed, ends, out, lse, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
