@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dilated_attention.distributed.group import LONGEST_TIMEOUT
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import whole_number
 
@@ -69,8 +70,11 @@ class ContextParallel:
             raise TypeError(f"use_checkpointing must be True, False or None, got {self.use_checkpointing!r}")
         if not isinstance(self.debug, bool):
             raise TypeError(f"debug must be True or False, got {self.debug!r}")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real) or not 0 < self.timeout <= 1e9:
-            raise ValueError(f"timeout must be a positive number of seconds up to 1e9, got {self.timeout!r}")
+        number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
+        if not number or not 0 < self.timeout <= LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout must be a positive number of seconds, at most {LONGEST_TIMEOUT} (a year), got {self.timeout!r}"
+            )
         if self.total_length is not None:
             object.__setattr__(self, "total_length", whole_number("total_length", self.total_length))
 

@@ -56,6 +56,23 @@ def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
     assert keeps == [grad] * 2
 
 
+def with_timeout(timeout: float) -> float:
+    """One rank comes late, and the other waits for it."""
+    q = testing.make_qkv(1, 8, 2, 4)[0]
+    if dist.get_rank():
+        time.sleep(0.2)
+    return (
+        dilated_attention(q, q, q, DilatedPattern.longnet([16], [1]), group=dist.group.WORLD, timeout=timeout)
+        .sum()
+        .item()
+    )
+
+
+def test_the_longest_timeout_works() -> None:
+    first, second = pool(2).run(with_timeout, 31_536_000)
+    assert first == second
+
+
 def misspelt(options: dict[str, object]) -> tuple[str, float]:
     q = testing.make_qkv(1, 8, 2, 4)[0]
     mine = options if dist.get_rank() else {}
@@ -72,10 +89,13 @@ def misspelt(options: dict[str, object]) -> tuple[str, float]:
     [
         ({"exchange": "rnig"}, "unknown exchange 'rnig'"),
         ({"verify": "never"}, "unknown verify 'never'"),
-        ({"timeout": -1}, "timeout must be a positive number of seconds, got -1"),
+        ({"timeout": -1}, "timeout must be a positive number of seconds, at most 31536000 (a year), got -1"),
+        ({"timeout": 1e10}, "timeout must be a positive number of seconds, at most 31536000 (a year), got 1000000000"),
+        ({"timeout": 1e20}, "timeout must be a positive number of seconds, at most 31536000 (a year), got 1e+20"),
+        ({"timeout": 10**400}, "timeout must be a positive number of seconds, at most 31536000 (a year), got 1000"),
         ({"debug": 1}, "debug must be True or False, got 1"),
     ],
-    ids=lambda x: str(x),
+    ids=lambda x: str(x)[:60],
 )
 def test_a_wrong_option_on_one_rank_reaches_all(options: dict[str, object], what: str) -> None:
     told, own = pool(2).run(misspelt, options)

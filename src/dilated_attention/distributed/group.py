@@ -24,6 +24,9 @@ from torch.distributed import ProcessGroup
 from dilated_attention.distributed.transport import Pending, Stats
 
 BEFORE_CLOSING = 0.05  # seconds: more than short messages take; ranks in a ring may notice one after the other
+# Seconds, a year. torch adds a timeout to the time now in nanoseconds: one of some 230 years more than fits in 64 bits
+# ends the wait at once, and the group with it.
+LONGEST_TIMEOUT = 31_536_000
 _NEVER_SENT = 2**30  # a tag
 
 

@@ -5,6 +5,7 @@ Legend: a chunk is query (B, n, H, D), key and value (B, n, Hk, D); its output (
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -126,21 +127,31 @@ def _outputs(chunks: Iterator[Chunk], options: Options) -> Iterator[Tensor]:
         query, key, value = options.checked(index, chunk)
         kind, tokens = Kind.of(query, key), tokens + query.shape[1]
         if work is None:
-            work = options.begin(kind, outputs)
+            with _any_mode():
+                work = options.begin(kind, outputs)
         if kind != work.problem.kind:
             raise ValueError(f"chunk {index} has {kind}, and chunk 0 {work.problem.kind}: make all chunks alike")
         if options.num_tokens is not None and tokens > options.num_tokens:
             raise ValueError(f"chunk {index} makes it {tokens:,} tokens, and num_tokens is {options.num_tokens:,}")
-        outputs.expect(query)
-        work.take(query, key, value)
+        with _any_mode():
+            outputs.expect(query)
+            work.take(query, key, value)
         del chunk, query, key, value  # or two chunks would be there while the next one is made
         index += 1  # noqa: SIM113 - enumerate() would hold on to the chunk
         while outputs.finished:
             yield outputs.finished.popleft()
     if work is not None:
-        work.end()
+        with _any_mode():
+            work.end()
     while outputs.finished:
         yield outputs.finished.popleft()
+
+
+@contextlib.contextmanager
+def _any_mode() -> Iterator[None]:
+    """Whatever mode a chunk is taken in, nothing held is an inference tensor: the next may come in another mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Outputs:
