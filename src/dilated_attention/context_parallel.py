@@ -72,9 +72,8 @@ class ContextParallel:
             raise TypeError(f"debug must be True or False, got {self.debug!r}")
         number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
         if not number or not 0 < self.timeout <= LONGEST_TIMEOUT:
-            raise ValueError(
-                f"timeout must be a positive number of seconds, at most {LONGEST_TIMEOUT} (a year), got {self.timeout!r}"
-            )
+            allowed = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
+            raise ValueError(f"timeout must be {allowed}, got {self.timeout!r}")
         if self.total_length is not None:
             object.__setattr__(self, "total_length", whole_number("total_length", self.total_length))
 
