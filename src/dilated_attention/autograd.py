@@ -11,7 +11,8 @@ Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,15 @@ def is_plain(*tensors: Tensor) -> bool:
     return True
 
 
-class Direct(NamedTuple):
+def is_mapped(*gradients: Tensor | None) -> bool:
+    """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+
+
+@dataclass(slots=True)  # not a tuple, which torch.func would take apart
+class Direct:
     """The way to the kernels, for plain tensors."""
 
     call: Call
@@ -65,7 +74,8 @@ class Direct(NamedTuple):
         return self.call if samples == self.call.samples else self.call._replace(samples=samples)
 
 
-class Registered(NamedTuple):
+@dataclass(slots=True)
+class Registered:
     """The way to the registered ops, for tensors that something looks at."""
 
     keyset: Any
@@ -95,11 +105,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        if isinstance(ctx.way, Direct) and (torch.is_grad_enabled() or not _are_plain(dout, dlse)):
-            grads = Backward.apply(*saved, dout, dlse, ctx.way)  # type: ignore[no-untyped-call]
+        saved, way = ctx.saved_tensors, ctx.way
+        given = [x for x in (dout, dlse) if x is not None]
+        if is_mapped(*given) and not torch._C._are_functorch_transforms_active():
+            way = Registered(None, way.call.packed(way.call.start)) if isinstance(way, Direct) else way  # torch loops
+        if isinstance(way, Direct) and (torch.is_grad_enabled() or not is_plain(*given)):
+            grads = Backward.apply(*saved, dout, dlse, way)  # type: ignore[no-untyped-call]
         else:
-            grads = ctx.way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
+            grads = way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
         return (*grads, *(None,) * (INPUTS - 2))
 
     @staticmethod
@@ -108,18 +121,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        found = Attention.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
-
-
-def _are_plain(*grads: Tensor | None) -> bool:
-    """Whether nobody looks at these gradients; is_grads_batched=True has tensors without memory of their own."""
-    given = [x for x in grads if x is not None]
-    if is_plain(*given):
-        if not all(torch._C._has_storage(x) for x in given):
-            raise NotImplementedError(NOT_BATCHED)
-        return True
-    return False
+        return _mapped(Attention, info.batch_size, in_dims, given)
 
 
 class Backward(torch.autograd.Function):
@@ -141,8 +143,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        found = Backward.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
+        return _mapped(Backward, info.batch_size, in_dims, given)
 
 
 def refuse_second_derivative(grads: Sequence[Tensor], *others: Tensor | None) -> tuple[Tensor, ...]:
@@ -164,26 +165,33 @@ NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
     "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
 )
-NOT_BATCHED = (
-    "dilated_attention does not take is_grads_batched=True: use torch.func.vmap(torch.func.vjp(...)[1]), which it takes"
-)
 NO_FORWARD_MODE = (
     "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
     "dilated_attention.reference.attention()"
 )
 
 
-def _folded(count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> list[Any]:
-    """The arguments of a node with the dimension that vmap adds made part of the batch. A seed has no batch."""
-    found = []
-    for index, (x, dim) in enumerate(zip(given, in_dims, strict=True)):
-        if index == SEED and dim is not None:
-            raise NotImplementedError("dilated_attention draws one seed for all samples: use vmap(randomness='same')")
-        if isinstance(x, Tensor) and index != SEED:
-            x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
-            x = x.flatten(0, 1)
-        found.append(x)
-    return found
+def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+    """A node for each of ``count`` mapped values: with as many times the samples, or once for each.
+
+    Keys that are not mapped would be copied as often, and which pairs dropout drops depends on the number of a sample:
+    there the node is applied again and again.
+    """
+    given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
+    if in_dims[1] is None or given[SEED] is not None:
+        calls = [
+            node.apply(*(x if dim is None else x[i] for x, dim in zip(given, in_dims, strict=True)))
+            for i in range(count)
+        ]
+        found = tuple(torch.stack(some) for some in zip(*calls, strict=True))
+    else:
+        whole = [
+            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) else x
+            for x, dim in zip(given, in_dims, strict=True)
+        ]
+        results = node.apply(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in whole))
+        found = tuple(x.unflatten(0, (count, -1)) for x in results)
+    return found, (0,) * len(found)
 
 
 # --- the registered ops -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention.autograd import refuse_second_derivative
+from dilated_attention.autograd import is_mapped, refuse_second_derivative
 from dilated_attention.backends import blockwise
 from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
@@ -282,6 +282,14 @@ def _agree(
     return known, seed
 
 
+def check_transforms(*gradients: Tensor | None) -> None:
+    """Raise under torch.func, whose many calls ranks cannot make as one, forward or backward."""
+    if not torch.compiler.is_compiling() and is_mapped(*gradients):
+        raise NotImplementedError(
+            "torch.func and is_grads_batched do not go over a group of ranks: use backward(), once for each gradient"
+        )
+
+
 class _Parallel(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -314,6 +322,7 @@ class _Parallel(torch.autograd.Function):
         q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
         inputs = Inputs(q, k, v, padding, seed)
         grads: tuple[Tensor, ...]
+        check_transforms(dout, dlse)
         with torch.no_grad():
             dlse = ctx.agreed.agree_on_backward(dlse, lse)
             results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
