@@ -10,8 +10,8 @@ or in each sample at its own, ``firsts`` (B,).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ def attend(
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if not wants_gradients and _ops.is_plain(query, key, value):  # dispatching an op takes longer than a step's kernels
         return _forward(query, key, value, key_padding_mask, seed, firsts, first, settings)
+    if torch._C._are_functorch_transforms_active():
+        run = functools.partial(_run, first=first, settings=settings)
+        differentiate = functools.partial(_gradients, first=first, settings=settings)
+        given = (query, key, value, key_padding_mask, seed, firsts)
+        return _ops.transformed(run, differentiate, settings, *given)
     pattern = settings.pattern
     out, lse = decode(
         query,
@@ -63,6 +68,27 @@ def attend(
         settings.total_heads,
     )
     return out, lse
+
+
+def _run(*tensors: Any, first: int, settings: Settings) -> tuple[Tensor, Tensor]:
+    query, key, value, padding, seed, firsts = tensors
+    return attend(query, key, value, padding, seed, first if firsts is None else firsts, settings)
+
+
+def _gradients(*tensors: Any, first: int, settings: Settings) -> _ops.Results:
+    """dq, dk, dv from dout, dlse, query, key, value, padding, seed, firsts, out, lse, whoever looks on."""
+    dout, dlse, query, key, value, padding, seed, firsts, out, lse = tensors
+    if torch._C._are_functorch_transforms_active():
+        differentiate = functools.partial(_gradients, first=first, settings=settings)
+        return _ops.transformed_backward(differentiate, settings, *tensors)
+    if _ops.is_plain(query, key, value):
+        at = _positions(query, key, firsts, first)
+        return _decode.backward(dout, dlse, query, key, value, padding, seed, out, lse, at, settings)
+    pattern, op = settings.pattern, cast("Callable[..., _ops.Results]", decode_backward)
+    return op(
+        *tensors, first, pattern.rule, pattern.segment_lengths, pattern.dilation_rates, settings.is_causal,
+        settings.scale, settings.dropout_p, settings.backend, settings.first_head, settings.total_heads,
+    )  # fmt: skip
 
 
 def _forward(

@@ -9,8 +9,8 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,12 @@ from dilated_attention import _engine
 from dilated_attention._settings import Settings
 from dilated_attention.backends.problem import accumulate_dtype
 from dilated_attention.pattern import DilatedPattern
+
+Results = tuple[Tensor, ...]
+NO_FORWARD_MODE = (
+    "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
+    "dilated_attention.reference.attention()"
+)
 
 
 def attend(
@@ -31,6 +37,10 @@ def attend(
             out, lse = Attention.apply(query, key, value, padding, seed, settings)  # type: ignore[no-untyped-call]
             return out, lse
         return _engine.forward(query, key, value, padding, seed, settings)
+    if torch._C._are_functorch_transforms_active():
+        run = functools.partial(_attend, settings=settings)
+        differentiate = functools.partial(_gradients, settings=settings)
+        return transformed(run, differentiate, settings, query, key, value, padding, seed)
     pattern = settings.pattern
     out, lse = forward(
         query,
@@ -84,6 +94,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, padding, seed, out, lse = ctx.saved_tensors
         given = (dout, dlse, query, key, value, padding, seed, out, lse, ctx.settings)
+        if is_mapped(dout, dlse):
+            return (*_gradients(*given[:-1], settings=ctx.settings), None, None, None)
         if not torch.is_grad_enabled():
             return (*_engine.backward(*given), None, None, None)
         with torch.no_grad():
@@ -106,6 +118,130 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         _no_double_backward(ctx, *grads)
+
+
+# --- under torch.func -------------------------------------------------------------------------------------------
+
+
+def is_mapped(*gradients: Tensor | None) -> bool:
+    """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+
+
+def transformed(
+    run: Callable[..., Results], differentiate: Callable[..., Results], settings: Settings, *tensors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) = run(*tensors) where torch.func looks on; differentiate(dout, dlse, *tensors, out, lse)."""
+    # which pairs are dropped depends on the number of the sample, which folding would change
+    out, lse = Transformed.apply(run, differentiate, settings.dropout_p == 0, *tensors)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def transformed_backward(differentiate: Callable[..., Results], settings: Settings, *tensors: Tensor | None) -> Results:
+    folds = settings.dropout_p == 0
+    return cast("Results", TransformedBackward.apply(differentiate, folds, *tensors))  # type: ignore[no-untyped-call]
+
+
+class Transformed(torch.autograd.Function):
+    """The node that torch.func can nest (grad, vjp, jacrev, vmap); to apply it takes longer than to apply `Attention`.
+
+    The tensors: query, key, value, padding, seed and what else `run` takes.
+    """
+
+    @staticmethod
+    def forward(run: Callable[..., Results], differentiate: Any, folds: bool, *tensors: Tensor | None) -> Results:
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+        _, ctx.differentiate, ctx.folds, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grads = TransformedBackward.apply(ctx.differentiate, ctx.folds, dout, dlse, *saved)  # type: ignore[no-untyped-call]
+        return (None, None, None, *grads, *(None,) * (len(saved) - 5))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], run: Any, differentiate: Any, folds: bool, *tensors: Any) -> Any:
+        return _mapped(run, folds and in_dims[4] is not None, info.batch_size, in_dims[3:], tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        _no_forward_mode()
+
+
+class TransformedBackward(torch.autograd.Function):
+    """Its backward pass."""
+
+    @staticmethod
+    def forward(differentiate: Callable[..., Results], folds: bool, *tensors: Tensor | None) -> Results:
+        return differentiate(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+        """Nothing is kept: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        _no_double_backward(ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], differentiate: Any, folds: bool, *tensors: Any) -> Any:
+        return _mapped(differentiate, folds and in_dims[5] is not None, info.batch_size, in_dims[2:], tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        _no_forward_mode()
+
+
+def _mapped(
+    function: Callable[..., Results], folds: bool, size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]
+) -> tuple[Results, tuple[int, ...]]:
+    """The function for each of ``size`` mapped values: one call with as many times the samples, or a call for each.
+
+    Keys that are not mapped are not folded: they would be copied as often.
+    """
+    given = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, in_dims, strict=True)]
+    if folds:
+        whole = [
+            x if dim is not None or x is None else x.expand(size, *x.shape)
+            for x, dim in zip(given, in_dims, strict=True)
+        ]
+        found = function(*(None if x is None else x.flatten(0, 1) for x in whole))
+        results = tuple(x.view(size, x.shape[0] // size, *x.shape[1:]) for x in found)
+    else:
+        calls = [
+            function(*(x if dim is None else x[i] for x, dim in zip(given, in_dims, strict=True))) for i in range(size)
+        ]
+        results = tuple(torch.stack(some) for some in zip(*calls, strict=True))
+    return results, (0,) * len(results)
+
+
+def _attend(*tensors: Any, settings: Settings) -> Results:
+    query, key, value, padding, seed = tensors
+    return attend(query, key, value, padding, seed, settings)
+
+
+def _gradients(*tensors: Any, settings: Settings) -> Results:
+    """dq, dk, dv from dout, dlse, query, key, value, padding, seed, out, lse, whoever looks on."""
+    if torch._C._are_functorch_transforms_active():
+        return transformed_backward(functools.partial(_gradients, settings=settings), settings, *tensors)
+    dout, dlse, query, key, value, padding, seed, out, lse = tensors
+    if is_plain(query, key, value) and not is_mapped(dout, dlse):
+        return _engine.backward(dout, dlse, query, key, value, padding, seed, out, lse, settings)
+    pattern, op = settings.pattern, cast("Callable[..., Results]", backward)
+    return op(
+        *tensors, pattern.rule, pattern.segment_lengths, pattern.dilation_rates, settings.is_causal, settings.scale,
+        settings.dropout_p, settings.backend, settings.first_head, settings.total_heads,
+    )  # fmt: skip
+
+
+# --- registered ops ---------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("dilated_attention::forward", mutates_args=())
@@ -188,6 +324,10 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
         "dilated_attention cannot be differentiated twice: its backward has no derivative. "
         "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
     )
+
+
+def _no_forward_mode() -> None:
+    raise NotImplementedError(NO_FORWARD_MODE)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

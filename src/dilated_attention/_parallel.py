@@ -141,6 +141,14 @@ class Call:
         return Exchange(work, self.transport, mine, self.exchange)
 
 
+def check_transforms(*gradients: Tensor | None) -> None:
+    """Raise under torch.func, whose many calls ranks cannot make as one, forward or backward."""
+    if not torch.compiler.is_compiling() and _ops.is_mapped(*gradients):
+        raise NotImplementedError(
+            "torch.func and is_grads_batched do not go over a group of ranks: use backward(), once for each gradient"
+        )
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, settings: Settings, link: Link
 ) -> tuple[Tensor, Tensor]:
@@ -317,6 +325,7 @@ class _Parallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_transforms(dout, dlse)
         saved = ctx.saved_tensors
         with torch.no_grad():
             found = _backward(ctx.call, dout, dlse, *saved)

@@ -175,6 +175,7 @@ def attend(
         if link is not None:
             check_link(*link.options)
             _decode_ops.check_alone(query_offset)
+            _parallel.check_transforms()
         settings = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
             decodes=link is None,
@@ -283,10 +284,7 @@ def check_tensors(
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
         if duals and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-            raise NotImplementedError(
-                "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
-                "dilated_attention.reference.attention()"
-            )
+            raise NotImplementedError(_ops.NO_FORWARD_MODE)
         alike = x.dtype is query.dtype or computed_dtype(x) == computed_dtype(query)
         if not alike or x.device != query.device:
             raise ValueError(
