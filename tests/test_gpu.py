@@ -1,4 +1,4 @@
-"""The library's kernels on a CUDA device against the float64 oracle, by the rule of `dilated_attention.testing`.
+"""PyTorch's kernels on a CUDA device against the float64 oracle, by the rule of `dilated_attention.testing`.
 
 A kernel is forced by switching the others off, as users do. The oracle, and plain PyTorch in the same dtype, run on
 the device too, so lengths stay small except where size itself is the point. Our own kernels, tested in
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import aten, eager, sdpa
 from dilated_attention.backends.problem import Masking
+from dilated_attention.call import Call
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.pattern import RULES
 
@@ -678,6 +679,8 @@ def test_opcheck(name: str, backend: str) -> None:
     options = dict(OPTIONS[name])
     mask = make_mask("random", 2, 40) if options.get("masked") else None
     seed = torch.tensor(77, device=DEVICE) if "dropout_p" in options else None
-    rest = ("torchscale", [16, 32], [1, 3], options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0))
+    pattern = DilatedPattern.torchscale([16, 32], [1, 3])
+    chosen = (options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0), named(backend, name))
     qkv = [x.requires_grad_() for x in make_qkv(2, 40, 4, 16)]
-    torch.library.opcheck(torch.ops.dilated_attention.forward.default, (*qkv, mask, seed, *rest, named(backend, name)))
+    given = (*qkv, mask, seed, None, 0, Call(pattern, *chosen).text())  # no positions; the first query is at 0
+    torch.library.opcheck(torch.ops.dilated_attention.forward.default, given)

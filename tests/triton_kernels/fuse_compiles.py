@@ -1,4 +1,4 @@
-"""The kernels of `fuse` through Triton's compiler, for GPUs that need not be there. Run by test_triton_kernels."""
+"""The kernels of `fuse` through Triton's compiler, for GPUs that need not be there. Run by test_triton."""
 
 from __future__ import annotations
 

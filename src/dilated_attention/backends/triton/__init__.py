@@ -35,6 +35,8 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         reasons.append("triton is not installed: it comes with torch's CUDA builds")
     if call.in_parts:
         reasons.append("it takes whole calls on one device, not the blocks that ranks exchange")
+    if call.limit:
+        reasons.append("it takes calls whole, and a cap on memory asks for parts")
     if call.dtype is torch.float64:
         reasons.append("it does not compute in float64")
     if call.head_dim > LARGEST_HEAD_DIM:
