@@ -257,7 +257,7 @@ def exchanges(problem: Problem) -> tuple[list[Exchange], Office]:
             problem.channels(rank),
             problem.exchange,
         )
-        for rank in problem.ranks  # fmt: skip
+        for rank in problem.ranks
     ], office
 
 
