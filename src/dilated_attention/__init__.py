@@ -18,7 +18,7 @@ from dilated_attention.nn import (
     RingDilatedAttentionV2Collective,
     RingMultiheadDilatedAttention,
 )
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedAttentionWarning, DilatedPattern
 from dilated_attention.streaming import stream
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "CommunicationError",
     "ContextParallel",
     "DilatedAttention",
+    "DilatedAttentionWarning",
     "DilatedPattern",
     "Explanation",
     "ImprovedDilatedAttention",
@@ -46,3 +47,7 @@ __all__ = [
     "shard_sequence",
     "stream",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

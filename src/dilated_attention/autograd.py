@@ -2,8 +2,8 @@
 
 Plain tensors go straight to the kernels: dispatching an op costs more than a short call's kernels. Compilers, fake
 tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which take what the caller chose as
-one string. The ops are registered at torch's lowest level: the wrappers of `torch.library.custom_op` cost a compiled
-step of 8,192 tokens 0.4 ms on an H200, more than its kernels take.
+numbers and one string. The ops are registered at torch's lowest level: through `torch.library.custom_op` a compiled
+step of 8,192 tokens took 0.4 ms longer on an H200, nearly as long as its kernels.
 
 Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 """
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
-from dilated_attention.call import Call, accumulate_dtype, read
+from dilated_attention.call import Call, accumulate_dtype, unpacked
 
 INPUTS, SEED = len(Inputs._fields), Inputs._fields.index("seed")
 
@@ -29,7 +29,7 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
     q, k, v, padding, _, _ = inputs
     if not is_plain(q, k, v):
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-            out, lse = torch.ops.dilated_attention.forward(*inputs, start, call.text())
+            out, lse = torch.ops.dilated_attention.forward(*inputs[:3], list(inputs[3:]), *call.packed(start))
             return out, lse
         return Attention.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
     whole = call.of(q, k, padding, start)
@@ -69,15 +69,14 @@ class Registered(NamedTuple):
     """The way to the registered ops, for tensors that something looks at."""
 
     keyset: Any
-    start: int
-    text: str
+    packed: tuple[Any, ...]  # as of `Call.packed`
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return _below_autograd(self.keyset, *inputs, self.start, self.text)
+        return _below_autograd(self.keyset, *inputs[:3], list(inputs[3:]), *self.packed)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         saved = [*inputs, out, lse]
-        return torch.ops.dilated_attention.backward(dout, dlse, saved, self.start, self.text)  # type: ignore[no-any-return]
+        return torch.ops.dilated_attention.backward(dout, dlse, saved, *self.packed)  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):
@@ -97,8 +96,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        direct = isinstance(ctx.way, Direct)
-        if direct and (torch.is_grad_enabled() or not is_plain(*(x for x in (dout, dlse) if x is not None))):
+        if isinstance(ctx.way, Direct) and (torch.is_grad_enabled() or not _are_plain(dout, dlse)):
             grads = Backward.apply(*saved, dout, dlse, ctx.way)  # type: ignore[no-untyped-call]
         else:
             grads = ctx.way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
@@ -112,6 +110,16 @@ class Attention(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
         found = Attention.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
+
+
+def _are_plain(*grads: Tensor | None) -> bool:
+    """Whether nobody looks at these gradients; is_grads_batched=True has tensors without memory of their own."""
+    given = [x for x in grads if x is not None]
+    if is_plain(*given):
+        if not all(torch._C._has_storage(x) for x in given):
+            raise NotImplementedError(NOT_BATCHED)
+        return True
+    return False
 
 
 class Backward(torch.autograd.Function):
@@ -156,6 +164,9 @@ NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
     "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
 )
+NOT_BATCHED = (
+    "dilated_attention does not take is_grads_batched=True: use torch.func.vmap(torch.func.vjp(...)[1]), which it takes"
+)
 NO_FORWARD_MODE = (
     "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
     "dilated_attention.reference.attention()"
@@ -179,27 +190,27 @@ def _folded(count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> lis
 
 _library: Any = torch.library.Library("dilated_attention", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "forward(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? seed, Tensor? positions, "
-    "SymInt start, str call) -> (Tensor, Tensor)",
+    "forward(Tensor query, Tensor key, Tensor value, Tensor?[] others, SymInt[] numbers, float scale, float dropout_p, "
+    "str call) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "backward(Tensor? dout, Tensor? dlse, Tensor?[] saved, SymInt start, str call) -> (Tensor, Tensor, Tensor)",
+    "backward(Tensor? dout, Tensor? dlse, Tensor?[] saved, SymInt[] numbers, float scale, float dropout_p, str call) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    inputs, start, text = Inputs(*given[:INPUTS]), *given[INPUTS:]
-    return run.forward(read(text).of(inputs.q, inputs.k, inputs.padding, start), inputs)
+def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any) -> tuple[Tensor, Tensor]:
+    """``others``: padding, seed and positions."""
+    inputs, (call, start) = Inputs(query, key, value, *others), unpacked(*packed)
+    return run.forward(call.of(query, key, inputs.padding, start), inputs)
 
 
-def _backward(
-    dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], start: int, text: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, (out, lse) = Inputs(*saved[:INPUTS]), saved[INPUTS:]
-    call = read(text).of(inputs.q, inputs.k, inputs.padding, start)
-    return run.backward(call, inputs, out, lse, dout, dlse)
+def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any) -> Gradients:
+    """``saved``: all inputs, out and lse."""
+    inputs, (out, lse), (call, start) = Inputs(*saved[:INPUTS]), saved[INPUTS:], unpacked(*packed)
+    return run.backward(call.of(inputs.q, inputs.k, inputs.padding, start), inputs, out, lse, dout, dlse)
 
 
 def _below_autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
@@ -208,13 +219,16 @@ def _below_autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)  # type: ignore[no-any-return]
 
 
-def _autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
+def _autograd(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any
+) -> tuple[Tensor, Tensor]:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
-    q, k, v = given[:3]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        start, text = given[INPUTS:]
-        return Attention.apply(*given[:INPUTS], Registered(keyset, start, text))  # type: ignore[no-untyped-call, no-any-return]
-    return _forward(*given) if is_plain(q, k, v) else _below_autograd(keyset, *given)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        way = Registered(keyset, packed)
+        return Attention.apply(query, key, value, *others, way)  # type: ignore[no-untyped-call, no-any-return]
+    if is_plain(query, key, value):
+        return _forward(query, key, value, others, *packed)
+    return _below_autograd(keyset, query, key, value, others, *packed)
 
 
 _library.impl("forward", _autograd, "Autograd", with_keyset=True)

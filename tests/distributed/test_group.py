@@ -1,17 +1,20 @@
-"""What goes over a group, in small: buffers used again, and rows that are kept."""
+"""What goes over a group, in small: buffers used again, rows that are kept, the longest timeout."""
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.distributed.fake import FakeTransport, run_threads
-from dilated_attention.distributed.group import Buffers
+from dilated_attention.distributed.group import LONGEST_TIMEOUT, Buffers
+from dilated_attention.ranks import pool
 from dilated_attention.ring.circulate import Exchange
 from dilated_attention.ring.run import attend
 
@@ -54,3 +57,17 @@ def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
     with mock.patch.object(Exchange, "forward", noted):
         run_threads(2, rank)
     assert keeps == [grad] * 2
+
+
+def with_timeout(timeout: float) -> float:
+    """One rank comes late, and the other waits for it."""
+    q = testing.make_qkv(1, 8, 2, 4)[0]
+    if dist.get_rank():
+        time.sleep(0.2)
+    over = ContextParallel(timeout=timeout)
+    return dilated_attention(q, q, q, DilatedPattern.longnet([16], [1]), group=over).sum().item()
+
+
+def test_the_longest_timeout_works() -> None:
+    first, second = pool(2).run(with_timeout, LONGEST_TIMEOUT)
+    assert first == second

@@ -24,11 +24,24 @@ from torch.distributed import ProcessGroup
 from dilated_attention.distributed.transport import Pending, Stats
 
 BEFORE_CLOSING = 0.05  # seconds: more than short messages take; ranks in a ring may notice one after the other
+# Seconds, a year. torch adds a timeout to the time now in nanoseconds: one of some 230 years more than fits in 64 bits
+# ends the wait at once, and the group with it.
+LONGEST_TIMEOUT = 31_536_000
 _NEVER_SENT = 2**30  # a tag
 
 
 class CommunicationError(RuntimeError):
-    """A rank did not get what another one should have sent. The group cannot be used again."""
+    """A rank did not get what another one should have sent.
+
+    The text names who waited for whom, where and why. The group cannot be used again: make a new one, or restart.
+
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> try:
+        ...     out = da.dilated_attention(x, x, x, da.DilatedPattern.longnet([64], [1]), group=group)
+        ... except da.CommunicationError as error:
+        ...     print("lost a rank:", error)
+    """
 
 
 @dataclass

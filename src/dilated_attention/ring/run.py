@@ -24,7 +24,13 @@ from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_total_length
 from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import REFUSED, Asked, ask
-from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, carries, check_usable
+from dilated_attention.distributed.group import (
+    Buffers,
+    CommunicationError,
+    GroupTransport,
+    carries,
+    check_usable,
+)
 from dilated_attention.distributed.transport import Alone, Stats, Transport
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
