@@ -4,7 +4,7 @@ First the engine itself on drawn problems against the oracle. Then the plan with
 the ids of rows travel instead of keys, and each query must end up beside exactly the keys of the pattern. Last what is
 sent, received and held.
 
-Legend as in `_exchange` and `_alltoall`; P ranks, N tokens.
+Legend as in `circulate` and `alltoall`; P ranks, N tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _packing, _parallel, _settings, reference, testing
+from dilated_attention import DilatedPattern, reference, testing
+from dilated_attention import call as calls
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.blocks import Block, plan
+from dilated_attention.call import Call
+from dilated_attention.distributed.fake import FakeTransport, Office, run_threads
+from dilated_attention.pattern import RULES, Heads
+from dilated_attention.ring import packing
+from dilated_attention.ring import run as ring
 from dilated_attention.ring.alltoall import AllToAll, bundles
 from dilated_attention.ring.circulate import Exchange, Messages, Part, traffic
 from dilated_attention.ring.packing import Field
-from dilated_attention._plan import plan
-from dilated_attention.call import Call
-from dilated_attention.pattern import Heads
 from dilated_attention.ring.shards import Channel, Shards, channels
-from dilated_attention.distributed.fake import FakeTransport, Office, run_threads
-from dilated_attention.pattern import RULES
 
 EXCHANGES = ("ring", "allgather", "alltoall")
 
@@ -69,6 +72,15 @@ class Problem:
     @property
     def heads(self) -> Heads:
         return Heads(0, self.kv_heads, self.kv_heads)
+
+    def call(self, rank: int) -> Call:
+        """The call of one rank, on one sample and a head dim of 1."""
+        first, last = self.shards.starts[rank : rank + 2]
+        return Call(
+            self.pattern, self.is_causal, samples=1, queries=last - first, keys=last - first,
+            heads=self.kv_heads * self.group, kv_heads=self.kv_heads, head_dim=1, dtype=torch.float64,
+            start=first, key_start=first, total=self.shards.tokens, in_parts=True,
+        )  # fmt: skip
 
     def channels(self, rank: int) -> tuple[Channel, ...]:
         return channels(self.pattern, self.shards, self.heads, rank)
@@ -182,11 +194,8 @@ def ids(problem: Problem, rank: int, group: int) -> Tensor:
 
 def work_on_ids(problem: Problem, rank: int) -> SimpleNamespace:
     """What an exchange reads of a `Work`."""
-    q, k = ids(problem, rank, problem.group), ids(problem, rank, 1)
-    return SimpleNamespace(
-        q=q, k=k, v=-k, padding=None, seed=None, shards=problem.shards, rank=rank, group=problem.group,
-        settings=SimpleNamespace(is_causal=problem.is_causal, pattern=problem.pattern, scale=1.0),
-    )  # fmt: skip
+    k = ids(problem, rank, 1)
+    return SimpleNamespace(call=problem.call(rank), q=ids(problem, rank, problem.group), k=k, v=-k, padding=None)
 
 
 class Seen:
@@ -212,10 +221,12 @@ class Seen:
 
     def add_own_blocks(self, rank: int, elsewhere: tuple[Channel, ...]) -> None:
         problem = self.problem
-        mine = plan(problem.pattern, 1, problem.shards, rank, problem.heads, problem.group, True, True, elsewhere)
+        own = frozenset((one.branch, one.start, head) for one in elsewhere for head, _ in one.heads)
+        mine = plan(problem.call(rank), True, 0, bool(problem.channels(rank)), own or None)
         q, k = ids(problem, rank, problem.group), ids(problem, rank, 1)
         for block in mine.blocks:
-            self.add(block.view(q, problem.group), block.view(k), problem.is_causal)
+            assert block.is_causal == problem.is_causal
+            self.add(block.queries.of(q, problem.group), block.keys.of(k), block.is_causal)
 
     def check(self) -> None:
         """All counts are those of the oracle, and of some rows those that the pattern tells."""
@@ -239,7 +250,13 @@ class Seen:
 def exchanges(problem: Problem) -> tuple[list[Exchange], Office]:
     office = Office(len(problem.lengths), patience=0.0)  # all posts of a step come before the first wait
     return [
-        Exchange(work_on_ids(problem, rank), FakeTransport(office, rank), problem.channels(rank), problem.exchange)
+        Exchange(
+            work_on_ids(problem, rank),
+            FakeTransport(office, rank),
+            problem.shards,
+            problem.channels(rank),
+            problem.exchange,
+        )
         for rank in problem.ranks
     ], office
 
@@ -257,9 +274,9 @@ def circulate_ids(problem: Problem) -> None:
     own_sums: list[dict[int, list[Tensor]]] = [{} for _ in ranks]
     summing: dict[int, Any] = {}
     for one in ranks:
-        seen.add_own_blocks(one.work.rank, ())
+        seen.add_own_blocks(one.rank, ())
     for step in range(1, steps + 1):
-        taking_part = [(one.work.rank, one) for one in ranks if step <= one.traffic.steps]
+        taking_part = [(one.rank, one) for one in ranks if step <= one.traffic.steps]
         waiting = {rank: one.post("forward", step, parts[rank]) for rank, one in taking_part}
         for rank, one in taking_part:
             messages = waiting[rank].wait()
@@ -267,16 +284,18 @@ def circulate_ids(problem: Problem) -> None:
             parts[rank] = dict(one.parts(messages, one.traffic.receives[step - 1], one.fields))
             for part, packed in parts[rank].items():
                 dq = own_sums[rank].setdefault(part.channel, [one.zeros(part.channel, problem.group)])[0]
-                for lane, q, k, v, masking in one.problems(part, packed):
-                    assert torch.equal(k, -v)
-                    assert not masking.is_causal
-                    positions = one.positions(part, lane).unsqueeze(-1)
-                    assert torch.equal(positions, k.long() // problem.kv_heads)
+                sources = one.sources(part, packed)
+                for block in one.blocks(part, problem.group):
+                    q, k = block.queries.of(sources.q, problem.group), block.keys.of(sources.k)
+                    assert torch.equal(k, -block.keys.of(sources.v))
+                    assert not block.is_causal
+                    check_positions(problem, block, q, k)
                     seen.add(q, k, is_causal=False)
-                    lane.packed_here(dq, 1, problem.group).add_(1.0)
+                    assert block.home is not None
+                    block.home.of(dq).add_(1.0)
                 size = one.size(part, one.sum_fields)
                 sums[rank][part] = torch.empty(size, dtype=torch.uint8)
-                shares = _packing.unpack(sums[rank][part], one.sum_fields, one.rows(part))
+                shares = packing.unpack(sums[rank][part], one.sum_fields, one.rows(part))
                 for x, value in zip(shares, (1.0, rank), strict=True):
                     x.fill_(value)
         if step > 1:  # sums of the step before come after this step's blocks were used
@@ -295,6 +314,14 @@ def circulate_ids(problem: Problem) -> None:
         one.add_home(grads[-1], own_sums[rank])
     check_sums(problem, grads)
     check_counts(problem, [one.transport for one in ranks], office)
+
+
+def check_positions(problem: Problem, block: Block, q: Tensor, k: Tensor) -> None:
+    """A block says which heads it has and where in the sequence their rows are: dropout follows that."""
+    for x, at, group in ((q, block.query_at, problem.group), (k, block.key_at, 1)):
+        head = torch.tensor(block.head_numbers) * group
+        token = torch.tensor(at) + block.rate * torch.arange(x.shape[1])[:, None]
+        assert torch.equal(x[0, :, ::group, 0].long(), token * problem.kv_heads * group + head)
 
 
 def check_sums(problem: Problem, grads: Sequence[Sequence[Tensor]]) -> None:
@@ -332,20 +359,20 @@ def deal_ids(problem: Problem) -> None:
 
     def rank(transport: FakeTransport) -> list[list[Tensor]]:
         work = work_on_ids(problem, transport.rank)
-        one = AllToAll(work, transport, problem.channels(work.rank))
+        one = AllToAll(work, transport, problem.shards, problem.channels(transport.rank))
         segments = one.segments(one.post("there", one.fields.inputs, one.input_tensors), one.fields.inputs)
         results = {bundle: [q[..., 0], q] for bundle, (q, _, _) in segments.items()}
         out, lse, rows = torch.full_like(work.q, -1.0), torch.full_like(work.q[..., 0], -1.0), 0
         for bundle, (part_lse, part) in one.send_back("back", one.fields.results, results).items():
-            for lane in one.lanes(bundle, work.group):
+            for block in one.blocks(bundle, problem.group):
+                assert block.home is not None
                 for whole, packed in ((out, part), (lse, part_lse)):
-                    view = lane.block.view(whole, work.group)
-                    view.copy_(lane.packed(packed, 1, work.group))
-                rows += lane.block.rows * lane.block.heads
+                    block.queries.of(whole, problem.group).copy_(block.home.of(packed))
+                rows += block.queries.rows * block.heads
         came_home = out >= 0
         assert torch.equal(out[came_home], work.q[came_home])
         assert torch.equal(lse.unsqueeze(-1), out)
-        assert rows == sum(channel.packed_rows(problem.shards, work.rank) for channel in one.channels)
+        assert rows == sum(channel.packed_rows(problem.shards, one.rank) for channel in one.channels)
         return list(segments.values())
 
     found, transports = run_threads(len(problem.lengths), rank)
@@ -474,9 +501,9 @@ def forward_only(problem: Problem) -> list[FakeTransport]:
 
     def rank(transport: FakeTransport) -> None:
         first, last = problem.shards.starts[transport.rank : transport.rank + 2]
-        call = Settings(problem.pattern, problem.is_causal, 1.0, 0.0, problem.backend)
-        link = testing._FakeLink(transport, exchange=problem.exchange)
-        _parallel.attend(*(x[:, first:last] for x in qkv), None, None, call, link)
+        q, k, v = (x[:, first:last] for x in qkv)
+        call = Call(problem.pattern, problem.is_causal, backend=problem.backend, in_parts=True).of(q, k, None, 0)
+        ring.attend(Inputs(q, k, v), call, testing._FakeLink(transport, exchange=problem.exchange))
 
     return run_threads(len(problem.lengths), rank)[1]
 
@@ -484,7 +511,7 @@ def forward_only(problem: Problem) -> list[FakeTransport]:
 def block_bytes(problem: Problem, rank: int) -> int:
     """Keys and values of one rank's rows; the sums of their gradients are as large."""
     rows = sum(channel.packed_rows(problem.shards, rank) for channel in problem.channels(rank))
-    return _packing.part_bytes((Field(torch.float64, 1, (3,)),) * 2, rows)
+    return packing.part_bytes((Field(torch.float64, 1, (3,)),) * 2, rows)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -581,7 +608,7 @@ def test_nan_in_what_is_allocated_never_comes_out(exchange: str, rule: str, monk
 def test_blocks_travel_in_the_dtype_computed_in_and_sums_in_float32(
     exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_settings, "_has_amx", lambda: True)  # else a CPU computes bfloat16 in float32
+    monkeypatch.setattr(calls, "_has_amx", lambda: True)  # else a CPU computes bfloat16 in float32
     problem = spanning(exchange=exchange, lengths=(8,) * 8, pattern=DilatedPattern.longnet([64], [1]), group=1)
     qkv, dout, _ = problem.inputs()
     qkv, dout = tuple(x.bfloat16() for x in qkv), dout.bfloat16()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.ranks import pool
 from dilated_attention.testing import Results
 
@@ -48,8 +48,9 @@ def shard(x: Tensor) -> Tensor:
 
 
 def attend(exchange: str, *qkv: Tensor, **options: Any) -> Tensor:
-    given = {"timeout": LONG, **options}
-    out = dilated_attention(*qkv, PATTERN, group=dist.group.WORLD, exchange=exchange, **given)
+    of_group = {name: options.pop(name) for name in ("timeout", "verify") if name in options}
+    group = ContextParallel(exchange=exchange, **{"timeout": LONG, **of_group})
+    out = dilated_attention(*qkv, PATTERN, group=group, **options)
     assert isinstance(out, Tensor)
     return out
 

@@ -26,12 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dilated_attention
-from dilated_attention import ContextParallel, DilatedPattern, _parallel, testing
-from dilated_attention.pattern import Heads
+from dilated_attention import ContextParallel, DilatedPattern, testing
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.group import BEFORE_CLOSING, CommunicationError, GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence
+from dilated_attention.pattern import Heads
 from dilated_attention.ranks import Outcome, pool
+from dilated_attention.ring import run
 from dilated_attention.testing import Results
 
 EXCHANGES = ("ring", "allgather", "alltoall")
@@ -588,7 +589,7 @@ def change_length(exchange: str, timeout: float, changes: tuple[int, ...]) -> No
     """One rank's shard becomes longer in some calls, which the others do not know where calls are not checked."""
     query = testing.make_qkv(2, TOKENS + 4, 4, 8, dtype=torch.float64)[0]
     group = ContextParallel(world(), exchange=exchange, timeout=timeout, verify="first")
-    with mock.patch.object(_parallel, "FIRST_CALLS", 8):
+    with mock.patch.object(run, "FIRST_CALLS", 8):
         for count in range(12):
             longer = dist.get_rank() == VICTIM and count in changes
             shard = query[:, : TOKENS + 4 if longer else TOKENS]

@@ -29,16 +29,16 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention import (
     ContextParallel,
     DilatedPattern,
-    _parallel,
     dilated_attention,
     explain,
     functional,
     testing,
 )
-from dilated_attention.ring.shards import Shards
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool
+from dilated_attention.ring import run
+from dilated_attention.ring.shards import Shards
 from dilated_attention.testing import Results
 
 EXCHANGES = ("ring", "allgather", "alltoall", "auto")
@@ -705,7 +705,7 @@ def test_a_ring_is_point_to_point_between_neighbours(exchange: str, use_checkpoi
 
 def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
     """Hops, bytes received, bytes sent and bytes still held, after the forward and after the backward pass."""
-    link = _parallel.Link(dist.group.WORLD, case.exchange, case.use_checkpointing)
+    link = run.Link(dist.group.WORLD, case.exchange, case.use_checkpointing)
     qkv, dout, _, padding = case.inputs()
     shard = case.shard(dist.get_rank())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
@@ -791,7 +791,7 @@ def unverified_here(case: Case, calls: int) -> tuple[list[list[str]], list[Resul
         return post_all(self, name, message)
 
     words, results = [], []
-    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(_parallel, "FIRST_CALLS", 8):
+    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(run, "FIRST_CALLS", 8):
         for _ in range(calls):
             results.append(case.on_this_rank(group, verify="first"))
             words.append(said.copy())
