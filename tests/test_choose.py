@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, _fused, dilated_attention, explain, testing
-from dilated_attention.call import Call
 from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.problem import Request, Whole
 from dilated_attention.backends.triton import configs

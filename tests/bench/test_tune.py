@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.backends.triton.nesting import form_of, launches
-from dilated_attention.pattern import Heads
 from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton.nesting import form_of, launches
+from dilated_attention.pattern import Heads
 from tests.triton_kernels.runner import run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
