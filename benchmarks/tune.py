@@ -30,9 +30,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention._fused import Kind
-from dilated_attention.call import Call
+
+from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, Config
 from dilated_attention.bench import machine, run
@@ -113,7 +113,7 @@ class Setting(NamedTuple):
 
     size: int  # head dim
     causal: bool
-    form: str  # as of `_courses.form_of`
+    form: str  # as of `nesting.form_of`
     short: bool = False
 
     def key(self, kernel: str) -> str:

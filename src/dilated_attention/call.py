@@ -138,8 +138,9 @@ class Call(NamedTuple):
 
         Numbers stay numbers: a compiler may hold symbols in their place.
         """
-        lengths = ",".join([str(length) for length in self.pattern.segment_lengths])
-        rates = ",".join([str(rate) for rate in self.pattern.dilation_rates])
+        # a compiler may hold symbols for these as well, which have no text: a range needs their values
+        lengths = ",".join([str(range(length).stop) for length in self.pattern.segment_lengths])
+        rates = ",".join([str(range(rate).stop) for rate in self.pattern.dilation_rates])
         text = f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {self.backend}"
         return [start, self.first_head, self.total_heads, self.limit], self.scale, self.dropout_p, text
 

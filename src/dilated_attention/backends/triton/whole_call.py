@@ -15,7 +15,6 @@ from torch import Tensor
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
-from dilated_attention.backends.triton.configs import Config, config
 from dilated_attention.backends.triton.launch import Launch, Layout
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call, sample_ends
@@ -81,7 +80,9 @@ def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
     dtype = torch.float32 if len(steps) > 1 else q.dtype
     out, lse = Layout.contiguous(q.shape, dtype), Layout.contiguous(q.shape[:3], torch.float32)
     made = [
-        launch.forward(q, k, v, out, lse, nests, call, _config("forward", call, nests), index > 0, _fills(nests, index))
+        launch.forward(
+            q, k, v, out, lse, nests, call, nesting.config("forward", call, nests), index > 0, _fills(nests, index)
+        )
         for index, nests in enumerate(steps)
     ]
     return Prepared(tuple(made), dtype, _must_be_blank(steps))
@@ -97,9 +98,9 @@ def _prepare_backward(
     steps, made = _steps(call), []
     for index, nests in enumerate(steps):
         how = (index > 0, _fills(nests, index))
-        tile = _config("dq", call, nests)
+        tile = nesting.config("dq", call, nests)
         made.append(launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, nests, call, tile, *how))
-        tile = _config("dkdv", call, nests)
+        tile = nesting.config("dkdv", call, nests)
         made.append(launch.backward_dkdv(q, k, v, dout, stats, dk, dv, nests, call, tile, *how))
     return Prepared(tuple(made), q.dtype, _must_be_blank(steps))
 
@@ -119,11 +120,6 @@ def _fills(nests: Nests, index: int) -> bool:
 
 def _must_be_blank(steps: tuple[Nests, ...]) -> bool:
     return _has_gaps(steps[0]) and not _fills(steps[0], 0)
-
-
-def _config(kernel: str, call: Call, nests: Nests) -> Config:
-    form = "nested" if len(nests[0].widths) > 1 else nesting.form_of(call.pattern, call.is_causal, alone=True)
-    return config(kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, nesting.is_short(call))
 
 
 def _stats_shape(call: Call) -> tuple[int, ...]:
