@@ -682,5 +682,5 @@ def test_opcheck(name: str, backend: str) -> None:
     pattern = DilatedPattern.torchscale([16, 32], [1, 3])
     chosen = (options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0), named(backend, name))
     qkv = [x.requires_grad_() for x in make_qkv(2, 40, 4, 16)]
-    given = (*qkv, mask, seed, None, 0, Call(pattern, *chosen).text())  # no positions; the first query is at 0
+    given = (*qkv, [mask, seed, None], *Call(pattern, *chosen).packed(0))  # no positions; the first query is at 0
     torch.library.opcheck(torch.ops.dilated_attention.forward.default, given)

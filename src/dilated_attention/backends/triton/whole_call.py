@@ -15,6 +15,7 @@ from torch import Tensor
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
+from dilated_attention.backends.triton.configs import Config, config
 from dilated_attention.backends.triton.launch import Launch, Layout
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call, sample_ends
@@ -76,16 +77,14 @@ def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
 
 
 def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
-    steps = _steps(call)
-    dtype = torch.float32 if len(steps) > 1 else q.dtype
+    todo = steps(call)
+    dtype = torch.float32 if len(todo) > 1 else q.dtype
     out, lse = Layout.contiguous(q.shape, dtype), Layout.contiguous(q.shape[:3], torch.float32)
     made = [
-        launch.forward(
-            q, k, v, out, lse, nests, call, nesting.config("forward", call, nests), index > 0, _fills(nests, index)
-        )
-        for index, nests in enumerate(steps)
+        launch.forward(q, k, v, out, lse, nests, call, _config("forward", call, nests), index > 0, fills(nests, index))
+        for index, nests in enumerate(todo)
     ]
-    return Prepared(tuple(made), dtype, _must_be_blank(steps))
+    return Prepared(tuple(made), dtype, _must_be_blank(todo))
 
 
 def _prepare_backward(
@@ -95,17 +94,18 @@ def _prepare_backward(
     out, dq, dk, dv = (Layout.contiguous(x.shape, x.dtype) for x in (q, q, k, v))
     lse = Layout.contiguous(q.shape[:3], torch.float32)
     stats = Layout.contiguous(_stats_shape(call), torch.float32)
-    steps, made = _steps(call), []
-    for index, nests in enumerate(steps):
-        how = (index > 0, _fills(nests, index))
-        tile = nesting.config("dq", call, nests)
+    todo, made = steps(call), []
+    for index, nests in enumerate(todo):
+        how = (index > 0, fills(nests, index))
+        tile = _config("dq", call, nests)
         made.append(launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, nests, call, tile, *how))
-        tile = nesting.config("dkdv", call, nests)
+        tile = _config("dkdv", call, nests)
         made.append(launch.backward_dkdv(q, k, v, dout, stats, dk, dv, nests, call, tile, *how))
-    return Prepared(tuple(made), q.dtype, _must_be_blank(steps))
+    return Prepared(tuple(made), q.dtype, _must_be_blank(todo))
 
 
-def _steps(call: Call) -> tuple[Nests, ...]:
+def steps(call: Call) -> tuple[Nests, ...]:
+    """What each launch has to do, in their order."""
     return nesting.launches(call.pattern, call.held, call.is_causal, call.drops)
 
 
@@ -113,13 +113,18 @@ def _has_gaps(nests: Nests) -> bool:
     return any(nest.rates[0] > 1 for nest in nests)
 
 
-def _fills(nests: Nests, index: int) -> bool:
+def fills(nests: Nests, index: int) -> bool:
     """Whether a launch also writes the rows between its own: the first one does, where each nest is one branch."""
     return index == 0 and _has_gaps(nests) and all(len(nest.rates) == 1 for nest in nests)
 
 
-def _must_be_blank(steps: tuple[Nests, ...]) -> bool:
-    return _has_gaps(steps[0]) and not _fills(steps[0], 0)
+def _must_be_blank(todo: tuple[Nests, ...]) -> bool:
+    return _has_gaps(todo[0]) and not fills(todo[0], 0)
+
+
+def _config(kernel: str, call: Call, nests: Nests) -> Config:
+    form = "nested" if len(nests[0].widths) > 1 else nesting.form_of(call.pattern, call.is_causal, alone=True)
+    return config(kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, nesting.is_short(call))
 
 
 def _stats_shape(call: Call) -> tuple[int, ...]:
