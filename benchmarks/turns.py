@@ -56,11 +56,7 @@ def main() -> None:
 
 def turn_of(tree: Path, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
-        environment = {
-            **os.environ,
-            "TRITON_CACHE_DIR": f"{cache}/triton",
-            "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
-        }
+        caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
         command = [sys.executable, __file__, "--worker", str(tree), "--seconds", str(seconds)]
         done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
     last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -98,9 +94,7 @@ def worker(tree: Path, seconds: float) -> dict[str, Any]:
     for name, (tokens, heads, dim, (lengths, rates), kinds) in CASES.items():
         for rule, causal in kinds:
             pattern = da.DilatedPattern.of(rule, lengths, rates)
-            short = da.DilatedPattern.of(
-                rule, [max(w // 16, 2 * r) for w, r in zip(lengths, rates, strict=True)], rates
-            )
+            cut = [max(w // 16, 2 * r) for w, r in zip(lengths, rates, strict=True)]
             qkv = make_qkv(1, 1061, heads, dim, dtype=torch.bfloat16, device="cuda")
             check(qkv, da.DilatedPattern.of(rule, cut, rates), is_causal=causal)
             case = f"{name} {rule}{' causal' if causal else ''}"

@@ -32,7 +32,7 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             out, lse = torch.ops.dilated_attention.forward(*inputs[:3], list(inputs[3:]), *call.packed(start))
             return out, lse
-        return Attention.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
+        return Transformed.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
     whole = call.of(q, k, padding, start)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return Attention.apply(*inputs, Direct(whole))  # type: ignore[no-untyped-call, no-any-return]
@@ -93,27 +93,31 @@ class Attention(torch.autograd.Function):
     """The node: keeps q, k, v, out and lse, and no more."""
 
     @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
+        _keep(ctx, given, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, dout, dlse)
+
+
+class Transformed(torch.autograd.Function):
+    """The same node where torch.func looks on; torch takes far longer to apply one that it can transform."""
+
+    @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:INPUTS], *output)
-        ctx.way = inputs[INPUTS]
-        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+        _keep(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, way = ctx.saved_tensors, ctx.way
-        given = [x for x in (dout, dlse) if x is not None]
-        if is_mapped(*given) and not torch._C._are_functorch_transforms_active():
-            way = Registered(None, way.call.packed(way.call.start)) if isinstance(way, Direct) else way  # torch loops
-        if isinstance(way, Direct) and (torch.is_grad_enabled() or not is_plain(*given)):
-            grads = Backward.apply(*saved, dout, dlse, way)  # type: ignore[no-untyped-call]
-        else:
-            grads = way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
-        return (*grads, *(None,) * (INPUTS - 2))
+        return _differentiate(ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -121,7 +125,25 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        return _mapped(Attention, info.batch_size, in_dims, given)
+        return _mapped(Transformed, info.batch_size, in_dims, given)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:INPUTS], *output)
+    ctx.way = inputs[INPUTS]
+    ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved, way = ctx.saved_tensors, ctx.way
+    given = [x for x in (dout, dlse) if x is not None]
+    if isinstance(way, Direct) and (torch.is_grad_enabled() or not is_plain(*given)):
+        grads = Backward.apply(*saved, dout, dlse, way)  # type: ignore[no-untyped-call]
+    else:
+        if isinstance(way, Direct) and is_mapped(*given):  # with is_grads_batched=True: torch loops over the op
+            way = Registered(None, way.call.packed(way.call.start))
+        grads = way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
+    return (*grads, *(None,) * (INPUTS - 2))
 
 
 class Backward(torch.autograd.Function):
