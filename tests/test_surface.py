@@ -58,6 +58,7 @@ LAYERS = [
     "_packing",
     "_exchange",
     "_alltoall",
+    "traffic",
     "cost",
     "_ops",
     "_parallel",

@@ -162,7 +162,7 @@ def test_every_rank_of_every_exchange(case: Case) -> None:
 def test_every_rank_as_counted_where_there_are_many(case: Case) -> None:
     """Branch by branch, even segments apart from the others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dilated_attention.cost.pieces.SMALL", 0)
+        patch.setattr("dilated_attention.traffic.AT_ONCE", 0)
         check(case)
 
 
@@ -322,7 +322,7 @@ def test_the_choice_is_made_on_the_host() -> None:
 @pytest.mark.parametrize("small", [0, 2**15])
 def test_heads_split_over_processes(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may hold no head of a branch that crosses borders."""
-    monkeypatch.setattr("dilated_attention.cost.pieces.SMALL", small)
+    monkeypatch.setattr("dilated_attention.traffic.AT_ONCE", small)
     pattern, shards = DilatedPattern.head_groups([16, 24 + small, 96], [1, 2, 4]), Shards.even(96, 6)
     for first in range(3):
         heads = Heads(first, 1, 3)
