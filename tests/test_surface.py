@@ -63,6 +63,7 @@ LAYERS = [
     "_packing",
     "_exchange",
     "_alltoall",
+    "traffic",
     "cost",
     "_ops",
     "_parallel",

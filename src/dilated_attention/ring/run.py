@@ -159,10 +159,9 @@ def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
     shards = Shards.of(lengths)
     exchange = link.exchange
     if exchange == "auto":
-        exchange = fastest_exchange(
-            call.pattern, shards, call.held, call.group, call.head_dim, call.computed, call.is_causal,
-            transport.backend, call.samples, call.has_padding,
-        )  # fmt: skip
+        # in the dtype that travels, and without what differs from rank to rank
+        alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
+        exchange = fastest_exchange(alike, shards, transport.backend)
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
     agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", number)
