@@ -30,7 +30,7 @@ import dilated_attention
 from dilated_attention import ContextParallel, DilatedPattern, testing
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.group import BEFORE_CLOSING, CommunicationError, GroupTransport
-from dilated_attention.distributed.sequence import gather_sequence
+from dilated_attention.distributed.sequence import gather_sequence, sequence_mean
 from dilated_attention.pattern import Heads
 from dilated_attention.ranks import Outcome, pool
 from dilated_attention.ring import run
@@ -535,6 +535,8 @@ def backward_or(other: str, exchange: str, timeout: float) -> Any:
         return right_call(exchange, timeout)
     if other == "a gather":
         return gather_sequence(out.detach(), world())
+    if other == "a mean":
+        return sequence_mean(out.detach(), world())
     return None
 
 
@@ -544,8 +546,9 @@ def test_a_backward_that_one_rank_does_not_run_ends_in_time() -> None:
     assert outcomes[VICTIM].error is None
 
 
-def test_a_backward_met_by_a_forward_is_named_at_once() -> None:
-    outcomes = outcomes_of(backward_or, "the next call", "ring", LONG)
+@pytest.mark.parametrize("other", ["the next call", "a gather"])
+def test_a_backward_met_by_another_call_is_named_at_once(other: str) -> None:
+    outcomes = outcomes_of(backward_or, other, "ring", LONG)
     for x in outcomes:
         assert x.error_type == "ValueError"
         assert "the backward of is " in (x.error or "")
@@ -555,7 +558,7 @@ def test_a_backward_met_by_a_forward_is_named_at_once() -> None:
 
 def test_a_backward_met_by_another_collective_ends_in_time() -> None:
     """The collective of the other rank ends too, as its peers have gone."""
-    outcomes = outcomes_of(backward_or, "a gather", "ring", SHORT)
+    outcomes = outcomes_of(backward_or, "a mean", "ring", SHORT)
     assert_waited(outcomes, "^the agreement on the backward", seconds=SHORT, within=MARGIN, again=False)
     assert outcomes[VICTIM].error_type == "RuntimeError"
     assert outcomes[VICTIM].seconds < SHORT + MARGIN

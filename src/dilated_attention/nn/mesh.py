@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.agreement import REFUSED, ask
-from dilated_attention.distributed.group import backend_name
+from dilated_attention.distributed.agreement import ask, refusal
+from dilated_attention.distributed.group import wire_device
 from dilated_attention.nn.core import Lengths
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
@@ -162,15 +162,13 @@ class _Split:
         """Raise if another rank with other heads of the same tokens has an error; only where the host can tell them."""
         transport = Link(self.group, timeout=timeout).transport(device)
         if transport.agrees_on_host:
-            fields = {} if error is None else {REFUSED: f"{type(error).__name__}: {error}"}
+            fields = {} if error is None else refusal(error)
             with contextlib.nullcontext() if error is None else contextlib.suppress(ValueError):
-                ask(transport, "dilated_attention over heads", fields, 0, 0, 0).wait()
+                ask(transport, "dilated_attention over heads", fields, 0).wait()
 
     def seed(self, device: torch.device) -> Tensor:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""
-        own = functional.drawn_seed(device)
-        wire = torch.device("cpu") if backend_name(self.group, device) == "gloo" else device
-        first = own.to(wire, copy=True)
+        first = functional.drawn_seed(device).to(wire_device(self.group, device))
         dist.broadcast(first, group=self.group, group_src=0)
         return first.to(device)
 
