@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dilated_attention import DilatedPattern, dilated_attention, plan_cost
-from dilated_attention._parallel import Link
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost
 from dilated_attention.bench import machine
 from dilated_attention.distributed.sequence import gather_sequence, shard_sequence
 from dilated_attention.functional import attend
+from dilated_attention.ring.run import Link
 from dilated_attention.testing import Results, assert_exact, make_qkv, oracle, run
 
 MIB = 1 << 20
@@ -50,9 +50,8 @@ def check(options: argparse.Namespace, device: torch.device, causal: bool) -> No
     dout = make_qkv(1, tokens, options.heads, options.dim, dtype=options.torch_dtype, device=device, seed=1)[0]
 
     def attention(*shards: torch.Tensor) -> Any:
-        return dilated_attention(
-            *shards, short, is_causal=causal, group=group, exchange=options.exchange, return_lse=True
-        )
+        over = ContextParallel(group, exchange=options.exchange)
+        return dilated_attention(*shards, short, is_causal=causal, group=over, return_lse=True)
 
     got = run(attention, tuple(shard_sequence(x, group) for x in qkv), shard_sequence(dout, group))
     whole = Results(*(gather_sequence(value, group) for _, value in got.items()))

@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from dilated_attention import _courses, _fused, ranks
+from dilated_attention import ranks
+from dilated_attention.backends.triton import nesting
+from dilated_attention.backends.triton.cache import CACHE
 
 # Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
 torch.set_num_threads(1)
@@ -39,14 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 def always_nested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Branches share a table wherever they can: those that are short enough for a test would not gain by it."""
     with monkeypatch.context() as patch:
-        patch.setattr(_courses, "TILE", 1)
-        _forget_launches()
+        patch.setattr(nesting, "TILE", 1)
+        CACHE.clear()
         yield
-    _forget_launches()
-
-
-def _forget_launches() -> None:
-    _fused._ready.clear()
-    _fused._held.clear()
-    _courses.launches.cache_clear()
-    _courses.form_of.cache_clear()
+    CACHE.clear()

@@ -7,7 +7,8 @@ console                           ``$ dilated-attention ...`` and ``$ torchrun .
 console title="in a terminal"  the programs, scripts, targets and options that it names are there
 text                              what the block above printed; ``...`` stands for anything
 
-There is no other fence and no indented code, so no block goes unread. API pages hold no code.
+There is no other fence and no indented code, so no block goes unread. API pages hold no code. The
+examples in docstrings of public names run on one rank, with ``torch``, ``da`` and ``group`` given.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +33,12 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 
+import dilated_attention as da
 from dilated_attention import DilatedPattern
 from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.report import page, table
@@ -138,6 +143,36 @@ def assert_printed(wanted: str, got: str, where: str) -> None:
     assert wanted.replace("...", "").strip(), f"{where} says nothing"
     same = doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS)
     assert same, f"{where} says\n{wanted}but this was printed\n{got}"
+
+
+# --- docstrings -------------------------------------------------------------------------------------------------
+
+
+def wrong_examples() -> dict[str, str]:
+    """For every public name whose docstring has no example, or one that fails: what is wrong."""
+    wrong = {}
+    for name in da.__all__:
+        names = {"torch": torch, "da": da, "group": dist.group.WORLD}
+        text, said = getattr(da, name).__doc__, io.StringIO()
+        examples = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        with warnings.catch_warnings():
+            failed = runner.run(examples, out=said.write).failed
+        if failed or not examples.examples:
+            wrong[name] = said.getvalue() or "no example"
+    return wrong
+
+
+def test_examples_in_docstrings_run() -> None:
+    assert pool(1).run(wrong_examples) == [{}]
+
+
+@pytest.mark.parametrize("name", da.__all__)
+def test_a_docstring_opens_with_one_sentence(name: str) -> None:
+    first, *rest = (getattr(da, name).__doc__ or "").splitlines()
+    assert first.endswith(".")
+    assert ". " not in first
+    assert not rest or not rest[0]
 
 
 # --- commands ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 First the engine itself on drawn problems against the oracle, beyond what the table of cases has. Then what is sent,
 received and held.
 
-Legend as in `_exchange` and `_alltoall`; P ranks, N tokens.
+Legend as in `circulate` and `alltoall`; P ranks, N tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _packing, _parallel, _settings, testing
-from dilated_attention._alltoall import bundles
-from dilated_attention._exchange import Messages, traffic
-from dilated_attention._packing import Field
-from dilated_attention._settings import Settings
-from dilated_attention._shards import Channel, Heads, Shards, channels
+from dilated_attention import DilatedPattern, testing
+from dilated_attention import call as calls
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import Call
 from dilated_attention.distributed.fake import FakeTransport, run_threads
-from dilated_attention.pattern import RULES
+from dilated_attention.pattern import RULES, Heads
+from dilated_attention.ring import packing
+from dilated_attention.ring import run as ring
+from dilated_attention.ring.alltoall import bundles
+from dilated_attention.ring.circulate import Messages, traffic
+from dilated_attention.ring.packing import Field
+from dilated_attention.ring.shards import Channel, Shards, channels
 
 EXCHANGES = ("ring", "allgather", "alltoall")
 
@@ -64,6 +68,15 @@ class Problem:
     @property
     def heads(self) -> Heads:
         return Heads(0, self.kv_heads, self.kv_heads)
+
+    def call(self, rank: int) -> Call:
+        """The call of one rank, on one sample and a head dim of 1."""
+        first, last = self.shards.starts[rank : rank + 2]
+        return Call(
+            self.pattern, self.is_causal, samples=1, queries=last - first, keys=last - first,
+            heads=self.kv_heads * self.group, kv_heads=self.kv_heads, head_dim=1, dtype=torch.float64,
+            start=first, key_start=first, total=self.shards.tokens, in_parts=True,
+        )  # fmt: skip
 
     def channels(self, rank: int) -> tuple[Channel, ...]:
         return channels(self.pattern, self.shards, self.heads, rank)
@@ -266,9 +279,9 @@ def forward_only(problem: Problem) -> list[FakeTransport]:
 
     def rank(transport: FakeTransport) -> None:
         first, last = problem.shards.starts[transport.rank : transport.rank + 2]
-        call = Settings(problem.pattern, problem.is_causal, 1.0, 0.0, problem.backend)
-        link = testing._FakeLink(transport, exchange=problem.exchange)
-        _parallel.attend(*(x[:, first:last] for x in qkv), None, None, call, link)
+        q, k, v = (x[:, first:last] for x in qkv)
+        call = Call(problem.pattern, problem.is_causal, backend=problem.backend, in_parts=True).of(q, k, None, 0)
+        ring.attend(Inputs(q, k, v), call, testing._FakeLink(transport, exchange=problem.exchange))
 
     return run_threads(len(problem.lengths), rank)[1]
 
@@ -276,7 +289,7 @@ def forward_only(problem: Problem) -> list[FakeTransport]:
 def block_bytes(problem: Problem, rank: int) -> int:
     """Keys and values of one rank's rows; the sums of their gradients are as large."""
     rows = sum(channel.packed_rows(problem.shards, rank) for channel in problem.channels(rank))
-    return _packing.part_bytes((Field(torch.float64, 1, (3,)),) * 2, rows)
+    return packing.part_bytes((Field(torch.float64, 1, (3,)),) * 2, rows)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -373,7 +386,7 @@ def test_nan_in_what_is_allocated_never_comes_out(exchange: str, rule: str, monk
 def test_blocks_travel_in_the_dtype_computed_in_and_sums_in_float32(
     exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_settings, "_has_amx", lambda: True)  # else a CPU computes bfloat16 in float32
+    monkeypatch.setattr(calls, "_has_amx", lambda: True)  # else a CPU computes bfloat16 in float32
     problem = spanning(exchange=exchange, lengths=(8,) * 8, pattern=DilatedPattern.longnet([64], [1]), group=1)
     qkv, dout, _ = problem.inputs()
     qkv, dout = tuple(x.bfloat16() for x in qkv), dout.bfloat16()

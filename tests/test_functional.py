@@ -109,10 +109,15 @@ def bad_calls() -> Iterator[Any]:
     yield value("mask-int", "True = ignore", TypeError, key_padding_mask=flags.long())
     yield value("mask-device", "key_padding_mask is on meta and query on cpu", key_padding_mask=flags.to("meta"))
 
-    for p in (-0.1, 1.1, math.nan, math.inf, -math.inf, "half", None):
+    for p in (-0.1, 1.1, math.nan, math.inf, -math.inf, "half", None, True):
         yield value(f"dropout-{p}", rf"dropout_p must .*\[0, 1\], got .?{p}", dropout_p=p)
-    for scale in (-1.0, math.nan, math.inf, -math.inf, "half"):
+    for scale in (-1.0, math.nan, math.inf, -math.inf, "half", True):
         yield value(f"scale-{scale}", f"scale must be .* 0 or more, got .?{scale}", scale=scale)
+    yield value("scale-long", "scale must be .* got one beyond the range of float", scale=10**400)
+    yield value("gqa-text", "enable_gqa must be True or False, got 'no'", TypeError, enable_gqa="no")
+    yield value("causal-number", "is_causal must be True or False, got 1", TypeError, is_causal=1)
+    sparse = torch.zeros(SHAPE).to_sparse()
+    yield value("sparse", r"query has the layout torch.sparse_coo: pass query.to_dense\(\)", qkv=(sparse,) * 3)
     for backend in ("flash", "", "SDPA", None):
         yield value(f"backend-{backend}", "unknown backend .*use one of auto, triton, sdpa, eager", backend=backend)
     yield value("sdpa-dropout", "'sdpa' cannot run this call: .*dropout.*Use backend='auto'",
@@ -126,27 +131,11 @@ def bad_calls() -> Iterator[Any]:
     yield value("too-few-kv-heads", "5 branches to 2 key/value heads", qkv=shared, pattern=groups, enable_gqa=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "match"),
-    [
-        ({"exchange": "ring"}, ValueError, "exchange='ring' is between ranks, and no group was given"),
-        ({"exchange": "star"}, ValueError, "unknown exchange 'star'"),
-        ({"verify": "never"}, ValueError, "unknown verify 'never'"),
-        ({"timeout": -1}, ValueError, "timeout must be a positive number of seconds, got -1"),
-        ({"debug": "yes"}, TypeError, "debug must be True or False, got 'yes'"),
-        ({"use_checkpointing": None}, TypeError, "use_checkpointing must be True or False, got None"),
-    ],
-)
-def test_options_of_a_group_are_looked_at_without_one(options: dict[str, Any], kind: type, match: str) -> None:
-    x = torch.zeros(SHAPE)
+@pytest.mark.parametrize("function", [dilated_attention, explain], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("qkv", "pattern", "options", "kind", "match"), [*bad_calls()])
+def test_bad_input_is_refused(function, qkv, pattern, options, kind, match) -> None:
     with pytest.raises(kind, match=match):
-        dilated_attention(x, x, x, PATTERN, **options)
-
-
-def test_options_of_a_group_that_say_nothing_of_ranks_may_stand_without_one() -> None:
-    qkv = testing.make_qkv(*SHAPE)
-    options = {"timeout": 5, "debug": True, "verify": "first", "use_checkpointing": False}
-    assert torch.equal(dilated_attention(*qkv, PATTERN, **options), dilated_attention(*qkv, PATTERN))
+        function(*qkv, pattern, **options)
 
 
 @pytest.mark.parametrize(("qkv", "pattern", "options", "kind", "match"), [*bad_calls()])
@@ -157,6 +146,18 @@ def test_bad_input_is_refused_before_any_work(qkv, pattern, options, kind, match
             function(*qkv, pattern, **options)
         assert recorder.ran == []
     assert torch.equal(torch.get_rng_state(), before), "a refused call has drawn a random number"
+
+
+@pytest.mark.parametrize("heads", [5, (), (0.5, 8), (True, 8), "ab", (0, 4, 8)], ids=str)
+def test_heads_are_two_whole_numbers(heads: Any) -> None:
+    x = torch.zeros(SHAPE)
+    with pytest.raises(
+        TypeError, match=r"heads must be two whole numbers, \(first, total\) of the key/value heads, got"
+    ):
+        dilated_attention(x, x, x, PATTERN, heads=heads)
+    for outside in ((-1, 8), (5, 8), (0, 3)):
+        with pytest.raises(ValueError, match=r"heads must be \(first, total\) with the 4 key heads given inside"):
+            dilated_attention(x, x, x, PATTERN, heads=outside)
 
 
 # --- explain ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import aten, eager, sdpa
 from dilated_attention.backends.problem import Masking
+from dilated_attention.call import Call
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.pattern import RULES
 
@@ -537,6 +538,8 @@ def test_opcheck(name: str, backend: str) -> None:
     options = dict(OPTIONS[name])
     mask = make_mask("random", 2, 40) if options.get("masked") else None
     seed = torch.tensor(77, device=DEVICE) if "dropout_p" in options else None
-    rest = ("torchscale", [16, 32], [1, 3], options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0))
+    pattern = DilatedPattern.torchscale([16, 32], [1, 3])
+    chosen = (options.get("is_causal", False), 0.3, options.get("dropout_p", 0.0), named(backend, name))
     qkv = [x.requires_grad_() for x in make_qkv(2, 40, 4, 16)]
-    torch.library.opcheck(torch.ops.dilated_attention.forward.default, (*qkv, mask, seed, *rest, named(backend, name)))
+    given = (*qkv, [mask, seed, None], *Call(pattern, *chosen).packed(0))  # no positions; the first query is at 0
+    torch.library.opcheck(torch.ops.dilated_attention.forward.default, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -329,3 +330,27 @@ def test_keys_of_a_row_that_is_not_there(query: int, head: int) -> None:
     for question in (pattern.keys, pattern.zero_keys):
         with pytest.raises(ValueError, match=rf"no row \(query {query}, head {head}\) among 8 tokens and 4 heads"):
             question(query, head, num_tokens=8, num_heads=4)
+
+
+WRONG_COUNTS = [
+    {"num_tokens": -1}, {"num_tokens": 2.5}, {"num_heads": 0}, {"num_heads": -4}, {"num_kv_heads": 3},
+    {"num_kv_heads": -1}, {"head_dim": -8}, {"head_dim": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_COUNTS, ids=str)
+@pytest.mark.parametrize("name", ["pairs", "flops", "saved_bytes"])
+def test_wrong_counts_are_refused(name: str, wrong: dict[str, Any]) -> None:
+    counts = {"num_tokens": 64, "num_heads": 4, "head_dim": 8} | wrong
+    if name == "pairs" and counts.pop("head_dim") != 8:
+        pytest.skip("it takes no head_dim")
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong)) + " must be|cannot be shared evenly"):
+        getattr(DilatedPattern.longnet([4], [1]), name)(**counts)
+
+
+@pytest.mark.parametrize("values", [{4, 8}, {4: 1, 8: 2}, {4: 1}.keys(), frozenset([4])], ids=str)
+def test_lists_without_an_order_are_refused(values: Any) -> None:
+    with pytest.raises(TypeError, match="segment_lengths must be a list of whole numbers in the order of the branches"):
+        DilatedPattern.longnet(values, [1, 2])
+    with pytest.raises(TypeError, match="dilation_rates must be a list"):
+        DilatedPattern.longnet([4, 8], values)

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dilated_attention._plan import Block, Plan, folds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, _plan
-from dilated_attention._plan import Block, Plan, folds
-from dilated_attention._shards import Heads, Shards
-from dilated_attention.pattern import RULES
+from dilated_attention.pattern import RULES, Heads
+from dilated_attention.ring.shards import Shards
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 

@@ -12,41 +12,41 @@ from torch import Tensor
 
 from dilated_attention import DilatedPattern, testing
 from dilated_attention.backends import aten, eager, sdpa
-from dilated_attention.backends.problem import Masking, Request
+from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.call import Call
 from dilated_attention.pattern import RULES
 
 
-@pytest.mark.parametrize("limits", [(3, 2**31), (65535, 3_000), (65535, 500)], ids=["batch", "span", "segment"])
+@pytest.mark.parametrize(
+    "limits", [Limits(batch=3), Limits(span=3_000), Limits(span=500)], ids=["batch", "span", "segment"]
+)
 @pytest.mark.parametrize("kv_heads", [6, 3])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_pieces_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], kv_heads: int, rule: str, masked: bool
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, kv_heads: int, rule: str, masked: bool
 ) -> None:
+    """And keep within their limits: those of CUDA, made tiny and asked for on a CPU."""
     qkv = testing.make_qkv(2, 70, 6, 4, kv_heads=kv_heads)
     mask = torch.arange(70) % 5 == torch.tensor([[1], [3]]) if masked else None
-    monkeypatch.setitem(sdpa.LIMITS, "cpu", limits)
-    counted = []
-    cut = sdpa._pieces
-    monkeypatch.setattr(sdpa, "_pieces", lambda *x: counted.append(len(cut(*x))) or cut(*x))
+    monkeypatch.setattr(sdpa, "limits", lambda call: limits)
+    given: list[Tensor] = []
+    forward = sdpa.forward
+
+    def watched(kernels: Any, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Any:
+        given.extend((q, k, v))
+        return forward(kernels, q, k, v, masking)
+
+    monkeypatch.setattr(sdpa, "forward", watched)
     testing.check(qkv, DilatedPattern(rule, (8, 33, 70), (1, 2, 3)), key_padding_mask=mask, backend="sdpa")
-    assert max(counted) > 1
+    assert max(x.shape[0] for x in given) <= (limits.batch or 100)
+    apart = [x for x in given if span(x) >= (limits.span or 10**9)]
+    assert all(x.shape[0] == 1 and x.shape[2] <= 6 // kv_heads and x.is_contiguous() for x in apart)
 
 
-def test_pieces_keep_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sdpa.LIMITS, "cpu", (5, 4000))
-    q = torch.randn(23, 8, 2, 4)  # 256 bytes a sample
-    pieces = sdpa._pieces(q, q, q)
-    assert [piece.queries(q).shape[0] for piece in pieces] == [5, 5, 5, 5, 3]
-    wide = torch.randn(3, 8, 2, 400)  # 25,600 bytes a sample: one head at a time
-    heads = [piece.keys(wide) for piece in sdpa._pieces(wide, wide, wide)]
-    assert len(heads) == 6
-    assert all(x.is_contiguous() for x in heads)
-
-
-def test_one_call_on_a_device_without_limits() -> None:
-    q = torch.randn(70_000, 2, 1, 1)
-    assert sdpa._pieces(q, q, q) == [sdpa._Piece()]
+def span(x: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    return x.itemsize * sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -93,8 +93,11 @@ def test_only_rows_far_apart_that_are_read_often_are_packed() -> None:
 
 def test_a_part_of_the_work_is_some_mebibytes_a_thread() -> None:
     q = torch.zeros(1, 8, 2, 64)
-    assert sdpa.cut(Request.of(q, torch.float32, False, False, False)) == (384, 32768 * torch.get_num_threads())
-    assert sdpa.cut(Request.of(q.to("meta"), torch.float32, False, False, False)) is None
+    call = Call(DilatedPattern.longnet([8], [1])).of(q, q, None, 0)
+    limits = sdpa.limits(call)
+    assert (limits.from_rows, limits.rows) == (384, 32768 * torch.get_num_threads())
+    assert sdpa.limits(call._replace(device=torch.device("meta"))) == Limits()
+    assert sdpa.limits(call._replace(device=torch.device("cuda"))) == Limits(8, batch=65535, span=2**31)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,23 @@ def test_any_pattern_and_any_cuts(seed: int) -> None:
     check(qkv, pattern, chunks, is_causal=pick.random() < 0.5, backend=backend, scale=pick.choice([None, 0.7]))
 
 
+@pytest.mark.parametrize("modes", [(True, False), (False, True), (True, False, False, True)], ids=str)
+@pytest.mark.parametrize("cuts", ["one by one", "primes", "with empty ones", "across periods"])
+@pytest.mark.parametrize("name", ["nested", "straddling"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_chunks_are_taken_in_any_mode(is_causal: bool, name: str, cuts: str, modes: tuple[bool, ...]) -> None:
+    """What is held from chunk to chunk may not be an inference tensor: it could not be written to outside that mode."""
+    qkv, pattern = testing.make_qkv(2, 53, 6, 4, dtype=torch.float64), DilatedPattern.longnet(*PATTERNS[name])
+    chunks = ((q.clone(), k.clone(), v.clone()) for q, k, v in cut(qkv, CUTS[cuts]))  # made in the mode of the moment
+    outputs, outs, turns = da.stream(chunks, pattern, is_causal=is_causal), [], itertools.cycle(modes)
+    for _ in CUTS[cuts]:
+        with torch.inference_mode(next(turns)):
+            outs.append(next(outputs))
+    assert next(outputs, None) is None
+    expected, _ = reference.attention(*qkv, pattern, is_causal=is_causal)
+    assert testing.error(torch.cat([x.clone() for x in outs], 1), expected) <= testing.TOLERANCE[torch.float64]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["nested", "straddling", "longer than the stream"])
 def test_half_precision(name: str, dtype: torch.dtype) -> None:

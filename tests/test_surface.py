@@ -19,7 +19,9 @@ NAME = "dilated_attention"
 
 PUBLIC = [
     "CommunicationError",
+    "ContextParallel",
     "DilatedAttention",
+    "DilatedAttentionWarning",
     "DilatedPattern",
     "Explanation",
     "ImprovedDilatedAttention",
@@ -48,6 +50,8 @@ LAYERS = [
     "merge",
     "backends",
     "distributed",
+    "context_parallel",
+    "checks",
     "_shards",
     "_plan",
     "reference",
@@ -88,6 +92,10 @@ def test_the_public_names_are_these() -> None:
     for name in PUBLIC:
         assert getattr(dilated_attention, name).__module__.startswith(NAME)
     assert dilated_attention.__version__
+
+
+def test_only_the_public_names_are_shown() -> None:
+    assert dir(dilated_attention) == PUBLIC
 
 
 def test_the_public_names_are_documented() -> None:

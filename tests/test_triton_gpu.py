@@ -18,13 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _engine, _fused, dilated_attention, explain, reference, testing
-from dilated_attention._courses import form_of
-from dilated_attention._settings import Settings
-from dilated_attention.backends.problem import Whole
-from dilated_attention.backends.triton import configs, launch, table
+from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention.backends import run
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.triton import configs, table
+from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.nesting import form_of
 from dilated_attention.bench import probes
+from dilated_attention.call import Call
 from dilated_attention.functional import drawn_seed
 from dilated_attention.testing import Results
 
@@ -185,21 +187,25 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiles.capability is not None and tiles.capability != configs.device_class(torch.device(DEVICE)):
         pytest.skip(f"measured on {tiles.capability}")
 
-    monkeypatch.setattr(_fused, "config", lambda kernel, *_: tiles.configs[configs.KERNELS.index(kernel)])
+    def picked(kernel: str, *_: Any) -> Config:
+        return tiles.configs[configs.KERNELS.index(kernel)]
+
+    monkeypatch.setattr("dilated_attention.backends.triton.whole_call.config", picked)  # imports triton
     pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
     if not tiles.nested:  # several sections in one launch
         pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked
     if tiles.dense:
         pattern = DilatedPattern.head_groups([512], [1])
-    settings = Settings(pattern, tiles.is_causal, tiles.head_dim**-0.5, dropout_p, "triton")
+    chosen = Call(pattern, tiles.is_causal, dropout_p=dropout_p, backend="triton")
     for tokens in (2048, 2048 + 300) if tiles.capability else (2048 + 300,):  # all tiles full, and not
         qkv = make_qkv(1, tokens, heads[0], tiles.head_dim, kv_heads=heads[1], dtype=DTYPES[tiles.dtype])
         dout, dlse = gradients(qkv[0])
         mask = make_mask("random", 1, tokens) if tiles.masked else None
         seed = torch.tensor(2**40 + 7, device=DEVICE) if dropout_p else None
         with poisoned():
-            out, lse = _engine.forward(*qkv, mask, seed, settings)
-            got = Results(out, lse, *_engine.backward(dout, dlse, *qkv, mask, seed, out, lse, settings))
+            call, inputs = chosen.of(qkv[0], qkv[1], mask, 0), Inputs(*qkv, mask, seed)
+            out, lse = run.forward(call, inputs)
+            got = Results(out, lse, *run.backward(call, inputs, out, lse, dout, dlse))
         exact = {"is_causal": tiles.is_causal, "key_padding_mask": mask, "dropout_p": dropout_p, "seed": seed}
         hold(got, qkv, pattern, dout, dlse, **exact)
 
@@ -526,15 +532,15 @@ def test_compiled_into_graphs(name: str) -> None:
     """A table that is made in the compiler's first run must not lie in the memory of its graphs."""
     attention, leaves, dout, dlse = make_call(name)
     torch._dynamo.reset()
-    _fused._forget(leaves[0].device)
-    before = len(launch._captured)
+    CACHE.forget(leaves[0].device)
+    before = len(CACHE.pinned)
     compiled = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         out, lse = compiled(*leaves)
         grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
         results = [x.detach().clone() for x in (out, lse, *grads)]
-    assert len(launch._captured) > before, "no graph was made"
+    assert len(CACHE.pinned) > before, "no graph was made"
     out, lse = attention(*leaves)
     expected = (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
     for which, (x, y) in enumerate(zip(results, expected, strict=True)):
@@ -602,9 +608,9 @@ def test_a_cuda_graph_outlives_other_calls() -> None:
             x = leaves[0][:1, :1, :2].expand(1, tokens, 2, 64)
             attend(DilatedPattern.longnet([tokens], [1]))(x, x, x)
         for _ in range(2):  # as where tables of other calls take too much room: dropped, and then free
-            _fused._forget(leaves[0].device)
+            CACHE.forget(leaves[0].device)
         gc.collect()
-        with torch.cuda.stream(table._stream(leaves[0].device)):  # where the memory of tables is taken from
+        with torch.cuda.stream(table.stream_of_tables(leaves[0].device)):
             held = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in [64] * 2000 + [1000] * 1000]
         torch.cuda.synchronize()
         for x in results:
@@ -688,11 +694,10 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
 
 def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_causal: bool, backward: bool) -> str:
     """What was measured to be faster; where nothing was, ours if branches share work and heads are small."""
-    like = torch.empty(1, device="meta").expand(1, tokens, 4, head_dim)
-    whole = Whole.of(like, form_of(pattern, is_causal), backward)
-    library = configs.prefers_library(torch.device(DEVICE), head_dim, is_causal, whole.form, backward, whole.rows)
+    form, rows = form_of(pattern, is_causal), 4 * tokens
+    library = configs.prefers_library(torch.device(DEVICE), head_dim, is_causal, form, backward, rows)
     if library is None:
-        library = not (whole.form == "nested" and head_dim <= 64)
+        library = not (form == "nested" and head_dim <= 64)
     return "sdpa" if library else "triton"
 
 

@@ -1,6 +1,7 @@
 """Exact, fast dilated attention for long sequences: LongNet's operation and its family, on PyTorch."""
 
 from dilated_attention._explain import Explanation, explain
+from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.cost import plan_cost
 from dilated_attention.distributed.group import CommunicationError
 from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
@@ -17,13 +18,15 @@ from dilated_attention.nn import (
     RingDilatedAttentionV2Collective,
     RingMultiheadDilatedAttention,
 )
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedAttentionWarning, DilatedPattern
 from dilated_attention.streaming import stream
 
 __version__ = "0.1.0"
 __all__ = [
     "CommunicationError",
+    "ContextParallel",
     "DilatedAttention",
+    "DilatedAttentionWarning",
     "DilatedPattern",
     "Explanation",
     "ImprovedDilatedAttention",
@@ -44,3 +47,7 @@ __all__ = [
     "shard_sequence",
     "stream",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dilated_attention.cost import EXCHANGES, LINKS, PlanCost, plan_cost, size
-from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, whole_number
+from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule, whole_number
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
 # What blocks under way and kernels take beyond what `plan_cost` counts. Measured on an H200, bfloat16: 5 % more in the
@@ -107,7 +107,7 @@ def suggest(
     *,
     heads: int,
     head_dim: int,
-    rule: str = "longnet",
+    rule: Rule = "longnet",
     ranks: int = 1,
     memory: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -135,7 +135,7 @@ def suggest(
     return Suggestion(pattern, tuple(reasons), workload, cost, need, fits, changes)
 
 
-def _geometric(tokens: int, rule: str, kv_heads: int) -> tuple[DilatedPattern, int]:
+def _geometric(tokens: int, rule: Rule, kv_heads: int) -> tuple[DilatedPattern, int]:
     """Equal rows in every segment: w grows by a ratio from 2048 to N or more, and r with it."""
     most = MAX_BRANCHES
     if rule == "head_groups":  # a head runs one branch only: two heads to a branch, where there are that many
@@ -169,7 +169,7 @@ def _segments(pattern: DilatedPattern, ratio: int, workload: Workload) -> Iterat
         )
         few = _few(pattern, kv_heads)
         yield f"the longest segment holds all {tokens:,} tokens: its rows see from one end to the other{few}"
-    if pattern.rule == "head_groups" and len(widths) > 1:
+    if pattern.dealing.is_divided and len(widths) > 1:
         dealt = ", ".join(str(len(pattern.heads(branch, kv_heads))) for branch in range(len(widths)))
         yield (
             f"the branches get {dealt} of {kv_heads} heads: those of rate 1 cover every token, those of rate r every "

@@ -8,16 +8,40 @@ Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Literal, NamedTuple, SupportsIndex, get_args
 
 import torch
 
-RULES = ("longnet", "torchscale", "head_groups")
+Rule = Literal["longnet", "torchscale", "head_groups"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 MAX_BRANCHES = 64
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
+
+
+class DilatedAttentionWarning(UserWarning):
+    """Warns of a call or pattern that is exact, and probably not what was meant.
+
+    The text names the cure. Python shows it once for each line of code that does it.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # for those who mean it
+        >>> pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # another package takes the rates first
+    """
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the caller's code, so that Python shows it once for each such line."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("dilated_attention", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, DilatedAttentionWarning, stacklevel=level)
 
 
 def rows_at_offset(length: int, dilation: int, offset: int) -> int:
@@ -25,15 +49,59 @@ def rows_at_offset(length: int, dilation: int, offset: int) -> int:
     return max(0, -((offset - length) // dilation))
 
 
+class Dealing(NamedTuple):
+    """How a rule deals branches to heads: all that the rules differ in."""
+
+    neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
+    is_shifted: bool = False  # branch i adds i mod rate to every offset
+    is_divided: bool = False  # heads are divided among branches; otherwise every head runs every branch
+    adds_zeros: bool = False  # zero keys fill up the last segment, unless the call is causal
+    nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
+
+
+# To add a rule, add its name to `Rule`, a row here and a constructor to DilatedPattern: no other file looks at names.
+_DEALINGS: dict[Rule, Dealing] = {
+    "longnet": Dealing(lambda heads, rate: 1, nests=True),
+    "torchscale": Dealing(lambda heads, rate: -(-heads // rate), adds_zeros=True),
+    "head_groups": Dealing(lambda heads, rate: heads, is_shifted=True, is_divided=True),
+}
+
+
+class Branch(NamedTuple):
+    """One branch as heads run it: head h does if first <= h < last, at the offset (h // step) % rate + shift."""
+
+    length: int  # of a segment
+    rate: int
+    first: int
+    last: int
+    step: int
+    shift: int
+
+    @property
+    def heads(self) -> range:
+        return range(self.first, self.last)
+
+    def offset(self, head: int) -> int:
+        return head // self.step % self.rate + self.shift
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class DilatedPattern:
-    """Segment lengths, dilation rates and the rule that deals them to heads. Frozen, hashable, no tensors.
+    """Says which head attends to which tokens: segment lengths, dilation rates, and the rule that deals them to heads.
 
     Make one with :meth:`longnet`, :meth:`torchscale` or :meth:`head_groups`; the three differ in the offsets, in
-    whether every head runs every branch, and in what happens at the end of a sequence.
+    whether every head runs every branch, and in what happens at the end of a sequence. It is frozen and hashable, and
+    holds no tensors.
+
+    Examples:
+        >>> pattern = da.DilatedPattern.longnet([4, 16], [1, 4])
+        >>> pattern.keys(query=8, head=0, num_tokens=16, num_heads=4)  # token 8 itself is in both branches
+        (0, 4, 8, 8, 9, 10, 11, 12)
+        >>> pattern.pairs(num_tokens=16, num_heads=4)
+        320
     """
 
-    rule: str
+    rule: Rule
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
 
@@ -53,9 +121,12 @@ class DilatedPattern:
         object.__setattr__(self, "dilation_rates", rates)
 
     @classmethod
-    def of(cls, rule: str, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+    def of(cls, rule: Rule, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """The pattern of a rule given by name."""
-        return cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+        pattern = cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+        if all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1:
+            _warn_of_swapped_lists(pattern)
+        return pattern
 
     @classmethod
     def longnet(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
@@ -88,22 +159,22 @@ class DilatedPattern:
 
     # --- which head runs what -----------------------------------------------------------------------------------
 
+    @property
+    def dealing(self) -> Dealing:
+        """The row of the rule."""
+        return _DEALINGS[self.rule]
+
+    def dealt(self, num_heads: int) -> tuple[Branch, ...]:
+        """The branches as this many (key/value) heads run them."""
+        return _dealt(self, num_heads)
+
     def heads(self, branch: int, num_heads: int) -> range:
         """The (key/value) heads that run a branch."""
-        if self.rule != "head_groups":
-            return range(num_heads)
-        count, extra = divmod(num_heads, len(self.segment_lengths))
-        start = branch * count + min(branch, extra)
-        return range(start, start + count + (branch < extra))
+        return self.dealt(num_heads)[branch].heads
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
         """The offset of a (key/value) head in a branch."""
-        rate = self.dilation_rates[branch]
-        if self.rule == "longnet":
-            return head % rate
-        if self.rule == "torchscale":
-            return head // -(-num_heads // rate)
-        return branch % rate
+        return self.dealt(num_heads)[branch].offset(head)
 
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
         """Raise if these head counts do not fit the rule; return the number of query heads per key/value head.
@@ -116,9 +187,9 @@ class DilatedPattern:
                 f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
                 "make the first a positive multiple of the second"
             )
-        if whole and self.rule == "head_groups" and kv_heads < len(self.segment_lengths):
+        if whole and self.dealing.is_divided and kv_heads < len(self.segment_lengths):
             raise ValueError(
-                f"head_groups deals {len(self.segment_lengths)} branches to {kv_heads} key/value heads: it needs at "
+                f"{self.rule} deals {len(self.segment_lengths)} branches to {kv_heads} key/value heads: it needs at "
                 "least one head per branch; use fewer branches, more heads, or rule 'longnet'"
             )
         return num_heads // kv_heads
@@ -165,7 +236,7 @@ class DilatedPattern:
 
     def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
         """Zero keys of a segment with ``length`` real tokens for a head at ``offset``, causality aside."""
-        if self.rule != "torchscale":
+        if not self.dealing.adds_zeros:
             return 0
         rate = self.dilation_rates[branch]
         return -(-min(self.segment_lengths[branch], num_tokens) // rate) - rows_at_offset(length, rate, offset)
@@ -174,6 +245,7 @@ class DilatedPattern:
         self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
     ) -> int:
         """The (query, key) pairs of one sample over all heads, repeated keys counted each time."""
+        num_tokens = whole_number("num_tokens", num_tokens, least=0)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         group = self.check_heads(num_heads, kv_heads)
         total = 0
@@ -199,7 +271,7 @@ class DilatedPattern:
     ) -> int:
         """Multiply-adds of one sample counted as two: 4 D per pair forward, 10 D more for the backward pass."""
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
-        return pairs * head_dim * (14 if backward else 4)
+        return pairs * whole_number("head_dim", head_dim) * (14 if backward else 4)
 
     def saved_bytes(
         self,
@@ -212,16 +284,17 @@ class DilatedPattern:
     ) -> int:
         """What one sample keeps for the backward pass: q, k, v, out and lse, whatever the number of branches."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.check_heads(num_heads, kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
-        per_token = (2 * num_heads + 2 * kv_heads) * head_dim * dtype.itemsize + num_heads * lse_bytes
-        return num_tokens * per_token
+        row_bytes = whole_number("head_dim", head_dim) * dtype.itemsize
+        per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes
+        return whole_number("num_tokens", num_tokens, least=0) * per_token
 
     def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
         """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         group = self.check_heads(num_heads, kv_heads)
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}")
+        num_tokens = whole_number("num_tokens", num_tokens, least=0)
         position = torch.arange(num_tokens)
         covered = torch.zeros(num_tokens, kv_heads, dtype=torch.bool)
         for branch, (width, rate) in enumerate(self.branches):
@@ -248,13 +321,50 @@ class DilatedPattern:
         return found
 
 
-def whole_number(name: str, value: object) -> int:
-    """value as an int of 1 or more, or an error that says what it should have been."""
+@functools.lru_cache(maxsize=256)
+def _dealt(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
+    dealing, count = pattern.dealing, len(pattern.segment_lengths)
+    each, extra = divmod(num_heads, count)
+    found = []
+    for index, (length, rate) in enumerate(pattern.branches):
+        first, last = 0, num_heads
+        if dealing.is_divided:  # the first branches take one head more where heads do not divide evenly
+            first = index * each + min(index, extra)
+            last = first + each + (index < extra)
+        step = max(1, dealing.neighbours(num_heads, rate))
+        found.append(Branch(length, rate, first, last, step, index % rate if dealing.is_shifted else 0))
+    return tuple(found)
+
+
+class Heads(NamedTuple):
+    """Which key/value heads a process holds: all, unless heads too are split over processes."""
+
+    first: int
+    held: int
+    total: int
+
+    def of_branch(self, pattern: DilatedPattern, branch: int) -> list[tuple[int, int]]:
+        """(head as counted here, offset) of each head that runs the branch."""
+        dealt = pattern.dealt(self.total)[branch]
+        mine = range(max(dealt.first, self.first), min(dealt.last, self.first + self.held))
+        return [(head - self.first, dealt.offset(head)) for head in mine]
+
+
+def _warn_of_swapped_lists(pattern: DilatedPattern) -> None:
+    if not torch.compiler.is_compiling():
+        warn(
+            f"{pattern} has no rate below its segment length, so that a query sees no other token: the two lists are "
+            "probably swapped, give the segment lengths first"
+        )
+
+
+def whole_number(name: str, value: object, *, least: int = 1) -> int:
+    """value as an int of ``least`` or more, or an error that says what it should have been."""
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     number = operator.index(value)
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or more, got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be {least} or more, got {number}")
     if number > MAX_NUMBER:
         raise ValueError(f"{name} must be at most 2**48, got {number}")
     return number
@@ -265,6 +375,8 @@ def _branch_numbers(name: str, values: object) -> tuple[int, ...]:
         raise TypeError(f"{name} must be a list of whole numbers, got a tensor: pass its .tolist()")
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of whole numbers, one per branch, got {values!r}")
+    if isinstance(values, (Set, Mapping)):
+        raise TypeError(f"{name} must be a list of whole numbers in the order of the branches, got {values!r}")
     numbers = tuple(whole_number(f"every entry of {name}", value) for value in values)
     if not numbers:
         raise ValueError(f"{name} is empty: a pattern needs at least one branch")

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention import _parallel, reference
-from dilated_attention._settings import Settings
+from dilated_attention import reference
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import Call
 from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.ring import run as ring
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 
@@ -169,7 +171,7 @@ def run_sharded(
     backend: str = "auto",
 ) -> tuple[Results, list[FakeTransport]]:
     """As `run`, with the sequence cut into shards of these lengths, one a rank, the ranks being threads."""
-    settings = Settings(pattern, is_causal, 1 / math.sqrt(qkv[0].shape[-1]), dropout_p, backend)
+    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, in_parts=True)
 
     def rank(transport: FakeTransport) -> Results:
         start = sum(lengths[: transport.rank])
@@ -178,7 +180,8 @@ def run_sharded(
         padding = None if key_padding_mask is None else key_padding_mask[:, shard]
 
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
-            return _parallel.attend(query, key, value, padding, seed, settings, link)
+            inputs = Inputs(query, key, value, padding, seed)
+            return ring.attend(inputs, asked.of(query, key, padding, 0), link)
 
         parts = tuple(x[:, shard] for x in qkv)
         return run(attention, parts, dout[:, shard], None if dlse is None else dlse[:, shard])
@@ -195,9 +198,9 @@ def joined(results: Sequence[Results]) -> Results:
     return Results(whole["out"], whole.get("lse"), whole["dq"], whole["dk"], whole["dv"])
 
 
-class _FakeLink(_parallel.Link):
+class _FakeLink(ring.Link):
     def __init__(self, transport: FakeTransport, **settings: Any) -> None:
-        super().__init__(cast(ProcessGroup, transport.office), verify="always", **settings)
+        super().__init__(cast(ProcessGroup, transport), verify="always", **settings)
         self.fake = transport
 
     def check_usable(self) -> None:

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, testing
-from dilated_attention._alltoall import bundles
-from dilated_attention._exchange import Messages, traffic
-from dilated_attention._packing import Field, Fields, part_bytes
-from dilated_attention._shards import Channel, Heads, Shards, channels
 from dilated_attention.cost import EXCHANGES, LINKS, MOST_HELD, PlanCost, RankCost, fastest_exchange, plan_cost
+from dilated_attention.pattern import Heads
+from dilated_attention.ring.alltoall import bundles
+from dilated_attention.ring.circulate import Messages, traffic
+from dilated_attention.ring.packing import Field, Fields, part_bytes
+from dilated_attention.ring.shards import Channel, Shards, channels
 
 
 @dataclass(frozen=True)

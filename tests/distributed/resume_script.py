@@ -32,7 +32,9 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
         x = self.tokens(tokens) + self.positions(da.local_positions(TOKENS, group))
         query, key, value = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).chunk(3, dim=2)
-        out = da.dilated_attention(query, key, value, PATTERN, is_causal=True, dropout_p=0.1, group=group, timeout=30.0)
+        out = da.dilated_attention(
+            query, key, value, PATTERN, is_causal=True, dropout_p=0.1, group=da.ContextParallel(group, timeout=30.0)
+        )
         return self.head(F.dropout(x + self.out(out.flatten(2)), 0.1))
 
 

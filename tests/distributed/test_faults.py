@@ -27,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dilated_attention
-from dilated_attention import DilatedPattern, _parallel, testing
-from dilated_attention._shards import Heads
+from dilated_attention import ContextParallel, DilatedPattern, testing
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.group import BEFORE_CLOSING, CommunicationError, GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence
+from dilated_attention.pattern import Heads
 from dilated_attention.ranks import Outcome, pool
+from dilated_attention.ring import run
 from dilated_attention.testing import Results
 
 EXCHANGES = ("ring", "allgather", "alltoall")
@@ -130,7 +131,7 @@ def right_call(
         if fault.where == "the call":
             fault.happen()
         out = dilated_attention.dilated_attention(
-            query, key, value, PATTERN, group=group, exchange=exchange, timeout=timeout
+            query, key, value, PATTERN, group=ContextParallel(group, exchange=exchange, timeout=timeout)
         )
         if fault.where == "the backward":
             fault.happen()
@@ -428,10 +429,11 @@ def odd_call(
         for x, length in zip(qkv, (lengths[0], lengths[1], lengths[1]), strict=True)
     )
     padding = torch.zeros(samples, lengths[0], dtype=torch.bool) if mask else None
+    of_group = {name: options.pop(name) for name in ("exchange", "use_checkpointing", "timeout") if name in options}
     with torch.no_grad() if no_grad else contextlib.nullcontext():
         return dilated_attention.dilated_attention(
-            query, key, value, pattern, key_padding_mask=padding, enable_gqa=True, heads=part, group=world(),
-            **{"timeout": LONG, **options},
+            query, key, value, pattern, key_padding_mask=padding, enable_gqa=True, heads=part,
+            group=ContextParallel(world(), **{"timeout": LONG, **of_group}), **options,
         )  # fmt: skip
 
 
@@ -525,7 +527,7 @@ def backward_or(other: str, exchange: str, timeout: float) -> Any:
     """Forward on all ranks, and then on one of them something else than the backward."""
     query = testing.make_qkv(2, TOKENS, 4, 8, dtype=torch.float64)[0].requires_grad_()
     out = dilated_attention.dilated_attention(
-        query, query, query, PATTERN, group=world(), exchange=exchange, timeout=timeout
+        query, query, query, PATTERN, group=ContextParallel(world(), exchange=exchange, timeout=timeout)
     )
     if dist.get_rank() != VICTIM:
         return out.sum().backward()
@@ -563,10 +565,9 @@ def check_differently(exchange: str, timeout: float) -> None:
     """One rank stops to check its calls after the first few, which the others do not."""
     query = testing.make_qkv(2, TOKENS, 4, 8, dtype=torch.float64)[0]
     verify = "first" if dist.get_rank() == VICTIM else "always"
+    group = ContextParallel(world(), exchange=exchange, timeout=timeout, verify=verify)
     for _ in range(12):
-        dilated_attention.dilated_attention(
-            query, query, query, PATTERN, group=world(), exchange=exchange, timeout=timeout, verify=verify
-        )
+        dilated_attention.dilated_attention(query, query, query, PATTERN, group=group)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -580,13 +581,12 @@ def test_no_message_is_taken_for_another(exchange: str) -> None:
 def change_length(exchange: str, timeout: float, changes: tuple[int, ...]) -> None:
     """One rank's shard becomes longer in some calls, which the others do not know where calls are not checked."""
     query = testing.make_qkv(2, TOKENS + 4, 4, 8, dtype=torch.float64)[0]
-    with mock.patch.object(_parallel, "FIRST_CALLS", 8):
+    group = ContextParallel(world(), exchange=exchange, timeout=timeout, verify="first")
+    with mock.patch.object(run, "FIRST_CALLS", 8):
         for count in range(12):
             longer = dist.get_rank() == VICTIM and count in changes
             shard = query[:, : TOKENS + 4 if longer else TOKENS]
-            dilated_attention.dilated_attention(
-                *[shard] * 3, PATTERN, group=world(), exchange=exchange, timeout=timeout, verify="first"
-            )
+            dilated_attention.dilated_attention(*[shard] * 3, PATTERN, group=group)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -652,12 +652,12 @@ def test_survivors_go_on_in_a_new_group() -> None:
 PROGRAM = """
 import os, signal, sys
 import torch, torch.distributed as dist
-from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=3)
 x = torch.ones(1, 16, 2, 4, requires_grad=True)
-out = dilated_attention(x, x, x, DilatedPattern.longnet([64], [1]), group=dist.group.WORLD, exchange="ring")
+out = dilated_attention(x, x, x, DilatedPattern.longnet([64], [1]), group=ContextParallel(exchange="ring"))
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 out.sum().backward()

@@ -8,7 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, testing
+from dilated_attention import (
+    DilatedPattern,
+    RingDilatedAttentionProduction,
+    dilated_attention,
+    testing,
+)
 from dilated_attention.distributed.group import GroupTransport
 
 pytestmark = pytest.mark.gpu

@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import DilatedPattern, _parallel, explain, functional, testing
+from dilated_attention import DilatedPattern, explain, functional, testing
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool
+from dilated_attention.ring import run
 from dilated_attention.testing import Results
 from tests.cases import Case
 from tests.table import cover
@@ -447,7 +448,7 @@ def test_a_ring_is_point_to_point_between_neighbours(exchange: str, use_checkpoi
 
 def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
     """Hops, bytes received, bytes sent and bytes still held, after the forward and after the backward pass."""
-    link = _parallel.Link(dist.group.WORLD, case.exchange, case.recompute)
+    link = run.Link(dist.group.WORLD, case.exchange, case.recompute)
     qkv, dout, _, padding = case.inputs()
     shard = case.shard(dist.get_rank())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
@@ -533,7 +534,7 @@ def unverified_here(case: Case, calls: int) -> tuple[list[list[str]], list[Resul
         return post_all(self, name, message)
 
     words, results = [], []
-    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(_parallel, "FIRST_CALLS", 8):
+    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(run, "FIRST_CALLS", 8):
         for _ in range(calls):
             results.append(case.on_this_rank(group, verify="first"))
             words.append(said.copy())

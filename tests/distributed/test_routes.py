@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from dilated_attention.distributed.routes import ROUTES, Route, Trip, allgather, ring, share
+from dilated_attention.ring.routes import ROUTES, Route, Trip, allgather, ring, share
 
 MEMBERS = [
     *(tuple(range(count)) for count in (1, 2, 3, 4, 5, 8, 17, 64)),

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import MultiheadDilatedAttention, sequence_mean, shard_sequence
+from dilated_attention import ContextParallel, MultiheadDilatedAttention, sequence_mean, shard_sequence
+from dilated_attention.context_parallel import ROUTES
 from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
@@ -72,7 +73,9 @@ def on_mesh(mesh: DeviceMesh, **options: Any) -> Any:
     """With the weights of `one_device`."""
     torch.manual_seed(0)
     module = RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, dtype=torch.float64, **options)
-    load_whole(module, one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule") if x in options}))
+    load_whole(
+        module, one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule", "num_kv_heads") if x in options})
+    )
     return module
 
 
@@ -139,7 +142,7 @@ def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str
 
 def compared(mesh: DeviceMesh, options: dict[str, Any], call: dict[str, Any], padded: bool) -> dict[str, float]:
     """What differs from one device: output, loss, gradients of the input and of every parameter."""
-    one = one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule") if x in options})
+    one = one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule", "num_kv_heads") if x in options})
     many = on_mesh(mesh, **options)
     whole, x = batch().requires_grad_(), part(batch(), mesh).requires_grad_()
     mask = {"key_padding_mask": padding()} if padded else {}
@@ -165,8 +168,9 @@ def computes_alike(axes: dict[str, int]) -> dict[str, Any]:
     mesh, wrong = mesh_of(axes), {}
     cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [({"rule": rule}, {}, False) for rule in RULES]
     cases += [({"rule": rule}, {"is_causal": True}, True) for rule in RULES]
-    cases += [({"exchange": exchange}, {}, True) for exchange in ("ring", "allgather", "alltoall")]
+    cases += [({"parallel": ContextParallel(exchange=exchange)}, {}, True) for exchange in ROUTES]
     cases += [({"layer_norm": False}, {}, False), ({"bias": False, "use_checkpointing": False}, {}, False)]
+    cases += [({"num_kv_heads": 2, "rule": "longnet", "batch_first": True}, {}, True)]
     for case in cases:
         found = compared(mesh, *case)
         if found:
@@ -433,7 +437,9 @@ def refusals() -> list[str]:
         (four, {"data": "heads"}),
         (init_device_mesh("cpu", (4,), mesh_dim_names=("heads",)), {}),
         (outside, {}),
-        (four, {"exchange": "smoke signals"}),
+        (None, {}),
+        (four, {"parallel": ContextParallel(dist.group.WORLD)}),
+        (four, {"parallel": dist.group.WORLD}),
     ]
     said = []
     for mesh, options in cases:
@@ -453,9 +459,11 @@ def test_errors_of_the_mesh() -> None:
         "have no names: pass mesh_dim_names, out of ('data', 'sequence', 'heads'), to init_device_mesh()",
         "ValueError: the mesh has axes ('dp', 'sequence') and ['dp'] are none of ('data', 'sequence', 'heads')",
         "ValueError: data, sequence and heads must name three axes, got 'heads', 'sequence' and 'heads'",
-        "ValueError: num_heads is 6 and the heads axis of the mesh has 4 ranks: each takes equally many heads",
+        "ValueError: there are 6 key/value heads and the heads axis of the mesh has 4 ranks: each takes equally many",
         "ValueError: this process is not a member of",
-        "ValueError: unknown exchange 'smoke signals'",
+        "TypeError: mesh must be a DeviceMesh, got None",
+        "ValueError: parallel has a group, and the ranks are those of the mesh's axes: leave the group out",
+        "TypeError: parallel must be a ContextParallel, got ProcessGroup",
     ]
     for said in pool(4).run(refusals):
         assert len(said) == len(expected)

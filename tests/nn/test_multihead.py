@@ -689,7 +689,7 @@ def test_errors_of_the_call(cls: Any) -> None:
         module(x, x, x, need_weights=True)
     causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"attn_mask must be None: .* pass is_causal=True"):
-        module(x, attn_mask=causal, is_causal=True)
+        module(x, attn_mask=causal)
     with pytest.raises(ValueError, match=r"key is \(2, 8, 20\) and query \(2, 9, 20\): .* equal lengths; to decode, "):
         module(x, x[:, :8])
     with pytest.raises(ValueError, match=r"must all be .* got query \(2, 9, 19\)$"):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention import (
+    ContextParallel,
     DilatedPattern,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
@@ -53,7 +54,7 @@ def make(cls: Any, **options: Any) -> Any:
     """One module of any of the classes, of float64."""
     if cls is RingAttentionV2Simple:
         return cls(**options)
-    if issubclass(cls, nn.Module) and hasattr(cls, "batch_first"):
+    if issubclass(cls, MultiheadDilatedAttention):
         torch.manual_seed(0)
         module = cls(E, H, LENGTHS, RATES, dtype=torch.float64, **{"rule": "longnet"} | options)
         with torch.no_grad():
@@ -116,8 +117,9 @@ def equals_its_call() -> list[str]:
             lengths, rates = LENGTHS[1:], RATES[1:]
         pattern = DilatedPattern.of(rule, lengths, rates)
         module = cls() if cls is RingAttentionV2Simple else cls(lengths, rates, **settings)
-        call: dict[str, Any] = {"group": world(), "exchange": EXCHANGE.get(cls, "ring"), "enable_gqa": True}
-        call["use_checkpointing"] = settings.get("use_checkpointing", True)
+        kept = settings.get("use_checkpointing", True)
+        group = ContextParallel(world(), exchange=EXCHANGE.get(cls, "ring"), use_checkpointing=kept)
+        call: dict[str, Any] = {"group": group, "enable_gqa": True}
         call["backend"] = "eager" if cls is RingAttentionV2Simple else "auto"
         for way in ways:
             here = {name: mine(x) if isinstance(x, Tensor) else x for name, x in way.items()}
@@ -137,19 +139,18 @@ def multihead_equals() -> list[str]:
     wrong: list[str] = []
     _, _, padding = inputs()
     dout = tokens(5)
-    for settings in ({}, {"rule": "head_groups", "exchange": "alltoall"}, {"bias": False, "layer_norm": False}):
-        many = make(RingMultiheadDilatedAttention, **settings)
-        shape = {name: value for name, value in settings.items() if name != "exchange"}
-        one = make(MultiheadDilatedAttention, **shape)
+    cases: list[tuple[dict[str, Any], Any]] = [({}, "ring"), ({"rule": "head_groups"}, "alltoall")]
+    for settings, exchange in [*cases, ({"bias": False, "layer_norm": False, "num_kv_heads": 2}, "ring")]:
+        group = ContextParallel(world(), exchange=exchange)
+        many = make(RingMultiheadDilatedAttention, **settings, group=world() if exchange == "ring" else group)
+        one = make(MultiheadDilatedAttention, **settings)
         for way in ({}, {"is_causal": True, "key_padding_mask": padding}):
             x, whole = mine(tokens()).requires_grad_(), tokens().requires_grad_()
             here: dict[str, Any] = {name: mine(v) if isinstance(v, Tensor) else v for name, v in way.items()}
             out, weights = many(x, **here)
             expected = one(whole, **way)[0]
-            q, k, v = (linear(x).unflatten(-1, (H, D)) for linear in (many.q_proj, many.k_proj, many.v_proj))
-            by_hand = dilated_attention(
-                q, k, v, many.pattern, group=world(), exchange=str(settings.get("exchange", "ring")), **here
-            )
+            q, k, v = (linear(x).unflatten(-1, (-1, D)) for linear in (many.q_proj, many.k_proj, many.v_proj))
+            by_hand = dilated_attention(q, k, v, many.pattern, group=group, enable_gqa=True, **here)
             if weights is not None or not torch.equal(out, many.out_proj(many.norm(by_hand.flatten(2)))):
                 wrong.append(f"{settings}: not the documented call")
             grads = torch.autograd.grad(out, [x, *many.parameters()], mine(dout))
@@ -262,8 +263,7 @@ def test_ring_size_without_a_group() -> None:
 def wrong_settings() -> list[str]:
     """With a group they are seen at once, not in the first step."""
     said = []
-    settings: list[dict[str, Any]] = [{"timeout": 0}, {"verify": "never"}, {"debug": 1}, {"use_checkpointing": 1}]
-    for options in settings:
+    for options in ({"use_checkpointing": 1}, {"group": 2}, {"group": ContextParallel(exchange="auto")}):
         try:
             make(RingDilatedAttention, **options)
         except (TypeError, ValueError) as fault:
@@ -272,7 +272,7 @@ def wrong_settings() -> list[str]:
 
 
 def test_wrong_settings() -> None:
-    expected = ["timeout must be a positive", "unknown verify 'never'", "debug must be True", "use_checkpointing must"]
+    expected = ["use_checkpointing must", "group must be a torch", "RingDilatedAttention has the exchange 'ring'"]
     (said,) = pool(1).run(wrong_settings)
     assert len(said) == len(expected)
     assert all(got.startswith(wanted) for got, wanted in zip(said, expected, strict=True))
@@ -489,6 +489,25 @@ def test_a_cap_on_memory_slices_the_heads(cap: int | None, forward: list[int], b
     assert module.stats()["retries"] == module.stats()["hops"] == 0
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_production_compiles_to_one_graph_and_keeps_its_cap_and_its_count(dynamic: bool) -> None:
+    """Without a group. The limit is an object: the compiled call names it by number and still reaches it."""
+    qkv, dout = whole_heads()
+    module = production(max_workspace_bytes=2 * FORWARD_BYTES)
+    plain = testing.run(module, qkv, dout)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+
+    def fails(call: int, heads: int) -> bool:
+        return call == 1
+
+    with watched("forward", fails) as forward_heads, watched("backward") as backward_heads:
+        got = testing.run(compiled, qkv, dout)
+    assert forward_heads == [2, 1, 1, 2]  # the first two heads run out of memory and come again one by one
+    assert backward_heads == [1] * 4
+    assert not unequal(got, plain)
+    assert module.stats()["retries"] == 1
+
+
 def capped() -> list[str]:
     """The same on several ranks, with grouped heads, causal, padding, and, where the backend has it, dropout."""
     wrong: list[str] = []
@@ -544,7 +563,7 @@ def test_a_block_that_runs_out_of_memory_is_computed_again(name: str) -> None:
 def hopeless(name: str) -> None:
     qkv, dout = whole_heads()
     with watched(name, lambda call, heads: dist.get_rank() == 1 and call > 1):
-        testing.run(production(timeout=20.0), tuple(mine(x) for x in qkv), mine(dout))
+        testing.run(production(group=ContextParallel(timeout=20.0)), tuple(mine(x) for x in qkv), mine(dout))
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])

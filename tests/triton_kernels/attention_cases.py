@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention import DilatedPattern, _fused, dilated_attention, functional, testing
-from dilated_attention.backends.triton import launch, table
+from dilated_attention import (
+    DilatedPattern,
+    RingDilatedAttentionProduction,
+    dilated_attention,
+    functional,
+    testing,
+)
+from dilated_attention.backends.triton import launch, nesting, whole_call
+from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
 from dilated_attention.backends.triton.tiling import tiling
-from dilated_attention.pattern import RULES
+from dilated_attention.backends.triton.whole_call import Prepared
+from dilated_attention.pattern import RULES, Heads
 from dilated_attention.testing import Results
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -331,7 +339,7 @@ def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (16, 32), (32, 16), (64, 16), (16, 64), (64, 64)])
 def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    monkeypatch.setattr(_fused, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
+    monkeypatch.setattr(whole_call, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
     check(make(70, 1), DilatedPattern.longnet([66, 132], [1, 2]), is_causal=rows != keys)
     assert len(used) == 3
 
@@ -355,9 +363,9 @@ def test_tables_in_64_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_table_is_as_wide_as_it_must_be() -> None:
-    ((course,),) = _fused.launches(DilatedPattern.longnet([2048], [4]), _fused.Heads(0, 2, 2), False, False)
+    (nests,) = nesting.launches(DilatedPattern.longnet([2048], [4]), Heads(0, 2, 2), False, False)
     fixed: dict[str, Any] = {
-        "courses": (course,), "samples": 1, "group": 1, "own": 64, "other": 32, "sees": "all",
+        "nests": nests, "samples": 1, "group": 1, "own": 64, "other": 32, "sees": "all",
         "device": torch.device("cpu"),
     }  # fmt: skip
     for tokens, stride, dtype in (
@@ -373,9 +381,9 @@ def test_a_table_is_as_wide_as_it_must_be() -> None:
 def test_a_table_has_two_runs_to_spare() -> None:
     """A kernel reads ahead of the run it is in."""
     pattern, device = DilatedPattern.longnet([24, 48], [1, 2]), torch.device("cpu")
-    (courses,) = _fused.launches(pattern, _fused.Heads(0, 2, 2), False, False)
+    (nests,) = nesting.launches(pattern, Heads(0, 2, 2), False, False)
     for sees in ("all", "earlier", "later"):
-        found = launch.table(courses, 1, 53, 1, 16, 16, sees, 64, device)
+        found = launch.table(nests, 1, 53, 1, 16, 16, sees, 64, device)
         parts = [tiling((24, 48), (1, 2), (0, 1), length, 16, 16, sees) for length in (48, 5)]
         assert len(found.runs) // 5 >= sum(len(part.runs) for part in parts) + 2
 
@@ -433,25 +441,41 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
     pattern, made = DilatedPattern.longnet([16], [1]), []
     prepare = launch.forward
     monkeypatch.setattr(launch, "forward", lambda *x: made.append(1) or prepare(*x))
+    device = make(1)[0].device
 
     def call(tokens: int) -> Tensor:
         return dilated_attention(*make(tokens), pattern, backend="triton")
 
     first = call(20)
+    each = CACHE.nbytes(device)
+    assert each > 0
     assert torch.equal(call(20), first)
     assert len(made) == 1
     call(21)
-    assert len(made) == len(_fused._ready) == 2
-    each = max(ready.nbytes() for ready in _fused._ready.values())
-    assert each > 0
-    monkeypatch.setattr(_fused, "MOST_BYTES", 8 * each)
+    assert len(made) == len(CACHE) == 2
+    monkeypatch.setattr(CACHE, "most_bytes", 8 * each)
     for tokens in range(22, 60):
         call(tokens)
-        assert sum(ready.nbytes() for ready in _fused._ready.values()) <= 8 * each + 64
+        assert len(CACHE) <= 8
+        assert CACHE.nbytes(device) <= 8 * each
         made.clear()
         call(tokens - 1)  # the oldest go, not the last ones
         assert not made
     assert torch.equal(call(20), first)
+    assert made
+
+
+def test_a_cap_on_memory_asks_for_blocks() -> None:
+    """Our kernels take a call whole: nothing of it could be computed some heads at a time, or again."""
+    capped = RingDilatedAttentionProduction([16], [1], max_workspace_bytes=1000)
+    qkv = make(20)
+    out = capped(*qkv)
+    assert len(CACHE) == 0
+    assert testing.error(out, dilated_attention(*qkv, capped.pattern)) < 5e-6
+    assert len(CACHE) == 1
+    named = RingDilatedAttentionProduction([16], [1], backend="triton")
+    with pytest.raises(ValueError, match="'triton' cannot run this call: it takes calls whole"):
+        named(*qkv)
 
 
 def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,33 +497,47 @@ def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyP
     assert launches() == 0
 
 
+def prepared_launches(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launch]:
+    """A list that gets each launch when it is prepared."""
+    made: list[launch.Launch] = []
+    prepare = launch.Launch
+
+    def recorded(*args: Any) -> launch.Launch:
+        made.append(prepare(*args))
+        return made[-1]
+
+    monkeypatch.setattr(launch, "Launch", recorded)
+    return made
+
+
 def test_another_scale_makes_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, move = [], table._moved
-    monkeypatch.setattr(table, "_moved", lambda *x: made.append(1) or move(*x))
+    made = prepared_launches(monkeypatch)
     qkv = [x.requires_grad_() for x in make(70)]
     counts = []
     for scale in (0.1, 0.2, 0.3):
         pattern = DilatedPattern.longnet([16, 32], [1, 2])
         out = dilated_attention(*qkv, pattern, is_causal=True, scale=scale, backend="triton")
         out.sum().backward()
-        counts.append(len(made))
-    assert counts[0] > 0
-    assert counts == counts[:1] * 3
+        counts.append((len(made), len({one.table[0].data_ptr() for one in made})))
+    (launches, tables), *later = counts
+    assert launches == 3
+    assert tables > 0
+    assert later == [(2 * launches, tables), (3 * launches, tables)]
 
 
 def test_threads_prepare_a_launch_once() -> None:
     """Two of the same would each be launched, and one dropped while a kernel reads its table."""
-    made: list[_fused.Ready] = []
+    made: list[Prepared] = []
     together = threading.Barrier(4)
 
-    def slowly() -> _fused.Ready:
+    def slowly() -> Prepared:
         time.sleep(0.1)
-        made.append(_fused.Ready((), torch.float32, False))
+        made.append(Prepared((), torch.float32, False))
         return made[-1]
 
-    def prepare(_: int) -> _fused.Ready:
+    def prepare(_: int) -> Prepared:
         together.wait()
-        return _fused._kept((make(1)[0].device, "like"), slowly)
+        return CACHE.get((make(1)[0].device, "like"), slowly)
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(prepare, range(4)))
@@ -507,15 +545,18 @@ def test_threads_prepare_a_launch_once() -> None:
     assert all(one is made[0] for one in found)
 
 
-def test_what_is_dropped_is_free_only_when_the_device_was_waited_for() -> None:
+def test_what_is_dropped_is_free_only_when_the_device_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device = make(1)[0].device
+    made = prepared_launches(monkeypatch)
     dilated_attention(*make(40), DilatedPattern.longnet([16], [1]), backend="triton")
-    alive = [weakref.ref(ready.launches[0]) for ready in _fused._ready.values()]
-    _fused._forget(device)
-    assert not _fused._ready
-    assert _fused._held[device] == 0
+    alive = [weakref.ref(one) for one in made]
+    made.clear()
+    assert len(alive) == len(CACHE) == 1
+    CACHE.forget(device)
+    assert len(CACHE) == 0
+    assert CACHE.nbytes(device) == 0
     assert all(one() is not None for one in alive)
-    _fused._forget(device)
+    CACHE.forget(device)
     assert all(one() is None for one in alive)
 
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _settings, dilated_attention, explain, reference, testing
-from dilated_attention._decode_ops import _branches
-from dilated_attention.backends.triton import decode
-from dilated_attention.backends.triton.decode import Config
+from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.triton import few_queries
+from dilated_attention.backends.triton.few_queries import Config
+from dilated_attention.call import ON_DEVICE, Call
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -35,10 +36,10 @@ def run(
     padding: Tensor | None = None,
     config: Config | None = CONFIG,
 ) -> tuple[Tensor, Tensor]:
-    has_zeros = pattern.rule == "torchscale" and not is_causal
-    ends = _settings.sample_ends(padding) if has_zeros and padding is not None else None
-    options = decode.Options(_branches(pattern, qkv[1].shape[2]), is_causal, has_zeros, 0.3)
-    return decode.forward(*qkv, padding, offset, ends, options, config)
+    positions = offset if isinstance(offset, Tensor) else None
+    start = ON_DEVICE if isinstance(offset, Tensor) else offset
+    call = Call(pattern, is_causal, 0.3).of(qkv[0], qkv[1], padding, start)
+    return few_queries.forward(call, Inputs(*qkv, padding, None, positions), config)
 
 
 def check(qkv: tuple[Tensor, ...], pattern: DilatedPattern, offset: int | Tensor, **options: Any) -> None:
@@ -68,8 +69,8 @@ def make(queries: int, tokens: int, heads: int = 2, kv_heads: int = 2, dim: int 
 def test_the_public_function_runs_it(rule: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward; and backward on PyTorch's kernels, from this one's out and lse."""
     ran: list[int] = []
-    forward = decode.forward
-    monkeypatch.setattr(decode, "forward", lambda *args: ran.append(1) or forward(*args))
+    forward = few_queries.forward
+    monkeypatch.setattr(few_queries, "forward", lambda *args: ran.append(1) or forward(*args))
     pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
     qkv = make(2, 37, 4)
     testing.check(qkv, pattern, is_causal=is_causal, query_offset=torch.tensor([15]))
@@ -199,12 +200,12 @@ def test_unwritten_memory_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_sizes_chosen_fit() -> None:
     """Splits fill the device and leave no program without a tile to hope for."""
     q, k, _ = make(1, 4096, heads=4, kv_heads=2, dim=64)
-    options = decode.Options(_branches(PATTERN, 2), True, False, 1.0)
-    chosen = decode.configure(q, k, options)
+    call = Call(PATTERN, True).of(q, k, None, 4095)
+    chosen = few_queries.configure(call)
     assert (chosen.rows, chosen.keys) == (16, 64)
-    assert chosen.splits == min(decode.PROGRAMS_PER_PROCESSOR // 2, 3)  # one tile a branch, "one processor" here
-    assert decode.configure(q.expand(64, -1, -1, -1), k.expand(64, -1, -1, -1), options).splits == 1
-    wide = decode.configure(q.new_empty(1, 64, 8, 256), k.new_empty(1, 4096, 1, 256), options)
+    assert chosen.splits == min(few_queries.PROGRAMS_PER_PROCESSOR // 2, 3)  # one tile per branch, "one processor" here
+    assert few_queries.configure(call._replace(samples=64)).splits == 1
+    wide = few_queries.configure(call._replace(queries=64, heads=8, kv_heads=1, head_dim=256))
     assert (wide.rows, wide.keys, wide.warps) == (32, 16, 8)  # as much as fits into the shared memory of every GPU
 
 

@@ -6,6 +6,7 @@ Run by test_triton in a process of its own, as the driver that stands in for a G
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from dilated_attention import DilatedPattern, _decode_ops
-from dilated_attention._settings import Settings
-from dilated_attention.backends.triton import decode
+from dilated_attention import DilatedPattern
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.triton import few_queries
+from dilated_attention.call import ON_DEVICE, Call
 
 assert os.environ.get("TRITON_INTERPRET") != "1"
 
@@ -53,10 +55,10 @@ class Compiled:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    found = [Compiled(decode.decode_kernel), Compiled(decode.combine_kernel)]
-    monkeypatch.setattr(decode, "decode_kernel", found[0])
-    monkeypatch.setattr(decode, "combine_kernel", found[1])
-    monkeypatch.setattr(decode, "_processors", lambda device: 132)
+    found = [Compiled(few_queries.decode_kernel), Compiled(few_queries.combine_kernel)]
+    monkeypatch.setattr(few_queries, "decode_kernel", found[0])
+    monkeypatch.setattr(few_queries, "combine_kernel", found[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return found
 
 
@@ -79,7 +81,9 @@ def launch(
     k, v = torch.empty(2, samples, tokens, kv_heads, dim, dtype=dtype).unbind(0)
     mask = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
     at = torch.zeros(samples, dtype=torch.int64) if on_device else None
-    _decode_ops._kernel(q, k, v, mask, at, offset, Settings(pattern, is_causal, 0.1, 0.0, "triton"))
+    call = Call(pattern, is_causal, 0.1).of(q, k, mask, ON_DEVICE if on_device else offset)
+    sizes = few_queries.configure(call._replace(device=torch.device("cuda")))
+    few_queries.forward(call, Inputs(q, k, v, mask, None, at), sizes)
 
 
 CASES: dict[str, dict[str, Any]] = {

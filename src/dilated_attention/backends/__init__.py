@@ -1,1 +1,1 @@
-"""Dense attention on strided blocks. Knows nothing of patterns or ranks; `problem` says what a backend is asked."""
+"""Attention on one device. `choose` says what a backend is and which runs; `run` computes a call with it."""

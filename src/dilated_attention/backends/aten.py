@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dilated_attention.backends.problem import Gradients
+
 ops = torch.ops.aten
 
 # On a CPU keys and values are read anew for every tile of queries, and rows far apart share few places in the caches:
 # of this many rows that span this many bytes, packing them first was measured to save 0 to 25 % of a call's time.
 PACKED_ROWS, PACKED_SPAN = 384, 3 << 19
+VECTOR_BYTES = 64  # the longest vector of a CPU that torch's kernel uses
 
 
 class Dense(NamedTuple):
@@ -39,7 +42,6 @@ class Dense(NamedTuple):
 
 
 Result = tuple[Tensor, Tensor]  # out, lse
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Kernel:
 
 
 def flash_on_cpu() -> Kernel:
-    """In blocks under 16 rows, a query of NaN gives out 0 and lse 0 in its row, as in torch's own SDPA."""
+    """Where all keys fit in one vector and all score NaN, out and lse are 0, as in torch's SDPA: `sdpa` mends that."""
     return Kernel("flash on CPU", _flash_cpu_forward, _flash_cpu_backward, takes_bias=True)
 
 

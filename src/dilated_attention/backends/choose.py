@@ -1,16 +1,47 @@
-"""Which backend runs a call: a short table, and every reason why another one does not."""
+"""Which backend runs a call, and why no other does.
+
+A backend is a module in this folder and a row of BACKENDS. No other file names one. It says what it can do:
+
+    unsupported(call, backward)   why it cannot run the call, one sentence each; empty: it can
+    preference(call, backward)    (whether it is a first choice where it can run, and why; "" where there is no reason)
+    kernels(call, backward)       those of its kernels that can run the call, first choice first
+    why_not(call, backward)       {kernel: why it cannot run}; the kernel is "" where the backend has no choice of them
+    describe(kernels, rows)       which kernels run blocks of so many rows, for people
+
+A backend that computes block by block has, in the layout (b, L, heads, D),
+
+    limits(call)                                                       what one call of its kernels takes
+    forward(kernels, q, k, v, masking)                                 -> (out, lse)
+    backward(kernels, dout, q, k, v, out, lse, dlse, masking)          -> (dq, dk, dv)
+
+where out and lse in the backward pass are the final, merged ones, which makes each block's gradients exact, and lse is
++inf for rows without keys: their weights exp(s - inf) are 0 then, not NaN. A backend that takes calls whole has
+
+    forward_call(call, inputs)                                         -> (out, lse)
+    backward_call(call, inputs, results)                               -> (dq, dk, dv)
+"""
 
 from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from dilated_attention.backends import eager, sdpa, triton
-from dilated_attention.backends.problem import Request
+from dilated_attention.call import Call
 
-BACKENDS: dict[str, ModuleType] = {"triton": triton, "sdpa": sdpa, "eager": eager}
-NAMES = ("auto", *BACKENDS)
+Backend = Literal["auto", "triton", "sdpa", "eager"]
+NAMES: tuple[Backend, ...] = get_args(Backend)
+
+
+class Entry(NamedTuple):
+    """A row of the table."""
+
+    module: ModuleType
+    is_whole: bool = False  # it takes calls whole, not block by block
+
+
+BACKENDS = {"triton": Entry(triton, is_whole=True), "sdpa": Entry(sdpa), "eager": Entry(eager)}
 
 
 class Choice(NamedTuple):
@@ -19,39 +50,51 @@ class Choice(NamedTuple):
     name: str
     module: ModuleType
     kernels: tuple[Any, ...]
+    is_whole: bool
+
+    def describe(self, rows: set[int]) -> str:
+        """Which kernels run blocks of so many rows."""
+        found: str = self.module.describe(self.kernels, rows)
+        return found
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(name: str, request: Request) -> Choice:
+def choose(call: Call, backward: bool = False) -> Choice:
     """What runs the call. A backend asked for by name runs or raises, and does not give way to another.
 
     One exception, told by explain(): sdpa computes a block of one row itself where no kernel left takes it.
     """
+    name = call.backend
     if name == "auto":
-        name = next(name for name in _order(request) if not BACKENDS[name].unsupported(request))
-    reasons = BACKENDS[name].unsupported(request)
+        able = [name for name, row in BACKENDS.items() if not row.module.unsupported(call, backward)]
+        name = next((name for name in able if BACKENDS[name].module.preference(call, backward)[0]), able[0])
+    module, is_whole = BACKENDS[name]
+    reasons = module.unsupported(call, backward)
     if reasons:
         raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. Use backend='auto'")
-    return Choice(name, BACKENDS[name], BACKENDS[name].kernels(request))
+    return Choice(name, module, module.kernels(call, backward), is_whole)
 
 
-def _order(request: Request) -> tuple[str, ...]:
-    """Fastest first: our kernels, unless the library's were measured to be faster."""
-    if not triton.unsupported(request) and not triton.is_preferred(request):
-        return ("sdpa", "triton", "eager")
-    return ("triton", "sdpa", "eager")
+def unsupported_by_name(call: Call) -> list[str]:
+    """Why the backend that was asked for by name cannot run the call."""
+    if call.backend == "auto":
+        return []
+    found: list[str] = BACKENDS[call.backend].module.unsupported(call, False)
+    return found
 
 
-def why_not(choice: Choice, request: Request) -> dict[str, list[str]]:
+def why_not(choice: Choice, call: Call, backward: bool = False) -> dict[str, list[str]]:
     """For every backend and kernel that does not run: why."""
-    running = f"{choice.name} ({choice.kernels[0]})"
-    reasons = {"triton": triton.unsupported(request)}
-    reasons |= {f"sdpa/{kernel}": why for kernel, why in sdpa.why_not(request).items()} or {
-        "sdpa": sdpa.unsupported(request)
-    }
-    reasons["eager"] = eager.unsupported(request)
-    later = [f"it could run, but {running} was chosen"]
-    if not triton.unsupported(request):
-        later[0] += f" ({triton.because(request)})"
-    runs = f"sdpa/{choice.kernels[0]}" if choice.name == "sdpa" else choice.name
-    return {name: why or later for name, why in reasons.items() if name != runs}
+    later = f"it could run, but {choice.name} ({choice.kernels[0]}) was chosen"
+    reasons: dict[str, list[str]] = {}
+    because: list[str] = []
+    for name, (module, _) in BACKENDS.items():
+        kernels = module.why_not(call, backward) or {"": module.unsupported(call, backward)}
+        reasons |= {f"{name}/{kernel}" if kernel else name: why for kernel, why in kernels.items()}
+        if not module.unsupported(call, backward):
+            because.append(module.preference(call, backward)[1])
+    because = [why for why in because if why]
+    if because and call.backend == "auto":
+        later += f" ({'; '.join(because)})"
+    runs = {choice.name, f"{choice.name}/{choice.kernels[0]}"}
+    return {name: why or [later] for name, why in reasons.items() if name not in runs}

@@ -12,19 +12,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
+from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.call import Call, accumulate_dtype
 
 TILE_ELEMENTS = {"cpu": 1 << 22}  # scores held at once: what a cache keeps on a CPU,
 TILE_ELEMENTS_ELSEWHERE = 1 << 25  # and what keeps a GPU busy
 
 
-def unsupported(request: Request) -> list[str]:
+def unsupported(call: Call, backward: bool) -> list[str]:
     """Eager runs everything."""
     return []
 
 
-def kernels(request: Request) -> tuple[str, ...]:
+def preference(call: Call, backward: bool) -> tuple[bool, str]:
+    """Only where nothing else runs."""
+    return False, ""
+
+
+def kernels(call: Call, backward: bool) -> tuple[str, ...]:
     return ("matmul, softmax, matmul in tiles",)
+
+
+def why_not(call: Call, backward: bool) -> dict[str, list[str]]:
+    return {"": []}
+
+
+def limits(call: Call) -> Limits:
+    return Limits()
 
 
 def describe(kernels: tuple[str, ...], rows: set[int]) -> str:

@@ -1,91 +1,49 @@
-"""What a backend is asked: the kind of call (to say whether it can run) and the masks of one dense problem.
+"""What a backend is given: the tensors of a call, and the masks of one dense problem.
 
-A backend is a module with
-    unsupported(request) -> list of sentences, empty when it can run
-    kernels(request) -> the kernels that can run it, first choice first
-    describe(kernels, rows) -> which of them run blocks of so many rows, for people
-    forward(kernels, q, k, v, masking) -> (out, lse)
-    backward(kernels, dout, q, k, v, out, lse, dlse, masking) -> (dq, dk, dv)
-where out and lse in the backward are the final merged ones, which makes each block's gradients exact, and lse is
-+inf for rows without keys: their weights exp(s - inf) are then 0 instead of NaN. The kernels of `triton` take whole
-calls instead of blocks: `_fused` has their forward and backward.
-
-Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h); h a multiple of hk.
+Legend: q (b, Lq, h, D); k, v (b, Lk, hk, D); h a multiple of hk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-import torch.nn.attention
 from torch import Tensor
 
 from dilated_attention.dropout import Dropout
 
-FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
+
+class Inputs(NamedTuple):
+    """The tensors of a call."""
+
+    q: Tensor  # (B, n, H, D)
+    k: Tensor  # (B, N, Hk, D)
+    v: Tensor
+    padding: Tensor | None = None  # (B, N) bool, True = ignore this key
+    seed: Tensor | None = None  # () int64, what dropout follows
+    positions: Tensor | None = None  # (B,) each sample's first query among the keys, where few queries give a tensor
 
 
-class Whole(NamedTuple):
-    """What a call on one device has to do at once, as the measured choice sees it."""
+class Results(NamedTuple):
+    """What the backward pass is given besides: the merged results, and their gradients."""
 
-    rows: int  # of queries: samples x tokens x heads
-    form: str  # "dense", "nested", "apart" or "", see `_courses.form_of`
-    backward: bool
-
-    @classmethod
-    def of(cls, query: Tensor, form: str, backward: bool) -> Whole:
-        samples, tokens, heads, _ = query.shape
-        return cls(samples * tokens * heads, form, backward)
-
-    @property
-    def short(self) -> bool:
-        return self.rows < FEW_ROWS
+    out: Tensor  # (B, n, H, D)
+    lse: Tensor  # (B, n, H)
+    dout: Tensor
+    dlse: Tensor | None = None  # None: nothing depends on lse
 
 
-class Request(NamedTuple):
-    """The properties of a call, and the torch settings at its time, that decide which backend can run it."""
+class Limits(NamedTuple):
+    """What one call of a backend's kernels takes; blocks are cut to fit."""
 
-    device: torch.device
-    dtype: torch.dtype  # the one computed in
-    head_dim: int
-    is_causal: bool
-    has_padding: bool
-    has_dropout: bool
-    deterministic: bool
-    switched_off: tuple[str, ...]  # kernels that the user switched off, as sdpa_kernel(...) does
-    flash: str | None  # the flash implementation that the user activated in torch
-    whole: Whole | None = None  # None: one block at a time is asked for
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        dtype: torch.dtype,
-        is_causal: bool,
-        has_padding: bool,
-        has_dropout: bool,
-        whole: Whole | None = None,
-        off: tuple[str, ...] | None = None,
-    ) -> Request:
-        off = switched_off() if off is None else off
-        flash = torch.nn.attention.current_flash_attention_impl() if x.device.type == "cuda" else None
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(x.device, dtype, x.shape[-1], is_causal, has_padding, has_dropout, deterministic, off, flash, whole)
+    pad: int = 1  # head_dim is padded to a multiple of this
+    from_rows: int = 0  # blocks with this many rows per segment, or more,
+    rows: int | None = None  # are faster in parts of at most so many rows in all
+    batch: int | None = None  # the most problems in one call
+    span: int | None = None  # the most bytes from a tensor's first element to its last
 
 
-_SWITCHES: dict[str, Callable[[], bool]] = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-}
-
-
-def switched_off() -> tuple[str, ...]:
-    """The kernels of torch that are switched off now."""
-    return tuple(name for name, is_on in _SWITCHES.items() if not is_on())
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +62,3 @@ class Masking:
         if self.is_causal:
             return (~self.padding).cumsum(1) == 0
         return self.padding.all(1, keepdim=True).expand(-1, rows, -1)
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse and of sums: float64 for float64, else float32."""
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -5,39 +5,43 @@ Legend: q, out (b, Lq, h, D); k, v (b, Lk, hk, D); lse, dlse (b, Lq, h).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.nn import functional as F
 
 from dilated_attention.backends import aten, eager
-from dilated_attention.backends.aten import Dense, Gradients, Kernel
-from dilated_attention.backends.problem import Masking, Request
+from dilated_attention.backends.aten import Dense, Kernel
+from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.call import Call
 
-# What one call can count: a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
+# On CUDA one call can count a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
 # which offsets in cuDNN's and flash's backward wrap: wrong gradients without a word, or an illegal access.
-LIMITS = {"cuda": (65535, 2**31)}
-CALL_BYTES = 8 << 20  # of keys, a thread: what a call on a CPU packs and gives is then memory that was used just before
+MOST_PROBLEMS, MOST_BYTES = 65535, 2**31
+PAD = 8  # head_dim must be a multiple of this on CUDA; torch's own SDPA pads likewise
+CALL_BYTES = 8 << 20  # of keys per thread: what a call on a CPU packs and gives is then memory that was just used
 
 
-def unsupported(request: Request) -> list[str]:
+def unsupported(call: Call, backward: bool) -> list[str]:
     """Why none of the kernels can run, one sentence each."""
-    reasons = why_not(request)
+    reasons = why_not(call, backward)
     if not reasons:
-        return [f"torch has no such kernels for device {request.device.type!r}"]
+        return [f"torch has no such kernels for device {call.device.type!r}"]
     return [] if any(not r for r in reasons.values()) else [f"{name}: {r}" for name, rs in reasons.items() for r in rs]
 
 
-def kernels(request: Request) -> tuple[Kernel, ...]:
+def preference(call: Call, backward: bool) -> tuple[bool, str]:
+    return True, ""
+
+
+def kernels(call: Call, backward: bool) -> tuple[Kernel, ...]:
     """The kernels that can run, fastest first."""
-    return tuple(kernel for kernel in _candidates(request) if not _reasons(kernel, request))
+    return tuple(kernel for kernel in _candidates(call) if not _reasons(kernel, call))
 
 
-def why_not(request: Request) -> dict[str, list[str]]:
+def why_not(call: Call, backward: bool) -> dict[str, list[str]]:
     """Each kernel's reasons, in the order in which they are tried."""
-    return {kernel.name: _reasons(kernel, request) for kernel in _candidates(request)}
+    return {kernel.name: _reasons(kernel, call) for kernel in _candidates(call)}
 
 
 def describe(kernels: tuple[Kernel, ...], rows: set[int]) -> str:
@@ -47,31 +51,26 @@ def describe(kernels: tuple[Kernel, ...], rows: set[int]) -> str:
     return "; ".join([str(kernels[0]), *short])
 
 
-def pad_multiple(request: Request) -> int:
-    """head_dim must be a multiple of this; torch's own SDPA pads likewise."""
-    return 8 if request.device.type == "cuda" else 1
-
-
-def cut(request: Request) -> tuple[int, int] | None:
-    """Problems of this many rows a segment, or more, are best asked in parts of at most that many in all."""
-    if request.device.type != "cpu":
-        return None
-    row = request.head_dim * request.dtype.itemsize
-    return aten.PACKED_ROWS, max(1, CALL_BYTES * torch.get_num_threads() // row)
+def limits(call: Call) -> Limits:
+    if call.device.type == "cpu":
+        row = call.head_dim * call.computed.itemsize
+        return Limits(from_rows=aten.PACKED_ROWS, rows=max(1, CALL_BYTES * torch.get_num_threads() // row))
+    return Limits(PAD, batch=MOST_PROBLEMS, span=MOST_BYTES) if call.device.type == "cuda" else Limits()
 
 
 def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
     kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
     if kernel is None:
         return eager.forward((), q, k, v, masking)
-    problem = _problem(q, k, v, masking)
-    parts = [kernel.forward(piece.of(problem)) for piece in _pieces(q, k, v)]
-    out, lse = _joined([out for out, _ in parts], q.shape[2]), _joined([lse for _, lse in parts], q.shape[2])
+    out, lse = kernel.forward(_problem(q, k, v, masking))
     empty = masking.rows_without_keys(q.shape[1])
     if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
         empty = empty.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         lse = lse.masked_fill(empty, -torch.inf)
         out = out.masked_fill(empty.unsqueeze(-1), 0.0)
+    if q.device.type == "cpu" and k.shape[1] * k.itemsize < aten.VECTOR_BYTES and (lse == 0).any():
+        lost = eager.forward((), q, k, v, masking)[1].isnan()  # the kernel took NaN for a row without keys
+        out, lse = out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     return out, lse
 
 
@@ -90,7 +89,7 @@ def backward(
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
     problem = _problem(q, k, v, masking)
-    dq, dk, dv = _backward_once(kernel, problem, out, lse, dout)
+    dq, dk, dv = kernel.backward(problem, out, lse, dout)
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
         # gives exactly the part that lse sends back. dlse is a power of two times two columns, so that in half
@@ -101,85 +100,11 @@ def backward(
         rest = q.shape[-1] - columns.shape[-1]
         units = F.pad(unit.to(q.dtype).unsqueeze(-1).expand_as(columns), (0, rest))
         zero_values = problem._replace(v=torch.zeros_like(v))
-        dq_lse, dk_lse, _ = _backward_once(kernel, zero_values, F.pad(-columns, (0, rest)), lse, units)
+        dq_lse, dk_lse, _ = kernel.backward(zero_values, F.pad(-columns, (0, rest)), lse, units)
         dq, dk = dq + dq_lse, dk + dk_lse
     if problem.scale != masking.scale:
         dq, dk = dq * (masking.scale / problem.scale), dk * (masking.scale / problem.scale)
     return dq, dk, dv
-
-
-def _backward_once(kernel: Kernel, problem: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
-    inputs = (problem.q, problem.k, problem.v)
-    parts = [
-        kernel.backward(piece.of(problem), *(piece.queries(x) for x in (out, lse, dout)))
-        for piece in _pieces(*inputs, out, dout)
-    ]
-    dq, dk, dv = (_joined(list(grads), x.shape[2]) for grads, x in zip(zip(*parts, strict=True), inputs, strict=True))
-    return dq, dk, dv
-
-
-class _Piece(NamedTuple):
-    """A part of a problem that one kernel call takes: some samples, and one key/value head or all."""
-
-    samples: slice | None = None  # None: the whole problem
-    kv_head: int | None = None
-    group: int = 1
-
-    def queries(self, x: Tensor) -> Tensor:
-        """The piece of a tensor that has the query heads."""
-        x = x if self.samples is None else x[self.samples]
-        if self.kv_head is None:
-            return x
-        return x[:, :, self.kv_head * self.group : (self.kv_head + 1) * self.group].contiguous()
-
-    def keys(self, x: Tensor) -> Tensor:
-        """The piece of a tensor that has the key/value heads."""
-        x = x if self.samples is None else x[self.samples]
-        return x if self.kv_head is None else x[:, :, self.kv_head : self.kv_head + 1].contiguous()
-
-    def of(self, problem: Dense) -> Dense:
-        if self.samples is None:
-            return problem
-        bias = problem.bias
-        if bias is not None:
-            bias = bias[self.samples]
-            if self.kv_head is not None and bias.shape[1] > 1:
-                bias = bias[:, self.kv_head : self.kv_head + 1]
-        q, k, v = self.queries(problem.q), self.keys(problem.k), self.keys(problem.v)
-        return problem._replace(q=q, k=k, v=v, bias=bias)
-
-
-def _pieces(q: Tensor, k: Tensor, *others: Tensor) -> list[_Piece]:
-    """The calls that a problem takes: one, unless it is more than a kernel can count.
-
-    A single segment whose rows lie too far apart is the only thing ever copied, a head at a time.
-    """
-    if q.device.type not in LIMITS:
-        return [_Piece()]
-    most, span = LIMITS[q.device.type]
-    tensors, samples, kv_heads = (q, k, *others), k.shape[0], k.shape[2]
-    if samples <= most and all(_span(x) < span for x in tensors):
-        return [_Piece()]
-    step = max(1, min(most, *(span // max(1, x.stride(0) * x.itemsize) for x in tensors)))
-    if all(_span(x[:step]) < span for x in tensors):
-        return [_Piece(slice(first, first + step)) for first in range(0, samples, step)]
-    group = q.shape[2] // kv_heads
-    return [_Piece(slice(i, i + 1), head, group) for i in range(samples) for head in range(kv_heads)]
-
-
-def _span(x: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    return x.itemsize * sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _joined(parts: list[Tensor], heads: int) -> Tensor:
-    """The results of all pieces as one (b, L, heads, ...)."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].shape[2] == heads:
-        return torch.cat(parts)
-    each = heads // parts[0].shape[2]  # pieces of one sample
-    return torch.cat([torch.cat(parts[i : i + each], 2) for i in range(0, len(parts), each)])
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
@@ -204,47 +129,47 @@ def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
     return next((kernel for kernel in kernels if rows >= kernel.min_rows), None)
 
 
-def _candidates(request: Request) -> tuple[Kernel, ...]:
+def _candidates(call: Call) -> tuple[Kernel, ...]:
     """The kernels of a device in the order of trial: cuDNN first where it was measured to win, on Hopper."""
-    if request.device.type == "cpu":
+    if call.device.type == "cpu":
         return (aten.flash_on_cpu(),)
-    if request.device.type != "cuda":
+    if call.device.type != "cuda":
         return ()
-    flash, cudnn, efficient = aten.flash(request.flash), aten.cudnn(), aten.efficient()
-    if request.flash is not None:  # the user asked for it
+    flash, cudnn, efficient = aten.flash(call.flash), aten.cudnn(), aten.efficient()
+    if call.flash is not None:  # the user asked for it
         return (flash, cudnn, efficient)
-    if torch.cuda.get_device_capability(request.device) >= (9, 0):
+    if torch.cuda.get_device_capability(call.device) >= (9, 0):
         return (cudnn, flash, efficient)
     return (flash, efficient, cudnn)
 
 
-def _reasons(kernel: Kernel, request: Request) -> list[str]:
+def _reasons(kernel: Kernel, call: Call) -> list[str]:
     """Why a kernel cannot run: our reasons first, then torch's own check."""
-    if request.has_dropout:
+    if call.drops:
         return ["its dropout cannot follow the seeded mask that all backends share"]
-    if request.has_padding and not kernel.takes_bias:
+    if call.has_padding and not kernel.takes_bias:
         return ["it takes no key_padding_mask"]
     name = kernel.name.split()[0]
-    if name in request.switched_off:
+    if name in call.switched_off:
         return [f"torch.backends.cuda has the {name} kernel switched off"]
-    if request.device.type == "cpu":
+    if call.device.type == "cpu":
         return []
-    if name == "cudnn" and request.deterministic:
+    if name == "cudnn" and call.deterministic:
         return ["it is not repeatable and torch.use_deterministic_algorithms is on"]
-    return _refusals(name, request)
+    return _refusals(name, call.device, call.computed, call.head_dim, call.is_causal)
 
 
-def _refusals(name: str, request: Request) -> list[str]:
+def _refusals(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, is_causal: bool) -> list[str]:
     """Why torch would not run its kernel on such tensors; its own check, asked with a small problem, has the last word.
 
     The check knows torch's build, the device and every shape rule, but says its reasons to stderr only.
     """
     reasons = []
-    if name != "efficient" and request.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"it computes in float16 and bfloat16, not {request.dtype}")
-    if name == "efficient" and request.dtype is torch.float64:
+    if name != "efficient" and dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"it computes in float16 and bfloat16, not {dtype}")
+    if name == "efficient" and dtype is torch.float64:
         reasons.append("it does not compute in float64")
-    capability = torch.cuda.get_device_capability(request.device)
+    capability = torch.cuda.get_device_capability(device)
     if name != "efficient" and capability < (8, 0):
         reasons.append(f"it needs compute capability 8.0, this device has {capability[0]}.{capability[1]}")
     check = {
@@ -252,12 +177,12 @@ def _refusals(name: str, request: Request) -> list[str]:
         "cudnn": cuda_backends.can_use_cudnn_attention,
         "efficient": cuda_backends.can_use_efficient_attention,
     }[name]
-    width = -(-request.head_dim // pad_multiple(request)) * pad_multiple(request)
-    probe = torch.empty((1, 1, 64, width), dtype=request.dtype, device=request.device, requires_grad=True)
+    width = -(-head_dim // PAD) * PAD
+    probe = torch.empty((1, 1, 64, width), dtype=dtype, device=device, requires_grad=True)
     if reasons:
         return reasons
     # it looks at the mode and at the current device: on some, a kernel has no backward pass for some head dims
     with torch.enable_grad(), torch.cuda.device_of(probe):  # type: ignore[no-untyped-call]
-        runs = check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, request.is_causal, False))
-    refused = f"torch.backends.cuda.can_use_{name}_attention refuses {request.dtype} with head_dim {request.head_dim}"
+        runs = check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, is_causal, False))
+    refused = f"torch.backends.cuda.can_use_{name}_attention refuses {dtype} with head_dim {head_dim}"
     return [] if runs else [refused]

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from dilated_attention.backends import triton
-from dilated_attention.backends.problem import Request, Whole
 from dilated_attention.bench import baselines, multihead, over_ranks
 from dilated_attention.bench.run import oracle
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import Implementation, Subject
+from dilated_attention.call import Call
 from dilated_attention.functional import dilated_attention
 from dilated_attention.nn import (
     DilatedAttention,
@@ -138,8 +138,8 @@ def _cannot(backend: str, setting: Setting, compiled: bool = False) -> str | Non
         return "torch.compile needs triton on CUDA"
     if backend == "triton":
         x = torch.empty(1, dtype=setting.dtype, device=setting.device).expand(1, 1, 1, setting.head_dim)
-        request = Request.of(x, setting.dtype, setting.causal, False, False, Whole.of(x, "", False))
-        return "; ".join(triton.unsupported(request)) or None
+        call = Call(DilatedPattern.longnet([1], [1]), setting.causal).of(x, x, None, 0)
+        return "; ".join(triton.unsupported(call, False)) or None
     return None
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.testing import make_qkv
 
 CHECK_CUT = 16  # segments are this much shorter where implementations are held against the oracle,
@@ -53,7 +54,7 @@ class Setting:
         return [odd, small]
 
     def pattern(self, rule: str) -> DilatedPattern:
-        return DilatedPattern(rule, self.lengths, self.rates)
+        return DilatedPattern(cast(Rule, rule), self.lengths, self.rates)
 
     def qkv(self) -> tuple[Tensor, ...]:
         return _inputs(self)[:3]

@@ -23,7 +23,7 @@ from dilated_attention._explain import explain
 from dilated_attention.bench import machine
 from dilated_attention.cli.output import console
 from dilated_attention.cost import size
-from dilated_attention.pattern import RULES, DilatedPattern
+from dilated_attention.pattern import RULES, DilatedPattern, Rule
 
 OPTIONAL = ("typer", "rich", "matplotlib", "numpy", "safetensors", "transformers", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -34,7 +34,7 @@ SECONDS = 10.0
 class Case:
     """One check: a rule on a device, with gradients, at a length that no segment divides."""
 
-    rule: str
+    rule: Rule
     device: torch.device
     dtype: torch.dtype
     is_causal: bool

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from dilated_attention.cli import arguments
 from dilated_attention.pattern import RULES, DilatedPattern
+from dilated_attention.pattern import Rule as RuleName
 
 COUNTING = "k, M, G and T count by 1024 (64k is 65536), 2^20 and 1e9 go too"
 
@@ -36,4 +37,4 @@ Out = Annotated[
 
 
 def pattern(rule: str, lengths: str, rates: str) -> DilatedPattern:
-    return DilatedPattern.of(rule, arguments.counts("-w", lengths), arguments.counts("-r", rates))
+    return DilatedPattern.of(cast(RuleName, rule), arguments.counts("-w", lengths), arguments.counts("-r", rates))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from typing import cast
 
 from dilated_attention import advice
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console
+from dilated_attention.pattern import Rule
 
 
 def suggest(
@@ -30,7 +32,7 @@ def suggest(
             arguments.count("-n", tokens),
             heads=heads,
             head_dim=head_dim,
-            rule=rule,
+            rule=cast(Rule, rule),
             ranks=arguments.count("--ranks", ranks),
             memory=None if memory is None else arguments.size("--memory", memory),
             dtype=arguments.dtype("--dtype", dtype),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention._packing import Travelling
-from dilated_attention._shards import Heads, Shards
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Heads
+from dilated_attention.ring.packing import Travelling
+from dilated_attention.ring.shards import Shards
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dilated_attention.context_parallel import ROUTES
 from dilated_attention.cost.call import Call
 from dilated_attention.cost.messages import Bundles, Tally, circulate, deal, finish_circulating, finish_dealing
 from dilated_attention.cost.pieces import Branches, Pieces, Work, sums_before
@@ -15,7 +16,7 @@ from dilated_attention.pattern import rows_at_offset
 
 # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
 # and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
-EXCHANGES = ("ring", "allgather", "alltoall")
+EXCHANGES = ROUTES
 
 
 def count(call: Call, pairs: bool = False) -> dict[str, Tally]:

@@ -8,10 +8,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dilated_attention import _packing
-from dilated_attention._packing import Fields
 from dilated_attention.cost.call import Call
 from dilated_attention.cost.pieces import Pieces, Work, sums_before
+from dilated_attention.ring import packing as _packing
+from dilated_attention.ring.packing import Fields
 
 
 @dataclass

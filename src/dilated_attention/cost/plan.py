@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilated_attention._shards import Heads, Shards
-from dilated_attention.backends.problem import accumulate_dtype
+from dilated_attention.call import accumulate_dtype
+from dilated_attention.context_parallel import Route
 from dilated_attention.cost.call import Call, shards_of
 from dilated_attention.cost.count import EXCHANGES, count
 from dilated_attention.cost.messages import Tally
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern, Heads, whole_number
+from dilated_attention.ring.shards import Shards
 
 # Seconds a hop and bytes a second: round figures of today's machines, not measurements. Others count as the first.
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
@@ -94,10 +95,10 @@ class PlanCost:
     naive_ring_bytes: int  # that a rank receives where all of K and V goes round
     naive_ring_hops: int
     naive_ring_seconds: float  # forward
-    best: str  # least communication time, forward and backward, of those that do not hold too much
+    best: Route  # least communication time, forward and backward, of those that do not hold too much
     _tallies: Mapping[str, Tally] = field(repr=False, compare=False)
 
-    def of_rank(self, rank: int, exchange: str) -> RankCost:
+    def of_rank(self, rank: int, exchange: Route) -> RankCost:
         """The exact numbers of one rank."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"there is no rank {rank} among {self.ranks}: count from 0 to {self.ranks - 1}")
@@ -138,7 +139,7 @@ def plan_cost(
     bandwidth: float = LINKS["nccl"][1],
     flops_per_second: float = 400e12,
 ) -> PlanCost:
-    """What ``dilated_attention`` over a group of ``num_ranks`` will send, hold and compute, forward and backward.
+    """Counts what `dilated_attention` over ``num_ranks`` ranks will send, hold and compute, forward and backward.
 
     Args:
         seq_len: tokens on all ranks together, cut as ``shard_sequence`` does unless ``lengths`` gives every shard's.
@@ -151,6 +152,14 @@ def plan_cost(
 
     Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that first compare their
     arguments; without that the backward of an alltoall sends a gradient of lse along, whether there is one or not.
+
+    Examples:
+        >>> pattern = da.DilatedPattern.longnet([2048, 32768, 1048576], [1, 16, 512])
+        >>> cost = da.plan_cost(pattern, 1_048_576, 8, num_heads=12, head_dim=64)
+        >>> cost.best
+        'alltoall'
+        >>> cost.exchanges["ring"].hops
+        7
     """
     shards = shards_of(whole_number("seq_len", seq_len), whole_number("num_ranks", num_ranks), lengths)
     num_heads = whole_number("num_heads", num_heads)
@@ -227,7 +236,7 @@ def _seconds(tally: Tally, latency: float, bandwidth: float) -> list[float]:
     return [int(tally.hops[way].max()) * latency + int(tally.received[way].max()) / bandwidth for way in (0, 1)]
 
 
-def _fastest(tallies: Mapping[str, Tally], call: Call, latency: float, bandwidth: float) -> str:
+def _fastest(tallies: Mapping[str, Tally], call: Call, latency: float, bandwidth: float) -> Route:
     memory = _memory(call, tallies)
     fitting = [name for name in EXCHANGES if name == "ring" or memory.received[name] <= MOST_HELD * memory.saved]
     return min(fitting, key=lambda name: sum(_seconds(tallies[name], latency, bandwidth)))

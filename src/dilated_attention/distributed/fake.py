@@ -58,6 +58,7 @@ class FakeTransport:
 
     backend = "fake"
     names_peers = agrees_on_host = True
+    number = 0
 
     def __init__(self, office: Office, rank: int) -> None:
         self.office, self.rank, self.size = office, rank, office.size

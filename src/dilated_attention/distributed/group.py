@@ -24,11 +24,24 @@ from torch.distributed import ProcessGroup
 from dilated_attention.distributed.transport import Pending, Stats
 
 BEFORE_CLOSING = 0.05  # seconds: more than short messages take; ranks in a ring may notice one after the other
+# Seconds, a year. torch adds a timeout to the time now in nanoseconds: one of some 230 years more than fits in 64 bits
+# ends the wait at once, and the group with it.
+LONGEST_TIMEOUT = 31_536_000
 _NEVER_SENT = 2**30  # a tag
 
 
 class CommunicationError(RuntimeError):
-    """A rank did not get what another one should have sent. The group cannot be used again."""
+    """A rank did not get what another one should have sent.
+
+    The text names who waited for whom, where and why. The group cannot be used again: make a new one, or restart.
+
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> try:
+        ...     out = da.dilated_attention(x, x, x, da.DilatedPattern.longnet([64], [1]), group=group)
+        ... except da.CommunicationError as error:
+        ...     print("lost a rank:", error)
+    """
 
 
 @dataclass
@@ -72,11 +85,12 @@ class GroupTransport:
         self.stats = Stats() if stats is None else stats
         self.buffers = buffers
         host, own = backend_name(group, torch.device("cpu")), backend_name(group, device)
-        if own is None and host != "gloo":
+        if not carries(group, device):
             raise ValueError(f"the process group carries no {device.type} tensors: it has {group.name()} alone")
         self.backend = own or "gloo"  # without one of its own a device's tensors are staged through the host
         self.names_peers, self.agrees_on_host = self.backend == "gloo", host == "gloo"
         self.staged = device.type != "cpu" and self.names_peers
+        self.number = 0
 
     def post(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
@@ -96,7 +110,7 @@ class GroupTransport:
         self.stats.bytes_sent += sum(message.numel() for message in sent.values())
         self.stats.bytes_received += sum(receives.values())
         if flat is None:
-            works = self._batch(sent, arriving, name, kind=name)
+            works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
         else:
             works = self._collective(sent, receives, flat, name)
         pending = GroupPending(self, name, works, sent, arriving, self.staged, self.names_peers)
@@ -285,6 +299,11 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
     except RuntimeError:
         return None
     return name.lower()
+
+
+def carries(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a device's tensors can be sent: by a backend of their own, or through the host by gloo."""
+    return backend_name(group, device) is not None or backend_name(group, torch.device("cpu")) == "gloo"
 
 
 def _tag(kind: str, message: Tensor) -> int:

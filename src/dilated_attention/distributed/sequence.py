@@ -41,28 +41,44 @@ def process_group(group: Group) -> ProcessGroup:
 
 
 def shard_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that every rank holds whole, cut as by ``torch.tensor_split(x, P, dim)``.
+    """Cuts this rank's part out of a tensor that every rank holds whole, as ``torch.tensor_split(x, P, dim)`` does.
 
     No communication. The gradient of ``x`` is this rank's part of it, zero elsewhere: sum it over the ranks if ``x``
     is computed from parameters on each of them. A copy, so that a shard never keeps the whole alive.
+
+    Examples:
+        >>> tokens = torch.randn(2, 64, 32)  # the same on every rank
+        >>> shard = da.shard_sequence(tokens, group)
+        >>> shard.shape[1] == 64 // group.size()
+        True
     """
     start, stop = _bounds(x.shape[dim], process_group(group))
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def local_positions(n: int, group: Group, *, device: torch.device | str | None = None) -> Tensor:
-    """The global positions of this rank's tokens when ``shard_sequence`` cuts ``n`` of them: (n_local,) int64."""
+    """Gives the positions of this rank's tokens in a sequence of ``n`` that `shard_sequence` cuts: (n_local,) int64.
+
+    Examples:
+        >>> da.local_positions(5, group)  # here on a single rank
+        tensor([0, 1, 2, 3, 4])
+    """
     if n < 0:
         raise ValueError(f"n must be the global number of tokens, got {n}")
     return torch.arange(*_bounds(n, process_group(group)), device=device)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """The whole sequence on every rank from shards of any lengths, also none, in rank order and bit for bit.
+    """Gives every rank the whole sequence from shards of any lengths, also none, in rank order and bit for bit.
 
     The gradient of ``x`` is the sum over all ranks of the gradients of its part: that of the sum of all ranks' losses.
     The backward communicates too, so every rank must run it, also one whose shard is empty; a rank that has no loss
     of its own adds ``0 * whole.sum()``.
+
+    Examples:
+        >>> tokens = torch.arange(6.0).view(1, 6)
+        >>> da.gather_sequence(da.shard_sequence(tokens, group), group)
+        tensor([[0., 1., 2., 3., 4., 5.]])
     """
     pg = process_group(group)
     dim, lengths = _agree(x, dim, pg)
@@ -76,7 +92,7 @@ def sequence_mean(
     *,
     gradients: Literal["average", "sum"] = "average",
 ) -> Tensor:
-    """The mean over all tokens of all ranks, with gradients that come out as on one device.
+    """Averages over all tokens of all ranks, with gradients that come out as on one device.
 
     Args:
         token_losses: losses of this rank's tokens, any shape.
@@ -88,6 +104,11 @@ def sequence_mean(
 
     Returns:
         The same 0-dim value on every rank, float64 for float64 losses and float32 for all others; 0 if no token counts.
+
+    Examples:
+        >>> losses = torch.tensor([[1.0, 2.0, 6.0]])  # of this rank's tokens
+        >>> da.sequence_mean(losses, group, mask=torch.tensor([[True, True, False]]))
+        tensor(1.5000)
     """
     pg = process_group(group)
     if gradients not in ("average", "sum"):

@@ -45,6 +45,7 @@ class Transport(Protocol):
     backend: str  # the name of what carries the messages
     names_peers: bool  # whether waiting has an end and tells for whom
     agrees_on_host: bool  # whether small messages to all need no device
+    number: int  # of the call whose messages these are, the same on all ranks; for those that can tell calls apart
 
     def post(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
@@ -70,7 +71,7 @@ class Transport(Protocol):
 class Alone:
     """A single rank, which has nobody to send to."""
 
-    rank, size, backend, names_peers, agrees_on_host = 0, 1, "none", True, True
+    rank, size, backend, names_peers, agrees_on_host, number = 0, 1, "none", True, True, 0
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats

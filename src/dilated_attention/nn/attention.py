@@ -5,44 +5,46 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from dilated_attention.functional import check_backend, checked_probability, checked_scale, dilated_attention
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.checks import check_flag, checked_probability, checked_scale
+from dilated_attention.nn.core import Core, Lengths, Options
 
 
-class DilatedAttention(nn.Module):
-    """Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)`` with the pattern made here.
+class DilatedAttention(Core):
+    """Computes dilated attention with its settings kept, as a module without parameters.
 
-    ``backend="eager"`` pins the plain matrix products, which can be followed step by step in a debugger.
+    Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)``. ``backend="eager"`` pins the plain matrix
+    products, which can be followed step by step in a debugger.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch.
         softmax_scale: multiplies the scores; 1/sqrt(D) by default.
         attention_dropout: the share of (query, key) pairs dropped in training mode; kept as ``dropout``.
-        rule: "head_groups", "longnet" or "torchscale", see :class:`DilatedPattern`.
+        pattern: a :class:`DilatedPattern`, instead of the two lists.
+        rule: of the two lists: "head_groups" (the default), "longnet" or "torchscale", see :class:`DilatedPattern`.
         backend: see :func:`dilated_attention`.
+
+    Examples:
+        >>> attention = da.DilatedAttention([64, 256], [1, 4], rule="longnet")
+        >>> query, key, value = torch.randn(3, 2, 256, 4, 16).unbind(0)  # (batch, tokens, heads, head_dim)
+        >>> attention(query, key, value, is_causal=True).shape
+        torch.Size([2, 256, 4, 16])
     """
 
     def __init__(
         self,
-        segment_lengths: Iterable[int],
-        dilation_rates: Iterable[int],
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        *,
-        rule: str = "head_groups",
-        backend: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__()
-        check_backend(backend)
-        self.pattern = DilatedPattern.of(rule, segment_lengths, dilation_rates)
-        # the default depends on D, which only the tensors know
+        dropout = checked_probability(attention_dropout, "attention_dropout")
+        super().__init__(segment_lengths, dilation_rates, dropout, **options)
         self.softmax_scale = None if softmax_scale is None else checked_scale(softmax_scale, "softmax_scale")
-        self.dropout = checked_probability(attention_dropout, "attention_dropout")
-        self.backend = backend
 
     def forward(
         self,
@@ -58,52 +60,41 @@ class DilatedAttention(nn.Module):
         Key and value may have fewer heads: each serves H // Hk query heads in a row. ``key_padding_mask`` is
         (B, N) bool, True = ignore this key.
         """
-        return dilated_attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            key_padding_mask=key_padding_mask,
-            enable_gqa=True,
-            backend=self.backend,
-        )
+        return self._attend(query, key, value, is_causal, key_padding_mask)
 
     def extra_repr(self) -> str:
         scale = "" if self.softmax_scale is None else f"softmax_scale={self.softmax_scale}, "
-        return f"{self.pattern}, {scale}dropout={self.dropout}, backend={self.backend!r}"
+        return f"{scale}{super().extra_repr()}"
 
 
 class ImprovedDilatedAttention(DilatedAttention):
-    """Equals ``dilated_attention(..., enable_gqa=True)`` with the pattern made here, on the fastest backend.
-
-    The same function as :class:`DilatedAttention`; the two differ in their arguments only.
+    """Computes the same as :class:`DilatedAttention`, and takes other arguments.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch.
         dropout: the share of (query, key) pairs dropped in training mode.
         use_tf32: kept, and changes nothing: float32 kernels, this library's too, follow torch's own setting
             (``torch.backends.cuda.matmul.fp32_precision``), which is never written.
-        rule: "head_groups", "longnet" or "torchscale", see :class:`DilatedPattern`.
-        backend: "auto" takes the fastest one that can run the call; see :func:`dilated_attention`.
+        others: see :class:`DilatedAttention`.
+
+    Examples:
+        >>> attention = da.ImprovedDilatedAttention([64, 256], [1, 4], dropout=0.1).eval()
+        >>> query, key, value = torch.randn(3, 2, 256, 4, 16).unbind(0)
+        >>> attention(query, key, value).shape
+        torch.Size([2, 256, 4, 16])
     """
 
     def __init__(
         self,
-        segment_lengths: Iterable[int],
-        dilation_rates: Iterable[int],
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         use_tf32: bool = True,
-        *,
-        rule: str = "head_groups",
-        backend: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
-        super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, rule=rule, backend=backend)
-        if not isinstance(use_tf32, bool):
-            raise TypeError(f"use_tf32 must be True or False, got {use_tf32!r}")
+        super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, **options)
+        check_flag("use_tf32", use_tf32)
         self.use_tf32 = use_tf32
 
     def extra_repr(self) -> str:

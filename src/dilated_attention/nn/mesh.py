@@ -6,8 +6,8 @@ Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
-from dilated_attention._parallel import Link
+from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import REFUSED, ask
 from dilated_attention.distributed.group import backend_name
-from dilated_attention.nn.multihead import MultiheadDilatedAttention
+from dilated_attention.nn.core import Lengths
+from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
+from dilated_attention.ring.run import Link
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
-    """Equals :class:`MultiheadDilatedAttention` on the whole sequence, computed over a ``DeviceMesh`` with named axes.
+    """Computes :class:`MultiheadDilatedAttention` over a ``DeviceMesh`` whose axes split samples, tokens and heads.
 
     A call takes this rank's samples (data axis) and its shard of their tokens (sequence axis), the same on all ranks
     of the heads axis; so does the result lie. An axis that the mesh has not got counts as one of size 1.
@@ -31,60 +33,58 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     Along the heads axis the parameters are DTensors: those of q, k and v split by heads, those of the output likewise,
     the rest whole. Their gradients come out right by themselves. Along the data and sequence axes parameters are to be
     the same, so seed all ranks alike or load one checkpoint, and their gradients are to be averaged over both, as DDP
-    and FSDP2 do, with the loss of ``sequence_mean(..., mesh["sequence"], gradients="average")``::
-
-        attention = RingAdvancedDistributedDilatedAttention(..., mesh)
-        fully_shard(attention, mesh=mesh["data", "sequence"])  # replicates along data, shards along sequence
+    and FSDP2 do, with the loss of ``sequence_mean(..., mesh["sequence"], gradients="average")``:
+    ``fully_shard(attention, mesh=mesh["data", "sequence"])`` replicates along data, and shards along sequence.
 
     The state dict has the keys and whole shapes of :class:`MultiheadDilatedAttention`: torch.distributed.checkpoint
     loads one saved on any mesh, ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))`` a plain one.
 
     Args:
-        mesh: has no axes but those named by the last three arguments.
-        data, sequence, heads: the names of its axes; ``num_heads`` is a multiple of the size of the heads axis.
+        mesh: has no axes but those named by ``data``, ``sequence`` and ``heads``.
+        data, sequence, heads: the names of its axes; ``num_heads``, and ``num_kv_heads`` if given, is a multiple of the
+            size of the heads axis.
+        parallel: a :class:`ContextParallel` without a group, for the sequence axis; its exchange is "auto" by default.
         others: see :class:`MultiheadDilatedAttention` and :func:`dilated_attention`. The dropped pairs are those of
             one device, by the random state of the first rank along the sequence and heads axes; ranks along the data
             axis are to draw differently. An error in one rank's arguments reaches ranks with other heads at once where
             the mesh's groups have gloo for the host, and through their collectives' own timeouts elsewhere.
+
+    Examples:
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("sequence", "heads"))
+        >>> attention = da.RingAdvancedDistributedDilatedAttention(64, 4, [64, 256], [1, 4], mesh)
+        >>> attention(da.shard_sequence(torch.randn(2, 256, 64), mesh["sequence"]))[0].shape[-1]
+        64
     """
+
+    exchange = "auto"
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int],
-        dilation_rates: Iterable[int],
-        mesh: DeviceMesh,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
+        mesh: DeviceMesh | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        use_checkpointing: bool | None = None,
         *,
-        exchange: str = "auto",
-        use_checkpointing: bool = True,
-        rule: str = "head_groups",
-        backend: str = "auto",
-        timeout: float = 60.0,
-        verify: str | None = None,
-        debug: bool = False,
+        parallel: ContextParallel | None = None,
         data: str = "data",
         sequence: str = "sequence",
         heads: str = "heads",
+        **options: Unpack[MultiheadOptions],
     ) -> None:
-        axes = _axes(mesh, data, sequence, heads)
-        shape: dict[str, Any] = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init}
-        options: dict[str, Any] = {"timeout": timeout, "verify": verify, "debug": debug, "exchange": exchange}
+        mesh = _checked(mesh, data, sequence, heads)
+        how, axes = _options(parallel), mesh.mesh_dim_names or ()
         # without a sequence axis every rank is on its own, whatever default group there is
-        where: dict[str, Any] = {"group": mesh[sequence]} if sequence in axes else {"ring_size": 1}
+        group, ring_size = (replace(how, group=mesh[sequence]), None) if sequence in axes else (how, 1)
         super().__init__(
-            embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm,
-            use_checkpointing=use_checkpointing, device=device, dtype=dtype, rule=rule, backend=backend,
-            **shape, **options, **where,
+            embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, ring_size,
+            use_checkpointing, group=group, **options,
         )  # fmt: skip
-        self.split = _Split(mesh[heads], self.num_heads) if heads in axes and mesh[heads].size() > 1 else None
+        self.split = _Split(mesh[heads], self.num_kv_heads) if heads in axes and mesh[heads].size() > 1 else None
         if self.split is not None:
             self.split.parallelize(self)
 
@@ -98,23 +98,25 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
 
         bias, norm, weight = self.out_proj.bias is not None, isinstance(self.norm, nn.LayerNorm), self.out_proj.weight
         whole = MultiheadDilatedAttention(
-            self.embed_dim, self.num_heads, self.pattern.segment_lengths, self.pattern.dilation_rates, bias=bias,
-            layer_norm=norm, gamma_init=self.gamma_init, device="meta", dtype=weight.dtype, rule=self.pattern.rule,
+            self.embed_dim, self.num_heads, pattern=self.pattern, bias=bias, layer_norm=norm,
+            gamma_init=self.gamma_init, device="meta", dtype=weight.dtype, num_kv_heads=self.num_kv_heads,
         ).to_empty(device=weight.device)  # fmt: skip
         whole.reset_parameters()
         mine: Any
         for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
             mine.copy_(distribute_tensor(drawn, mine.device_mesh, mine.placements))
 
-    def _checked_here(self, query: Tensor, *given: Any) -> Tensor | None:
+    def _prepared_here(self, query: Tensor, *given: Any) -> Prepared:
         if self.split is None:
-            return super()._checked_here(query, *given)
+            return super()._prepared_here(query, *given)
+        device, timeout = self.out_proj.weight.device, self.ranks.parallel.timeout
         try:
-            mask, error = super()._checked_here(query, *given), None
-        except (TypeError, ValueError) as found:
-            mask, error = None, found
-        self.split.agree(error, query.device, self.ranks.settings["timeout"])
-        return mask
+            prepared = super()._prepared_here(query, *given)
+        except Exception as error:  # ranks with other heads are to know, too
+            self.split.agree(error, device, timeout)
+            raise
+        self.split.agree(None, device, timeout)
+        return prepared
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.split is None:
@@ -123,19 +125,11 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         whole = {id(x): self.split.replicated(x) for x in (query, key, value)}
         return super()._project(whole[id(query)], whole[id(key)], whole[id(value)])
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
-        if self.split is None:
-            return super()._attend(q, k, v, is_causal, key_padding_mask)
-        dropout_p = self.dropout if self.training else 0.0
-        seed = self.split.seed(q.device) if dropout_p > 0 else None
-        out, _ = functional.attend(
-            q, k, v, self.pattern, is_causal, None, dropout_p, key_padding_mask, False, self.backend,
-            (self.split.first, self.num_heads), self.ranks.link(), seed,
-        )  # fmt: skip
-        return out
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return torch.unflatten(x, -1, (-1, self.head_dim))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *given: Any, **more: Any) -> Tensor:
+        if self.split is not None:
+            seed = self.split.seed(q.device) if self.training and self.dropout > 0 else None
+            more = {"heads": (self.split.first, self.num_kv_heads), "seed": seed}
+        return super()._attend(q, k, v, *given, **more)
 
     def extra_repr(self) -> str:
         split = "" if self.split is None else f", heads over {self.split.mesh.size()} ranks"
@@ -146,10 +140,11 @@ class _Split:
     """The heads of a module over the ranks of a 1-D mesh."""
 
     def __init__(self, mesh: DeviceMesh, num_heads: int) -> None:
+        """num_heads: those of key and value."""
         if num_heads % mesh.size():
             raise ValueError(
-                f"num_heads is {num_heads} and the heads axis of the mesh has {mesh.size()} ranks: each takes equally "
-                "many heads, so make num_heads a multiple of it, or that axis smaller"
+                f"there are {num_heads} key/value heads and the heads axis of the mesh has {mesh.size()} ranks: each "
+                "takes equally many heads, so make num_heads a multiple of it, and num_kv_heads, or that axis smaller"
             )
         self.mesh, self.group = mesh, mesh.get_group()
         self.first = mesh.get_local_rank() * (num_heads // mesh.size())
@@ -164,14 +159,12 @@ class _Split:
         return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
 
     def agree(self, error: Exception | None, device: torch.device, timeout: float) -> None:
-        """Raise if some rank with other heads of the same tokens has an error; only where the host can tell them."""
+        """Raise if another rank with other heads of the same tokens has an error; only where the host can tell them."""
         transport = Link(self.group, timeout=timeout).transport(device)
         if transport.agrees_on_host:
             fields = {} if error is None else {REFUSED: f"{type(error).__name__}: {error}"}
             with contextlib.nullcontext() if error is None else contextlib.suppress(ValueError):
                 ask(transport, "dilated_attention over heads", fields, 0, 0, 0).wait()
-        if error is not None:
-            raise error
 
     def seed(self, device: torch.device) -> Tensor:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""
@@ -198,8 +191,16 @@ class _Split:
         parallelize_module(module, self.mesh, {**projections, "out_proj": output})
 
 
-def _axes(mesh: DeviceMesh, data: str, sequence: str, heads: str) -> tuple[str, ...]:
-    """The names of the axes that the mesh has, all of them known."""
+def _options(parallel: ContextParallel | None) -> ContextParallel:
+    if not isinstance(parallel, ContextParallel | None):
+        raise TypeError(f"parallel must be a ContextParallel, got {type(parallel).__name__}")
+    if parallel is not None and parallel.group is not None:
+        raise ValueError("parallel has a group, and the ranks are those of the mesh's axes: leave the group out")
+    return parallel or ContextParallel()
+
+
+def _checked(mesh: DeviceMesh | None, data: str, sequence: str, heads: str) -> DeviceMesh:
+    """A mesh whose axes are all known."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: make one with init_device_mesh()")
     known = (data, sequence, heads)
@@ -217,4 +218,4 @@ def _axes(mesh: DeviceMesh, data: str, sequence: str, heads: str) -> tuple[str, 
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not a member of {mesh}: make the module only on the ranks in it")
-    return mesh.mesh_dim_names
+    return mesh

@@ -1,22 +1,27 @@
 """Modules with projections: project, call `dilated_attention`, normalise, project. Drop-ins for nn.MultiheadAttention.
 
-Legend: E = H * D; query, key, value (B, N, E) or unbatched (N, E); projected (B, N, H, D); padding (B, N) or (N,).
+Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False, or unbatched (N, E); projected
+(B, N, H, D), key and value (B, N, Hk, D); padding (B, N) or (N,).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dilated_attention.functional import DTYPES, check_backend, checked_probability, checked_scale, dilated_attention
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.checks import DTYPES, check_flag, checked_scale
+from dilated_attention.nn.core import Core, Lengths, Options
+from dilated_attention.nn.masks import check_causal_mask, ignored
+from dilated_attention.pattern import whole_number
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _FUSED = "qkv_proj"
+
+Prepared = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v (B, N, H, D) and the padding as bool
 
 
 class _NoPackedWeight:
@@ -27,15 +32,28 @@ class _NoPackedWeight:
         raise TypeError("dilated attention has no in_proj_weight: use q_proj, k_proj and v_proj, or qkv_proj")
 
 
-class MultiheadDilatedAttention(nn.Module):
-    """Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``, heads cut from E.
+class MultiheadOptions(Options, total=False):
+    """What every module with projections takes by keyword."""
 
-    Used as ``nn.MultiheadAttention(..., batch_first=True)`` is, also as ``self_attn`` of
-    ``nn.TransformerEncoderLayer``. The norm and the initialisation are those of MAGNETO (sub-layer norm).
+    layer_norm_eps: float
+    gamma_init: float
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+    num_kv_heads: int | None
+    batch_first: bool
+
+
+class MultiheadDilatedAttention(Core):
+    """Projects tokens to queries, keys and values, attends, normalises, and projects back.
+
+    Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``, heads cut from E. Used as
+    ``nn.MultiheadAttention`` is, also as ``self_attn`` of ``nn.TransformerEncoderLayer`` and
+    ``nn.TransformerDecoderLayer``. The norm and the initialisation are those of MAGNETO (sub-layer norm). With
+    ``layer_norm=False`` it loads a state dict of ``nn.MultiheadAttention``.
 
     Args:
         embed_dim: E, the size of a token; a multiple of ``num_heads``.
-        num_heads: H; head_groups needs at least one per branch.
+        num_heads: H; head_groups needs at least one (key/value) head per branch.
         segment_lengths, dilation_rates: one of each per branch.
         dropout: the share of (query, key) pairs dropped in training mode.
         bias: whether the four projections have one.
@@ -43,13 +61,22 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm_eps: added to the variance there.
         gamma_init: the gain of the initial value and output weights.
         device, dtype: of the parameters.
-        rule: "head_groups", "longnet" or "torchscale", see :class:`DilatedPattern`.
-        backend: see :func:`dilated_attention`.
+        num_kv_heads: key and value heads, each of which serves ``num_heads // num_kv_heads`` query heads in a row;
+            as many as ``num_heads`` by default.
+        batch_first: False: tokens are (N, B, E) instead of (B, N, E).
+        pattern, rule, backend: see :class:`DilatedAttention`.
+
+    Examples:
+        >>> attention = da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4], num_kv_heads=2)
+        >>> out, _ = attention(torch.randn(2, 256, 64), is_causal=True)
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> layer.self_attn = attention
+        >>> layer(out).shape
+        torch.Size([2, 256, 64])
     """
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder read these names from their self_attn. In eval mode they
-    # would skip our forward and compute dense attention; each of the last three makes them call it.
-    batch_first = True
+    # would skip our forward and compute dense attention; each of the three makes them call it.
     in_proj_bias = None
     _qkv_same_embed_dim = False
     in_proj_weight = _NoPackedWeight()  # the only one that an encoder built before self_attn was replaced looks at
@@ -58,8 +85,8 @@ class MultiheadDilatedAttention(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int],
-        dilation_rates: Iterable[int],
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -68,36 +95,33 @@ class MultiheadDilatedAttention(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        rule: str = "head_groups",
-        backend: str = "auto",
+        num_kv_heads: int | None = None,
+        batch_first: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__()
-        check_backend(backend)
+        super().__init__(segment_lengths, dilation_rates, dropout, **options)
         self.embed_dim = whole_number("embed_dim", embed_dim)
         self.num_heads = whole_number("num_heads", num_heads)
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}: every head takes an "
                 "equal part of a token"
             )
-        for name, flag in (("bias", bias), ("layer_norm", layer_norm)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}")
+        for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("batch_first", batch_first)):
+            check_flag(name, flag)
         if dtype is not None and dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, float16 or bfloat16, got {dtype}")
-        self.pattern = DilatedPattern.of(rule, segment_lengths, dilation_rates)
-        self.pattern.check_heads(self.num_heads)
+        self.pattern.check_heads(self.num_heads, self.num_kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
-        self.dropout = checked_probability(dropout, "dropout")
+        self.batch_first = batch_first
         self.gamma_init = checked_scale(gamma_init, "gamma_init")
         layer_norm_eps = checked_scale(layer_norm_eps, "layer_norm_eps")
-        self.backend = backend
 
-        self._add_projections(bias, device, dtype)
-        self.norm: nn.Module = nn.Identity()
-        if layer_norm:
-            self.norm = nn.LayerNorm(self.embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._add_projections({"bias": bias, **factory})
+        self.norm: nn.Module = nn.LayerNorm(embed_dim, layer_norm_eps, **factory) if layer_norm else nn.Identity()
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         self.register_load_state_dict_pre_hook(_refit)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
@@ -130,32 +154,35 @@ class MultiheadDilatedAttention(nn.Module):
             query, key, value: (B, N, E) or (N, E), all of one length. Key is query by default, value is key.
             key_padding_mask: (B, N) or (N,): bool with True = ignore this key, or float with -inf = ignore and
                 0 = keep. The values of a float mask are checked, for which the host waits for the device.
-            need_weights, attn_mask: only as in the defaults; the weights are never held in memory.
+            need_weights: only False; the weights are never held in memory.
+            attn_mask: only the causal mask, together with ``is_causal=True``, as PyTorch's layers hand it over:
+                (N, N) or (B * H, N, N). Up to 4,096 tokens on a CPU its values are checked; it is not read otherwise.
             average_attn_weights: says how to return weights, so it changes nothing.
             is_causal: a query sees no later token.
         """
         key = query if key is None else key
         value = key if value is None else value
-        key_padding_mask = self._checked_mask(query, key, value, key_padding_mask, need_weights, attn_mask)
-        unbatched = query.dim() == 2
-        q, k, v = self._project(query, key, value)
-        if unbatched:
-            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        out = self._attend(q, k, v, is_causal, key_padding_mask)
+        q, k, v, padding = self._prepared(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        out = self._attend(q, k, v, is_causal, padding)
         out = self.out_proj(self.norm(out.flatten(-2)))
-        return (out.squeeze(0) if unbatched else out), None
+        if query.dim() == 2:
+            return out.squeeze(0), None
+        return out if self.batch_first else out.transpose(0, 1), None
 
     def extra_repr(self) -> str:
+        shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        layout = "" if self.batch_first else ", batch_first=False"
         return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, {self.pattern}, dropout={self.dropout}, "
-            f"gamma_init={self.gamma_init}, backend={self.backend!r}"
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{shared}{layout}, {super().extra_repr()}, "
+            f"gamma_init={self.gamma_init}"
         )
 
-    def _add_projections(self, bias: bool, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
-        self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
+    def _widths(self) -> list[int]:
+        """Of q, k and v, all heads of a token together."""
+        return [self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+
+    def _add_projections(self, factory: dict[str, Any]) -> None:
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(self.embed_dim, x, **factory) for x in self._widths())
 
     def _inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
         """Weight and bias that make q, k and v."""
@@ -164,22 +191,10 @@ class MultiheadDilatedAttention(nn.Module):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
-        return dilated_attention(
-            q,
-            k,
-            v,
-            self.pattern,
-            is_causal=is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
-            key_padding_mask=key_padding_mask,
-            backend=self.backend,
-        )
-
     def _heads(self, x: Tensor) -> Tensor:
-        return torch.unflatten(x, -1, (self.num_heads, self.head_dim))
+        return torch.unflatten(x, -1, (-1, self.head_dim))
 
-    def _checked_mask(
+    def _prepared(
         self,
         query: Tensor,
         key: Tensor,
@@ -187,19 +202,28 @@ class MultiheadDilatedAttention(nn.Module):
         mask: Tensor | None,
         need_weights: bool,
         attn_mask: Tensor | None,
-    ) -> Tensor | None:
-        """The padding mask as bool, after all that can be wrong with a call."""
+        is_causal: bool,
+    ) -> Prepared:
+        """What the attention takes: all that comes before it, and all that can be wrong with a call."""
+        check_flag("is_causal", is_causal)
         if need_weights:
             raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
+        self._check_tokens(query, key, value)
+        tokens = query.shape[:-1] if self.batch_first or query.dim() == 2 else (query.shape[1], query.shape[0])
         if attn_mask is not None:
-            raise ValueError(
-                "attn_mask must be None: the pattern says who sees whom; for a causal mask pass is_causal=True and "
-                "no attn_mask, for padded tokens pass key_padding_mask"
-            )
-        self._check_tokens(query, key, value, mask)
-        return None if mask is None else _ignored(mask)
+            samples = 1 if query.dim() == 2 else tokens[0]
+            check_causal_mask(attn_mask, is_causal, tokens[-1], samples * self.num_heads)
+        padding = None if mask is None else ignored(mask, tuple(tokens))
+        if query.dim() == 3 and not self.batch_first:
+            query, key, value = _swapped(query, key, value)
+        q, k, v = self._project(query, key, value)
+        if query.dim() == 2:
+            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+            padding = None if padding is None else padding.unsqueeze(0)
+        return q, k, v, padding
 
-    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        layout = "batch, tokens" if self.batch_first else "tokens, batch"
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -211,7 +235,7 @@ class MultiheadDilatedAttention(nn.Module):
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != self.embed_dim:
                 beside = "" if x is query else f" and query {tuple(query.shape)}"
                 raise ValueError(
-                    f"query, key and value must all be (batch, tokens, {self.embed_dim}) or all (tokens, "
+                    f"query, key and value must all be ({layout}, {self.embed_dim}) or all (tokens, "
                     f"{self.embed_dim}), got {name} {tuple(x.shape)}{beside}"
                 )
             if x.shape != query.shape:
@@ -219,63 +243,66 @@ class MultiheadDilatedAttention(nn.Module):
                     f"{name} is {tuple(x.shape)} and query {tuple(query.shape)}: dilated attention is self-attention "
                     "and needs equal lengths; to decode, project q, k and v and call dilated_attention()"
                 )
-        if mask is not None and mask.shape != query.shape[:-1]:
-            raise ValueError(
-                f"key_padding_mask must be {tuple(query.shape[:-1])} like the tokens, got {tuple(mask.shape)}"
-            )
 
 
 class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """Equals :class:`MultiheadDilatedAttention`, with one ``qkv_proj`` for q, k and v: one product when they are one.
+    """Computes the same as :class:`MultiheadDilatedAttention`, with one projection for q, k and v.
 
-    Either class loads the state dict of the other, alone or as part of a bigger model.
+    ``qkv_proj`` is one product where query, key and value are one tensor. Either class loads the state dict of the
+    other, alone or as part of a bigger model.
+
+    Examples:
+        >>> fused = da.ImprovedMultiheadDilatedAttention(64, 4, [64, 256], [1, 4])
+        >>> fused.load_state_dict(da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4]).state_dict())
+        <All keys matched successfully>
+        >>> fused(torch.randn(2, 256, 64))[0].shape
+        torch.Size([2, 256, 64])
     """
 
-    def _add_projections(self, bias: bool, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
-        self.qkv_proj = nn.Linear(self.embed_dim, 3 * self.embed_dim, bias=bias, device=device, dtype=dtype)
+    def _add_projections(self, factory: dict[str, Any]) -> None:
+        self.qkv_proj = nn.Linear(self.embed_dim, sum(self._widths()), **factory)
 
     def _inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
-        weights = self.qkv_proj.weight.chunk(3)
-        biases = (None,) * 3 if self.qkv_proj.bias is None else self.qkv_proj.bias.chunk(3)
+        weights = torch.split(self.qkv_proj.weight, self._widths())
+        biases = (None,) * 3 if self.qkv_proj.bias is None else torch.split(self.qkv_proj.bias, self._widths())
         return tuple(zip(weights, biases, strict=True))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if key is query and value is query:
-            q, k, v = self.qkv_proj(query).chunk(3, dim=-1)
+            q, k, v = torch.split(self.qkv_proj(query), self._widths(), dim=-1)
         else:
             q, k, v = (F.linear(x, *third) for x, third in zip((query, key, value), self._inputs(), strict=True))
         return self._heads(q), self._heads(k), self._heads(v)
 
 
-def _refit(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: turn separate projections into a fused one or back, as the module has them.
+def _swapped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N, E) from (N, B, E); what was one tensor stays one, as a fused projection asks."""
+    q = query.transpose(0, 1)
+    k = q if key is query else key.transpose(0, 1)
+    v = q if value is query else k if value is key else value.transpose(0, 1)
+    return q, k, v
 
-    An incomplete set, or both at once, is left as it is, so that load_state_dict names what is wrong.
+
+def _refit(module: MultiheadDilatedAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: rename what nn.MultiheadAttention calls otherwise, fuse or cut the projections.
+
+    An incomplete set, or both at once, is left as it is, so that load_state_dict names what is wrong. So are the names
+    of nn.MultiheadAttention where key and value have fewer heads than it.
     """
     fused = isinstance(module, ImprovedMultiheadDilatedAttention)
+    if module.num_kv_heads == module.num_heads:
+        theirs = {f"in_proj_{kind}": f"{_FUSED}.{kind}" for kind in ("weight", "bias")}
+        theirs |= {f"{name}_weight": f"{name}.weight" for name in _SEPARATE}
+        for name, ours in theirs.items():
+            if prefix + name in state_dict and prefix + ours not in state_dict:
+                state_dict[prefix + ours] = state_dict.pop(prefix + name)
     for kind in ("weight", "bias"):
         parts = [f"{prefix}{name}.{kind}" for name in _SEPARATE]
         whole = f"{prefix}{_FUSED}.{kind}"
         present = [name in state_dict for name in parts]
         if fused and all(present) and whole not in state_dict:
             state_dict[whole] = torch.cat([state_dict.pop(name) for name in parts])
-        elif not fused and whole in state_dict and not any(present):
+        elif not fused and whole in state_dict and not any(present) and len(state_dict[whole]) == sum(module._widths()):
             # copies, not views: load_state_dict(assign=True) would keep all three in one storage
-            thirds = (third.clone() for third in state_dict.pop(whole).chunk(3))
+            thirds = (third.clone() for third in state_dict.pop(whole).split(module._widths()))
             state_dict.update(zip(parts, thirds, strict=True))
-
-
-def _ignored(mask: Tensor) -> Tensor:
-    """A padding mask as bool; nn.TransformerEncoderLayer hands over a float one."""
-    if mask.dtype == torch.bool:
-        return mask
-    wanted = "key_padding_mask must be bool with True = ignore this key, or float of 0 (keep) and -inf (ignore) only"
-    if not mask.is_floating_point():
-        raise TypeError(f"{wanted}, got {mask.dtype}")
-    ignored = mask == -torch.inf
-    known = ignored | (mask == 0)
-    if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
-        torch._assert_async(known.all(), wanted)
-    elif not known.all():
-        raise ValueError(f"{wanted}, got {mask[~known][0].item()}")
-    return ignored

@@ -1,8 +1,9 @@
 """Our own kernels: a whole call, all heads and all segments, in one launch each way wherever the pattern allows it.
 
-`tiling` writes a call's work down, `table` puts it on the device, `tiles`, `forward` and `backward` are the kernels
-that walk through it, `launch` calls them. `fuse` has what surrounds the library's kernels, `decode` the kernel for few
-queries. Importing this package imports no triton: it comes with the builds of torch that can use it.
+`nesting` finds the launches of a pattern, `tiling` writes the work of a launch down, `table` puts it on the device,
+`tiles`, `forward` and `backward` are the kernels that walk through it, `launch` calls them and `whole_call` puts a call
+together. `few_queries` is decoding. `fuse` has what surrounds PyTorch's kernels. `cache` keeps what was prepared.
+Importing this package imports no triton: it comes with the builds of torch that can use it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import importlib.util
 import os
 
 import torch
+from torch import Tensor
 
-from dilated_attention.backends.problem import Request
-from dilated_attention.backends.triton import configs
+from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.backends.triton import configs, nesting
+from dilated_attention.call import ON_DEVICE, Call
 
 LARGEST_HEAD_DIM = max(configs.SMALL)
+MOST_FEW_QUERIES = 64  # beyond, most rows of the kernel's tiles sit out the dilated branches
 INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -24,75 +28,91 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def unsupported(request: Request) -> list[str]:
+def unsupported(call: Call, backward: bool) -> list[str]:
     """Why these kernels cannot run a call, one sentence each."""
     reasons = []
     if not INSTALLED:
         reasons.append("triton is not installed: it comes with torch's CUDA builds")
-    if request.whole is None:
+    if call.in_parts:
         reasons.append("it takes whole calls on one device, not the blocks that ranks exchange")
-    if request.dtype is torch.float64:
+    if call.limit:
+        reasons.append("it takes calls whole, and a cap on memory asks for parts")
+    if call.dtype is torch.float64:
         reasons.append("it does not compute in float64")
-    if request.head_dim > LARGEST_HEAD_DIM:
-        reasons.append(f"it takes a head_dim up to {LARGEST_HEAD_DIM}, not {request.head_dim}")
-    if request.device.type != "cuda":
-        if not (interpreted() and request.device.type == "cpu"):
-            reasons.append(f"it runs on CUDA, not on {request.device.type}")
+    if call.head_dim > LARGEST_HEAD_DIM:
+        reasons.append(f"it takes a head_dim up to {LARGEST_HEAD_DIM}, not {call.head_dim}")
+    if call.is_few and call.drops:
+        reasons.append("its decoding has no dropout")
+    if call.is_few and backward:
+        reasons.append("its decoding has no backward pass")
+    if call.device.type != "cuda":
+        if not (interpreted() and call.device.type == "cpu"):
+            reasons.append(f"it runs on CUDA, not on {call.device.type}")
     elif not reasons:
-        capability = torch.cuda.get_device_capability(request.device)
-        least = (8, 0) if request.dtype is torch.bfloat16 else (7, 5)
+        capability = torch.cuda.get_device_capability(call.device)
+        least = (8, 0) if call.dtype is torch.bfloat16 else (7, 5)
         if capability < least:
-            reasons.append(f"{request.dtype} needs compute capability {least[0]}.{least[1]}, this is {capability}")
-        elif capability < (8, 0) and request.dtype is torch.float32 and request.head_dim > 128:
+            reasons.append(f"{call.dtype} needs compute capability {least[0]}.{least[1]}, this is {capability}")
+        elif capability < (8, 0) and call.dtype is torch.float32 and call.head_dim > 128 and not call.is_few:
             reasons.append(f"float32 with a head_dim over 128 needs compute capability 8.0, this is {capability}")
     return reasons
 
 
-def kernels(request: Request) -> tuple[str, ...]:
-    assert request.whole is not None
-    config = configs.config(
-        "dkdv" if request.whole.backward else "forward",
-        request.device,
-        request.dtype,
-        request.head_dim,
-        request.is_causal,
-        request.whole.form,
-        request.whole.short,
-    )
-    return (f"tiles of {config.rows} queries x {config.keys} keys",)
+def kernels(call: Call, backward: bool) -> tuple[str, ...]:
+    if call.is_few:
+        return ("one launch for few queries",)
+    kernel, form = "dkdv" if backward else "forward", nesting.form_of(call.pattern, call.is_causal, call.drops)
+    tile = configs.config(
+        kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, nesting.is_short(call)
+    )  # fmt: skip
+    return (f"tiles of {tile.rows} queries x {tile.keys} keys",)
+
+
+def why_not(call: Call, backward: bool) -> dict[str, list[str]]:
+    return {"": unsupported(call, backward)}
 
 
 def describe(kernels: tuple[str, ...], rows: set[int]) -> str:
     return kernels[0]
 
 
-def is_preferred(request: Request) -> bool:
-    """Whether these kernels are the first choice for a call that they can run."""
-    return _preference(request)[0]
-
-
-def because(request: Request) -> str:
-    """Why they are, or are not, the first choice."""
-    return _preference(request)[1]
-
-
-def _preference(request: Request) -> tuple[bool, str]:
-    whole = request.whole
-    assert whole is not None
-    if request.has_padding or request.has_dropout:
+def preference(call: Call, backward: bool) -> tuple[bool, str]:
+    """Whether these kernels are the first choice for a call that they can run, and why."""
+    if call.is_few:
+        few = call.start == ON_DEVICE or call.queries <= MOST_FEW_QUERIES
+        return few, "" if few else (
+            f"its decoding is for up to {MOST_FEW_QUERIES} queries, unless positions are on the device"
+        )
+    if call.has_padding or call.drops:
         return True, "of torch's fast kernels none takes a padding mask or our dropout"
-    if request.deterministic:
+    if call.deterministic:
         return True, "torch.use_deterministic_algorithms is on, and ours are the fastest that repeat"
-    if request.dtype is torch.float32:
+    if call.dtype is torch.float32:
         return False, "in float32 torch's are faster"
-    if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
+    if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
-    call = (request.device, request.head_dim, request.is_causal, whole.form, whole.backward)
-    faster = configs.prefers_library(*call, whole.rows)
+    form = nesting.form_of(call.pattern, call.is_causal, call.drops)
+    asked = (call.device, call.head_dim, call.is_causal, form, backward)
+    faster, first = configs.prefers_library(*asked, call.rows), configs.library_from(*asked)
     if faster is None:
-        ours = whole.form == "nested" and configs.head_dim_class(request.head_dim) == 64
+        ours = form == "nested" and configs.head_dim_class(call.head_dim) == 64
         return ours, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
-    first = configs.library_from(*call)
     if first is None:
         return True, "measured: ours are faster at every length"
     return not faster, f"measured: torch's are faster from {first:,} rows on: tokens times heads, of all samples"
+
+
+def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    if call.is_few:
+        from dilated_attention.backends.triton import few_queries  # here, as triton may be missing
+
+        return few_queries.forward(call, inputs)
+    from dilated_attention.backends.triton import whole_call
+
+    return whole_call.forward(call, inputs)
+
+
+def backward_call(call: Call, inputs: Inputs, results: Results) -> Gradients:
+    from dilated_attention.backends.triton import whole_call
+
+    return whole_call.backward(call, inputs, results)

@@ -1,4 +1,4 @@
-"""Tile sizes and the choice between our kernels and the library's, as measured; sound defaults for other devices.
+"""Tile sizes and the choice between our kernels and PyTorch's, as measured; sound defaults for other devices.
 
 `measured.json` beside this file is written by ``python benchmarks/tune.py`` on the device; nothing is searched for at
 run time.
@@ -101,7 +101,7 @@ def config(
 
 
 def library_from(device: torch.device, head_dim: int, causal: bool, form: str, backward: bool) -> int | None:
-    """The rows from which on the library's kernels were measured to be faster; None: never; or NOT_MEASURED."""
+    """The rows from which on torch's kernels were measured to be faster; None: never; or NOT_MEASURED."""
     if device.type != "cuda":
         return NOT_MEASURED
     rows: dict[str, int | None] = measured().get(device_class(device), {}).get("library_from", {})
@@ -113,7 +113,7 @@ def library_from(device: torch.device, head_dim: int, causal: bool, form: str, b
 def prefers_library(
     device: torch.device, head_dim: int, causal: bool, form: str, backward: bool, rows: int
 ) -> bool | None:
-    """Whether the library's kernels were measured to be faster for such a call; None: such a call was not measured."""
+    """Whether PyTorch's kernels were measured to be faster for such a call; None: such a call was not measured."""
     first = library_from(device, head_dim, causal, form, backward)
     if first == NOT_MEASURED:
         return None

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.triton.backward import dkdv_kernel, dq_kernel
+from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
 from dilated_attention.backends.triton.forward import forward_kernel
 from dilated_attention.backends.triton.table import Table, table
-from dilated_attention.backends.triton.tiling import Courses
+from dilated_attention.backends.triton.tiling import Nests
+from dilated_attention.call import Call
 
 LOG2E = 1.4426950408889634
 
@@ -41,101 +43,92 @@ class Layout(NamedTuple):
         return cls(shape, tuple(strides[::-1]), dtype)
 
 
-class Call(NamedTuple):
-    """What all launches of a call share."""
+def _constants(call: Call, found: Table, config: Config) -> dict[str, Any]:
+    """What all kernels are compiled for."""
+    return {
+        "SECTIONS": found.parts,
+        "D": call.head_dim,
+        "BD": max(16, 1 << (call.head_dim - 1).bit_length()),
+        "BM": config.rows,
+        "BN": config.keys,
+        "CAUSAL": call.is_causal,
+        "PADDING": call.has_padding,
+        "DROPOUT": call.drops,
+        "SINGLE": found.single,
+        "EDGES": found.edges,
+        "RAGGED": found.ragged and found.edges,  # only masked tiles look at it
+        "PRECISION": "ieee" if call.dtype is torch.float32 and not call.tf32 else "tf32",
+    }
 
-    device: torch.device
-    scale: float
-    is_causal: bool
-    dropout_p: float = 0.0
-    masked: bool = False  # by padding
-    drops: bool = False
-    zeros: bool = False  # torchscale's appended keys
-    first_head: int = 0
-    precision: str = "ieee"
 
-    def threshold(self) -> int:
-        return min(round(self.dropout_p * 2**32), 2**32 - 1)
+def _numbers(call: Call) -> tuple[float, ...]:
+    """What all kernels take last, after the stride of padding; a scale of 0 would make NaN of a masked score."""
+    scale = max(call.scale, 1e-30) * LOG2E
+    threshold = min(round(call.dropout_p * 2**32), 2**32 - 1)
+    factor = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0
+    return call.keys, scale, call.keys, call.group, call.first_head, 0, threshold, factor
 
-    def factor(self) -> float:
-        return 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0
 
-    def constants(self, head_dim: int, found: Table, config: Config) -> dict[str, Any]:
-        """What all kernels are compiled for."""
-        return {
-            "SECTIONS": found.parts,
-            "D": head_dim,
-            "BD": max(16, 1 << (head_dim - 1).bit_length()),
-            "BM": config.rows,
-            "BN": config.keys,
-            "CAUSAL": self.is_causal,
-            "PADDING": self.masked,
-            "DROPOUT": self.drops,
-            "SINGLE": found.single,
-            "EDGES": found.edges,
-            "RAGGED": found.ragged and found.edges,  # only masked tiles look at it
-            "PRECISION": self.precision,
-        }
-
-    def numbers(self, tokens: int, group: int) -> tuple[float, ...]:
-        """What all kernels take last, after the stride of padding; a scale of 0 would make NaN of a masked score."""
-        scale = max(self.scale, 1e-30) * LOG2E
-        return tokens, scale, tokens, group, self.first_head, 0, self.threshold(), self.factor()
+def _optional(call: Call) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of padding and seed; the query stands in for what is not there."""
+    return torch.bool if call.has_padding else call.dtype, torch.int64 if call.drops else call.dtype
 
 
 def forward(
-    q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, courses: Courses, call: Call, config: Config,
+    q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, nests: Nests, call: Call, config: Config,
     again: bool, fills: bool,
 ) -> Launch:  # fmt: skip
     """The forward kernel: takes q, k, v, out, lse, padding, ends and seed.
 
-    ``again``: taking in what is there. ``fills``: rows without keys are written too (courses of one branch only).
+    ``again``: taking in what is there. ``fills``: rows without keys are written too (nests of one branch only).
     """
-    samples, tokens, heads, head_dim = q.shape
-    group = heads // k.shape[2]
     sees = "earlier" if call.is_causal else "all"
     strides = _strides(q, k, v, out, lse)
-    found = table(courses, samples, tokens, group, config.rows, config.keys, sees, max(strides[1::3]), call.device)
+    size = (call.samples, call.keys, call.group, config.rows, config.keys)
+    found = table(nests, *size, sees, max(strides[1::3]), call.device)
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
-    shifted = q.dtype is torch.bfloat16 and not (call.masked or call.drops or again)
-    constants = call.constants(head_dim, found, config)
-    constants |= {"ZEROS": call.zeros, "CONTINUE": again, "FILLS": fills, "SHIFTED": shifted}
-    return Launch(forward_kernel, call.device, found, (*strides, *call.numbers(tokens, group)), constants, config)
+    shifted = q.dtype is torch.bfloat16 and not (call.has_padding or call.drops or again)
+    constants = _constants(call, found, config)
+    constants |= {"ZEROS": call.adds_zeros, "CONTINUE": again, "FILLS": fills, "SHIFTED": shifted}
+    mask, seed = _optional(call)
+    ends = torch.int64 if call.adds_zeros and call.has_padding else call.dtype
+    dtypes = (*(x.dtype for x in (q, k, v, out, lse)), mask, ends)
+    numbers = (*strides, *_numbers(call))
+    return Launch(forward_kernel, call.device, found, numbers, constants, config, (*dtypes, seed))
 
 
 def backward_dq(
     q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, dout: Layout, dlse: Layout | None, dq: Layout,
-    stats: Layout, courses: Courses, call: Call, config: Config, again: bool, fills: bool,
+    stats: Layout, nests: Nests, call: Call, config: Config, again: bool, fills: bool,
 ) -> Launch:  # fmt: skip
     """The kernel for dq, which also writes the rows' statistics; ``again``: added to what is there.
 
     It takes q, k, v, out, lse, dout, dlse, dq, stats, padding and seed.
     """
-    samples, tokens, heads, head_dim = q.shape
-    group = heads // k.shape[2]
     sees = "earlier" if call.is_causal else "all"
     strides = _strides(q, k, v, out, lse, dout, dlse or lse, dq)
-    found = table(courses, samples, tokens, group, config.rows, config.keys, sees, max(strides[1::3]), call.device)
-    constants = call.constants(head_dim, found, config)
+    size = (call.samples, call.keys, call.group, config.rows, config.keys)
+    found = table(nests, *size, sees, max(strides[1::3]), call.device)
+    constants = _constants(call, found, config)
     constants |= {"HAS_DLSE": dlse is not None, "ADD": again, "FILLS": fills}
-    numbers = (*strides, *stats.strides[:2], *call.numbers(tokens, group), call.scale)
-    return Launch(dq_kernel, call.device, found, numbers, constants, config)
+    numbers = (*strides, *stats.strides[:2], *_numbers(call), call.scale)
+    dtypes = [x.dtype for x in (q, k, v, out, lse, dout, dlse or q, dq, stats)]
+    return Launch(dq_kernel, call.device, found, numbers, constants, config, (*dtypes, *_optional(call)))
 
 
 def backward_dkdv(
-    q: Layout, k: Layout, v: Layout, dout: Layout, stats: Layout, dk: Layout, dv: Layout, courses: Courses, call: Call,
+    q: Layout, k: Layout, v: Layout, dout: Layout, stats: Layout, dk: Layout, dv: Layout, nests: Nests, call: Call,
     config: Config, again: bool, fills: bool,
 ) -> Launch:  # fmt: skip
     """The kernel for dk and dv: takes q, k, v, dout, stats, dk, dv, padding and seed."""
-    samples, tokens, heads, head_dim = q.shape
-    group = heads // k.shape[2]
     sees = "later" if call.is_causal else "all"
     strides = _strides(q, k, v, dout, dk, dv)
-    found = table(courses, samples, tokens, 1, config.keys, config.rows, sees, max(strides[1::3]), call.device)
-    constants = call.constants(head_dim, found, config)
-    constants |= {"ADD": again, "FILLS": fills, "GROUPED": group > 1}
-    numbers = (*strides, *stats.strides[:2], *call.numbers(tokens, group), call.scale)
-    return Launch(dkdv_kernel, call.device, found, numbers, constants, config)
+    found = table(nests, call.samples, call.keys, 1, config.keys, config.rows, sees, max(strides[1::3]), call.device)
+    constants = _constants(call, found, config)
+    constants |= {"ADD": again, "FILLS": fills, "GROUPED": call.group > 1}
+    numbers = (*strides, *stats.strides[:2], *_numbers(call), call.scale)
+    dtypes = [x.dtype for x in (q, k, v, dout, stats, dk, dv)]
+    return Launch(dkdv_kernel, call.device, found, numbers, constants, config, (*dtypes, *_optional(call)))
 
 
 def _strides(*layouts: Layout) -> tuple[int, ...]:
@@ -157,8 +150,10 @@ class Launch:
         numbers: tuple[float, ...],
         constants: dict[str, Any],
         config: Config,
+        dtypes: tuple[torch.dtype, ...],
     ) -> None:
-        self.kernel, self.device, self.numbers = kernel, device, numbers
+        """``dtypes``: of the tensors."""
+        self.kernel, self.device, self.numbers, self.dtypes = kernel, device, numbers, dtypes
         self.on_device = device.type == "cuda"  # asked once, as torch makes a string of it
         self.found = found  # for as long as this is kept, so that others like it share it
         self.programs, self.table = found.programs, (found.sections, found.tiles, found.runs)
@@ -169,13 +164,18 @@ class Launch:
         self.tail: tuple[Any, ...] = ()
         self.runs: Any = None
 
+    def compile(self) -> None:
+        """Compile the kernel for tensors that are aligned as torch's are, without running it."""
+        with torch.cuda.device(self.device):
+            self.kernel.warmup(*self.dtypes, *self.table, *self.numbers, grid=(self.programs,), **self.given)
+
     def __call__(self, *tensors: Tensor) -> None:
         if self.on_device and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 self(*tensors)
             return
         if self.on_device and torch.cuda.is_current_stream_capturing():
-            _captured.add(self)
+            CACHE.pin(self)
         pointers = [x.data_ptr() for x in tensors]
         bits = functools.reduce(operator.or_, pointers)
         if not self.on_device or bits & 15:  # Triton compiles for aligned tensors apart
@@ -187,9 +187,6 @@ class Launch:
             self.runs = compiled[(self.programs, 1, 1)]
         else:  # past Triton's look at every argument: they are all as they were; of numbers it asks no driver
             self.runs(*pointers, *self.tail)
-
-
-_captured: set[Launch] = set()  # a graph reads its table for as long as it lives, and does not say when it ends
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """A launch's work on the device: the tables of `tiling` for all heads, periods and samples as three runs of integers.
 
-Legend: a section is one course over whole periods, or over the tail that is left (empty where there is none); ``own``
+Legend: a section is one nest over whole periods, or over the tail that is left (empty where there is none); ``own``
 rows of a program, which meets tiles of ``other`` rows.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.backends.triton.tiling import CPU, Course, Courses, rows_of, tiling
+from dilated_attention.backends.triton.tiling import CPU, Nest, Nests, rows_of, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
 P = ParamSpec("P")
@@ -55,7 +55,7 @@ def _shared(make: Callable[P, Table]) -> Callable[P, Table]:
 
 @_shared
 def table(
-    courses: Courses,
+    nests: Nests,
     samples: int,
     tokens: int,
     group: int,
@@ -75,28 +75,28 @@ def table(
     runs: list[Tensor] = []
     programs = first_tile = first_run = 0
     ragged = False
-    for course in courses:
-        offsets = sorted(set(course.offsets))
-        stretches = _stretches(course, tokens)
+    for nest in nests:
+        offsets = sorted(set(nest.offsets))
+        stretches = _stretches(nest, tokens)
         for start, length, periods in stretches:
             first, count = first_tile, 0
-            make = _period if length == course.widths[-1] else tiling  # a tail seldom comes again
-            for some in _batches(course, tuple(offsets), length, own):
-                part = make(course.widths, course.rates, some, length, own, other, sees)
+            make = _period if length == nest.widths[-1] else tiling  # a tail seldom comes again
+            for some in _batches(nest, tuple(offsets), length, own):
+                part = make(nest.widths, nest.rates, some, length, own, other, sees)
                 count, ragged = part.tiles.shape[1], ragged or part.ragged
                 shift = torch.tensor([0, 0, 0, first_run, 0, 0, first_run], device=CPU)
                 tiles.append(part.tiles.flatten(0, 1) + shift)
                 runs.append(part.runs)
                 first_tile, first_run = first_tile + len(tiles[-1]), first_run + len(part.runs)
-            sections += [programs, start, length, course.head, len(course.offsets), first, count]
-            sections += [len(variants), periods, course.branch, course.widths[0]]
-            programs += samples * periods * len(course.offsets) * group * count
+            sections += [programs, start, length, nest.head, len(nest.offsets), first, count]
+            sections += [len(variants), periods, nest.branch, nest.widths[0]]
+            programs += samples * periods * len(nest.offsets) * group * count
         if len(stretches) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
-            sections += [NEVER, 0, 1, course.head, len(course.offsets), first, 1, len(variants), 1, course.branch, 1]
-        variants += [offsets.index(offset) for offset in course.offsets]
+            sections += [NEVER, 0, 1, nest.head, len(nest.offsets), first, 1, len(variants), 1, nest.branch, 1]
+        variants += [offsets.index(offset) for offset in nest.offsets]
     runs.append(torch.tensor([[0, 1, 0, 1, 1]] * 2, device=CPU))  # read, not used, after the last run
     # 32 bits are enough unless an offset inside a tile or a position needs more
-    steps = max(course.rates[-1] for course in courses) * max(own, other) * widest_stride
+    steps = max(nest.rates[-1] for nest in nests) * max(own, other) * widest_stride
     wide = max(steps, tokens, *sections) >= 2**31
     joined = torch.cat(runs)
     joined[:, 4] = joined[:, 4].float().log2().view(torch.int32)  # the kernels take the bits of a float32
@@ -104,23 +104,23 @@ def table(
     parts = [F.pad(part, (0, -len(part) % 4)) for part in parts]  # each aligned as Triton likes it
     data = _moved(torch.cat(parts).to(torch.int64 if wide else torch.int32), device)
     cut = data.split_with_sizes([len(part) for part in parts])
-    single = all(len(course.widths) == 1 for course in courses)
+    single = all(len(nest.widths) == 1 for nest in nests)
     edges = any(bool(part[:, 5].any()) for part in tiles)
     return Table(cut[0], cut[1], cut[2], len(sections) // 11, programs, single, edges, ragged)
 
 
-def _stretches(course: Course, tokens: int) -> list[tuple[int, int, int]]:
+def _stretches(nest: Nest, tokens: int) -> list[tuple[int, int, int]]:
     """(start, length, periods) of the whole periods, and of the tail if there is one."""
-    width = min(course.widths[-1], tokens)
+    width = min(nest.widths[-1], tokens)
     whole, tail = divmod(tokens, width)
     return [(0, width, whole), *([(whole * width, tail, 1)] if tail else [])]
 
 
-def _batches(course: Course, offsets: tuple[int, ...], length: int, own: int) -> list[tuple[int, ...]]:
+def _batches(nest: Nest, offsets: tuple[int, ...], length: int, own: int) -> list[tuple[int, ...]]:
     """As many offsets at once as the memory for making their tables is bounded to."""
-    kinds = len(rows_of(course.rates, 0))
-    tiles = length // own + kinds * (1 + length // course.widths[0])
-    size = max(1, AT_ONCE // (tiles * kinds * 6 * len(course.rates)))
+    kinds = len(rows_of(nest.rates, 0))
+    tiles = length // own + kinds * (1 + length // nest.widths[0])
+    size = max(1, AT_ONCE // (tiles * kinds * 6 * len(nest.rates)))
     return [offsets[first : first + size] for first in range(0, len(offsets), size)]
 
 
@@ -148,7 +148,7 @@ def _moved(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def _move(numbers: Tensor, device: torch.device) -> Tensor:
-    stream = _stream(device)
+    stream = stream_of_tables(device)
     with torch.cuda.stream(stream):
         found = numbers.to(device)
     stream.synchronize()
@@ -156,5 +156,6 @@ def _move(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
+    """The stream whose memory tables lie in."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -45,7 +45,7 @@ class Tile(NamedTuple):  # names the columns of `Tiling.tiles`
     edge_run: int
 
 
-class Course(NamedTuple):
+class Nest(NamedTuple):
     """Branches that some key/value heads run in one table."""
 
     branch: int  # the first
@@ -55,7 +55,7 @@ class Course(NamedTuple):
     offsets: tuple[int, ...]  # of each head
 
 
-Courses = tuple[Course, ...]  # of one launch: no two of them have a row in common
+Nests = tuple[Nest, ...]  # of one launch: no two of them have a row in common
 
 
 class Tiling(NamedTuple):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dilated_attention import _alltoall, _exchange, _ops, _plan, _shards
+from dilated_attention import blocks
+from dilated_attention.backends import choose
 from dilated_attention.bench import implementations as known
 from dilated_attention.bench import memory, multihead, over_ranks
 from dilated_attention.bench.memory import call_of
@@ -27,6 +28,7 @@ from dilated_attention.bench.subject import BOTH, FORWARD
 from dilated_attention.bench.suites.common import PATTERNS, mib, timed
 from dilated_attention.nn import MultiheadDilatedAttention, RingDilatedAttentionProduction
 from dilated_attention.ranks import pool
+from dilated_attention.ring import alltoall, circulate, packing, shards
 
 SUITE, TITLE = "optimisations", "Claimed optimisations, off and on"
 COLUMNS = ["optimisation", "where", "off", "on", "unit", "saved"]
@@ -84,7 +86,7 @@ def plan_cache(session: Session) -> list[list[Any]]:
     """Every cache of plans emptied before each call, or left alone."""
     caches = [
         thing
-        for module in (_plan, _shards, _ops, _exchange, _alltoall)
+        for module in (blocks, choose, shards, packing, circulate, alltoall)
         for _, thing in inspect.getmembers(module)
         if isinstance(thing, functools._lru_cache_wrapper)
     ]

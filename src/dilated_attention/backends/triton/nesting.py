@@ -1,4 +1,4 @@
-"""pattern -> the launches that do the least: which branches share a table of tiles, and which heads a launch.
+"""Which branches share a table of tiles, and which heads share a launch: those that do the least work.
 
 Pure integers. Legend: heads are key/value heads.
 """
@@ -8,37 +8,41 @@ from __future__ import annotations
 import functools
 import itertools
 
-from dilated_attention._shards import Heads
-from dilated_attention.backends.triton.tiling import Course, Courses, are_nested
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton.cache import CACHE
+from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested
+from dilated_attention.call import Call
+from dilated_attention.pattern import DilatedPattern, Heads
 
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
 TILE = 64  # rows of the tiles that work is counted in
+FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
 
 
 @functools.lru_cache(maxsize=256)
-def launches(pattern: DilatedPattern, heads: Heads, is_causal: bool, alone: bool) -> tuple[Courses, ...]:
+def launches(pattern: DilatedPattern, heads: Heads, is_causal: bool, alone: bool) -> tuple[Nests, ...]:
     """The launches that do the least; later ones take in what earlier ones found.
 
     ``alone``: every branch needs a table of its own (dropout draws for each branch anew).
     """
-    courses = []
+    nests = []
     for group in _groups(pattern, is_causal, alone):
         placed = heads.of_branch(pattern, group[-1])  # a nested branch's offset is that of the last, modulo its rate
         if placed:
             widths, rates = (tuple(numbers) for numbers in zip(*(pattern.branches[i] for i in group), strict=True))
-            courses.append(Course(group[0], widths, rates, placed[0][0], tuple(offset for _, offset in placed)))
-    if pattern.rule == "head_groups":  # different heads: all at once
-        return (tuple(courses),)
-    return tuple((course,) for course in courses)
+            nests.append(Nest(group[0], widths, rates, placed[0][0], tuple(offset for _, offset in placed)))
+    if pattern.dealing.is_divided:  # different heads: all at once
+        return (tuple(nests),)
+    return tuple((nest,) for nest in nests)
 
 
 def _groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> list[list[int]]:
-    """Branches that go into one table each: those of the longnet rule that are nested, where that is less work."""
+    """Branches that go into one table each: those that are nested, where the rule allows it and it is less work."""
     order = sorted(range(len(pattern.branches)), key=lambda i: (pattern.dilation_rates[i], pattern.segment_lengths[i]))
     groups: list[list[int]] = []
     for branch in order:
-        if groups and not alone and pattern.rule == "longnet" and _joins(pattern, groups[-1], branch, is_causal):
+        if groups and not alone and pattern.dealing.nests and _joins(pattern, groups[-1], branch, is_causal):
             groups[-1].append(branch)
         else:
             groups.append([branch])
@@ -87,4 +91,18 @@ def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> st
     groups = _groups(pattern, is_causal, alone)
     if any(len(group) > 1 for group in groups):
         return "nested"
-    return "apart" if len(groups) > 1 and pattern.rule != "head_groups" else ""
+    return "apart" if len(groups) > 1 and not pattern.dealing.is_divided else ""
+
+
+def is_short(call: Call) -> bool:
+    """Whether a call has so few rows that smaller tiles are faster."""
+    return call.rows < FEW_ROWS
+
+
+def config(kernel: str, call: Call, nests: Nests) -> Config:
+    """The tile of a kernel for one launch of a call."""
+    form = "nested" if len(nests[0].widths) > 1 else form_of(call.pattern, call.is_causal, alone=True)
+    return configs.config(kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, is_short(call))
+
+
+CACHE.clears(launches.cache_clear, form_of.cache_clear)

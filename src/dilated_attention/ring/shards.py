@@ -9,9 +9,8 @@ import bisect
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from dilated_attention.pattern import DilatedPattern, rows_at_offset
+from dilated_attention.pattern import DilatedPattern, Heads, rows_at_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +47,6 @@ class Shards:
         if start >= stop:
             return range(0)
         return range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
-
-
-class Heads(NamedTuple):
-    """Which key/value heads a process holds: all, unless heads too are split over processes."""
-
-    first: int
-    held: int
-    total: int
-
-    def of_branch(self, pattern: DilatedPattern, branch: int) -> list[tuple[int, int]]:
-        """(head as counted here, offset) of each head that runs the branch."""
-        everywhere = pattern.heads(branch, self.total)
-        mine = range(max(everywhere.start, self.first), min(everywhere.stop, self.first + self.held))
-        return [(head - self.first, pattern.offset(branch, head, self.total)) for head in mine]
 
 
 @dataclass(frozen=True, slots=True)

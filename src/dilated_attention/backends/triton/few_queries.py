@@ -17,28 +17,12 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention.backends.triton.decode_kernel import combine_kernel, decode_kernel
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.triton.few_queries_kernel import combine_kernel, decode_kernel
+from dilated_attention.call import Call, sample_ends
+from dilated_attention.pattern import Branch
 
 PROGRAMS_PER_PROCESSOR = 8  # wanted: each has a short chain of loads, and many of them hide one another's latency
-
-
-class Branch(NamedTuple):
-    """Head h runs it if first <= h < last, at the offset (h // step) % rate + shift."""
-
-    width: int
-    rate: int
-    first: int
-    last: int
-    step: int
-    shift: int
-
-
-class Options(NamedTuple):
-    branches: tuple[Branch, ...]
-    is_causal: bool
-    has_zeros: bool  # torchscale's zero keys, up to each sample's end
-    scale: float
-    first_head: int = 0  # of the key/value heads here
 
 
 class Config(NamedTuple):
@@ -51,17 +35,9 @@ class Config(NamedTuple):
     stages: int = 2
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    offset: int | Tensor,
-    ends: Tensor | None,
-    options: Options,
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse). ``offset``: the position of the first query, or (B,) positions. k and v may have another dtype."""
+def forward(call: Call, inputs: Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse). k and v may have another dtype than q."""
+    q, k, v, padding, _, positions = inputs
     samples, queries, heads, dim = q.shape
     tokens, kv_heads = k.shape[1], k.shape[2]
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
@@ -70,24 +46,26 @@ def forward(
     if not out.numel():
         return out, lse
     group = heads // kv_heads
-    c = configure(q, k, options) if config is None else config
+    c = configure(call) if config is None else config
+    branches = call.pattern.dealt(call.held.total)
+    ends = sample_ends(padding) if call.adds_zeros and padding is not None else None
     tiles = triton.cdiv(group * queries, c.rows)
     parts, part_lse = out, lse
     if c.splits > 1:
         parts = torch.empty((*q.shape[:3], c.splits, dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((*q.shape[:3], c.splits), dtype=torch.float32, device=q.device)
-    positions, step = (offset, offset.stride(0)) if isinstance(offset, Tensor) else (None, 0)
+    step = 0 if positions is None else positions.stride(0)
     mask, mask_strides = (None, (0, 0)) if padding is None else (padding.view(torch.uint8), padding.stride())
     block_dim = max(16, triton.next_power_of_2(dim))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         decode_kernel[(tiles * kv_heads * samples, c.splits)](
             q, k, v, mask, positions, ends, parts, part_lse,
-            offset if positions is None else 0, queries, tokens, c.splits, kv_heads, options.first_head,
-            options.scale, step,
+            call.start if positions is None else 0, queries, tokens, c.splits, kv_heads, call.first_head,
+            call.scale, step,
             *q.stride(), *k.stride(), *v.stride(), *mask_strides,
-            PATTERN=sum(options.branches, ()), BRANCHES=len(options.branches), GROUP=group, D=dim,
-            BD=block_dim, BM=c.rows, BN=c.keys, SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=options.is_causal,
-            ZEROS=options.has_zeros, num_warps=c.warps, num_stages=c.stages,
+            PATTERN=sum(branches, ()), BRANCHES=len(branches), GROUP=group, D=dim,
+            BD=block_dim, BM=c.rows, BN=c.keys, SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal,
+            ZEROS=call.adds_zeros, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         if c.splits > 1:
             combine_kernel[(samples * queries * heads,)](
@@ -96,17 +74,16 @@ def forward(
     return out, lse
 
 
-def configure(q: Tensor, k: Tensor, options: Options) -> Config:
+def configure(call: Call) -> Config:
     """Key tiles of at most 16 KiB, split so far that all processors have work, but not beyond single tiles."""
-    (samples, queries, heads, dim), (_, tokens, kv_heads, _) = q.shape, k.shape
-    block_dim = max(16, triton.next_power_of_2(dim))
-    wanted_rows = heads // kv_heads * queries
+    block_dim = max(16, triton.next_power_of_2(call.head_dim))
+    wanted_rows = call.group * call.queries
     most = 64 if block_dim <= 128 else 32  # more would not fit into the shared memory of every GPU
     rows = max(16, min(most, triton.next_power_of_2(wanted_rows)))
-    keys = max(16, min(128, (1 << 14) // (block_dim * q.itemsize)))
-    programs = triton.cdiv(wanted_rows, rows) * kv_heads * samples
-    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(q.device), programs)
-    splits = max(1, min(wanted, _most_tiles(options.branches, queries, tokens, keys)))
+    keys = max(16, min(128, (1 << 14) // (block_dim * call.dtype.itemsize)))
+    programs = triton.cdiv(wanted_rows, rows) * call.kv_heads * call.samples
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(call.device), programs)
+    splits = max(1, min(wanted, _most_tiles(call.pattern.dealt(call.held.total), call.queries, call.keys, keys)))
     return Config(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
 
 
@@ -114,8 +91,8 @@ def _most_tiles(branches: tuple[Branch, ...], queries: int, tokens: int, keys: i
     """How many key tiles one head can meet at most."""
 
     def tiles(branch: Branch) -> int:
-        rows = triton.cdiv(min(branch.width, tokens), branch.rate)
-        segments = min(triton.cdiv(queries - 1, branch.width) + 1, triton.cdiv(tokens, branch.width))
+        rows = triton.cdiv(min(branch.length, tokens), branch.rate)
+        segments = min(triton.cdiv(queries - 1, branch.length) + 1, triton.cdiv(tokens, branch.length))
         return int(segments * triton.cdiv(rows, keys))
 
     heads = {branch.first for branch in branches}

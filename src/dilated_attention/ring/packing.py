@@ -9,14 +9,16 @@ Legend: R rows of all heads that a rank owns in a channel, B samples, D head dim
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention._plan import Lane
-from dilated_attention.backends.problem import accumulate_dtype
+from dilated_attention.blocks import Block, Placed, View, head_runs
+from dilated_attention.call import accumulate_dtype
+from dilated_attention.ring.shards import Channel, Shards
 
 
 class Field(NamedTuple):
@@ -66,20 +68,69 @@ def part_bytes(fields: Fields, rows: int) -> int:
 
 
 def unpack(part: Tensor, fields: Fields, rows: int) -> list[Tensor]:
-    """Views of a part's bytes, one packed tensor (rows x heads, ...) a field."""
+    """Views of a part's bytes: one packed tensor (1, rows x heads, 1, ...) per field, as views of blocks take it."""
     found, at = [], 0
     for field in fields:
         count = rows * field.bytes_per_row()
-        found.append(part[at : at + count].view(field.dtype).view(rows * field.heads, *field.sizes))
+        found.append(part[at : at + count].view(field.dtype).view(1, rows * field.heads, 1, *field.sizes))
         at += count
     return found
 
 
-def pack(part: Tensor, fields: Fields, rows: int, lanes: Sequence[Lane], tensors: Sequence[Tensor]) -> None:
-    """Fill a part with this rank's rows of (B, n, H, ...) tensors, one a field."""
+def pack(part: Tensor, fields: Fields, rows: int, blocks: Sequence[Block], tensors: Sequence[Tensor]) -> None:
+    """Fill a part with this rank's rows of (B, n, H, ...) tensors, one per field; ``blocks`` of its own rows."""
     for packed, field, x in zip(unpack(part, fields, rows), fields, tensors, strict=True):
-        for lane in lanes:
-            lane.packed(packed, x.shape[0], field.heads).copy_(lane.block.view(x, field.heads))
+        for block in blocks:
+            view = block.keys if field.heads == 1 or block.home is None else block.home
+            view.of(packed).copy_(block.queries.of(x, field.heads))
+
+
+@functools.lru_cache(maxsize=4096)
+def packed_blocks(
+    channel: Channel, shards: Shards, rank: int, owner: int, samples: int, group: int, zeros: tuple[int, ...] = ()
+) -> tuple[Block, ...]:
+    """A channel's heads in the fewest blocks: rows of ``rank`` in place as queries, those of ``owner`` packed as keys.
+
+    ``home`` of a block has the rows of ``rank`` in a packed tensor of its own, ``group`` query heads per head.
+    """
+    mine, theirs = channel.piece(shards, rank), channel.piece(shards, owner)
+    starts, rows = (0, 0), {}
+    placed: list[Placed] = []  # head, first row here, and where the packed rows of both begin
+    first_key = {}
+    for index, (head, offset) in enumerate(channel.heads):
+        counts = channel.rows(offset, theirs), channel.rows(offset, mine)
+        placed.append((head, channel.first_row(offset, mine), *starts))
+        first_key[head] = channel.first_row(offset, theirs)
+        rows[head] = (*counts, zeros[index] if zeros else 0)
+        starts = (starts[0] + counts[0], starts[1] + counts[1])
+    here, found = shards.starts[rank], []
+    for run in head_runs(placed, rows.__getitem__, group):
+        (head, at, their_start, my_start), (head_step, step, their_step, my_step) = run.first, run.steps
+        their_count, my_count, filled = rows[head]
+        heads = [head + i * head_step for i in range(run.heads)]
+        length = mine[1] - mine[0]
+        found.append(
+            Block(
+                channel.branch,
+                channel.dilation,
+                View(0, samples, at - here, 1, length, my_count, channel.dilation, head, run.heads, head_step, step),
+                _packed(their_count, their_start, their_step, samples, run.heads, 1),
+                False,
+                tuple(at + i * step for i in range(run.heads)),
+                tuple(first_key[head] for head in heads),
+                channel.start,
+                mine[0] - here,
+                filled,
+                home=_packed(my_count, my_start, my_step, samples, run.heads, group),
+            )
+        )
+    return tuple(found)
+
+
+def _packed(rows: int, start: int, step: int, samples: int, heads: int, group: int) -> View:
+    """Rows in a packed tensor, (1, rows of all heads x samples, 1, ...): head after head, each (samples, rows)."""
+    per_head = (step if group == 1 else rows) * samples
+    return View(0, 1, start * samples * group, samples, rows, rows, 1, 0, heads * group, 0, per_head)
 
 
 class Expected(NamedTuple):

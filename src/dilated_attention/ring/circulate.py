@@ -4,7 +4,7 @@ One loop for `ring` and `allgather`, which differ in their routes only. In step 
 while step t + 1 is on its way. In the backward pass a second message follows each block: the sum of its dK and dV so
 far, in float32, which the last user sends home.
 
-Legend as in `_work` and `_packing`; a part is the rows of one channel that one owner holds.
+Legend as in `blockwise` and `packing`; a part is the rows of one channel that one owner holds.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention import _packing
-from dilated_attention._packing import Expected, Fields, Travelling
-from dilated_attention._plan import Lane, lanes
-from dilated_attention._shards import Channel
-from dilated_attention._work import Rows, Work
-from dilated_attention.backends.problem import Masking
-from dilated_attention.backends.slices import of_heads
-from dilated_attention.distributed.routes import ROUTES, Route, Trip
+from dilated_attention.backends.blockwise import Sources, Work
+from dilated_attention.backends.problem import Results
+from dilated_attention.blocks import Block
 from dilated_attention.distributed.transport import Pending, Transport
 from dilated_attention.merge import merge_
+from dilated_attention.ring import packing
+from dilated_attention.ring.packing import Expected, Fields, Travelling
+from dilated_attention.ring.routes import ROUTES, Route, Trip
+from dilated_attention.ring.shards import Channel, Shards
 
 
 class Part(NamedTuple):
@@ -83,14 +82,15 @@ class Exchange:
 
     work: Work
     transport: Transport
+    shards: Shards
     channels: tuple[Channel, ...]
     name: str  # ring or allgather
 
     def __post_init__(self) -> None:
-        work = self.work
-        self.traffic = traffic(self.channels, self.name, work.settings.is_causal, work.rank)
-        self.samples = work.k.shape[0]
-        travelling = Travelling.of(work.k.dtype, work.group, work.k.shape[3], work.padding is not None)
+        work, call = self.work, self.work.call
+        self.rank, self.samples, self.group = self.transport.rank, call.samples, call.group
+        self.traffic = traffic(self.channels, self.name, call.is_causal, self.rank)
+        travelling = Travelling.of(work.k.dtype, call.group, work.k.shape[3], work.padding is not None)
         self.fields, self.sum_fields = travelling.blocks, travelling.sums
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Exchange:
     def _post(
         self, hop: str, sends: Messages, receives: Messages, parts: dict[Part, Tensor], fields: Fields
     ) -> Pending:
-        sizes = _packing.totals(self.expected(receives, fields))
+        sizes = packing.totals(self.expected(receives, fields))
         return self.transport.post(hop, _joined(sends, parts), sizes, collective=self.name == "allgather")
 
     def own_parts(self) -> dict[Part, Tensor]:
@@ -150,18 +150,18 @@ class Exchange:
         found = {}
         tensors = [self.work.k, self.work.v]
         if self.work.padding is not None:
-            tensors.append(self.work.padding_of_heads)
+            tensors.append(self.work.padding)
         for part in sorted(wanted):
             packed = torch.empty(self.size(part, self.fields), dtype=torch.uint8, device=self.work.k.device)
-            _packing.pack(packed, self.fields, self.rows(part), self.lanes(part, 1), tensors)
+            packing.pack(packed, self.fields, self.rows(part), self.blocks(part, 1), tensors)
             found[part] = packed
         return found
 
     def rows(self, part: Part) -> int:
-        return self.samples * self.channels[part.channel].packed_rows(self.work.shards, part.owner)
+        return self.samples * self.channels[part.channel].packed_rows(self.shards, part.owner)
 
     def size(self, part: Part, fields: Fields) -> int:
-        return _packing.part_bytes(fields, self.rows(part))
+        return packing.part_bytes(fields, self.rows(part))
 
     def expected(self, messages: Messages, fields: Fields) -> list[Expected]:
         return [Expected(peer, self.size(part, fields)) for peer, parts in messages.items() for part in parts]
@@ -169,49 +169,25 @@ class Exchange:
     def parts(self, messages: dict[int, Tensor], receives: Messages, fields: Fields) -> list[tuple[Part, Tensor]]:
         """What came, part by part."""
         which = [part for parts in receives.values() for part in parts]
-        return list(zip(which, _packing.split(messages, self.expected(receives, fields)), strict=True))
+        return list(zip(which, packing.split(messages, self.expected(receives, fields)), strict=True))
 
-    def lanes(self, part: Part, group: int) -> tuple[Lane, ...]:
-        work = self.work
-        return lanes(self.channels[part.channel], work.shards, work.rank, part.owner, self.samples, group)
+    def blocks(self, part: Part, group: int) -> tuple[Block, ...]:
+        """This rank's queries with the keys of a part."""
+        where = (self.shards, self.rank, part.owner, self.samples)
+        return packing.packed_blocks(self.channels[part.channel], *where, group)
 
-    def problems(self, part: Part, packed: Tensor) -> Iterable[tuple[Lane, Tensor, Tensor, Tensor, Masking]]:
-        """The dense problems of this rank's queries with a part: lane, q, k, v, masking."""
-        work = self.work
-        fields = _packing.unpack(packed, self.fields, self.rows(part))
-        for lane in self.lanes(part, work.group):
-            q = lane.block.view(work.q, work.group)
-            k, v, *rest = (lane.packed(field, self.samples) for field in fields)
-            dropout = None
-            if work.seed is not None:
-                dropout = work.dropout_of_keys(lane.block, work.seed, self.positions(part, lane))
-            padding = rest[0] if rest else None
-            if padding is not None and not lane.block.offset_step:
-                # the heads share it, and kernels that group heads want one for all
-                padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
-            yield lane, q, k, v, Masking(work.settings.scale, False, padding, dropout)
-
-    def positions(self, part: Part, lane: Lane) -> Tensor:
-        """(B, L, hk): the tokens of a lane's keys."""
-        channel, block = self.channels[part.channel], lane.block
-        piece = channel.piece(self.work.shards, part.owner)
-        offset_of = dict(channel.heads)
-        heads = range(block.head, block.head + block.heads * block.head_step, block.head_step)
-        first = torch.tensor([channel.first_row(offset_of[head], piece) for head in heads], device=self.work.q.device)
-        rows = torch.arange(lane.theirs.rows, device=first.device).unsqueeze(1) * channel.dilation
-        return (first + rows).expand(self.samples, -1, -1)
+    def sources(self, part: Part, packed: Tensor) -> Sources:
+        return Sources(self.work.q, *packing.unpack(packed, self.fields, self.rows(part)))
 
     def visit(self, out: Tensor, lse: Tensor, part: Part, packed: Tensor) -> None:
         """Merge what this rank's queries see in a part."""
-        group = self.work.group
-        for lane, q, k, v, masking in self.problems(part, packed):
-            here, here_lse = lane.block.view(out, group), lane.block.view(lse, group)
-            for _, rows, (seen, seen_lse) in self.work.attend(q, k, v, masking):
-                merge_(of_heads(here, rows), of_heads(here_lse, rows), seen, seen_lse)
+        blocks, sources = self.blocks(part, self.group), self.sources(part, packed)
+        for block, (seen, seen_lse) in self.work.each(blocks, sources):
+            merge_(block.queries.of(out, self.group), block.queries.of(lse, self.group), seen, seen_lse)
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def backward(self, rows: Rows, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, results: Results, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows. ``kept``: the messages of the forward pass; None: they travel again.
 
         What other ranks' rows add is summed in float32 for each channel, and added once: like one more branch.
@@ -222,11 +198,11 @@ class Exchange:
         pending: Pending | None = None
 
         def own() -> None:
-            grads.extend(self.work.backward(rows))
+            grads.extend(self.work.backward(results))
 
         def visit(part: Part, packed: Tensor) -> None:
-            dq = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.work.group)])[0]
-            sums[part] = self.visit_backward(dq, rows, part, packed)
+            dq = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.group)])[0]
+            sums[part] = self.visit_backward(dq, results, part, packed)
 
         steps = self.circulate("backward", own, visit) if kept is None else self.replay(kept, own, visit)
         for step, _ in enumerate(steps, 1):
@@ -240,14 +216,15 @@ class Exchange:
 
     def zeros(self, channel: int, heads: int = 1) -> Tensor:
         """A sum over this rank's rows of a channel, packed."""
-        rows = self.rows(Part(channel, self.work.rank)) * heads
-        return self.work.q.new_zeros(rows, self.work.q.shape[3], dtype=self.sum_fields[0].dtype)
+        rows = self.rows(Part(channel, self.rank)) * heads
+        return self.work.q.new_zeros(1, rows, 1, self.work.q.shape[3], dtype=self.sum_fields[0].dtype)
 
     def add_home(self, grads: list[Tensor], own_sums: dict[int, list[Tensor]]) -> None:
         for channel, packed in own_sums.items():
-            for grad, x, group in zip(grads, packed, (self.work.group, 1, 1), strict=False):
-                for lane in self.lanes(Part(channel, self.work.rank), group):
-                    lane.block.view(grad, group).add_(lane.packed(x, self.samples, group))
+            for grad, x, group in zip(grads, packed, (self.group, 1, 1), strict=False):
+                for block in self.blocks(Part(channel, self.rank), group):
+                    assert block.home is not None
+                    block.queries.of(grad, group).add_(block.home.of(x))
 
     def replay(
         self, kept: list[Tensor], own: Callable[[], None], visit: Callable[[Part, Tensor], None]
@@ -262,18 +239,16 @@ class Exchange:
                 visit(part, parts[part])
             yield messages
 
-    def visit_backward(self, dq: Tensor, rows: Rows, part: Part, packed: Tensor) -> Tensor:
+    def visit_backward(self, dq: Tensor, results: Results, part: Part, packed: Tensor) -> Tensor:
         """Add to the channel's dq, packed; give the part's dK and dV, packed."""
         sums = torch.empty(self.size(part, self.sum_fields), dtype=torch.uint8, device=packed.device)
-        dk_all, dv_all = _packing.unpack(sums, self.sum_fields, self.rows(part))
-        for lane, q, k, v, masking in self.problems(part, packed):
-            dq_here = lane.packed_here(dq, self.samples, self.work.group)
-            dk_here, dv_here = (lane.packed(x, self.samples) for x in (dk_all, dv_all))
-            mine = self.work.of_rows(lane.block, rows)
-            for heads, query_heads, (dq_part, dk, dv) in self.work.attend_backward(mine, q, k, v, masking):
-                of_heads(dq_here, query_heads).add_(dq_part)
-                of_heads(dk_here, heads).copy_(dk)
-                of_heads(dv_here, heads).copy_(dv)
+        dk_all, dv_all = packing.unpack(sums, self.sum_fields, self.rows(part))
+        blocks, sources = self.blocks(part, self.group), self.sources(part, packed)
+        for block, (dq_part, dk, dv) in self.work.each(blocks, sources, results):
+            assert block.home is not None
+            block.home.of(dq).add_(dq_part)
+            block.keys.of(dk_all).copy_(dk)
+            block.keys.of(dv_all).copy_(dv)
         return sums
 
     def post_sums(self, step: int, sums: dict[Part, Tensor]) -> Pending:
@@ -291,14 +266,14 @@ class Exchange:
         """Add what came after a step: to the sums of the next step's blocks, or to those of this rank's own rows."""
         messages = pending.wait()
         for part, packed in self.parts(messages, self.traffic.sum_receives[step - 1], self.sum_fields):
-            if part.owner == self.work.rank:
-                found = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.work.group)])
+            if part.owner == self.rank:
+                found = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.group)])
                 if len(found) == 1:
                     found += [self.zeros(part.channel), self.zeros(part.channel)]
                 totals = found[1:]
             else:
-                totals = _packing.unpack(sums[part], self.sum_fields, self.rows(part))
-            for total, more in zip(totals, _packing.unpack(packed, self.sum_fields, self.rows(part)), strict=True):
+                totals = packing.unpack(sums[part], self.sum_fields, self.rows(part))
+            for total, more in zip(totals, packing.unpack(packed, self.sum_fields, self.rows(part)), strict=True):
                 total.add_(more)
         self.transport.release(messages)
 
@@ -308,5 +283,5 @@ def _joined(messages: Messages, parts: dict[Part, Tensor]) -> dict[int, Tensor]:
     done: dict[tuple[Part, ...], Tensor] = {}
     for some in messages.values():
         if some not in done:
-            done[some] = _packing.join([parts[part] for part in some])
+            done[some] = packing.join([parts[part] for part in some])
     return {peer: done[some] for peer, some in messages.items()}

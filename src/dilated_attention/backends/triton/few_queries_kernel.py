@@ -1,7 +1,7 @@
 """The decoding kernels: which key tiles a program has, one softmax over them, and the splits put together.
 
 Legend: q (BM, BD), k, v (BN, BD), scores (BM, BN) in powers of two; top, sums (BM) the running maximum and
-sum. Positions and counts are 64-bit. PATTERN holds the six numbers of each `decode.Branch`.
+sum. Positions and counts are 64-bit. PATTERN holds the six numbers of each `pattern.Branch`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,449 @@
+"""A call block by block: one loop over blocks each way, whatever the rule, the backend or the masks.
+
+The backward pass needs nothing of the forward pass but the merged out and lse: given those, the ordinary flash backward
+of each block gives its exact share of the gradients.
+
+Legend: q, out (B, n, H, D); k, v (B, N, Hk, D); lse (B, n, H); padding (B, N), True = ignore; group = H // Hk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dilated_attention.backends import triton
+from dilated_attention.backends.choose import Choice, choose
+from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Results
+from dilated_attention.blocks import Block, Elsewhere, Plan, folds, plan
+from dilated_attention.call import ON_DEVICE, Call, sample_ends
+from dilated_attention.dropout import Dropout, row_words
+from dilated_attention.merge import add_zero_keys_, merge_
+
+log = logging.getLogger("dilated_attention")
+
+
+class Limit:
+    """A cap on the bytes that the results of one block may take, and how often memory ran out nevertheless.
+
+    A call names it by number, as it must be hashable; without a cap memory that runs out still leads to a second try.
+    """
+
+    _all: ClassVar[weakref.WeakValueDictionary[int, Limit]] = weakref.WeakValueDictionary()
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.max_bytes, self.retries, self.number = max_bytes, 0, next(self._numbers)
+        self._all[self.number] = self
+
+    @classmethod
+    def of(cls, call: Call) -> Limit | None:
+        return cls._all.get(call.limit)
+
+
+class Sources(NamedTuple):
+    """The tensors that the views of blocks are views of: those of the call, or rows that came from elsewhere."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    padding: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call with its tensors made readable for the chosen backend, and its plan."""
+
+    call: Call
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    padding: Tensor | None
+    seed: Tensor | None
+    choice: Choice
+    limits: Limits
+    plan: Plan
+    ends: Tensor | None  # (B,) where each sample ends: after its last token that is not padding
+    dtype: torch.dtype  # that keys are rounded to before they are computed with
+
+    @staticmethod
+    def of(
+        call: Call,
+        inputs: Inputs,
+        *,
+        backward: bool = False,
+        ends: Tensor | None = None,
+        visited: bool = False,
+        elsewhere: Elsewhere | None = None,
+    ) -> Work:
+        """``ends``: of all ranks, where there are several. ``visited`` and ``elsewhere`` as in `plan`."""
+        q, k, v, padding, seed, positions = inputs
+        choice = choose(call, backward)
+        limits: Limits = choice.module.limits(call)
+        if padding is not None:
+            padding = padding.contiguous()
+            if ends is None and call.adds_zeros:
+                ends = sample_ends(padding, call.key_start)
+            padding = padding.unsqueeze(2).expand(-1, -1, k.shape[2])  # the same for each head
+        q = _readable(q, call, limits)
+        if not call.is_few:  # few queries read few keys: only what they see is cleaned and converted
+            if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
+                k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
+            k, v = (_readable(x, call, limits) for x in (k, v))
+        if positions is None and call.start != ON_DEVICE:
+            found = plan(call, folds(q, k, v), 0, visited, elsewhere)
+        else:
+            found = _plan_of_positions(call, positions)
+        return Work(call, q, k, v, padding, seed, choice, limits, found, ends, inputs.q.dtype)
+
+    @property
+    def own(self) -> Sources:
+        return Sources(self.q, self.k, self.v, self.padding)
+
+    def readable(self, x: Tensor) -> Tensor:
+        """x as the backend's kernels can read it."""
+        return _readable(x, self.call, self.limits)
+
+    def results(self, results: Results) -> Results:
+        """The merged results and their gradients as blocks read them, in one layout: blocks may fold samples."""
+        out, lse, dout, dlse = results
+        dout, out = (_readable(x, self.call, self.limits).contiguous() for x in (dout, out))
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        if self.padding is not None:  # else a row in a block has a key, itself
+            empty = lse == -torch.inf
+            lse, dout = lse.masked_fill(empty, torch.inf), dout.masked_fill(empty.unsqueeze(-1), 0.0)
+            dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
+        return Results(out, lse, dout, dlse)
+
+    # --- one block ----------------------------------------------------------------------------------------------
+
+    def attend(self, block: Block, sources: Sources) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a block's queries with its keys alone."""
+        found: tuple[Tensor, Tensor] = self.choice.module.forward(self.choice.kernels, *self._problem(block, sources))
+        return found
+
+    def attend_backward(self, block: Block, sources: Sources, results: Results) -> Gradients:
+        """The block's share of the gradients; out and lse are the merged ones."""
+        q, k, v, masking = self._problem(block, sources)
+        out, lse, dout = (block.queries.of(x, self.call.group) for x in results[:3])
+        dlse = None if results.dlse is None else block.queries.of(results.dlse, self.call.group)
+        dout, out = _within(dout, self.limits), _within(out, self.limits)
+        found: Gradients = self.choice.module.backward(self.choice.kernels, dout, q, k, v, out, lse, dlse, masking)
+        return found
+
+    def _problem(self, block: Block, sources: Sources) -> tuple[Tensor, Tensor, Tensor, Masking]:
+        q, k, v = block.queries.of(sources.q, self.call.group), block.keys.of(sources.k), block.keys.of(sources.v)
+        padding = None
+        if sources.padding is not None:
+            padding = block.keys.of(sources.padding)
+            if len(set(block.query_at)) == 1:  # heads share it, and kernels that group heads want one for all
+                padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
+        if self.call.is_few:
+            k, v = k.to(self.dtype), v.to(self.dtype)  # rounded as autocast rounds them in a whole call
+            if padding is not None:  # 0 * NaN in a masked slot would be NaN
+                k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
+            k, v = (_readable(x, self.call, self.limits) for x in (k, v))
+        q, k, v = (_within(x, self.limits) for x in (q, k, v))
+        dropout = None if self.seed is None else self._dropout(block, self.seed)
+        return q, k, v, Masking(self.call.scale, block.is_causal, padding, dropout)
+
+    def _dropout(self, block: Block, seed: Tensor) -> Dropout:
+        """The words and positions of the block's rows, all by global index."""
+        call, view = self.call, block.queries
+        query, key = (
+            _positions(block, at, rows, call)
+            for at, rows in ((block.query_at, view.rows), (block.key_at, block.keys.rows))
+        )
+        sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
+        head = torch.tensor(block.head_numbers, device=call.device)[:, None] + call.first_head
+        head = (head * call.group + torch.arange(call.group, device=call.device)).flatten()
+        words = row_words(seed, block.branch, sample[:, None, None].expand_as(query), head.expand_as(query), query)
+        return Dropout(call.dropout_p, *words, key)
+
+    def log_zero_keys(self, block: Block) -> Tensor | float | None:
+        """Log of how many appended zero keys each row attends to; with padding, a sample ends at its last token."""
+        if not self.call.adds_zeros:
+            return None
+        if self.ends is None:
+            return math.log(block.zeros) if block.zeros else None
+        view, rate, device = block.queries, block.rate, self.call.device
+        longest = self.call.pattern.segment_lengths[block.branch]
+        ends = self.ends[view.sample : view.sample + view.samples, None]
+        starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
+        real = (ends - starts).clamp(0, longest).flatten()[:, None]  # (b, 1)
+        width = ends.clamp(max=longest).expand(-1, view.segments).flatten()[:, None]
+        offset = torch.tensor([(at - block.segment) % rate for at in block.query_at], device=device)
+        zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
+        zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.group, dim=1)
+        return zeros.unsqueeze(1).to(self.call.exact).log()
+
+    # --- all blocks ---------------------------------------------------------------------------------------------
+
+    def each(
+        self, blocks: Iterable[Block], sources: Sources, results: Results | None = None
+    ) -> Iterator[tuple[Block, tuple[Tensor, ...]]]:
+        """(out, lse) of each block; with ``results`` its gradients. Blocks come cut as kernels and memory want them.
+
+        Whoever asks takes each result before the next is computed, so no more than one is there at a time. Heads do not
+        know of one another: a block that runs out of memory is computed again with half as many at a time.
+        """
+        limit, backward = Limit.of(self.call), results is not None
+        waiting = deque(part for block in blocks for part in self._cut(block, sources, backward, limit))
+        while waiting:
+            block = waiting.popleft()
+            try:
+                found: tuple[Tensor, ...] = (
+                    self.attend(block, sources) if results is None else self.attend_backward(block, sources, results)
+                )
+            except torch.OutOfMemoryError as error:
+                if limit is None:
+                    raise
+                if block.heads == 1:
+                    raise torch.OutOfMemoryError(
+                        f"out of memory with a single head in a call, whose results alone take "
+                        f"{self._bytes_per_head(block, backward):,} bytes: use more ranks, shorter segments, or fewer "
+                        "samples at a time"
+                    ) from error
+                limit.retries += 1
+                half = block.heads // 2
+                log.warning("out of memory with %d heads in a call: going on with %d at a time", block.heads, half)
+                waiting.extendleft(reversed(block.cut(heads=half)))
+                continue
+            yield block, found
+            del found  # taken by now: the next block has its room
+
+    def _cut(self, block: Block, sources: Sources, backward: bool, limit: Limit | None) -> list[Block]:
+        limits = self.limits
+        rows = limits.rows if block.queries.rows >= limits.from_rows else None
+        heads, batch = None, limits.batch
+        if limit is not None and limit.max_bytes is not None:
+            heads = max(1, limit.max_bytes // max(1, self._bytes_per_head(block, backward)))
+        if limits.span is not None:
+            views = (block.queries.of(sources.q, self.call.group), block.keys.of(sources.k))
+            if any(_span(x) >= limits.span for x in views):
+                steps = [limits.span // max(1, x.stride(0) * x.itemsize) for x in views]
+                batch = max(1, min(*steps, limits.batch or self.call.rows))
+                if any(_span(x[:batch]) >= limits.span for x in views):
+                    batch = heads = 1  # rows so far apart are copied, one head at a time
+        return block.cut(rows, heads, batch)
+
+    def _bytes_per_head(self, block: Block, backward: bool) -> int:
+        """The results of one key/value head and its query heads."""
+        call, item = self.call, self.q.itemsize
+        queries, keys = (block.batch * view.rows for view in (block.queries, block.keys))
+        if backward:
+            return (call.group * queries + 2 * keys) * self.q.shape[3] * item
+        return call.group * queries * (self.q.shape[3] * item + call.exact.itemsize)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        out = lse = None
+        around, group = self._around, self.call.group
+        for block, (part, part_lse) in self.each(self.plan.blocks, self.own):
+            log_zeros = self.log_zero_keys(block)
+            if log_zeros is not None and around is None:
+                add_zero_keys_(part, part_lse, log_zeros)
+            if out is None or lse is None:
+                if block.covers(self.call) and (around is None or log_zeros is None):
+                    out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
+                    lse = part_lse.reshape(self.q.shape[:3]).contiguous()
+                    continue
+                out, lse = self.empty_result()
+            here, here_lse = block.queries.of(out, group), block.queries.of(lse, group)
+            if around is not None and block.is_first:
+                around.write_(here, here_lse, part, part_lse, log_zeros, block.gaps() if self._fills else None)
+            elif around is not None:
+                around.merge_(here, here_lse, part, part_lse, log_zeros)
+            elif block.is_first:
+                here.copy_(part)
+                here_lse.copy_(part_lse)
+            else:
+                merge_(here, here_lse, part, part_lse)
+        return self.empty_result() if out is None or lse is None else (out, lse)
+
+    def backward(self, results: Results) -> Gradients:
+        grads: list[Tensor] = []
+        around, group = self._around, self.call.group
+        for block, parts in self.each(self.plan.blocks, self.own, results):
+            if not grads:
+                if block.covers(self.call) and not self.call.is_few:
+                    grads = [x.reshape(y.shape) for x, y in zip(parts, (self.q, self.k, self.v), strict=True)]
+                    grads = [x.to(self.q.dtype).contiguous() for x in grads]
+                    continue
+                grads = self._empty_grads()
+            views = [block.queries.of(grads[0], group), block.keys.of(grads[1]), block.keys.of(grads[2])]
+            if around is not None and not self.call.is_few:
+                gaps = block.gaps() if self._fills else None
+                around.put_(views, parts, add=not block.is_first, gaps=gaps)
+                continue
+            for view, x in zip(views, parts, strict=True):
+                x = x[..., : view.shape[-1]]  # the rows of few queries' keys were padded when they were read
+                _ = view.copy_(x) if block.is_first else view.add_(x)
+        dq, dk, dv = grads or self._empty_grads()
+        return dq, dk, dv
+
+    @functools.cached_property
+    def _around(self) -> ModuleType | None:
+        """What surrounds PyTorch's kernels in one launch each, on devices that have Triton."""
+        if self.q.device.type != "cuda" or not triton.INSTALLED or self.q.dtype is torch.float64:
+            return None
+        from dilated_attention.backends.triton import fuse
+
+        return fuse
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
+        one_device = not self.call.in_parts and not self.call.is_few and self._around is not None
+        few_merges = one_device and len(self.call.pattern.segment_lengths) <= 3
+        return self.call.exact if self.plan.merges and not few_merges else self.q.dtype
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) with 0 and -inf where no block writes first."""
+        out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
+        lse = self.q.new_empty(self.q.shape[:3], dtype=self.call.exact)
+        for x, blank in ((out, 0.0), (lse, -torch.inf)):
+            self._fill_bare_(x, self.call.group, blank)
+        return out, lse
+
+    def _empty_grads(self) -> list[Tensor]:
+        """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
+        if self.call.is_few:  # the keys that no query sees get 0, too
+            return [
+                torch.zeros(x.shape, dtype=dtype, device=x.device)
+                for x, dtype in ((self.q, self.call.exact), (self.k, self.q.dtype), (self.v, self.q.dtype))
+            ]
+        grads = [x.new_empty(x.shape) for x in (self.q, self.k, self.v)]
+        for grad, group in zip(grads, (self.call.group, 1, 1), strict=True):
+            self._fill_bare_(grad, group, 0.0)
+        return grads
+
+    @property
+    def _fills(self) -> bool:
+        """Whether the launches that write blocks write the gaps between their rows as well.
+
+        On an H200 that saves 5 % of the backward pass of head_groups at 131,072 tokens with a head_dim of 128.
+        """
+        return self.plan.fillable and not self.call.limit and self._around is not None
+
+    def _fill_bare_(self, x: Tensor, group: int, blank: float) -> None:
+        """Fill what no block writes."""
+        first, end = self.plan.bare
+        if first == end or (self._fills and self.plan.blocks):
+            return
+        # some heads of a CUDA tensor take longer than all
+        (x if x.device.type == "cuda" else x[:, :, first * group : end * group]).fill_(blank)
+
+
+def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call on one device."""
+    with no_autocast(call.device):
+        out, lse = Work.of(call, inputs).forward()
+    return finished(out, call, call.dtype), lse.contiguous().detach()
+
+
+def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
+    with no_autocast(call.device):
+        inputs, results, bad = without_bad_rows(inputs, results)
+        work = Work.of(call, one_layout(inputs), backward=True)
+        grads = work.backward(work.results(results))
+    return finished_grads(grads, inputs, call, bad)
+
+
+def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    """A result without the columns that were padded. Not a view, so that the caller may change it in place."""
+    return x[..., : call.head_dim].to(dtype).contiguous().detach()
+
+
+def finished_grads(grads: Gradients, inputs: Inputs, call: Call, bad: Tensor | None) -> Gradients:
+    """The gradients as the caller gets them; ``bad`` as `without_bad_rows` gives it."""
+    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
+    return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
+
+
+def without_bad_rows(inputs: Inputs, results: Results) -> tuple[Inputs, Results, Tensor | None]:
+    """The same with rows that are NaN by their own query made rows without keys: they send nothing to dk and dv.
+
+    The last, (B, n, H): which rows these are, whose dq is NaN; None: there are none. Only a CPU looks for them: on
+    other devices the host would wait for the answer.
+    """
+    q, (out, lse, dout, dlse) = inputs.q, results
+    if q.device.type != "cpu" or not (bad := lse.isnan()).any():
+        return inputs, results, None
+    bad &= ~q.isfinite().all(-1)
+    q, out, dout = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out, dout))
+    dlse = None if dlse is None else dlse.masked_fill(bad, 0.0)
+    return inputs._replace(q=q), Results(out, lse.masked_fill(bad, torch.inf), dout, dlse), bad
+
+
+def one_layout(inputs: Inputs) -> Inputs:
+    """With q laid out as out and dout are, which cuDNN's backward wants: one copy here spares one per block."""
+    return inputs._replace(q=inputs.q.contiguous()) if inputs.q.device.type == "cuda" else inputs
+
+
+@contextlib.contextmanager
+def no_autocast(device: torch.device) -> Iterator[None]:
+    """Our products run in the dtype they are given; the caller's autocast was applied at the door."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
+    """The blocks of few queries that stand at other positions in each sample; the host waits to read them."""
+    assert positions is not None
+    blocks: list[Block] = []
+    for sample, at in enumerate(positions.tolist()):
+        if not 0 <= at <= call.keys - call.queries:
+            raise ValueError(outside(f"query_offset[{sample}]", at, call.queries, call.keys))
+        blocks += plan(call._replace(samples=1, start=at), False, sample).blocks
+    return Plan(tuple(blocks), (0, call.kv_heads), False, True)
+
+
+def outside(name: str, at: int, queries: int, keys: int) -> str:
+    return f"{name} is {at}: {queries} queries among {keys} keys begin at 0 to {keys - queries}"
+
+
+def _positions(block: Block, at: tuple[int, ...], rows: int, call: Call) -> Tensor:
+    """(b, L, h): where in the sequence rows of a block are, given the first of each head."""
+    view = block.queries
+    segment, row = (torch.arange(n, device=call.device) for n in (view.segments, rows))
+    first = torch.tensor(at, device=call.device).repeat_interleave(call.group)
+    token = first + view.segment_step * segment[:, None, None] + block.rate * row[:, None]
+    return token.repeat(view.samples, 1, 1)
+
+
+def _readable(x: Tensor, call: Call, limits: Limits) -> Tensor:
+    """x as the kernels can read it: the dtype computed in and a unit last stride; on CUDA also 16-byte aligned rows
+    and no stride of 0, from which cuDNN's backward gives wrong gradients."""
+    x = x.to(call.computed)
+    if x.shape[-1] % limits.pad:
+        x = F.pad(x, (0, -x.shape[-1] % limits.pad))
+    readable = x.stride(-1) == 1
+    if x.device.type == "cuda":
+        steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+        readable &= x.data_ptr() % 16 == 0 and all(step and step * x.itemsize % 16 == 0 for step in steps)
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def _span(x: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    return x.itemsize * sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _within(x: Tensor, limits: Limits) -> Tensor:
+    """x, copied where a kernel could not count from its first element to its last."""
+    return x if limits.span is None or _span(x) < limits.span else x.contiguous()

@@ -1,0 +1,32 @@
+"""A call on one device, each way: by a backend that takes it whole, or block by block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import blockwise
+from dilated_attention.backends.choose import choose
+from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.call import Call
+
+
+def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    choice = choose(call)
+    if choice.is_whole:
+        found: tuple[Tensor, Tensor] = choice.module.forward_call(call, inputs)
+        return found
+    return blockwise.forward(call, inputs)
+
+
+def backward(
+    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    """The gradients of q, k and v from those of out and lse; None: nothing depends on it."""
+    results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+    choice = choose(call, backward=True)
+    if choice.is_whole:
+        found: Gradients = choice.module.backward_call(call, inputs, results)
+        return found
+    return blockwise.backward(call, inputs, results)

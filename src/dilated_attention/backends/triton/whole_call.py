@@ -1,0 +1,159 @@
+"""A whole call by our kernels: one launch forward and two backward, where the pattern allows it.
+
+Branches that share no table take one launch each; later launches take in what earlier ones found, in float32.
+
+Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), True = ignore; stats (B, H, N, 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends import triton
+from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.backends.triton import launch, nesting
+from dilated_attention.backends.triton.cache import CACHE
+from dilated_attention.backends.triton.launch import Launch, Layout
+from dilated_attention.backends.triton.tiling import Nests
+from dilated_attention.call import Call, sample_ends
+
+
+class Prepared(NamedTuple):
+    """The launches of one direction of a call, in their order."""
+
+    launches: tuple[Launch, ...]
+    dtype: torch.dtype  # that they write
+    blank: bool  # whether what they write must be blank before
+
+    def nbytes(self) -> int:
+        return sum(launch.nbytes for launch in self.launches)
+
+
+def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    q, k, v = _readable(inputs.q), _readable(inputs.k), _readable(inputs.v)
+    if not call.rows:
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
+    if prepared is None:
+        prepared = _prepared(call, (q, k, v), trains=any(x.requires_grad for x in inputs[:3]))
+    padding = ends = None
+    if inputs.padding is not None:
+        padding = inputs.padding.contiguous()
+        ends = sample_ends(padding) if call.adds_zeros else None
+    out = _empty_like(q, prepared.dtype)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if prepared.blank:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    # an optional tensor that is not there is never read: q stands in for it
+    given = (q if padding is None else padding, q if ends is None else ends, q if inputs.seed is None else inputs.seed)
+    for one in prepared.launches:
+        one(q, k, v, out, lse, *given)
+    return out if prepared.dtype is q.dtype else out.to(q.dtype), lse
+
+
+def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
+    q, k, v, dout = _readable(inputs.q), _readable(inputs.k), _readable(inputs.v), _readable(results.dout)
+    dlse = None if results.dlse is None else results.dlse.resolve_neg()
+    if not call.rows:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    given = (q, k, v, dout) if dlse is None else (q, k, v, dout, dlse)
+    prepared = CACHE.find((call.device, call, *(x.stride() for x in given)))
+    if prepared is None:
+        prepared = _kept(call, _prepare_backward, *map(Layout.of, given))
+    dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
+    stats = torch.empty(_stats_shape(call), dtype=torch.float32, device=q.device)
+    if prepared.blank:
+        for grad in (dq, dk, dv):
+            grad.zero_()
+    out, lse = results.out.contiguous(), results.lse.contiguous()
+    padding = q if inputs.padding is None else inputs.padding.contiguous()
+    dlse, seed = q if dlse is None else dlse, q if inputs.seed is None else inputs.seed
+    for for_dq, for_dkdv in zip(prepared.launches[::2], prepared.launches[1::2], strict=True):
+        for_dq(q, k, v, out, lse, dout, dlse, dq, stats, padding, seed)
+        for_dkdv(q, k, v, dout, stats, dk, dv, padding, seed)
+    return dq, dk, dv
+
+
+def _kept(call: Call, prepare: Callable[..., Prepared], *layouts: Layout) -> Prepared:
+    """What is prepared for a call on tensors of these layouts, kept from now on."""
+    return CACHE.get((call.device, call, *(x.strides for x in layouts)), lambda: prepare(call, *layouts))
+
+
+def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:
+    """The forward pass of a call that is new. Its kernels are compiled at once, with those of the backward pass if it
+    ``trains``: one after the other they would take twice as long."""
+    layouts = [Layout.of(x) for x in qkv]
+    found = _kept(call, _prepare_forward, *layouts)
+    together = list(found.launches)
+    if trains and triton.preference(call, True)[0]:
+        dout = Layout.contiguous(qkv[0].shape, qkv[0].dtype)
+        together += _kept(call, _prepare_backward, *layouts, dout).launches
+    if call.device.type == "cuda" and len(together) > 1 and not torch.cuda.is_current_stream_capturing():
+        with ThreadPoolExecutor(len(together)) as pool:
+            list(pool.map(Launch.compile, together))
+    return found
+
+
+def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
+    todo = steps(call)
+    dtype = torch.float32 if len(todo) > 1 else q.dtype
+    out, lse = Layout.contiguous(q.shape, dtype), Layout.contiguous(q.shape[:3], torch.float32)
+    made = []
+    for index, nests in enumerate(todo):
+        tile = nesting.config("forward", call, nests)
+        made.append(launch.forward(q, k, v, out, lse, nests, call, tile, index > 0, fills(nests, index)))
+    return Prepared(tuple(made), dtype, _must_be_blank(todo))
+
+
+def _prepare_backward(
+    call: Call, q: Layout, k: Layout, v: Layout, dout: Layout, dlse: Layout | None = None
+) -> Prepared:
+    """Two launches per step: for dq, and for dk and dv."""
+    out, dq, dk, dv = (Layout.contiguous(x.shape, x.dtype) for x in (q, q, k, v))
+    lse = Layout.contiguous(q.shape[:3], torch.float32)
+    stats = Layout.contiguous(_stats_shape(call), torch.float32)
+    todo, made = steps(call), []
+    for index, nests in enumerate(todo):
+        how = (index > 0, fills(nests, index))
+        tile = nesting.config("dq", call, nests)
+        made.append(launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, nests, call, tile, *how))
+        tile = nesting.config("dkdv", call, nests)
+        made.append(launch.backward_dkdv(q, k, v, dout, stats, dk, dv, nests, call, tile, *how))
+    return Prepared(tuple(made), q.dtype, _must_be_blank(todo))
+
+
+def steps(call: Call) -> tuple[Nests, ...]:
+    """What each launch has to do, in their order."""
+    return nesting.launches(call.pattern, call.held, call.is_causal, call.drops)
+
+
+def _has_gaps(nests: Nests) -> bool:
+    return any(nest.rates[0] > 1 for nest in nests)
+
+
+def fills(nests: Nests, index: int) -> bool:
+    """Whether a launch also writes the rows between its own: the first one does, where each nest is one branch."""
+    return index == 0 and _has_gaps(nests) and all(len(nest.rates) == 1 for nest in nests)
+
+
+def _must_be_blank(todo: tuple[Nests, ...]) -> bool:
+    return _has_gaps(todo[0]) and not fills(todo[0], 0)
+
+
+def _stats_shape(call: Call) -> tuple[int, ...]:
+    return call.samples, call.heads, call.queries, 2
+
+
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # in half the time of new_empty
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x with a unit last stride and no sign to be turned, which the kernels take for granted."""
+    return x if x.stride(-1) == 1 and not x.is_neg() else x.contiguous().resolve_neg()

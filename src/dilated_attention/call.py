@@ -1,0 +1,200 @@
+"""Call: all about a call that is not a tensor. It is made once, at the door, and everything below is a function of it.
+
+Legend: query (B, n, H, D); key, value (B, N, Hk, D); padding (B, N), True = ignore.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from dilated_attention.pattern import DilatedPattern, Heads, Rule
+
+ON_DEVICE = -1  # the start of a call whose positions are in a tensor
+DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
+
+
+class Call(NamedTuple):
+    """All about a call that is not a tensor; hashable, so that plans, choices and launches are found by it.
+
+    The queries stand at the positions [start, start + queries) of a sequence of ``total`` tokens, the keys at
+    [key_start, key_start + keys). A whole call has the same for both; a rank has a shard, and few queries have a place
+    among all keys.
+    """
+
+    pattern: DilatedPattern
+    is_causal: bool = False
+    scale: float = DEFAULT_SCALE
+    dropout_p: float = 0.0
+    backend: str = "auto"
+    # --- the tensors
+    samples: int = 0
+    queries: int = 0
+    keys: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    has_padding: bool = False
+    # --- their place in the sequence, and among the heads of all processes
+    start: int = 0
+    key_start: int = 0
+    total: int = 0
+    first_head: int = 0  # of the key/value heads here
+    total_heads: int = 0  # 0: the heads here are all
+    # --- how it is computed
+    in_parts: bool = False  # other ranks or chunks add to the results, so whole-call kernels are out of question
+    limit: int = 0  # the number of a `Limit` on memory; 0: none
+    deterministic: bool = False  # torch's settings at the time of the call
+    switched_off: tuple[str, ...] = ()
+    flash: str | None = None
+    tf32: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def is_few(self) -> bool:
+        """Whether the queries are some rows among the keys."""
+        return (self.start, self.queries) != (self.key_start, self.keys)
+
+    @property
+    def drops(self) -> bool:
+        return self.dropout_p > 0
+
+    @property
+    def adds_zeros(self) -> bool:
+        """Whether zero keys fill up the last segment; when causal they come after every query."""
+        return self.pattern.dealing.adds_zeros and not self.is_causal
+
+    @property
+    def rows(self) -> int:
+        """Query rows of all samples and heads."""
+        return self.samples * self.queries * self.heads
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The dtype that block backends compute in."""
+        return compute_dtype(self.dtype, self.device)
+
+    @property
+    def exact(self) -> torch.dtype:
+        """The dtype of lse and of sums."""
+        return accumulate_dtype(self.dtype)
+
+    @property
+    def held(self) -> Heads:
+        """Which key/value heads are here."""
+        return Heads(self.first_head, self.kv_heads, self.total_heads or self.kv_heads)
+
+    def placed(self, branch: int) -> list[tuple[int, int]]:
+        """(head, offset) of each key/value head here that runs the branch."""
+        return self.held.of_branch(self.pattern, branch)
+
+    def of(self, query: Tensor, key: Tensor, padding: Tensor | None, start: int) -> Call:
+        """This call with all that its tensors and torch's settings tell. ``start``: of the queries among the keys."""
+        samples, queries, heads, head_dim = query.shape
+        keys, kv_heads = key.shape[1], key.shape[2]
+        dtype, device = query.dtype, query.device
+        return Call(
+            self.pattern,
+            self.is_causal,
+            1.0 / math.sqrt(head_dim) if self.scale == DEFAULT_SCALE else self.scale,
+            self.dropout_p,
+            self.backend,
+            samples,
+            queries,
+            keys,
+            heads,
+            kv_heads,
+            head_dim,
+            dtype,
+            device,
+            padding is not None,
+            start,
+            0,  # key_start
+            keys,  # total
+            self.first_head,
+            self.total_heads,
+            self.in_parts,
+            self.limit,
+            torch.are_deterministic_algorithms_enabled(),
+            switched_off(),
+            torch.nn.attention.current_flash_attention_impl() if device.type == "cuda" else None,
+            dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+        )
+
+    def packed(self, start: int) -> tuple[list[int], float, float, str]:
+        """All that the caller chose, as a registered op takes it; `unpacked` turns it back into a call.
+
+        Numbers stay numbers: a compiler may hold symbols in their place.
+        """
+        # a compiler may hold symbols for these as well, which have no text: a range needs their values
+        lengths = ",".join([str(range(length).stop) for length in self.pattern.segment_lengths])
+        rates = ",".join([str(range(rate).stop) for rate in self.pattern.dilation_rates])
+        text = f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {self.backend}"
+        return [start, self.first_head, self.total_heads, self.limit], self.scale, self.dropout_p, text
+
+
+def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> tuple[Call, int]:
+    """The call that `Call.packed` wrote, and its start."""
+    pattern, is_causal, backend = _read(text)
+    start, first_head, total_heads, limit = numbers
+    call = Call(
+        pattern, is_causal, scale, dropout_p, backend, first_head=first_head, total_heads=total_heads, limit=limit
+    )
+    return call, start
+
+
+@functools.lru_cache(maxsize=256)
+def _read(text: str) -> tuple[DilatedPattern, bool, str]:
+    rule, lengths, rates, is_causal, backend = text.split()
+    numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
+    return DilatedPattern.of(cast(Rule, rule), *numbers), is_causal == "1", backend
+
+
+_SWITCHES: dict[str, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+}
+
+
+def switched_off() -> tuple[str, ...]:
+    """The attention kernels of torch that the user has switched off, as sdpa_kernel(...) does."""
+    return tuple([name for name, is_on in _SWITCHES.items() if not is_on()])
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse and of sums: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Half precision is computed in float32 on a CPU without instructions for it: far faster, and nearer."""
+    if device.type != "cpu" or dtype not in (torch.float16, torch.bfloat16):
+        return dtype
+    # with AMX, bfloat16 is faster than float32; no CPU was found where float16 is
+    return dtype if dtype is torch.bfloat16 and _has_amx() else torch.float32
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def sample_ends(padding: Tensor, start: int = 0) -> Tensor:
+    """(B,) one more than the last position that is not padding, 0 where all is; the first token is at ``start``."""
+    count = torch.arange(start + 1, start + padding.shape[1] + 1, device=padding.device)
+    if not len(count):
+        return padding.new_zeros(padding.shape[0], dtype=torch.int64)
+    return torch.where(padding, 0, count).amax(1)

@@ -1,0 +1,100 @@
+"""ContextParallel: how one sequence is spread over a group of ranks. Options only; nothing here communicates."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dilated_attention.distributed.group import LONGEST_TIMEOUT
+from dilated_attention.distributed.sequence import Group, process_group
+from dilated_attention.pattern import whole_number
+
+Route = Literal["ring", "allgather", "alltoall"]
+Exchange = Literal["auto", Route]
+Verify = Literal["always", "first"]
+ROUTES: tuple[Route, ...] = get_args(Route)
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+VERIFY: tuple[Verify, ...] = get_args(Verify)
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Says how one sequence is spread over a group of ranks.
+
+    It is given as ``group=`` where a bare process group is not enough. It is frozen and hashable, and checks its
+    values. None means the default of the function or class that takes it.
+
+    Args:
+        group: a ``torch.distributed`` process group or a 1-D ``DeviceMesh``; None: the default group.
+        exchange: how rows of other ranks come here. "ring": from neighbour to neighbour, two blocks at a time;
+            "allgather": all of them in one step; "alltoall": whole segments for a share of the heads; "auto":
+            the one with the least modelled time that holds at most twice what a shard keeps for its backward pass.
+        use_checkpointing: received rows travel again in the backward pass; False keeps them.
+        timeout: seconds to wait for another rank before an error that names it (gloo; NCCL has its own).
+        verify: "always": every call first compares its arguments over the ranks; "first": only the first 64 checks of
+            a group, forward and backward, as long as its shards keep their lengths. By default "always" where the
+            group has gloo for the host ("gloo", "cpu:gloo,cuda:nccl"), else "first", as reading the answer makes the
+            host wait for the device.
+        debug: wait on the host in every hop, so that an error comes from where it happened.
+        total_length: the tokens of the whole sequence. A call whose shards do not add up to it is an error, for
+            example one in which every rank passes the whole sequence.
+
+    Examples:
+        >>> over = da.ContextParallel(group, exchange="alltoall", timeout=30.0, total_length=64)
+        >>> shard = da.shard_sequence(torch.randn(1, 64, 4, 8), group)
+        >>> da.dilated_attention(shard, shard, shard, da.DilatedPattern.longnet([16, 64], [1, 4]), group=over).shape
+        torch.Size([1, 64, 4, 8])
+    """
+
+    group: Group | None = None
+    _: KW_ONLY
+    exchange: Exchange | None = None
+    use_checkpointing: bool | None = None
+    timeout: float = 60.0
+    verify: Verify | None = None
+    debug: bool = False
+    total_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            process_group(self.group)
+        if self.exchange is not None and self.exchange not in EXCHANGES:
+            raise ValueError(f"unknown exchange {self.exchange!r}: use one of {', '.join(EXCHANGES)}, or None")
+        if self.verify is not None and self.verify not in VERIFY:
+            raise ValueError(f"unknown verify {self.verify!r}: use one of {', '.join(VERIFY)}, or None")
+        if not isinstance(self.use_checkpointing, bool | None):
+            raise TypeError(f"use_checkpointing must be True, False or None, got {self.use_checkpointing!r}")
+        if not isinstance(self.debug, bool):
+            raise TypeError(f"debug must be True or False, got {self.debug!r}")
+        number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
+        if not number or not 0 < self.timeout <= LONGEST_TIMEOUT:
+            allowed = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
+            raise ValueError(f"timeout must be {allowed}, got {self.timeout!r}")
+        if self.total_length is not None:
+            object.__setattr__(self, "total_length", whole_number("total_length", self.total_length))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Itself: nothing in it changes, and a process group cannot be copied."""
+        return self
+
+    @classmethod
+    def of(cls, group: Group | ContextParallel) -> ContextParallel:
+        """What was given as ``group=``, with all options at their defaults if it is a bare group."""
+        return group if isinstance(group, ContextParallel) else cls(group)
+
+    def process_group(self) -> ProcessGroup:
+        """The group that a call goes over."""
+        if self.group is not None:
+            return process_group(self.group)
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "ContextParallel has no group, and no default process group is initialised: call "
+                "torch.distributed.init_process_group() first, or pass a group"
+            )
+        default = dist.group.WORLD
+        assert default is not None
+        return default

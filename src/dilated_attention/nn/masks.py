@@ -1,0 +1,55 @@
+"""The masks that nn.MultiheadAttention takes, read as what dilated attention can do with them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST_CHECKED = 4096  # tokens of an attn_mask whose values are looked at
+
+
+def ignored(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A padding mask as bool; nn.TransformerEncoderLayer hands over a float one."""
+    wanted = "key_padding_mask must be bool with True = ignore this key, or float of 0 (keep) and -inf (ignore) only"
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+    if mask.shape != shape:
+        raise ValueError(f"key_padding_mask must be {shape} like the tokens, got {tuple(mask.shape)}")
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"{wanted}, got {mask.dtype}")
+    found = mask == -torch.inf
+    known = found | (mask == 0)
+    if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
+        torch._assert_async(known.all(), wanted)
+    elif not known.all():
+        raise ValueError(f"{wanted}, got {mask[~known][0].item()}")
+    return found
+
+
+def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> None:
+    """Raise unless ``mask`` is the causal one, which the caller says with ``is_causal``. rows: samples * heads."""
+    if not is_causal:
+        raise ValueError(
+            "attn_mask must be None: the pattern says who sees whom; for a causal mask pass is_causal=True, with or "
+            "without attn_mask, and for padded tokens key_padding_mask"
+        )
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    if mask.shape not in ((tokens, tokens), (rows, tokens, tokens)):
+        raise ValueError(
+            f"attn_mask must be ({tokens}, {tokens}) or ({rows}, {tokens}, {tokens}) like the tokens, got "
+            f"{tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool or float, got {mask.dtype}")
+    if torch.compiler.is_compiling() or type(mask) is not Tensor or mask.device.type != "cpu" or tokens > MOST_CHECKED:
+        return  # the caller's word is taken: there is no value yet, or the host would wait for it
+    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    right = mask == later if mask.dtype == torch.bool else torch.where(later, mask == -torch.inf, mask == 0)
+    if not right.all():
+        raise ValueError(
+            "attn_mask is not the causal mask, and is_causal=True says that it is: True (or -inf) above the diagonal, "
+            "False (or 0) elsewhere. The pattern says who sees whom: leave attn_mask out"
+        )

@@ -1,0 +1,6 @@
+"""Context parallelism: one sequence over a group of ranks, each with a contiguous shard of the tokens.
+
+`shards`: where the tokens are, and which segments cross a border. `packing`: rows as bytes. `routes`: who sends what
+when. `circulate`: keys of other ranks come by while this one computes (ring, all-gather). `alltoall`: whole segments
+for a share of the heads. `run`: agree on a call, exchange, compute. What it costs is in `cost`.
+"""

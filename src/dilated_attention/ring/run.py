@@ -1,0 +1,346 @@
+"""The operation over a group of ranks: agree on the call, exchange rows, compute; one autograd node.
+
+Legend: query (B, n, H, D), key, value (B, n, Hk, D), lse (B, n, H): n tokens of this rank's shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dilated_attention.autograd import is_mapped, refuse_second_derivative
+from dilated_attention.backends import blockwise
+from dilated_attention.backends.blockwise import Limit, Work
+from dilated_attention.backends.choose import choose
+from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.call import Call, sample_ends
+from dilated_attention.checks import check_total_length
+from dilated_attention.cost import fastest_exchange
+from dilated_attention.distributed.agreement import REFUSED, Asked, ask
+from dilated_attention.distributed.group import (
+    Buffers,
+    CommunicationError,
+    GroupTransport,
+    carries,
+    check_usable,
+)
+from dilated_attention.distributed.transport import Alone, Stats, Transport
+from dilated_attention.ring.alltoall import AllToAll
+from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.shards import Channel, Shards, channels, crosses
+
+FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
+
+
+@dataclass
+class Link:
+    """How calls go over a group: what does not change from call to call."""
+
+    group: ProcessGroup | None  # None: this process alone
+    exchange: str = "auto"
+    use_checkpointing: bool = True  # received rows are not kept for the backward pass but travel again
+    timeout: float = 60.0
+    verify: str | None = None  # None: "always" where gloo carries it, else "first"
+    debug: bool = False
+    limit: Limit | None = None
+    stats: Stats = field(default_factory=Stats)
+    buffers: Buffers | None = None
+    total_length: int | None = None  # what the lengths of all shards must add up to
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def check_usable(self) -> None:
+        if self.group is not None:
+            check_usable(self.group)
+
+    def transport(self, device: torch.device) -> Transport:
+        self.check_usable()
+        if self.group is None:
+            return Alone(self.stats)
+        if self.buffers is not None:
+            self.buffers.begin()
+        return GroupTransport(
+            self.group, device, self.timeout, debug=self.debug, stats=self.stats, buffers=self.buffers
+        )
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """One call over a group, as all ranks have agreed on it."""
+
+    call: Call  # with this rank's place in the sequence
+    link: Link
+    transport: Transport
+    shards: Shards
+    exchange: str
+    wants_gradients: bool
+    number: int = 0  # among the calls over the group, the same on all ranks
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        return channels(self.call.pattern, self.shards, self.call.held, self.transport.rank)
+
+    def work(self, inputs: Inputs, ends: Tensor | None, backward: bool = False) -> Work:
+        elsewhere = None
+        if self.exchange == "alltoall":
+            elsewhere = frozenset((one.branch, one.start, head) for one in self.channels for head, _ in one.heads)
+        visited = bool(self.channels)
+        return Work.of(self.call, inputs, backward=backward, ends=ends, visited=visited, elsewhere=elsewhere or None)
+
+    def ends(self, padding: Tensor | None) -> Tensor | None:
+        """Where each sample ends on the last rank that has some of it; only zero keys ask for it."""
+        if padding is None or not self.call.adds_zeros:
+            return None
+        here = sample_ends(padding, self.call.start)
+        if not here.numel():
+            return here
+        for other in self.transport.post_all("the ends of the samples", here.view(torch.uint8)).wait().values():
+            here = torch.maximum(here, other.view(torch.int64).to(self.call.device))
+        return here
+
+    def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
+        """All ranks are here; dlse, where some rank has one."""
+        self.link.check_usable()
+        if self.transport.size == 1:
+            return dlse
+        if not _verifies(self.transport, self.link):
+            return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
+        fields = {
+            "the backward of": self.call.pattern,
+            "shape": tuple(lse.shape[::2]),
+            "exchange": self.exchange,
+            "the number of the call (all ranks must run their backward passes in one order)": self.number,
+        }
+        flag = int(dlse is not None)
+        said = _ask(self.transport, self.link, "the backward of dilated_attention", fields, lse.shape[1], flags=flag)
+        return torch.zeros_like(lse) if any(said.wait().flags) and dlse is None else dlse
+
+    def exchanger(self, work: Work) -> Exchange | AllToAll | None:
+        """None where no rank has anything to send."""
+        if not crosses(self.call.pattern, self.shards) or not self.call.samples:
+            return None
+        if self.exchange == "alltoall":
+            return AllToAll(work, self.transport, self.shards, self.channels)
+        return Exchange(work, self.transport, self.shards, self.channels, self.exchange)
+
+
+def attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
+    run = _attend
+    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
+        run = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+    return run(inputs, call, link)
+
+
+def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
+    """The call is of this rank's shard alone, until the ranks agree on the lengths of all."""
+    try:
+        transport = link.transport(call.device)
+        fields = _fields(inputs, call, link, resolved_verify(transport, link))
+    except Exception as error:
+        tell_others(link, inputs.q, error)
+        raise
+    lengths: tuple[int, ...] = (call.queries,)
+    seed, number = inputs.seed, 0
+    if transport.size > 1:
+        lengths, seed = _agree(transport, link, fields, call.queries, seed)
+        check_total_length(link.total_length, lengths)
+        number = transport.number = _counted(link)
+        transport.warm_up()
+    shards = Shards.of(lengths)
+    exchange = link.exchange
+    if exchange == "auto":
+        exchange = fastest_exchange(
+            call.pattern, shards, call.held, call.group, call.head_dim, call.computed, call.is_causal,
+            transport.backend, call.samples, call.has_padding,
+        )  # fmt: skip
+    start = shards.starts[transport.rank]
+    placed = call._replace(start=start, key_start=start, total=shards.tokens)
+    agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", number)
+    out, lse = _Parallel.apply(*inputs[:4], seed, agreed)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def tell_others(link: Link | None, query: object, error: Exception) -> None:
+    """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too.
+
+    For every error before the ranks agree on a call, whatever it is; the caller raises it again.
+    """
+    if link is None or link.group is None or link.size == 1:
+        return
+    device = torch.device("cpu")
+    if isinstance(query, Tensor) and carries(link.group, query.device):
+        device = query.device
+    elif not carries(link.group, device):
+        device = torch.accelerator.current_accelerator() or device
+    plain = Link(link.group, timeout=link.timeout, verify=link.verify)
+    # what all ranks raise, or that this rank can tell nobody: the caller's own error says more
+    with contextlib.suppress(ValueError, CommunicationError):
+        transport = plain.transport(device)
+        if _verifies(transport, plain):
+            _ask(transport, plain, "dilated_attention", {REFUSED: f"{type(error).__name__}: {error}"}, 0).wait()
+
+
+def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, object]:
+    """What must be alike on all ranks."""
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
+    return {
+        "shape": f"(batch {call.samples}, tokens, heads {call.heads}, head_dim {call.head_dim})",
+        "key heads": call.kv_heads,
+        "dtype": call.dtype,
+        "device": call.device.type,
+        "backend": choose(call).name,  # with device and dtype, what decides how rows are packed
+        "computed in": call.computed,
+        "pattern": call.pattern,
+        "is_causal": call.is_causal,
+        "scale": call.scale,
+        "dropout_p": call.dropout_p,
+        "heads": call.held,
+        "key_padding_mask": "given" if call.has_padding else "not given",
+        "exchange": link.exchange,
+        "use_checkpointing": link.use_checkpointing,
+        "total_length": link.total_length,
+        "verify": verify,
+        "gradients": "wanted" if wants_gradients else "not wanted",
+    }
+
+
+class _Seen:
+    """What the checked calls over a group were, for those that are not checked."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+        self.calls = 0  # that all ranks agreed on, checked or not
+        self.lengths: set[tuple[int, ...]] = set()  # of all shards
+
+
+_seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
+
+
+def _seen_by(link: Link) -> _Seen:
+    assert link.group is not None
+    return _seen.setdefault(link.group, _Seen())
+
+
+def resolved_verify(transport: Transport, link: Link) -> str:
+    return link.verify or ("always" if transport.agrees_on_host else "first")
+
+
+def _verifies(transport: Transport, link: Link) -> bool:
+    """Whether this call is checked: the same answer on every rank, as all have seen the same calls.
+
+    With shards of several lengths every call is: one rank's own length does not tell it those of the others.
+    """
+    seen = _seen_by(link)
+    return resolved_verify(transport, link) == "always" or seen.checks < FIRST_CALLS or len(seen.lengths) != 1
+
+
+def _ask(
+    transport: Transport, link: Link, call: str, fields: dict[str, object], length: int, seed: int = 0, flags: int = 0
+) -> Asked:
+    _seen_by(link).checks += 1
+    return ask(transport, call, fields, length, seed, flags)
+
+
+def _counted(link: Link) -> int:
+    """The number of a call that all ranks make: two calls that look alike still have backward passes of their own."""
+    seen = _seen_by(link)
+    seen.calls += 1
+    return seen.calls
+
+
+def _agree(
+    transport: Transport, link: Link, fields: dict[str, object], length: int, seed: Tensor | None
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """The lengths of all shards and rank 0's seed."""
+    if _verifies(transport, link):
+        number = 0 if seed is None else int(seed.item())
+        agreement = _ask(transport, link, "dilated_attention", fields, length, number).wait()
+        if seed is not None:
+            seed = torch.full_like(seed, agreement.seeds[0])
+        _seen_by(link).lengths.add(agreement.lengths)
+        return agreement.lengths, seed
+    (known,) = _seen_by(link).lengths
+    if length != known[transport.rank]:
+        raise ValueError(
+            f"rank {transport.rank} has {length} tokens and had {known[transport.rank]} in all checked calls over this "
+            "group; later ones are not checked: for shards that vary in length give verify='always'"
+        )
+    if seed is not None:  # it stays on the device: reading it would make the host wait
+        others = transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()
+        if transport.rank:
+            seed = others[0].view(torch.int64)[0].to(seed.device)
+    return known, seed
+
+
+def check_transforms(*gradients: Tensor | None) -> None:
+    """Raise under torch.func, whose many calls ranks cannot make as one, forward or backward."""
+    if not torch.compiler.is_compiling() and is_mapped(*gradients):
+        raise NotImplementedError(
+            "torch.func and is_grads_batched do not go over a group of ranks: use backward(), once for each gradient"
+        )
+
+
+class _Parallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        seed: Tensor | None,
+        agreed: Agreed,
+    ) -> tuple[Tensor, Tensor]:
+        call, inputs = agreed.call, Inputs(q, k, v, padding, seed)
+        with blockwise.no_autocast(call.device), agreed.transport.closed_on_error():
+            ends = agreed.ends(padding)
+            work = agreed.work(inputs, ends)
+            exchanger = agreed.exchanger(work)
+            kept: list[Tensor] = []
+            if exchanger is None:
+                out, lse = work.forward()
+            else:
+                out, lse, kept = exchanger.forward(agreed.wants_gradients and not agreed.link.use_checkpointing)
+            out, lse = blockwise.finished(out, call, call.dtype), lse.contiguous().detach()
+        ctx.save_for_backward(q, k, v, padding, seed, ends, out, lse, *kept)
+        ctx.agreed = agreed
+        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
+        inputs = Inputs(q, k, v, padding, seed)
+        grads: tuple[Tensor, ...]
+        check_transforms(dout, dlse)
+        with torch.no_grad():
+            dlse = ctx.agreed.agree_on_backward(dlse, lse)
+            results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+            grads = _backward(ctx.agreed, inputs, results, ends, kept)
+        if torch.is_grad_enabled():
+            grads = refuse_second_derivative(grads, dout, dlse, q, k, v)
+        return (*grads, None, None, None)
+
+
+def _backward(agreed: Agreed, inputs: Inputs, results: Results, ends: Tensor | None, kept: list[Tensor]) -> Gradients:
+    call = agreed.call
+    with blockwise.no_autocast(call.device), agreed.transport.closed_on_error():
+        inputs, results, bad = blockwise.without_bad_rows(inputs, results)
+        work = agreed.work(blockwise.one_layout(inputs), ends, backward=True)
+        results = work.results(results)
+        exchanger = agreed.exchanger(work)
+        if exchanger is None:
+            grads = work.backward(results)
+        else:
+            grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
+        return blockwise.finished_grads(grads, inputs, call, bad)
