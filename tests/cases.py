@@ -148,9 +148,9 @@ class Case:
 
     def gradients(self, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of out and lse, for queries like these."""
-        draws, lse_dtype = self.generator("gradients"), torch.promote_types(like.dtype, torch.float32)
-        dout = strided(self.dout, like.shape, draws).to(self.device, like.dtype)
-        dlse = strided(self.dout, like.shape[:3], draws).to(self.device, lse_dtype)
+        draws = torch.Generator(self.device).manual_seed(self.draw("gradients").randrange(2**40))
+        dout = strided(self.dout, like.shape, draws, like.dtype)
+        dlse = strided(self.dout, like.shape[:3], draws, torch.promote_types(like.dtype, torch.float32))
         return dout, dlse if self.dlse else None
 
     def lengths(self) -> tuple[int, ...]:
@@ -238,14 +238,15 @@ class Case:
         testing.assert_exact(got, self.expected(), plain)
 
 
-def strided(kind: str, shape: torch.Size, draws: torch.Generator) -> Tensor:
-    """A gradient as autograd may hand it over."""
+def strided(kind: str, shape: torch.Size, draws: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """A gradient as autograd may hand it over. Made in its dtype, on its device: converting it would lose strides."""
+    randn = functools.partial(torch.randn, generator=draws, dtype=dtype, device=draws.device)
     if kind == "expanded":
-        return torch.randn(1, generator=draws).expand(shape)
+        return randn(1).expand(shape)
     if kind == "strided":
-        return torch.randn(*shape[:-1], 2 * shape[-1], generator=draws)[..., ::2]
+        return randn(*shape[:-1], 2 * shape[-1])[..., ::2]
     if kind == "cut":  # of a longer sequence: rows are whole, but samples and tokens are no single stride
-        return torch.randn(shape[0], shape[1] + 3, *shape[2:], generator=draws)[:, 2:-1]
+        return randn(shape[0], shape[1] + 3, *shape[2:])[:, 2:-1]
     if kind == "reversed":
-        return torch.randn(*shape[::-1], generator=draws).permute(*reversed(range(len(shape))))
-    return torch.randn(shape, generator=draws)
+        return randn(*shape[::-1]).permute(*reversed(range(len(shape))))
+    return randn(*shape)

@@ -27,6 +27,7 @@ class Path:
 
 RULED = {"rule": RULES, "is_causal": (False, True)}
 MASKS = ("none", "random", "right", "sample")
+DOUTS = ("plain", "expanded", "strided", "cut", "reversed")
 CALL: dict[str, tuple[Any, ...]] = {
     **RULED,
     "pattern": tuple(PATTERNS),
@@ -63,13 +64,15 @@ KERNEL: dict[str, tuple[Any, ...]] = {
     "scale": (None,),
 }
 # In half precision sums of few terms cancel to nothing in the oracle alone: short sequences are for float32.
-ON_GPU = {"tokens": (17, 64, 129, 1000, 1025), "head_dim": (8, 64, 80, 128), "unit": (4,), "samples": (1, 2)}
+ON_GPU = {
+    "tokens": (17, 64, 129, 1000, 1025), "head_dim": (8, 64, 80, 128), "unit": (4,), "samples": (1, 2), "dout": DOUTS,
+}  # fmt: skip
 HALVES = {**CALL, **ON_GPU, "dtype": ("bf16", "f16"), "mask": ("none",), "pattern": FEW_PATTERNS}
 OURS = {**KERNEL, **ON_GPU, "dtype": ("bf16", "f16", "f32"), "tokens": (17, 127, 129, 1000, 2055)}
 
 PATHS = {
     "function": Path(
-        {**CALL, "backend": ("sdpa", "eager", "auto"), "dout": ("plain", "expanded", "strided", "cut", "reversed")},
+        {**CALL, "backend": ("sdpa", "eager", "auto"), "dout": DOUTS},
         ("rule", "is_causal", "pattern", "tokens", "mask", "backend"),
     ),
     "long": Path(

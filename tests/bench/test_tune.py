@@ -44,7 +44,7 @@ def piece(date: str, tiles: dict[str, Any], library: dict[str, Any]) -> dict[str
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert run("tune_cases.py", TRITON_INTERPRET="1") == 9
+    assert run("triton_kernels/tune_cases.py", TRITON_INTERPRET="1") == 9
 
 
 @pytest.mark.parametrize(
