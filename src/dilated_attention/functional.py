@@ -6,7 +6,6 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H). Decoding: q
 from __future__ import annotations
 
 import math
-import sys
 from numbers import Real
 from typing import Literal, overload
 
@@ -336,6 +335,10 @@ def checked_probability(p: float, name: str = "dropout_p") -> float:
 
 
 def checked_scale(scale: float, name: str = "scale") -> float:
-    if not isinstance(scale, Real) or not 0.0 <= scale <= sys.float_info.max:  # an int may be beyond all floats
+    try:
+        number = float(scale) if isinstance(scale, Real) else math.nan
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
+    if not 0.0 <= number < math.inf:
         raise ValueError(f"{name} must be a finite number of 0 or more, got {scale!r}")
-    return float(scale)
+    return number
