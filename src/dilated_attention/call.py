@@ -135,12 +135,19 @@ class Call(NamedTuple):
 
     def text(self) -> str:
         """All that the caller chose, as a registered op takes it. `read` turns it back into a call."""
-        lengths = ",".join([str(length) for length in self.pattern.segment_lengths])
-        rates = ",".join([str(rate) for rate in self.pattern.dilation_rates])
-        return (
-            f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {self.scale} {self.dropout_p} {self.backend} "
-            f"{self.first_head} {self.total_heads} {self.limit}"
+        lengths, rates = (
+            ",".join([str(_fixed(number)) for number in numbers])
+            for numbers in (self.pattern.segment_lengths, self.pattern.dilation_rates)
         )
+        return (
+            f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {float(self.scale)} {self.dropout_p} "
+            f"{self.backend} {_fixed(self.first_head)} {_fixed(self.total_heads)} {self.limit}"
+        )
+
+
+def _fixed(number: int) -> int:
+    """The number itself. torch.compile with dynamic=True has a symbol, which has no text; a range needs its value."""
+    return range(number).stop
 
 
 @functools.lru_cache(maxsize=256)
