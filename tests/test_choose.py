@@ -5,35 +5,42 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern, _fused, dilated_attention, explain, testing
-from dilated_attention.call import Call
+from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, sdpa, triton
-from dilated_attention.backends.problem import Request, Whole
-from dilated_attention.backends.triton import configs
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.triton import configs, nesting
+from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
+from dilated_attention.call import ON_DEVICE, Call
+from dilated_attention.pattern import Rule
 
 CUDA = torch.device("cuda", 0)
 PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
-
-
-def whole(rows: int, *, samples: int = 1, form: str = "nested", backward: bool = False) -> Whole:
-    return Whole.of(torch.empty(1, device="meta").expand(samples, rows // samples, 1, 64), form, backward)
-
-
-NESTED = whole(8192)
+FORMS = {  # a pattern for each of what a call is measured as
+    "dense": DilatedPattern.longnet([16], [1]),
+    "": DilatedPattern.longnet([16], [2]),
+    "apart": DilatedPattern.longnet([16, 40], [1, 2]),
+    "nested": DilatedPattern.longnet([512, 1024], [1, 2]),
+}
 SHORT_NAME = r"(64|128|256)( causal)?( nested)?"
 
 
-def request_for(**given: Any) -> Request:
-    plain = Request(CUDA, torch.bfloat16, 64, False, False, False, False, (), None, NESTED)
+def call_for(rows: int = 8192, *, samples: int = 1, heads: int = 1, form: str = "nested", **given: Any) -> Call:
+    tokens = rows // samples // heads
+    plain = Call(
+        FORMS[form], scale=0.1, samples=samples, queries=tokens, keys=tokens, total=tokens, heads=heads, kv_heads=heads,
+        head_dim=64, dtype=torch.bfloat16, device=CUDA,
+    )  # fmt: skip
     return plain._replace(**given)
+
+
+def is_preferred(call: Call, backward: bool = False) -> bool:
+    return triton.preference(call, backward)[0]
 
 
 def clear() -> None:
@@ -65,7 +72,7 @@ def give_table(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"whole": None}, "whole calls on one device"),
+        ({"in_parts": True}, "whole calls on one device"),
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 257}, "up to 256, not 257"),
         ({"device": torch.device("meta")}, "it runs on CUDA, not on meta"),
@@ -76,17 +83,17 @@ def test_every_reason_is_a_sentence(
     h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], words: str
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert triton.unsupported(request_for()) == []
-    (reason,) = triton.unsupported(request_for(**given))
+    assert triton.unsupported(call_for(), False) == []
+    (reason,) = triton.unsupported(call_for(**given), False)
     assert words in reason
     assert len(reason.split()) > 4
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run this call: .*{words}.* Use backend='auto'"):
-        choose.choose("triton", request_for(**given))
+        choose.choose(call_for(**given, backend="triton"))
 
 
 def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INSTALLED", False)
-    reasons = triton.unsupported(request_for(whole=None, dtype=torch.float64, head_dim=300))
+    reasons = triton.unsupported(call_for(in_parts=True, dtype=torch.float64, head_dim=300), False)
     assert len(reasons) == 4
     assert "triton is not installed" in reasons[0]
 
@@ -106,17 +113,17 @@ def test_old_devices(
     h200: None, device: Callable[[int, int], None], capability: tuple[int, int], dtype: torch.dtype, runs: bool
 ) -> None:
     device(*capability)
-    reasons = triton.unsupported(request_for(dtype=dtype))
+    reasons = triton.unsupported(call_for(dtype=dtype), False)
     assert (reasons == []) is runs
     assert all("compute capability" in reason and str(capability) in reason for reason in reasons)
 
 
 def test_little_shared_memory(h200: None, device: Callable[[int, int], None]) -> None:
-    assert not triton.unsupported(request_for(dtype=torch.float32, head_dim=256))
+    assert not triton.unsupported(call_for(dtype=torch.float32, head_dim=256), False)
     device(7, 5)
-    assert not triton.unsupported(request_for(dtype=torch.float32, head_dim=128))
-    assert not triton.unsupported(request_for(dtype=torch.float16, head_dim=256))
-    (reason,) = triton.unsupported(request_for(dtype=torch.float32, head_dim=129))
+    assert not triton.unsupported(call_for(dtype=torch.float32, head_dim=128), False)
+    assert not triton.unsupported(call_for(dtype=torch.float16, head_dim=256), False)
+    (reason,) = triton.unsupported(call_for(dtype=torch.float32, head_dim=129), False)
     assert "head_dim over 128" in reason
 
 
@@ -148,8 +155,7 @@ def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_thresholds(h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, rows: int, expected: bool) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": first})
     assert configs.prefers_library(CUDA, 100, True, "", False, rows) is expected
-    asked = request_for(head_dim=100, is_causal=True, whole=whole(rows, form=""))
-    assert triton.is_preferred(asked) is not expected
+    assert is_preferred(call_for(rows, form="", head_dim=100, is_causal=True)) is not expected
 
 
 @pytest.mark.parametrize(
@@ -171,9 +177,9 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     give_table(monkeypatch, library_from={"forward 64": None, f"forward 64 {form}": 4096})
     assert configs.prefers_library(CUDA, **call, form=form) is True
     assert configs.prefers_library(CUDA, **call, form="") is False
-    asked = request_for(whole=whole(4096, form=form))
-    assert not triton.is_preferred(asked)
-    assert "from 4,096 rows on" in triton.because(asked)
+    preferred, why = triton.preference(call_for(4096, form=form), False)
+    assert not preferred
+    assert "from 4,096 rows on" in why
     give_table(monkeypatch, library_from={"forward 64": 1})
     assert configs.prefers_library(CUDA, **call, form=form) is True
 
@@ -183,49 +189,47 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     {"longnet": ("dense", "", "apart", "nested"), "torchscale": ("dense", "", "apart", "apart"),
      "head_groups": ("dense", "", "", "")}.items(),
 )  # fmt: skip
-def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> None:
-    query = torch.empty(1, 64, 2, 8)
-    patterns = (((16,), (1,)), ((16,), (2,)), ((16, 40), (1, 2)), ((512, 1024), (1, 2)))
-    for (lengths, rates), form in zip(patterns, expected, strict=True):
-        settings = Settings(DilatedPattern(rule, lengths, rates), False, 1.0, 0.0, "auto")
-        asked = settings.whole_request(query, has_padding=False).whole
-        assert asked == Whole(128, form, False)
-        dropping = replace(settings, dropout_p=0.5).whole_request(query, has_padding=False).whole
-        assert dropping == Whole(128, "apart" if form == "nested" else form, False)  # each branch draws anew
+def test_what_a_call_is_measured_as(rule: Rule, expected: tuple[str, ...]) -> None:
+    for pattern, form in zip(FORMS.values(), expected, strict=True):
+        pattern = DilatedPattern.of(rule, pattern.segment_lengths, pattern.dilation_rates)
+        assert nesting.form_of(pattern, False) == form
+        # with dropout each branch draws anew
+        assert nesting.form_of(pattern, False, alone=True) == ("apart" if form == "nested" else form)
 
 
 def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "measured", lambda: {})
-    assert triton.is_preferred(request_for())
-    assert not triton.is_preferred(request_for(whole=NESTED._replace(form="")))
-    assert not triton.is_preferred(request_for(head_dim=65))  # tiles that fit everywhere are small for it
+    assert is_preferred(call_for())
+    assert not is_preferred(call_for(form=""))
+    assert not is_preferred(call_for(head_dim=65))  # tiles that fit everywhere are small for it
 
 
 def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     give_table(monkeypatch, library_from={"forward 64 nested": 1})
-    assert not triton.is_preferred(request_for())
-    for name in ("has_padding", "has_dropout", "deterministic"):
-        assert triton.is_preferred(request_for(**{name: True}))
-        assert triton.is_preferred(request_for(**{name: True}, dtype=torch.float32))
-    assert not triton.is_preferred(request_for(dtype=torch.float32))
+    assert not is_preferred(call_for())
+    for given in ({"has_padding": True}, {"dropout_p": 0.5}, {"deterministic": True}):
+        assert is_preferred(call_for(**given))
+        assert is_preferred(call_for(**given, dtype=torch.float32))
+    assert not is_preferred(call_for(dtype=torch.float32))
 
 
 def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable[[int, int], None]) -> None:
-    half, masked = request_for(dtype=torch.float16), request_for(dtype=torch.float16, has_padding=True)
-    assert triton.is_preferred(half)
+    half, masked = call_for(dtype=torch.float16), call_for(dtype=torch.float16, has_padding=True)
+    assert is_preferred(half)
     device(7, 5)
-    assert not triton.is_preferred(half)
-    assert "tensor cores" in triton.because(half)
-    assert triton.is_preferred(masked)
+    assert not is_preferred(half)
+    assert "tensor cores" in triton.preference(half, False)[1]
+    assert is_preferred(masked)
 
 
 @pytest.mark.parametrize(
     ("given", "rows", "words"),
     [
         ({"has_padding": True}, {}, "padding mask"),
-        ({"has_dropout": True}, {}, "dropout"),
+        ({"dropout_p": 0.5}, {}, "dropout"),
         ({"deterministic": True}, {}, "use_deterministic_algorithms"),
         ({"dtype": torch.float32}, {}, "float32"),
+        ({"start": 8127, "queries": 65}, {}, "up to 64 queries"),
         ({}, {}, "not measured"),
         ({}, {"forward 64 nested": None}, "at every length"),
         ({}, {"forward 64 nested": 65536}, "from 65,536 rows on"),
@@ -235,7 +239,7 @@ def test_every_preference_has_a_reason(
     h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], rows: dict[str, int | None], words: str
 ) -> None:
     give_table(monkeypatch, library_from=rows)
-    reason = triton.because(request_for(**given))
+    reason = triton.preference(call_for(**given), False)[1]
     assert words in reason
     assert len(reason.split()) > 4
 
@@ -243,39 +247,45 @@ def test_every_preference_has_a_reason(
 def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the device is a CPU, which has no compute capability to look up, in whatever dtype it computes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    asked = request_for(device=torch.device("cpu"))
-    assert triton.is_preferred(asked)
+    assert is_preferred(call_for(device=torch.device("cpu")))
     assert configs.prefers_library(torch.device("cpu"), 64, False, "nested", True, 4096) is None
 
 
+def test_few_queries_are_ours(h200: None) -> None:
+    """Unless they are many, or there is something that decoding has not."""
+    assert is_preferred(call_for(start=8000, queries=64))
+    assert not is_preferred(call_for(start=8000, queries=65))
+    assert is_preferred(call_for(start=ON_DEVICE, queries=65))  # the host does not wait for the positions
+    few = call_for(start=8000, queries=1)
+    assert triton.unsupported(few, False) == []
+    assert "no backward pass" in triton.unsupported(few, True)[0]
+    assert "no dropout" in triton.unsupported(few._replace(dropout_p=0.5), False)[0]
+
+
 def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
+    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, call: [])
     give_table(monkeypatch, library_from={"forward 64 nested": 8192, "backward 64 nested": None}, tiles={})
     rows = {4096: "triton", 8191: "triton", 8192: "sdpa", 8193: "sdpa"}
-    assert choose.choose("auto", request_for(whole=whole(8192, samples=4))).name == "sdpa"  # as many in all
-    heads = Whole.of(torch.empty(1, device="meta").expand(1, 2048, 4, 64), "nested", False)
-    assert choose.choose("auto", request_for(whole=heads)).name == "sdpa"  # so are these
+    assert choose.choose(call_for(8192, samples=4)).name == "sdpa"  # as many in all
+    assert choose.choose(call_for(8192, heads=4)).name == "sdpa"  # so are these
     for count, name in rows.items():
-        asked = request_for(whole=whole(count))
-        assert choose.choose("auto", asked).name == name
-        assert choose.choose("triton", asked).name == "triton"  # one asked for by name runs
-        asked = request_for(whole=whole(count, backward=True))
-        assert choose.choose("auto", asked).name == "triton"
-    asked = request_for()
-    told = choose.why_not(choose.choose("auto", asked), asked)
+        assert choose.choose(call_for(count)).name == name
+        assert choose.choose(call_for(count, backend="triton")).name == "triton"  # one asked for by name runs
+        assert choose.choose(call_for(count), backward=True).name == "triton"
+    told = choose.why_not(choose.choose(call_for()), call_for())
     assert told["triton"][0].startswith("it could run, but sdpa")
 
 
 def test_the_tile_named_is_the_one_that_runs(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     give_table(monkeypatch, tiles={"forward 64 nested": [128, 64, 4, 3], "forward 64 nested short": [64, 32, 4, 3]})
     for rows, said in ((1 << 18, "tiles of 128 queries x 64 keys"), ((1 << 18) - 1, "tiles of 64 queries x 32 keys")):
-        assert triton.kernels(request_for(whole=whole(rows))) == (said,)
+        assert triton.kernels(call_for(rows), False) == (said,)
 
 
 def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
-    for given in ({"whole": None}, {"dtype": torch.float64}, {"head_dim": 300}):
-        assert choose.choose("auto", request_for(**given)).name == "sdpa"
+    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, call: [])
+    for given in ({"in_parts": True}, {"dtype": torch.float64}, {"head_dim": 300}):
+        assert choose.choose(call_for(**given)).name == "sdpa"
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------
@@ -307,21 +317,34 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
         assert tile(causal=True) == expected
 
 
-@pytest.mark.parametrize(("rates", "rows"), [((1,), 32), ((2,), 64), ((1, 2), 128)])
+class NoLaunch:
+    """Stands for a prepared launch."""
+
+    nbytes = 0
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("form", "rows"), [("dense", 32), ("", 64), ("nested", 128)])
 def test_calls_run_with_the_tile_that_explain_tells(
-    h200: None, monkeypatch: pytest.MonkeyPatch, rates: tuple[int, ...], rows: int
+    h200: None, monkeypatch: pytest.MonkeyPatch, form: str, rows: int
 ) -> None:
-    keys = {"dense": 32, "": 64, "nested": 128}
-    tiles = {f"forward 64 {kind}".strip(): [size, 64, 4, 3] for kind, size in keys.items()}
+    pytest.importorskip("triton")
+    from dilated_attention.backends.triton import launch, whole_call
+
+    used: list[Config] = []
+    monkeypatch.setattr(launch, "forward", lambda *given: used.append(given[7]) or NoLaunch())
+    tiles = {
+        f"forward 64 {kind}".strip(): [size, 64, 4, 3] for kind, size in (("dense", 32), ("", 64), ("nested", 128))
+    }
     give_table(monkeypatch, tiles=tiles, library_from={})
-    pattern = DilatedPattern.longnet([2048 * rate for rate in rates], rates)
-    settings = Settings(pattern, False, 0.1, 0.0, "triton")
-    x = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(1, 1 << 20, 4, 64)
-    kind = _fused.Kind.of(settings, x, x, None, None)._replace(device=CUDA)
-    layout = SimpleNamespace(shape=x.shape, dtype=x.dtype)
-    assert kind.config("forward", layout, kind.steps()[0]) == Config(rows, 64, 4, 3)  # type: ignore[arg-type]
-    request = settings.whole_request(x, False)._replace(device=CUDA)
-    assert triton.kernels(request) == (f"tiles of {rows} queries x 64 keys",)
+    call = call_for(1 << 20, heads=4, form=form)
+    x = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(1, 1 << 18, 4, 64)
+    whole_call.forward(call, Inputs(x, x, x))
+    CACHE.clear()
+    assert used == [Config(rows, 64, 4, 3)]
+    assert triton.kernels(call, False) == (f"tiles of {rows} queries x 64 keys",)
 
 
 def test_every_head_dim_has_a_tile() -> None:
