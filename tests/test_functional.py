@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import sdpa
+from dilated_attention.call import Call, read
 from dilated_attention.pattern import RULES
 
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
@@ -530,14 +531,19 @@ def test_lengths_that_vary_are_compiled_once(fresh_compiler: None, name: str, ru
     assert first
 
 
-def test_a_new_pattern_is_a_new_graph(fresh_compiler: None) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern) -> Tensor:
-        return dilated_attention(q, k, v, pattern)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_new_numbers_are_a_new_graph(fresh_compiler: None, dynamic: bool | None) -> None:
+    """Numbers that torch.compile would make symbols of: those of the pattern, and which heads these are."""
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, heads: tuple[int, int] | None) -> Tensor:
+        return dilated_attention(q, k, v, pattern, heads=heads)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     qkv = testing.make_qkv(2, 24, 4, 8)
     for pattern in (PATTERN, SPARSE, DilatedPattern.torchscale([8, 16], [1, 3]), PATTERN):
-        assert torch.equal(compiled(*qkv, pattern), attend(*qkv, pattern))
+        assert torch.equal(compiled(*qkv, pattern, None), attend(*qkv, pattern, None))
+    for heads in ((2, 12), (4, 12), (5, 13)):
+        assert torch.equal(compiled(*qkv, PATTERN, heads), attend(*qkv, PATTERN, heads))
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="inductor needs a C++ compiler")
@@ -619,54 +625,74 @@ def test_a_backend_asked_for_by_name_refuses_whatever_the_tensors_are(kind: str)
 # --- the registered ops -----------------------------------------------------------------------------------------
 
 OPS = torch.ops.dilated_attention
+TORCHSCALE = DilatedPattern.torchscale([8, 16], [1, 3])
 OP_CASES = {
-    "longnet": (None, None, "longnet", [8, 16], [1, 3], False, 0.3, 0.0, "auto"),
-    "uncovered": (None, None, "longnet", [8, 16], [2, 3], True, 0.3, 0.0, "sdpa"),
-    "head_groups": (None, None, "head_groups", [8, 16], [1, 3], False, 0.3, 0.0, "eager"),
-    "masked": ("mask", None, "torchscale", [8, 16], [1, 3], False, 0.3, 0.0, "auto"),
-    "dropout": ("mask", "seed", "torchscale", [8, 16], [1, 3], True, 0.3, 0.5, "auto"),
+    "longnet": Call(PATTERN),
+    "uncovered": Call(SPARSE, is_causal=True, backend="sdpa"),
+    "head_groups": Call(DilatedPattern.head_groups([8, 16], [1, 3]), scale=0.3, backend="eager"),
+    "some_heads": Call(PATTERN, first_head=3, total_heads=7),
+    "masked": Call(TORCHSCALE),
+    "dropout": Call(TORCHSCALE, is_causal=True, scale=0.3, dropout_p=0.5),
+    "few": Call(TORCHSCALE, scale=0.3),
+    "few_on_device": Call(TORCHSCALE, scale=0.3, dropout_p=0.5),
 }
 
 
-def op_arguments(name: str) -> tuple[Any, ...]:
-    mask, seed, *rest = OP_CASES[name]
-    return (
-        torch.arange(21).expand(2, -1) > 17 if mask else None,
-        torch.tensor(1234567890123) if seed else None,
-        *rest,
-    )
+def op_arguments(name: str, layout: str = "contiguous") -> tuple[Any, ...]:
+    """What the forward op takes."""
+    call = OP_CASES[name]
+    q, k, v = testing.make_qkv(2, 21, 4, 8, kv_heads=2, layout=layout)
+    mask = torch.arange(21).expand(2, -1) > 17 if call.pattern is TORCHSCALE else None
+    seed = torch.tensor(1234567890123) if call.drops else None
+    if not name.startswith("few"):
+        return q, k, v, mask, seed, None, 0, call.text()
+    on_device = name == "few_on_device"
+    return q[:, :3], k, v, mask, seed, torch.tensor([2, 9]) if on_device else None, -1 if on_device else 5, call.text()
+
+
+@pytest.mark.parametrize("name", OP_CASES)
+def test_a_call_is_read_as_it_was_written(name: str) -> None:
+    assert read(OP_CASES[name].text()) == OP_CASES[name]
 
 
 @pytest.mark.parametrize(("name", "layout"), list(zip(OP_CASES, itertools.cycle(("transposed", "contiguous")))))
 def test_opcheck_forward(name: str, layout: str) -> None:
-    qkv = [x.requires_grad_() for x in testing.make_qkv(2, 21, 4, 8, kv_heads=2, layout=layout)]
-    torch.library.opcheck(OPS.forward.default, (*qkv, *op_arguments(name)))
+    q, k, v, *rest = op_arguments(name, layout)
+    torch.library.opcheck(OPS.forward.default, (*(x.detach().requires_grad_() for x in (q, k, v)), *rest))
 
 
 @pytest.mark.parametrize(
     ("name", "which"), list(zip(OP_CASES, itertools.cycle(((True, True), (True, False), (False, True)))))
 )
 def test_opcheck_backward(name: str, which: tuple[bool, bool]) -> None:
-    qkv = testing.make_qkv(2, 21, 4, 8, kv_heads=2)
-    mask, seed, *rest = op_arguments(name)
-    out, lse = OPS.forward(*qkv, mask, seed, *rest)
+    *inputs, start, text = op_arguments(name)
+    out, lse = OPS.forward(*inputs, start, text)
     dout = torch.randn_like(out) if which[0] else None
     dlse = torch.randn_like(lse) if which[1] else None
-    torch.library.opcheck(OPS.backward.default, (dout, dlse, *qkv, mask, seed, out, lse, *rest))
+    torch.library.opcheck(OPS.backward.default, (dout, dlse, [*inputs, out, lse], start, text))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backward_op_takes_any_strides(backend: str) -> None:
     """Hooks on saved tensors, and compilers, may hand out and lse back in another layout."""
-    qkv = testing.make_qkv(3, 16, 4, 8, dtype=torch.float64)
-    rest = ("longnet", [4, 8], [1, 3], False, 0.3, 0.0, backend)
-    out, lse = OPS.forward(*qkv, None, None, *rest)
+    inputs = [*testing.make_qkv(3, 16, 4, 8, dtype=torch.float64), None, None, None]
+    text = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).text()
+    out, lse = OPS.forward(*inputs, 0, text)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    expected = OPS.backward(dout, dlse, *qkv, None, None, out, lse, *rest)
-    strided_ones = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, dlse, out, lse)]
-    got = OPS.backward(*strided_ones[:2], *qkv, None, None, *strided_ones[2:], *rest)
-    for x, y in zip(got, expected, strict=True):
+    expected = OPS.backward(dout, dlse, [*inputs, out, lse], 0, text)
+    dout, dlse, out, lse = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, dlse, out, lse))
+    for x, y in zip(OPS.backward(dout, dlse, [*inputs, out, lse], 0, text), expected, strict=True):
         assert testing.error(x, y) < 1e-12
+
+
+def test_gradients_have_the_dtypes_of_the_inputs() -> None:
+    """Autograd would convert them, and a compiler would not. Few queries may be of another dtype than the keys."""
+    q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
+    for keys in ((k, v), (k.float(), v.float())):
+        inputs = [q[:, :2], *keys, None, None, None]
+        out, lse = OPS.forward(*inputs, 5, Call(TORCHSCALE).text())
+        grads = OPS.backward(out, lse, [*inputs, out, lse], 5, Call(TORCHSCALE).text())
+        assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, *(x.dtype for x in inputs[:3])]
 
 
 def test_threads_do_not_disturb_each_other() -> None:
