@@ -63,15 +63,14 @@ class Direct:
     call: Call
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return run.forward(self.fitted(inputs), inputs)
+        samples = inputs.q.shape[0]  # vmap gives more
+        call = self.call if samples == self.call.samples else self.call._replace(samples=samples)
+        return run.forward(call, inputs)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        return run.backward(self.fitted(inputs), inputs, out, lse, dout, dlse)
-
-    def fitted(self, inputs: Inputs) -> Call:
-        """The call for as many samples as there are: vmap gives more."""
-        samples = inputs.q.shape[0]
-        return self.call if samples == self.call.samples else self.call._replace(samples=samples)
+        # torch's settings may have changed since: the user may want only this pass to repeat every bit
+        call = self.call.of(inputs.q, inputs.k, inputs.padding, self.call.start)
+        return run.backward(call, inputs, out, lse, dout, dlse)
 
 
 @dataclass(slots=True)
