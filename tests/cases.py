@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.testing import Results
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -210,16 +210,18 @@ class Case:
         self.seed()
         return testing.run(self.attention(), qkv, dout, dlse)
 
+    def over(self, group: Any = None, **more: Any) -> ContextParallel:
+        """The ranks; the default group without one."""
+        return ContextParallel(group, exchange=self.exchange, use_checkpointing=self.recompute, **more)
+
     def on_this_rank(self, group: dist.ProcessGroup | None = None, **more: Any) -> Results:
         """Of this rank's shard. Each rank has a generator of its own, so that a seed that is not rank 0's shows."""
         group = dist.group.WORLD if group is None else group
         shard = self.shard(dist.get_rank(group))
         qkv, dout, dlse, padding = self.inputs()
         parts = [x[:, shard].clone(memory_format=torch.contiguous_format) if self.copied else x[:, shard] for x in qkv]
-        attention = self.attention(
-            key_padding_mask=None if padding is None else padding[:, shard], group=group, exchange=self.exchange,
-            use_checkpointing=self.recompute, **more,
-        )  # fmt: skip
+        padding = None if padding is None else padding[:, shard]
+        attention = self.attention(key_padding_mask=padding, group=self.over(group, **more))
         torch.manual_seed(self.number + dist.get_rank(group))
         return testing.run(attention, tuple(parts), dout[:, shard], None if dlse is None else dlse[:, shard])
 

@@ -172,7 +172,7 @@ def layers_here(case: Case) -> tuple[Tensor, Tensor]:
     (q, _, _), dout, _, _ = case.inputs()
     shard = case.shard(dist.get_rank())
     x = q[:, shard].detach().requires_grad_()
-    options = {"group": dist.group.WORLD, "exchange": case.exchange, "use_checkpointing": case.recompute}
+    options = {"group": case.over()}
     torch.manual_seed(case.number)
     y = layers(case, case.attention(**options), x)
     return y.detach(), torch.autograd.grad(y, x, dout[:, shard])[0]
@@ -202,7 +202,7 @@ def recomputed_here(case: Case, reentrant: bool) -> Results:
     rank = dist.get_rank()
     shard = case.shard(rank)
     padding = None if padding is None else padding[:, shard]
-    attention = case.attention(key_padding_mask=padding, group=dist.group.WORLD, exchange=case.exchange)
+    attention = case.attention(key_padding_mask=padding, group=case.over())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
     torch.manual_seed(case.number + rank)
     out, lse = checkpoint(attention, *leaves, use_reentrant=reentrant)
@@ -224,7 +224,7 @@ def without_gradients_here(case: Case) -> tuple[Tensor, Tensor, bool]:
     qkv, _, _, _ = case.inputs()
     parts = [x[:, case.shard(dist.get_rank())].requires_grad_() for x in qkv]
     with torch.no_grad():
-        out, lse = case.attention(group=dist.group.WORLD, exchange=case.exchange)(*parts)
+        out, lse = case.attention(group=case.over())(*parts)
     return out, lse, out.requires_grad or lse.requires_grad
 
 
@@ -245,7 +245,7 @@ def different_losses_here(case: Case) -> tuple[Tensor, ...]:
     rank = dist.get_rank()
     shard = case.shard(rank)
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
-    out, lse = case.attention(group=dist.group.WORLD, exchange=case.exchange)(*leaves)
+    out, lse = case.attention(group=case.over())(*leaves)
     assert dlse is not None
     outputs = {0: [out], 1: [lse], 2: [out, lse], 3: [out]}[rank]
     grads = {0: [dout], 1: [dlse.to(lse.dtype)], 2: [dout, dlse.to(lse.dtype)], 3: [dout * 0]}[rank]
@@ -270,7 +270,7 @@ def backward_twice_here(case: Case) -> list[tuple[Tensor, ...]]:
     qkv, dout, _, _ = case.inputs()
     shard = case.shard(dist.get_rank())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
-    options = {"group": dist.group.WORLD, "exchange": case.exchange, "use_checkpointing": case.recompute}
+    options = {"group": case.over()}
     torch.manual_seed(case.number)
     out, _ = case.attention(**options)(*leaves)
     return [torch.autograd.grad(out, leaves, dout[:, shard], retain_graph=first) for first in (True, False)]
@@ -286,7 +286,7 @@ def test_a_graph_can_be_gone_through_twice(exchange: str, use_checkpointing: boo
 def differentiated_twice_here(case: Case) -> str:
     qkv, _, _, _ = case.inputs()
     leaves = [x[:, case.shard(dist.get_rank())].detach().requires_grad_() for x in qkv]
-    loss = case.attention(group=dist.group.WORLD, exchange=case.exchange)(*leaves)[0].sum()
+    loss = case.attention(group=case.over())(*leaves)[0].sum()
     (grad,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
     with pytest.raises(RuntimeError) as raised:
         (loss + grad.square().sum()).backward()
@@ -301,7 +301,7 @@ def test_there_is_no_second_derivative(exchange: str) -> None:
 
 def compiled_here(case: Case) -> Results:
     def twice(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = case.attention(group=dist.group.WORLD, exchange=case.exchange)(*(x * 1.5 for x in qkv))
+        out, lse = case.attention(group=case.over())(*(x * 1.5 for x in qkv))
         return out * 2, lse
 
     qkv, dout, dlse, _ = case.inputs()
@@ -341,7 +341,7 @@ def on_a_mesh_here(case: Case) -> Results:
     shard = case.shard(mesh.get_local_rank("sequence"))
     qkv, dout, dlse, _ = case.inputs()
     assert dlse is not None
-    attention = case.attention(group=group, exchange=case.exchange)
+    attention = case.attention(group=case.over(group))
     return testing.run(attention, tuple(x[:, shard] for x in qkv), dout[:, shard], dlse[:, shard])
 
 
@@ -389,7 +389,7 @@ def split_heads_here(case: Case) -> Results:
 
     torch.manual_seed(case.number)
     total = case.head_counts()[1]
-    options = {"group": mesh["sequence"], "exchange": case.exchange, "heads": (mine * total // 2, total)}
+    options = {"group": case.over(mesh["sequence"]), "heads": (mine * total // 2, total)}
     return testing.run(case.attention(**options), tuple(part(x) for x in qkv), part(dout), part(dlse))
 
 
