@@ -20,21 +20,22 @@ class Mutant(NamedTuple):
     old: str
     new: str
     gpu: bool = False
+    tests: tuple[str, ...] = ()  # instead of those of the file
 
 
-# Test files that may notice a fault in a source file, likely ones first; the longest prefix of a path counts. Files
-# after "interpreted:" run by themselves in Triton's interpreter.
+# Tests (files, or functions in them) that may notice a fault in a source file, likely ones first; the longest prefix of
+# a path counts. What follows "interpreted:" runs by itself in Triton's interpreter.
 ATTENTION = ("interpreted:tests/triton_kernels/attention_cases.py",)
 DECODE = ("interpreted:tests/triton_kernels/decode_cases.py",)
 FUSE = ("interpreted:tests/triton_kernels/fuse_cases.py",)
-THREADS = ("tests/test_exchange.py", "tests/nn/test_ring.py")
-RANKS = (
-    "tests/distributed/test_faults.py", "tests/distributed/test_oracle.py", "tests/distributed/test_group.py",
-    "tests/distributed/test_as_on_nccl.py", "tests/nn/test_mesh.py",
-)  # fmt: skip
+THREADS = ("tests/test_exchange.py",)
+FAULTS = "tests/distributed/test_faults.py"
+ORACLE = "tests/distributed/test_oracle.py"
+RING = "tests/nn/test_ring.py"
+MESH = "tests/nn/test_mesh.py"
 ONE_DEVICE = (
-    "tests/test_functional.py", "tests/test_backends.py", "tests/test_oracle.py", "tests/test_poison.py",
-    "tests/test_edges.py", "tests/test_properties.py",
+    "tests/test_oracle.py", "tests/test_backends.py", "tests/test_poison.py", "tests/test_edges.py",
+    "tests/test_functional.py", "tests/test_properties.py",
 )  # fmt: skip
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -44,32 +45,32 @@ TESTS: dict[str, tuple[str, ...]] = {
     "_plan.py": ("tests/test_plan.py", "tests/test_shards.py", *ONE_DEVICE, *THREADS),
     "_shards.py": ("tests/test_shards.py", "tests/test_plan.py", *THREADS),
     "_settings.py": (*ONE_DEVICE, *THREADS),
-    "_work.py": (*ONE_DEVICE, "tests/test_dropout.py", "tests/test_sdpa_pieces.py", *THREADS, *RANKS),
+    "_work.py": (*ONE_DEVICE, "tests/test_dropout.py", "tests/test_sdpa_pieces.py", *THREADS),
     "_ops.py": ("tests/test_functional.py", "tests/test_oracle.py"),
     "_decode.py": ("tests/test_decode.py",),
-    "_packing.py": (*THREADS, "tests/cost", *RANKS),
-    "_exchange.py": (*THREADS, *RANKS),
-    "_alltoall.py": (*THREADS, "tests/cost", *RANKS),
-    "_parallel.py": RANKS,
+    "_packing.py": (*THREADS, "tests/cost"),
+    "_exchange.py": THREADS,
+    "_alltoall.py": (*THREADS, "tests/cost"),
+    "_parallel.py": (ORACLE, FAULTS, RING),
     "_courses.py": ("tests/test_tiling.py", "tests/test_choose.py", *ATTENTION),
     "_fused.py": ATTENTION,
     "functional.py": ("tests/test_functional.py", *ONE_DEVICE),
     "backends": ("tests/test_backends.py", "tests/test_sdpa_pieces.py", *ONE_DEVICE),
-    "backends/slices.py": ("tests/nn/test_ring.py", *RANKS),
+    "backends/slices.py": (RING,),
     "backends/triton": ATTENTION,
     "backends/triton/tiling.py": ("tests/test_tiling.py", *ATTENTION),
     "backends/triton/table.py": ("tests/test_tiling.py", *ATTENTION),
     "backends/triton/decode": DECODE,
     "backends/triton/fuse": FUSE,
     "distributed/routes.py": ("tests/distributed/test_routes.py", *THREADS),
-    "distributed/agreement.py": RANKS,
-    "distributed/group.py": RANKS,
+    "distributed/agreement.py": (FAULTS,),
+    "distributed/group.py": (FAULTS, "tests/distributed/test_group.py", RING),
     "distributed/sequence.py": ("tests/distributed/test_sequence.py",),
     "streaming": ("tests/test_streaming.py",),
     "cost": ("tests/cost", "tests/test_exchange.py"),
     "nn/attention.py": ("tests/nn/test_attention.py",),
     "nn/multihead.py": ("tests/nn/test_multihead.py",),
-    "nn/mesh.py": ("tests/nn/test_mesh.py",),
+    "nn/mesh.py": (MESH,),
 }
 
 M = Mutant
@@ -101,7 +102,12 @@ MUTANTS = [
     M("dropout-hash-of-the-kernels", "The hash of the kernels differs from that in Python.",
       "backends/triton/tiles.py", "(word ^ (word >> 15)) * 0x846CA68B", "(word ^ (word >> 14)) * 0x846CA68B"),
     M("dropout-by-local-head", "Where heads are split over processes, dropout follows the local head.",
-      "_work.py", " + self.settings.first_head * self.group", ""),
+      "_work.py", " + self.settings.first_head * self.group", "",
+      tests=(
+          f"{MESH}::test_dropout_is_that_of_one_device",
+          f"{ORACLE}::test_heads_split_too",
+          "tests/test_dropout.py",
+      )),
     M("dropout-by-local-token", "Over a group, dropout follows the local token of a query.",
       "_work.py", "row % tokens + self.shards.starts[self.rank]", "row % tokens"),
     # --- blocks -------------------------------------------------------------------------------------------------
@@ -175,7 +181,8 @@ MUTANTS = [
       "return self.padding.all(1, keepdim=True).expand(-1, rows, -1)"),
     M("slices-of-grouped-heads", "In slices of heads, grouped query heads do not follow their key head.",
       "backends/slices.py", "rows = slice(first * group, last * group)",
-      "rows = slice(first, first + (last - first) * group)"),
+      "rows = slice(first, first + (last - first) * group)",
+      tests=(f"{RING}::test_a_cap_on_memory_slices_the_heads", f"{RING}::test_a_cap_on_several_ranks", RING)),
     # --- few queries --------------------------------------------------------------------------------------------
     M("a-single-query-does-not-see-itself", "A single causal query does not see its own key.",
       "_decode.py", "replace(keys, rows=rows.upto)", "replace(keys, rows=max(1, rows.upto - 1))"),
@@ -292,34 +299,55 @@ MUTANTS = [
       "_exchange.py", "device=first.device).unsqueeze(1) * channel.dilation", "device=first.device).unsqueeze(1)"),
     M("received-rows-not-kept", "The buffers of received rows are used again though the backward pass needs the rows.",
       "_exchange.py", "self.transport.release(passed_on, reuse=not keep)  # what came",
-      "self.transport.release(passed_on)  # what came"),
+      "self.transport.release(passed_on)  # what came",
+      tests=(
+          f"{RING}::test_receive_buffers_are_used_again",
+          "tests/distributed/test_group.py",
+          f"{RING}::test_use_checkpointing_changes_what_travels_and_no_number",
+          "tests/test_exchange.py",
+      )),
     M("kept-rows-travel-again", "Received rows travel again in the backward pass though they were kept.",
-      "_parallel.py", "None if call.link.use_checkpointing else list(kept)", "None"),
+      "_parallel.py", "None if call.link.use_checkpointing else list(kept)", "None",
+      tests=(f"{RING}::test_use_checkpointing_changes_what_travels_and_no_number",)),
     M("results-of-another-members-rows", "An alltoall sends each rank the results of the first member's rows.",
       "_alltoall.py", "                at += count\n", "                at += 0\n"),
     M("alltoall-zero-keys-forgotten", "An alltoall does not add zero keys.",
       "_alltoall.py", "                if log_zeros is not None:\n", "                if False:\n"),
     # --- over real ranks ----------------------------------------------------------------------------------------
     M("agreement-without-the-scale", "Ranks with different scales do not notice.",
-      "_parallel.py", '        "scale": settings.scale,\n', ""),
+      "_parallel.py", '        "scale": settings.scale,\n', "",
+      tests=(f"{FAULTS}::test_every_rank_names_what_differs_and_the_group_goes_on",)),
     M("each-rank-its-own-seed", "Each rank drops pairs by its own seed.",
-      "_parallel.py", "agreement.seeds[0]", "agreement.seeds[transport.rank]"),
+      "_parallel.py", "agreement.seeds[0]", "agreement.seeds[transport.rank]",
+      tests=(f"{ORACLE}::test_against_the_oracle", f"{RING}::test_equals_the_call_it_documents")),
     M("lse-gradient-on-some-ranks", "Where only some ranks have a gradient of lse, the others do not take part.",
       "_parallel.py", "return torch.zeros_like(lse) if any(said.wait().flags) and dlse is None else dlse",
-      "said.wait()\n        return dlse"),
+      "said.wait()\n        return dlse",
+      tests=(f"{ORACLE}::test_ranks_whose_losses_use_different_results",)),
     M("unchecked-length", "With verify='first' a shard of another length is not noticed.",
-      "_parallel.py", "if length != known[transport.rank]:", "if False:"),
+      "_parallel.py", "if length != known[transport.rank]:", "if False:",
+      tests=(
+          f"{FAULTS}::test_lengths_that_vary_keep_being_checked",
+          f"{ORACLE}::test_after_the_first_calls_nothing_is_agreed_on",
+      )),
     M("sample-ends-of-the-first-ranks", "A padded sample ends where it first ends on some rank.",
       "_parallel.py", "here = torch.maximum(here, other", "here = torch.minimum(here, other"),
     M("timeout-ignored", "A rank waits for another one without end.",
       "distributed/group.py", "work.wait(datetime.timedelta(seconds=left)) if self.limited else work.wait()",
-      "work.wait()"),
+      "work.wait()",
+      tests=(f"{FAULTS}::test_peers_of_a_rank_that_hangs_raise_in_time",)),
     M("failed-group-used-again", "A process group that failed is used again.",
-      "distributed/group.py", "    if group in _failures:\n", "    if False:\n"),
+      "distributed/group.py", "    if group in _failures:\n", "    if False:\n",
+      tests=(f"{FAULTS}::test_another_group_goes_on", FAULTS)),
     M("others-wait-for-an-error", "An error on one rank leaves the others waiting.",
-      "distributed/group.py", "            if not done:\n", "            if False:\n"),
-    M("a-refusal-is-not-told", "A rank that cannot run a call leaves the others waiting.",
-      "distributed/agreement.py", "if len(set(hashes)) > 1 or REFUSED in self.fields:", "if REFUSED in self.fields:"),
+      "distributed/group.py", "            if not done:\n", "            if False:\n",
+      tests=(
+          f"{FAULTS}::test_peers_of_a_rank_that_raises_in_the_middle_raise_at_once",
+          f"{FAULTS}::test_peers_of_a_rank_that_raises_elsewhere_raise_in_time",
+      )),
+    M("differing-calls-go-on", "Ranks that make different calls go on.",
+      "distributed/agreement.py", "if len(set(hashes)) > 1 or REFUSED in self.fields:", "if REFUSED in self.fields:",
+      tests=(f"{FAULTS}::test_every_rank_names_what_differs_and_the_group_goes_on",)),
     M("gathered-gradients-in-half", "gather_sequence() rounds a half precision gradient at every rank.",
       "distributed/sequence.py", "total = first.to(torch.promote_types(grad.dtype, torch.float32))",
       "total = first.clone()"),
@@ -378,5 +406,7 @@ MUTANTS = [
 
 def tests_of(mutant: Mutant) -> tuple[str, ...]:
     """The test files that may notice a mutant, likely ones first."""
+    if mutant.tests:
+        return mutant.tests
     prefix = max((prefix for prefix in TESTS if mutant.file.startswith(prefix)), key=len)
     return TESTS[prefix]

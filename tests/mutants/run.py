@@ -28,10 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis  # noqa: F401 - so that it is there in every new process
+import pytest
 import torch
 from mutants import MUTANTS, Mutant, tests_of
 
@@ -39,16 +42,44 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/dilated_attention")
 COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 INTERPRETED = "interpreted:"
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-m", "not gpu")
+OPTIONS = ("-p", "no:cacheprovider", "--color=no", "-m", "not gpu", "-x", "-v", "--tb=short")
+WRONG_CODE = 99  # pytest has codes from 0 to 5
+NO_TESTS = 5
 Map = dict[str, dict[str, list[int]]]
+
+
+class Outcome(NamedTuple):
+    ended: str  # "passed", "failed", "hung" (no word for too long) or "unfinished" (passed until the time was over)
+    by: str  # the last test, if not all passed
+    tests: int  # that began
+
+
+class Order:
+    """A pytest plugin: some tests of each file first, of each function one after the other; ``runs`` says which."""
+
+    def __init__(self, runs: Callable[[str], bool]) -> None:
+        self.runs = runs
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        files: dict[Path, dict[str, list[pytest.Item]]] = {}
+        for item in items:
+            if self.runs(item.nodeid):
+                files.setdefault(item.path, {}).setdefault(item.nodeid.split("[")[0], []).append(item)
+        spread = []
+        for functions in files.values():
+            for some in functions.values():
+                random.Random(0).shuffle(some)
+            turns = itertools.zip_longest(*functions.values())
+            spread.append([item for turn in turns for item in turn if item is not None])
+        items[:] = [*(item for some in spread for item in some[:40]), *(item for some in spread for item in some[40:])]
 
 
 class Tree:
     """A copy of the tree in which tests run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.collected: dict[str, list[str]] = {}
+        self.folder, self.log = folder, folder / "log.txt"
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -56,10 +87,10 @@ class Tree:
             elif source.exists():
                 shutil.copy(source, folder / name)
         code = "import dilated_attention; print(dilated_attention.__file__)"
-        seen = subprocess.run([sys.executable, "-c", code], cwd="/", env=self.environment(), capture_output=True)
+        seen = subprocess.run([sys.executable, "-c", code], cwd="/", env=self.environment(False), capture_output=True)
         assert seen.stdout.decode().strip() == str(folder / PACKAGE / "__init__.py"), seen
 
-    def environment(self, interpreted: bool = False) -> dict[str, str]:
+    def environment(self, interpreted: bool) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CHUNK")}
         given |= {"PYTHONPATH": str(self.folder / "src"), "PYTHONUNBUFFERED": "1"}
         return given | ({"TRITON_INTERPRET": "1"} if interpreted else {})
@@ -76,97 +107,93 @@ class Tree:
             path.write_text(text)
             shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)  # failing examples of this mutant
 
-    def ids(self, file: str) -> list[str]:
-        """The ids of a file's tests, each function's spread out, one of each function after the other."""
-        if file not in self.collected:
-            self.collected[file] = _spread(self.collect(file))
-        return self.collected[file]
-
-    def collect(self, file: str) -> list[str]:
-        command = [*PYTEST, "--collect-only", "-q", file.removeprefix(INTERPRETED)]
-        environment = self.environment(file.startswith(INTERPRETED))
-        found = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
-        ids = [line for line in found.stdout.splitlines() if re.match(r"tests/\S+::", line)]
-        assert ids, f"no tests in {file}:\n{found.stdout[-2000:]}{found.stderr[-1000:]}"
-        return ids
-
-    def run(self, ids: list[str], interpreted: bool, limit: float, patience: float) -> tuple[str, str, int]:
-        """How it ended ("passed", "failed", "hung", "unfinished"), the test it ended with, and how many tests began."""
-        listed, log = self.folder / "ids.txt", self.folder / "log.txt"
-        listed.write_text("\n".join(ids))
-        command = [*PYTEST, "-x", "-v", "--tb=short", f"@{listed}"]
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                command, cwd=self.folder, env=self.environment(interpreted), stdout=stream, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                ended = _wait(process, log, limit, patience)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # ranks of a pool, too
-                process.wait()
-        text = log.read_text(errors="replace")
+    def run(
+        self, tests: Sequence[str], interpreted: bool, order: Order, limit: float, patience: float
+    ) -> Outcome:  # fmt: skip
+        self.log.write_text("")
+        process = os.fork()  # torch is imported already, and nothing of the library
+        if process == 0:
+            self.become_pytest([*OPTIONS, *tests], order, interpreted)
+        try:
+            ended, code = _wait(process, self.log, limit, patience)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # ranks of a pool, too
+        text = self.log.read_text(errors="replace")
         begun = [line for line in text.splitlines() if re.match(r"tests/\S+::", line)]
+        last = begun[-1].strip() if begun else "before the first test"
+        assert code != WRONG_CODE, f"another copy of the library was imported, or pytest failed:\n{text[-3000:]}"
         if ended is not None:
-            return ended, begun[-1].strip() if begun else "before the first test", len(begun)
-        if process.returncode == 0:
-            return "passed", "", len(begun)
+            return Outcome(ended, last, len(begun))
+        if code in (0, NO_TESTS):
+            return Outcome("passed", "", len(begun))
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
-        if failed is None and process.returncode > 0 and not begun:
-            raise RuntimeError(f"pytest could not run:\n{text[-3000:]}")
-        return "failed", failed[1] if failed else begun[-1], len(begun)  # without a summary: the process died
+        assert failed or begun, f"pytest could not run:\n{text[-3000:]}"
+        return Outcome("failed", failed[1] if failed else last, len(begun))  # without a summary: the process died
+
+    def become_pytest(self, arguments: list[str], order: Order, interpreted: bool) -> None:
+        """In a new process: run tests, and end."""
+        code = WRONG_CODE
+        try:
+            os.setsid()
+            stream = os.open(self.log, os.O_WRONLY | os.O_APPEND)
+            os.dup2(stream, 1)
+            os.dup2(stream, 2)
+            os.chdir(self.folder)
+            given = self.environment(interpreted)
+            os.environ.clear()
+            os.environ.update(given)
+            sys.path[0] = ""
+            sys.modules["__main__"] = types.ModuleType("__main__")  # ranks would import this script
+            code = int(pytest.main(arguments, plugins=[order]))
+            library = sys.modules.get("dilated_attention")
+            if library is not None and not str(library.__file__).startswith(str(self.folder)):
+                code = WRONG_CODE
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, limit: float, patience: float) -> str | None:
+def _wait(process: int, log: Path, limit: float, patience: float) -> tuple[str | None, int]:
+    """Why the process was ended, if it was, and its exit code."""
     began = grew = time.monotonic()
-    size = 0
-    while process.poll() is None:
-        time.sleep(0.2)
+    size, ended = 0, None
+    while True:
+        done, status = os.waitpid(process, os.WNOHANG if ended is None else 0)
+        if done:
+            return ended, os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
         now, new = time.monotonic(), log.stat().st_size
         if new != size:
             size, grew = new, now
-        if now - grew > patience:
-            return "hung"
-        if now - began > limit:
-            return "unfinished"
-    return None
+        if now - grew > patience or now - began > limit:
+            ended = "hung" if now - grew > patience else "unfinished"
+            os.killpg(process, signal.SIGKILL)
 
 
-def _spread(ids: Iterable[str]) -> list[str]:
-    functions: dict[str, list[str]] = {}
-    for one in ids:
-        functions.setdefault(one.split("[")[0], []).append(one)
-    for some in functions.values():
-        random.Random(0).shuffle(some)
-    return [one for turn in itertools.zip_longest(*functions.values()) for one in turn if one is not None]
-
-
-class Stage(NamedTuple):
-    """Tests that run in one process."""
-
-    ids: list[str]
-    interpreted: bool
-
-
-def stages(mutant: Mutant, files: Sequence[str], tree: Tree, covered: Map) -> Iterator[Stage]:
-    """The tests for a mutant: those of the first file, then some of each other file and then the rest of them."""
+def order_for(mutant: Mutant, covered: Map) -> Order:
     text = (ROOT / PACKAGE / mutant.file).read_text()
     first = text[: text.index(mutant.old)].count("\n") + 1
     lines = set(range(first, first + mutant.old.rstrip("\n").count("\n") + 1))
     known = {one.split("::")[0] for one in covered}
+    return Order(
+        lambda test: test.split("::")[0] not in known or bool(lines & set(covered.get(test, {}).get(mutant.file, ())))
+    )
 
-    def of(file: str) -> list[str]:
-        ids = tree.ids(file)
-        if ids[0].split("::")[0] not in known:
-            return ids
-        return [one for one in ids if lines & set(covered.get(one, {}).get(mutant.file, ()))]
 
-    plain = [file for file in files if not file.startswith(INTERPRETED)]
-    yield Stage([one for file in plain[:1] for one in of(file)], False)
-    others = [of(file) for file in plain[1:]]
-    yield Stage([*(one for ids in others for one in ids[:40]), *(one for ids in others for one in ids[40:])], False)
-    yield Stage([one for file in files if file not in plain for one in of(file)], True)
+def attack(mutant: Mutant, tests: Sequence[str], tree: Tree, order: Order, limit: float, patience: float) -> Outcome:
+    """The tests of the first file, then those of all others, then those in Triton's interpreter."""
+    plain = [one for one in tests if not one.startswith(INTERPRETED)]
+    kernels = [one.removeprefix(INTERPRETED) for one in tests if one not in plain]
+    end, count = time.monotonic() + limit, 0
+    with tree.changed(mutant):
+        for some, interpreted in ((plain[:1], False), (plain[1:], False), (kernels, True)):
+            if some:
+                found = tree.run(some, interpreted, order, end - time.monotonic(), patience)
+                count += found.tests
+                if found.ended != "passed":
+                    return found._replace(tests=count)
+    return Outcome("passed", "", count)
 
 
 def about() -> dict[str, str]:
@@ -178,31 +205,31 @@ def about() -> dict[str, str]:
 
 
 def write(path: Path, table: dict[str, Any]) -> None:
-    found = table["mutants"].values()
-    table["killed"] = sum(one["ended"] in ("failed", "hung") for one in found)
-    table["survivors"] = [name for name, one in table["mutants"].items() if one["ended"] in ("passed", "unfinished")]
-    table["not run"] = [mutant.name for mutant in MUTANTS if mutant.name not in table["mutants"]]
+    found = table["mutants"]
+    table["killed"] = sum(one["ended"] in ("failed", "hung") for one in found.values())
+    table["survivors"] = [name for name, one in found.items() if one["ended"] == "passed"]
+    table["unfinished"] = [name for name, one in found.items() if one["ended"] == "unfinished"]
+    table["not run"] = [mutant.name for mutant in MUTANTS if mutant.name not in found]
     new = path.with_suffix(".new")
     new.write_text(json.dumps(table, indent=1) + "\n")
     new.replace(path)
 
 
-def check_killers(tree: Tree, table: dict[str, Any], patience: float) -> None:
+def check_killers(tree: Tree, table: dict[str, Any]) -> None:
     """Every test that noticed a mutant passes on the code as it is."""
+    killers = {one["by"] for one in table["mutants"].values() if one["ended"] in ("failed", "hung")}
     for interpreted in (False, True):
-        some = {x["by"] for x in table["mutants"].values() if x["ended"] in ("failed", "hung")}
-        ids = sorted(one for one in some if "::" in one and ("_cases.py" in one) == interpreted)
+        ids = sorted(one for one in killers if "::" in one and ("_cases.py" in one) == interpreted)
         if ids:
-            ended, by, _ = tree.run(ids, interpreted, 3600, patience)
-            if ended != "passed":
-                raise RuntimeError(f"{by} {ended} on the code as it is: it cannot tell that a mutant is wrong")
+            found = tree.run(ids, interpreted, Order(lambda test: True), 3600, 600)
+            assert found.ended == "passed", f"on the code as it is, {found.by} {found.ended}"
     table["killers pass on the code as it is"] = True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these mutants alone, and again")
-    parser.add_argument("--tests", nargs="+", metavar="FILE", help="these test files instead of those in the table")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="these tests instead of those in the table")
     parser.add_argument("--out", type=Path, default=ROOT / "tests/mutants/after.json")
     parser.add_argument("--map", type=Path, help="which test reaches which line")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant")
@@ -210,34 +237,29 @@ def main() -> None:
     given = parser.parse_args()
     table = json.loads(given.out.read_text()) if given.out.exists() else {**about(), "mutants": {}}
     covered: Map = json.loads(given.map.read_text()) if given.map else {}
+    unknown = set(given.only) - {mutant.name for mutant in MUTANTS}
+    assert not unknown, f"no such mutants: {sorted(unknown)}"
     order = sorted(
         MUTANTS, key=lambda mutant: random.Random(mutant.name).random()
     )  # so a part of the table is a sample
-    unknown = set(given.only) - {mutant.name for mutant in MUTANTS}
-    assert not unknown, f"no such mutants: {sorted(unknown)}"
     with tempfile.TemporaryDirectory() as folder:
         tree = Tree(Path(folder).resolve())
-        for file in {one.split("::")[0] for one in covered}:
-            tree.collected[file] = _spread(one for one in covered if one.startswith(f"{file}::"))
         for mutant in order:
             wanted = mutant.name in given.only if given.only else mutant.name not in table["mutants"]
             if not wanted or (mutant.gpu and not torch.cuda.is_available()):
                 continue
-            seconds, count, ended, by = 0.0, 0, "passed", ""
-            for stage in stages(mutant, given.tests or tests_of(mutant), tree, covered):
-                if stage.ids and ended == "passed":
-                    began = time.monotonic()
-                    with tree.changed(mutant):
-                        ended, by, ran = tree.run(*stage, given.limit - seconds, given.patience)
-                    seconds, count = round(seconds + time.monotonic() - began, 1), count + ran
-            found = {"breaks": mutant.breaks, "file": mutant.file, "ended": ended, "by": by}
-            table["mutants"][mutant.name] = {**found, "tests": count, "seconds": seconds}
+            tests, began = given.tests or tests_of(mutant), time.monotonic()
+            found = attack(mutant, tests, tree, order_for(mutant, covered), given.limit, given.patience)
+            seconds = round(time.monotonic() - began, 1)
+            table["mutants"][mutant.name] = {
+                "breaks": mutant.breaks, "file": mutant.file, **found._asdict(), "seconds": seconds
+            }  # fmt: skip
             table.pop("killers pass on the code as it is", None)
             write(given.out, table)
-            print(f"{mutant.name:45} {ended:10} {by} ({count} tests, {seconds} s)", flush=True)
-        check_killers(tree, table, given.patience)
+            print(f"{mutant.name:40} {found.ended:10} {found.by} ({found.tests} tests, {seconds} s)", flush=True)
+        check_killers(tree, table)
         write(given.out, table)
-    print(f"{table['killed']} killed, survivors: {table['survivors']}, not run: {table['not run']}")
+    print(f"{table['killed']} killed, survivors: {table['survivors']}, unfinished: {table['unfinished']}")
 
 
 if __name__ == "__main__":
