@@ -52,6 +52,8 @@ class Outcome(NamedTuple):
     ended: str  # "passed", "failed", "hung" (no word for too long) or "unfinished" (passed until the time was over)
     by: str  # the last test, if not all passed
     tests: int  # that began
+    says: str = ""  # the first line of the error
+    cpu: float = 0.0  # seconds
 
 
 class Order:
@@ -115,7 +117,7 @@ class Tree:
         if process == 0:
             self.become_pytest([*OPTIONS, *tests], order, interpreted)
         try:
-            ended, code = _wait(process, self.log, limit, patience)
+            ended, code, spent = _wait(process, self.log, limit, patience)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)  # ranks of a pool, too
@@ -124,12 +126,14 @@ class Tree:
         last = begun[-1].strip() if begun else "before the first test"
         assert code != WRONG_CODE, f"another copy of the library was imported, or pytest failed:\n{text[-3000:]}"
         if ended is not None:
-            return Outcome(ended, last, len(begun))
+            return Outcome(ended, last, len(begun), cpu=spent)
         if code in (0, NO_TESTS):
-            return Outcome("passed", "", len(begun))
+            return Outcome("passed", "", len(begun), cpu=spent)
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
         assert failed or begun, f"pytest could not run:\n{text[-3000:]}"
-        return Outcome("failed", failed[1] if failed else last, len(begun))  # without a summary: the process died
+        says = re.search(r"^E +(.+)$", text, re.MULTILINE)
+        by = failed[1] if failed else last  # without a summary: the process died
+        return Outcome("failed", by, len(begun), says[1][:160] if says else "", spent)
 
     def become_pytest(self, arguments: list[str], order: Order, interpreted: bool) -> None:
         """In a new process: run tests, and end."""
@@ -154,21 +158,32 @@ class Tree:
             os._exit(code)
 
 
-def _wait(process: int, log: Path, limit: float, patience: float) -> tuple[str | None, int]:
-    """Why the process was ended, if it was, and its exit code."""
-    began = grew = time.monotonic()
-    size, ended = 0, None
+def _wait(process: int, log: Path, limit: float, patience: float) -> tuple[str | None, int, float]:
+    """Why the process was ended, if it was, its exit code, and the CPU seconds of all that it started."""
+    grew, size, spent, spent_then, ended = time.monotonic(), 0, 0.0, 0.0, None
     while True:
         done, status = os.waitpid(process, os.WNOHANG if ended is None else 0)
         if done:
-            return ended, os.waitstatus_to_exitcode(status)
+            return ended, os.waitstatus_to_exitcode(status), round(spent, 1)
         time.sleep(0.1)
-        now, new = time.monotonic(), log.stat().st_size
-        if new != size:
-            size, grew = new, now
-        if now - grew > patience or now - began > limit:
-            ended = "hung" if now - grew > patience else "unfinished"
+        spent = max(spent, _cpu_seconds(process))
+        if log.stat().st_size != size:
+            size, grew, spent_then = log.stat().st_size, time.monotonic(), spent
+        hung = spent - spent_then > patience or time.monotonic() - grew > 6 * patience
+        if hung or spent > limit:
+            ended = "hung" if hung else "unfinished"
             os.killpg(process, signal.SIGKILL)
+
+
+def _cpu_seconds(session: int) -> float:
+    """What the processes of a session took so far: on a busy machine a clock would tell little."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended just now
+            fields = path.read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))  # with children that ended
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def order_for(mutant: Mutant, covered: Map) -> Order:
@@ -182,18 +197,18 @@ def order_for(mutant: Mutant, covered: Map) -> Order:
 
 
 def attack(mutant: Mutant, tests: Sequence[str], tree: Tree, order: Order, limit: float, patience: float) -> Outcome:
-    """The tests of the first file, then those of all others, then those in Triton's interpreter."""
+    """The first of the tests, then all others; likewise those in Triton's interpreter."""
     plain = [one for one in tests if not one.startswith(INTERPRETED)]
     kernels = [one.removeprefix(INTERPRETED) for one in tests if one not in plain]
-    end, count = time.monotonic() + limit, 0
+    count, spent = 0, 0.0
     with tree.changed(mutant):
-        for some, interpreted in ((plain[:1], False), (plain[1:], False), (kernels, True)):
+        for interpreted, some in ((False, plain[:1]), (False, plain[1:]), (True, kernels[:1]), (True, kernels[1:])):
             if some:
-                found = tree.run(some, interpreted, order, end - time.monotonic(), patience)
-                count += found.tests
+                found = tree.run(some, interpreted, order, limit - spent, patience)
+                count, spent = count + found.tests, spent + found.cpu
                 if found.ended != "passed":
-                    return found._replace(tests=count)
-    return Outcome("passed", "", count)
+                    break
+    return found._replace(tests=count, cpu=round(spent, 1))
 
 
 def about() -> dict[str, str]:
@@ -232,8 +247,8 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="these tests instead of those in the table")
     parser.add_argument("--out", type=Path, default=ROOT / "tests/mutants/after.json")
     parser.add_argument("--map", type=Path, help="which test reaches which line")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant")
-    parser.add_argument("--patience", type=float, default=100, help="seconds without a word that are a hang")
+    parser.add_argument("--limit", type=float, default=200, help="CPU seconds for one mutant")
+    parser.add_argument("--patience", type=float, default=100, help="CPU seconds without a word that are a hang")
     given = parser.parse_args()
     table = json.loads(given.out.read_text()) if given.out.exists() else {**about(), "mutants": {}}
     covered: Map = json.loads(given.map.read_text()) if given.map else {}
@@ -256,7 +271,10 @@ def main() -> None:
             }  # fmt: skip
             table.pop("killers pass on the code as it is", None)
             write(given.out, table)
-            print(f"{mutant.name:40} {found.ended:10} {found.by} ({found.tests} tests, {seconds} s)", flush=True)
+            print(
+                f"{mutant.name:40} {found.ended:10} {found.by} ({found.tests} tests, {found.cpu} s, {seconds} s)",
+                flush=True,
+            )
         check_killers(tree, table)
         write(given.out, table)
     print(f"{table['killed']} killed, survivors: {table['survivors']}, unfinished: {table['unfinished']}")
