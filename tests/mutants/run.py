@@ -275,7 +275,8 @@ def main() -> None:
                 f"{mutant.name:40} {found.ended:10} {found.by} ({found.tests} tests, {found.cpu} s, {seconds} s)",
                 flush=True,
             )
-        check_killers(tree, table)
+        if not given.only:
+            check_killers(tree, table)
         write(given.out, table)
     print(f"{table['killed']} killed, survivors: {table['survivors']}, unfinished: {table['unfinished']}")
 
