@@ -63,14 +63,10 @@ class Direct:
     call: Call
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        samples = inputs.q.shape[0]  # vmap gives more
-        call = self.call if samples == self.call.samples else self.call._replace(samples=samples)
-        return run.forward(call, inputs)
+        return run.forward(self.call.now(inputs.q), inputs)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        # torch's settings may have changed since: the user may want only this pass to repeat every bit
-        call = self.call.of(inputs.q, inputs.k, inputs.padding, self.call.start)
-        return run.backward(call, inputs, out, lse, dout, dlse)
+        return run.backward(self.call.now(inputs.q), inputs, out, lse, dout, dlse)
 
 
 @dataclass(slots=True)
