@@ -333,10 +333,7 @@ class Work:
 
     @property
     def _fills(self) -> bool:
-        """Whether the launches that write blocks write the gaps between their rows as well.
-
-        On an H200 that saves 5 % of the backward pass of head_groups at 131,072 tokens with a head_dim of 128.
-        """
+        """Whether the launches that write blocks write the gaps between their rows as well, which spares a fill."""
         return self.plan.fillable and not self.call.limit and self._around is not None
 
     def _fill_bare_(self, x: Tensor, group: int, blank: float) -> None:
