@@ -14,16 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _settings, dilated_attention, explain, testing
+from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, eager, sdpa
-from dilated_attention.backends.problem import Masking, Request, accumulate_dtype
+from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.call import Call, accumulate_dtype, compute_dtype
 
 BACKENDS = {"sdpa": sdpa, "eager": eager}
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
+CPU = torch.device("cpu")
 
 
-def request_for(x: Tensor, *, causal: bool = False, padding: bool = False, dropout: bool = False) -> Request:
-    return Request.of(x, x.dtype, causal, padding, dropout)
+def call_for(x: Tensor, *, causal: bool = False, padding: bool = False, dropout: bool = False) -> Call:
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool) if padding else None
+    return Call(PATTERN, causal, dropout_p=0.5 if dropout else 0.0).of(x, x, mask, 0)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
@@ -42,8 +45,8 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tens
 
 
 def forward_of(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    asked = request_for(q, causal=masking.is_causal, padding=masking.padding is not None)
-    return module.forward(module.kernels(asked), q, k, v, masking)
+    asked = call_for(q, causal=masking.is_causal, padding=masking.padding is not None)
+    return module.forward(module.kernels(asked, False), q, k, v, masking)
 
 
 def dilated(samples: int, rows: int, heads: int, dim: int, seed: int) -> Tensor:
@@ -87,7 +90,7 @@ def test_one_dense_problem(name: str, rows: int, heads: tuple[int, int], is_caus
 
     send = dlse.masked_fill(empty, 0.0)
     expected = torch.autograd.grad((out, lse.masked_fill(empty, 0.0)), inputs, (dout, send))
-    kernels = module.kernels(request_for(q, causal=is_causal, padding=padding is not None))
+    kernels = module.kernels(call_for(q, causal=is_causal, padding=padding is not None), True)
     grads = module.backward(kernels, dout, q, k, v, out.detach(), finite_or_up(lse.detach()), send, masking)
     for grad, wanted in zip(grads, expected, strict=True):
         assert testing.error(grad, wanted) < 1e-12
@@ -115,7 +118,7 @@ def test_the_backward_takes_merged_out_and_lse(name: str) -> None:
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out, lse = written_out(*inputs, masking)
     expected = torch.autograd.grad(out, inputs, dout)
-    kernels = module.kernels(request_for(q))
+    kernels = module.kernels(call_for(q), True)
     halves = [
         module.backward(kernels, dout, q, k[:, part], v[:, part], out.detach(), lse.detach(), None, masking)
         for part in (slice(0, 6), slice(6, 12))
@@ -151,7 +154,7 @@ def test_tiles_cover_every_row_once_and_stay_small(size: int, is_causal: bool, m
 @pytest.mark.parametrize("head_dim", [1, 3, 8, 20])
 def test_head_dims_that_a_kernel_must_pad(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA kernels want multiples of 8; the same padding, asked for on a CPU."""
-    monkeypatch.setattr(sdpa, "pad_multiple", lambda request: 8)
+    monkeypatch.setattr(sdpa, "limits", lambda call: Limits(pad=8))
     qkv = testing.make_qkv(2, 37, 4, head_dim, kv_heads=2, dtype=torch.float64)
     testing.check(qkv, PATTERN, backend="sdpa")
 
@@ -175,16 +178,16 @@ def fresh_choice():
 
 def test_auto_takes_the_first_that_can() -> None:
     x = torch.zeros(1, 8, 2, 4)
-    assert choose.choose("auto", request_for(x)).name == "sdpa"
-    assert choose.choose("auto", request_for(x, dropout=True)).name == "eager"
+    assert choose.choose(call_for(x)).name == "sdpa"
+    assert choose.choose(call_for(x, dropout=True)).name == "eager"
     for name in BACKENDS:
-        choice = choose.choose(name, request_for(x))
+        choice = choose.choose(call_for(x)._replace(backend=name))
         assert choice.module is BACKENDS[name]
         assert choice.kernels
 
 
 def test_a_request_by_name_never_gives_way(fresh_choice: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: ["it is Sunday", "it is raining"])
+    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, call: ["it is Sunday", "it is raining"])
     qkv = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"'sdpa' cannot run this call: .*it is Sunday.*it is raining"):
         dilated_attention(*qkv, PATTERN, backend="sdpa")
@@ -196,24 +199,24 @@ def test_a_request_by_name_never_gives_way(fresh_choice: None, monkeypatch: pyte
 
 def test_every_reason_is_a_sentence() -> None:
     x = torch.zeros(1, 8, 2, 4)
-    asked = request_for(x, dropout=True)
-    reasons = sdpa.unsupported(asked)
+    asked = call_for(x, dropout=True)
+    reasons = sdpa.unsupported(asked, False)
     assert reasons
     assert all(len(reason.split()) > 3 for reason in reasons)
-    assert eager.unsupported(asked) == []
+    assert eager.unsupported(asked, False) == []
     elsewhere = asked._replace(device=torch.device("meta"))
-    assert "no such kernels for device 'meta'" in sdpa.unsupported(elsewhere)[0]
-    assert choose.choose("auto", elsewhere).name == "eager"
+    assert "no such kernels for device 'meta'" in sdpa.unsupported(elsewhere, False)[0]
+    assert choose.choose(elsewhere).name == "eager"
 
 
-def test_settings_of_torch_are_part_of_the_request() -> None:
+def test_settings_of_torch_are_part_of_the_call() -> None:
     x = torch.zeros(1, 8, 2, 4)
-    before = request_for(x)
+    before = call_for(x)
     assert not before.deterministic
     torch.use_deterministic_algorithms(True)
     try:
-        assert request_for(x).deterministic
-        assert request_for(x) != before
+        assert call_for(x).deterministic
+        assert call_for(x) != before
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -239,9 +242,9 @@ def test_accumulators() -> None:
 
 def test_half_precision_is_computed_where_it_is_fast() -> None:
     for dtype in (torch.float64, torch.float32):
-        assert _settings.compute_dtype(torch.zeros(1, dtype=dtype)) is dtype
-    assert _settings.compute_dtype(torch.zeros(1, dtype=torch.float16)) is torch.float32
-    assert _settings.compute_dtype(torch.zeros(1, dtype=torch.bfloat16)) in (torch.float32, torch.bfloat16)
+        assert compute_dtype(dtype, CPU) is dtype
+    assert compute_dtype(torch.float16, CPU) is torch.float32
+    assert compute_dtype(torch.bfloat16, CPU) in (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
@@ -256,6 +259,6 @@ def test_torch_is_asked_as_for_training_wherever_it_is_asked(name: str, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     monkeypatch.setattr(sdpa.cuda_backends, f"can_use_{name}_attention", check)
     with torch.no_grad():
-        (why,) = sdpa._refusals(name, request_for(torch.zeros(1, 8, 2, 208, dtype=torch.bfloat16)))
+        (why,) = sdpa._refusals(name, CPU, torch.bfloat16, 208, False)
     assert f"can_use_{name}_attention refuses torch.bfloat16 with head_dim 208" in why
     assert asked == [True]

@@ -5,35 +5,44 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern, _fused, dilated_attention, explain, testing
-from dilated_attention.call import Call
+from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, sdpa, triton
-from dilated_attention.backends.problem import Request, Whole
-from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.backends.triton.configs import Config
+from dilated_attention.call import Call
 
 CUDA = torch.device("cuda", 0)
 PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
 
 
-def whole(rows: int, *, samples: int = 1, form: str = "nested", backward: bool = False) -> Whole:
-    return Whole.of(torch.empty(1, device="meta").expand(samples, rows // samples, 1, 64), form, backward)
-
-
-NESTED = whole(8192)
+FORMS = {  # what a call is measured as
+    "dense": DilatedPattern.longnet([16], [1]),
+    "": DilatedPattern.longnet([16], [2]),
+    "apart": DilatedPattern.longnet([16, 40], [1, 2]),
+    "nested": DilatedPattern.longnet([512, 1024], [1, 2]),
+}
 SHORT_NAME = r"(64|128|256)( causal)?( nested)?"
 
 
-def request_for(**given: Any) -> Request:
-    plain = Request(CUDA, torch.bfloat16, 64, False, False, False, False, (), None, NESTED)
+def call_for(rows: int = 8192, *, form: str = "nested", samples: int = 1, heads: int = 1, **given: Any) -> Call:
+    """A call with so many rows in all."""
+    tokens = rows // samples // heads
+    sizes = {"samples": samples, "queries": tokens, "keys": tokens, "total": tokens, "heads": heads, "kv_heads": heads}
+    plain = Call(FORMS[form], scale=0.1, head_dim=64, dtype=torch.bfloat16, device=CUDA, **sizes)
     return plain._replace(**given)
+
+
+def preferred(call: Call, backward: bool = False) -> bool:
+    return triton.preference(call, backward)[0]
+
+
+def because(call: Call, backward: bool = False) -> str:
+    return triton.preference(call, backward)[1]
 
 
 def clear() -> None:
@@ -65,7 +74,7 @@ def give_table(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"whole": None}, "whole calls on one device"),
+        ({"in_parts": True}, "whole calls on one device"),
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 257}, "up to 256, not 257"),
         ({"device": torch.device("meta")}, "it runs on CUDA, not on meta"),
@@ -76,17 +85,17 @@ def test_every_reason_is_a_sentence(
     h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], words: str
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert triton.unsupported(request_for()) == []
-    (reason,) = triton.unsupported(request_for(**given))
+    assert triton.unsupported(call_for(), False) == []
+    (reason,) = triton.unsupported(call_for(**given), False)
     assert words in reason
     assert len(reason.split()) > 4
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run this call: .*{words}.* Use backend='auto'"):
-        choose.choose("triton", request_for(**given))
+        choose.choose(call_for(backend="triton", **given))
 
 
 def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INSTALLED", False)
-    reasons = triton.unsupported(request_for(whole=None, dtype=torch.float64, head_dim=300))
+    reasons = triton.unsupported(call_for(in_parts=True, dtype=torch.float64, head_dim=300), False)
     assert len(reasons) == 4
     assert "triton is not installed" in reasons[0]
 
@@ -106,17 +115,17 @@ def test_old_devices(
     h200: None, device: Callable[[int, int], None], capability: tuple[int, int], dtype: torch.dtype, runs: bool
 ) -> None:
     device(*capability)
-    reasons = triton.unsupported(request_for(dtype=dtype))
+    reasons = triton.unsupported(call_for(dtype=dtype), False)
     assert (reasons == []) is runs
     assert all("compute capability" in reason and str(capability) in reason for reason in reasons)
 
 
 def test_little_shared_memory(h200: None, device: Callable[[int, int], None]) -> None:
-    assert not triton.unsupported(request_for(dtype=torch.float32, head_dim=256))
+    assert not triton.unsupported(call_for(dtype=torch.float32, head_dim=256), False)
     device(7, 5)
-    assert not triton.unsupported(request_for(dtype=torch.float32, head_dim=128))
-    assert not triton.unsupported(request_for(dtype=torch.float16, head_dim=256))
-    (reason,) = triton.unsupported(request_for(dtype=torch.float32, head_dim=129))
+    assert not triton.unsupported(call_for(dtype=torch.float32, head_dim=128), False)
+    assert not triton.unsupported(call_for(dtype=torch.float16, head_dim=256), False)
+    (reason,) = triton.unsupported(call_for(dtype=torch.float32, head_dim=129), False)
     assert "head_dim over 128" in reason
 
 
@@ -148,8 +157,8 @@ def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_thresholds(h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, rows: int, expected: bool) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": first})
     assert configs.prefers_library(CUDA, 100, True, "", False, rows) is expected
-    asked = request_for(head_dim=100, is_causal=True, whole=whole(rows, form=""))
-    assert triton.is_preferred(asked) is not expected
+    asked = call_for(rows, form="", head_dim=100, is_causal=True)
+    assert preferred(asked) is not expected
 
 
 @pytest.mark.parametrize(
@@ -171,9 +180,9 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     give_table(monkeypatch, library_from={"forward 64": None, f"forward 64 {form}": 4096})
     assert configs.prefers_library(CUDA, **call, form=form) is True
     assert configs.prefers_library(CUDA, **call, form="") is False
-    asked = request_for(whole=whole(4096, form=form))
-    assert not triton.is_preferred(asked)
-    assert "from 4,096 rows on" in triton.because(asked)
+    asked = call_for(4096, form=form)
+    assert not preferred(asked)
+    assert "from 4,096 rows on" in because(asked)
     give_table(monkeypatch, library_from={"forward 64": 1})
     assert configs.prefers_library(CUDA, **call, form=form) is True
 
@@ -184,46 +193,44 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
      "head_groups": ("dense", "", "", "")}.items(),
 )  # fmt: skip
 def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> None:
-    query = torch.empty(1, 64, 2, 8)
     patterns = (((16,), (1,)), ((16,), (2,)), ((16, 40), (1, 2)), ((512, 1024), (1, 2)))
     for (lengths, rates), form in zip(patterns, expected, strict=True):
-        settings = Settings(DilatedPattern(rule, lengths, rates), False, 1.0, 0.0, "auto")
-        asked = settings.whole_request(query, has_padding=False).whole
-        assert asked == Whole(128, form, False)
-        dropping = replace(settings, dropout_p=0.5).whole_request(query, has_padding=False).whole
-        assert dropping == Whole(128, "apart" if form == "nested" else form, False)  # each branch draws anew
+        pattern = DilatedPattern(rule, lengths, rates)
+        assert nesting.form_of(pattern, False) == form
+        # each branch draws anew
+        assert nesting.form_of(pattern, False, alone=True) == ("apart" if form == "nested" else form)
 
 
 def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "measured", lambda: {})
-    assert triton.is_preferred(request_for())
-    assert not triton.is_preferred(request_for(whole=NESTED._replace(form="")))
-    assert not triton.is_preferred(request_for(head_dim=65))  # tiles that fit everywhere are small for it
+    assert preferred(call_for())
+    assert not preferred(call_for(form=""))
+    assert not preferred(call_for(head_dim=65))  # tiles that fit everywhere are small for it
 
 
 def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     give_table(monkeypatch, library_from={"forward 64 nested": 1})
-    assert not triton.is_preferred(request_for())
-    for name in ("has_padding", "has_dropout", "deterministic"):
-        assert triton.is_preferred(request_for(**{name: True}))
-        assert triton.is_preferred(request_for(**{name: True}, dtype=torch.float32))
-    assert not triton.is_preferred(request_for(dtype=torch.float32))
+    assert not preferred(call_for())
+    for given in ({"has_padding": True}, {"dropout_p": 0.5}, {"deterministic": True}):
+        assert preferred(call_for(**given))
+        assert preferred(call_for(**given, dtype=torch.float32))
+    assert not preferred(call_for(dtype=torch.float32))
 
 
 def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable[[int, int], None]) -> None:
-    half, masked = request_for(dtype=torch.float16), request_for(dtype=torch.float16, has_padding=True)
-    assert triton.is_preferred(half)
+    half, masked = call_for(dtype=torch.float16), call_for(dtype=torch.float16, has_padding=True)
+    assert preferred(half)
     device(7, 5)
-    assert not triton.is_preferred(half)
-    assert "tensor cores" in triton.because(half)
-    assert triton.is_preferred(masked)
+    assert not preferred(half)
+    assert "tensor cores" in because(half)
+    assert preferred(masked)
 
 
 @pytest.mark.parametrize(
     ("given", "rows", "words"),
     [
         ({"has_padding": True}, {}, "padding mask"),
-        ({"has_dropout": True}, {}, "dropout"),
+        ({"dropout_p": 0.5}, {}, "dropout"),
         ({"deterministic": True}, {}, "use_deterministic_algorithms"),
         ({"dtype": torch.float32}, {}, "float32"),
         ({}, {}, "not measured"),
@@ -235,7 +242,7 @@ def test_every_preference_has_a_reason(
     h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], rows: dict[str, int | None], words: str
 ) -> None:
     give_table(monkeypatch, library_from=rows)
-    reason = triton.because(request_for(**given))
+    reason = because(call_for(**given))
     assert words in reason
     assert len(reason.split()) > 4
 
@@ -243,8 +250,8 @@ def test_every_preference_has_a_reason(
 def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the device is a CPU, which has no compute capability to look up, in whatever dtype it computes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    asked = request_for(device=torch.device("cpu"))
-    assert triton.is_preferred(asked)
+    asked = call_for(device=torch.device("cpu"))
+    assert preferred(asked)
     assert configs.prefers_library(torch.device("cpu"), 64, False, "nested", True, 4096) is None
 
 
@@ -252,30 +259,28 @@ def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
     give_table(monkeypatch, library_from={"forward 64 nested": 8192, "backward 64 nested": None}, tiles={})
     rows = {4096: "triton", 8191: "triton", 8192: "sdpa", 8193: "sdpa"}
-    assert choose.choose("auto", request_for(whole=whole(8192, samples=4))).name == "sdpa"  # as many in all
-    heads = Whole.of(torch.empty(1, device="meta").expand(1, 2048, 4, 64), "nested", False)
-    assert choose.choose("auto", request_for(whole=heads)).name == "sdpa"  # so are these
+    assert choose.choose(call_for(8192, samples=4)).name == "sdpa"  # as many in all
+    assert choose.choose(call_for(8192, heads=4)).name == "sdpa"  # so are these
     for count, name in rows.items():
-        asked = request_for(whole=whole(count))
-        assert choose.choose("auto", asked).name == name
-        assert choose.choose("triton", asked).name == "triton"  # one asked for by name runs
-        asked = request_for(whole=whole(count, backward=True))
-        assert choose.choose("auto", asked).name == "triton"
-    asked = request_for()
-    told = choose.why_not(choose.choose("auto", asked), asked)
+        asked = call_for(count)
+        assert choose.choose(asked).name == name
+        assert choose.choose(asked._replace(backend="triton")).name == "triton"  # one asked for by name runs
+        assert choose.choose(asked, backward=True).name == "triton"
+    asked = call_for()
+    told = choose.why_not(choose.choose(asked), asked)
     assert told["triton"][0].startswith("it could run, but sdpa")
 
 
 def test_the_tile_named_is_the_one_that_runs(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     give_table(monkeypatch, tiles={"forward 64 nested": [128, 64, 4, 3], "forward 64 nested short": [64, 32, 4, 3]})
     for rows, said in ((1 << 18, "tiles of 128 queries x 64 keys"), ((1 << 18) - 1, "tiles of 64 queries x 32 keys")):
-        assert triton.kernels(request_for(whole=whole(rows))) == (said,)
+        assert triton.kernels(call_for(rows), False) == (said,)
 
 
 def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
-    for given in ({"whole": None}, {"dtype": torch.float64}, {"head_dim": 300}):
-        assert choose.choose("auto", request_for(**given)).name == "sdpa"
+    for given in ({"in_parts": True}, {"dtype": torch.float64}, {"head_dim": 300}):
+        assert choose.choose(call_for(**given)).name == "sdpa"
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------
@@ -315,13 +320,10 @@ def test_calls_run_with_the_tile_that_explain_tells(
     tiles = {f"forward 64 {kind}".strip(): [size, 64, 4, 3] for kind, size in keys.items()}
     give_table(monkeypatch, tiles=tiles, library_from={})
     pattern = DilatedPattern.longnet([2048 * rate for rate in rates], rates)
-    settings = Settings(pattern, False, 0.1, 0.0, "triton")
-    x = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(1, 1 << 20, 4, 64)
-    kind = _fused.Kind.of(settings, x, x, None, None)._replace(device=CUDA)
-    layout = SimpleNamespace(shape=x.shape, dtype=x.dtype)
-    assert kind.config("forward", layout, kind.steps()[0]) == Config(rows, 64, 4, 3)  # type: ignore[arg-type]
-    request = settings.whole_request(x, False)._replace(device=CUDA)
-    assert triton.kernels(request) == (f"tiles of {rows} queries x 64 keys",)
+    asked = call_for(1 << 20, pattern=pattern, backend="triton")
+    launches = nesting.launches(pattern, asked.held, False, False)
+    assert nesting.config("forward", asked, launches[0]) == Config(rows, 64, 4, 3)
+    assert triton.kernels(asked, False) == (f"tiles of {rows} queries x 64 keys",)
 
 
 def test_every_head_dim_has_a_tile() -> None:

@@ -11,7 +11,8 @@ Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             out, lse = torch.ops.dilated_attention.forward(*inputs[:3], list(inputs[3:]), *call.packed(start))
             return out, lse
-        return Attention.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
+        return Transformed.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
     whole = call.of(q, k, padding, start)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return Attention.apply(*inputs, Direct(whole))  # type: ignore[no-untyped-call, no-any-return]
@@ -48,24 +49,28 @@ def is_plain(*tensors: Tensor) -> bool:
     return True
 
 
-class Direct(NamedTuple):
+def is_mapped(*gradients: Tensor | None) -> bool:
+    """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+
+
+@dataclass(slots=True)  # not a tuple, which torch.func would take apart
+class Direct:
     """The way to the kernels, for plain tensors."""
 
     call: Call
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return run.forward(self.fitted(inputs), inputs)
+        return run.forward(self.call.now(inputs.q), inputs)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        return run.backward(self.fitted(inputs), inputs, out, lse, dout, dlse)
-
-    def fitted(self, inputs: Inputs) -> Call:
-        """The call for as many samples as there are: vmap gives more."""
-        samples = inputs.q.shape[0]
-        return self.call if samples == self.call.samples else self.call._replace(samples=samples)
+        return run.backward(self.call.now(inputs.q), inputs, out, lse, dout, dlse)
 
 
-class Registered(NamedTuple):
+@dataclass(slots=True)
+class Registered:
     """The way to the registered ops, for tensors that something looks at."""
 
     keyset: Any
@@ -83,24 +88,31 @@ class Attention(torch.autograd.Function):
     """The node: keeps q, k, v, out and lse, and no more."""
 
     @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
+        _keep(ctx, given, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, dout, dlse)
+
+
+class Transformed(torch.autograd.Function):
+    """The same node where torch.func looks on; torch takes far longer to apply one that it can transform."""
+
+    @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:INPUTS], *output)
-        ctx.way = inputs[INPUTS]
-        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+        _keep(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        if isinstance(ctx.way, Direct) and (torch.is_grad_enabled() or not _are_plain(dout, dlse)):
-            grads = Backward.apply(*saved, dout, dlse, ctx.way)  # type: ignore[no-untyped-call]
-        else:
-            grads = ctx.way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
-        return (*grads, *(None,) * (INPUTS - 2))
+        return _differentiate(ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -108,18 +120,25 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        found = Attention.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
+        return _mapped(Transformed, info.batch_size, in_dims, given)
 
 
-def _are_plain(*grads: Tensor | None) -> bool:
-    """Whether nobody looks at these gradients; is_grads_batched=True has tensors without memory of their own."""
-    given = [x for x in grads if x is not None]
-    if is_plain(*given):
-        if not all(torch._C._has_storage(x) for x in given):
-            raise NotImplementedError(NOT_BATCHED)
-        return True
-    return False
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:INPUTS], *output)
+    ctx.way = inputs[INPUTS]
+    ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved, way = ctx.saved_tensors, ctx.way
+    given = [x for x in (dout, dlse) if x is not None]
+    if isinstance(way, Direct) and (torch.is_grad_enabled() or not is_plain(*given)):
+        grads = Backward.apply(*saved, dout, dlse, way)  # type: ignore[no-untyped-call]
+    else:
+        if isinstance(way, Direct) and is_mapped(*given):  # with is_grads_batched=True: torch loops over the op
+            way = Registered(None, way.call.packed(way.call.start))
+        grads = way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
+    return (*grads, *(None,) * (INPUTS - 2))
 
 
 class Backward(torch.autograd.Function):
@@ -141,8 +160,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        found = Backward.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
+        return _mapped(Backward, info.batch_size, in_dims, given)
 
 
 def refuse_second_derivative(grads: Sequence[Tensor], *others: Tensor | None) -> tuple[Tensor, ...]:
@@ -164,26 +182,33 @@ NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
     "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
 )
-NOT_BATCHED = (
-    "dilated_attention does not take is_grads_batched=True: use torch.func.vmap(torch.func.vjp(...)[1]), which it takes"
-)
 NO_FORWARD_MODE = (
     "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
     "dilated_attention.reference.attention()"
 )
 
 
-def _folded(count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> list[Any]:
-    """The arguments of a node with the dimension that vmap adds made part of the batch. A seed has no batch."""
-    found = []
-    for index, (x, dim) in enumerate(zip(given, in_dims, strict=True)):
-        if index == SEED and dim is not None:
-            raise NotImplementedError("dilated_attention draws one seed for all samples: use vmap(randomness='same')")
-        if isinstance(x, Tensor) and index != SEED:
-            x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
-            x = x.flatten(0, 1)
-        found.append(x)
-    return found
+def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+    """A node for each of ``count`` mapped values: with as many times the samples, or once for each.
+
+    Keys that are not mapped would be copied as often, and which pairs dropout drops depends on the number of a sample:
+    there the node is applied again and again.
+    """
+    given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
+    if in_dims[1] is None or given[SEED] is not None:
+        calls = [
+            node.apply(*(x if dim is None else x[i] for x, dim in zip(given, in_dims, strict=True)))
+            for i in range(count)
+        ]
+        found = tuple(torch.stack(some) for some in zip(*calls, strict=True))
+    else:
+        whole = [
+            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) else x
+            for x, dim in zip(given, in_dims, strict=True)
+        ]
+        results = node.apply(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in whole))
+        found = tuple(x.unflatten(0, (count, -1)) for x in results)
+    return found, (0,) * len(found)
 
 
 # --- the registered ops -------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dilated_attention.autograd import NO_FORWARD_MODE
+from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.blockwise import outside
 from dilated_attention.backends.choose import NAMES, Backend
 from dilated_attention.call import ON_DEVICE
@@ -105,9 +104,9 @@ def warn_of_mistakes(query: Tensor, key: Tensor, pattern: DilatedPattern, mask: 
             f"query is {shape}, (batch, tokens, heads, head_dim), with more heads than tokens, and every segment is "
             "longer than the sequence: if that is (batch, heads, tokens, head_dim), pass query.transpose(1, 2)"
         )
-    if mask is None or mask.device.type != "cpu" or not mask.numel() or is_in_torch_dispatch_mode():
+    if mask is None or mask.device.type != "cpu" or not mask.numel() or not is_plain(mask):
         return
-    if type(mask) is Tensor and bool(mask.all()):
+    if bool(mask.all()):
         warn(
             "key_padding_mask ignores every key of every sample, so that all outputs are 0: True = ignore, as in "
             "nn.MultiheadAttention; pass ~mask if True means keep"

@@ -158,6 +158,8 @@ def attend(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
             decodes=link is None,
         )  # fmt: skip
+        if not alone:
+            ring.check_transforms()
         if link is not None and alone:
             check_total_length(link.total_length, (query.shape[1],))
         limit = 0 if link is None or link.limit is None else link.limit.number

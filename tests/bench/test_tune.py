@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.backends.triton.nesting import form_of, launches
-from dilated_attention.pattern import Heads
-from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton.nesting import form_of, is_short, launches
+from dilated_attention.call import Call
+from dilated_attention.pattern import Heads
 from tests.triton_kernels.runner import run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
@@ -44,7 +44,7 @@ def piece(date: str, tiles: dict[str, Any], library: dict[str, Any]) -> dict[str
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert run("tune_cases.py", TRITON_INTERPRET="1") == 9
+    assert run("triton_kernels/tune_cases.py", TRITON_INTERPRET="1") == 9
 
 
 @pytest.mark.parametrize(
@@ -170,5 +170,4 @@ def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
             made = launches(pattern, Heads(0, kind.heads(), kind.heads()), kind.causal, False)
             assert (len(made) > 1) == (kind.form == "apart")
             assert form_of(pattern, kind.causal) == kind.form
-        like = torch.empty(1, device="meta").expand(1, kind.tokens(), kind.heads(), kind.size)
-        assert Whole.of(like, kind.form, backward=False).short == kind.short
+        assert is_short(Call(pattern, samples=1, queries=kind.tokens(), heads=kind.heads())) == kind.short

@@ -25,9 +25,9 @@ PATTERN = DilatedPattern.longnet([4, 64], [1, 2])
 
 
 class Needle(float):
-    """A number that cannot be compared."""
+    """A number that cannot be read."""
 
-    def __ge__(self, other: object) -> bool:
+    def __float__(self) -> float:
         raise KeyError("the needle")
 
 

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention.autograd import refuse_second_derivative
+from dilated_attention.autograd import is_mapped, refuse_second_derivative
 from dilated_attention.backends import blockwise
 from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_total_length
-from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import Asked, ask, refusal
 from dilated_attention.distributed.group import (
     Buffers,
@@ -33,6 +32,7 @@ from dilated_attention.distributed.group import (
 from dilated_attention.distributed.transport import Stats, Transport
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.cost import fastest_exchange
 from dilated_attention.ring.shards import Channel, Shards, channels, crosses
 
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
@@ -146,10 +146,9 @@ def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
     shards = Shards.of(lengths)
     exchange = link.exchange
     if exchange == "auto":
-        exchange = fastest_exchange(
-            call.pattern, shards, call.held, call.group, call.head_dim, call.computed, call.is_causal,
-            transport.backend, call.samples, call.has_padding,
-        )  # fmt: skip
+        # in the dtype that travels, and without what differs from rank to rank
+        alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
+        exchange = fastest_exchange(alike, shards, transport.backend)
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
     agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", number)
@@ -269,6 +268,14 @@ def _agree(
     return known, seed
 
 
+def check_transforms(*gradients: Tensor | None) -> None:
+    """Raise under torch.func, whose many calls ranks cannot make as one, forward or backward."""
+    if not torch.compiler.is_compiling() and is_mapped(*gradients):
+        raise NotImplementedError(
+            "torch.func and is_grads_batched do not go over a group of ranks: use backward(), once for each gradient"
+        )
+
+
 class _Parallel(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -301,6 +308,7 @@ class _Parallel(torch.autograd.Function):
         q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
         inputs = Inputs(q, k, v, padding, seed)
         grads: tuple[Tensor, ...]
+        check_transforms(dout, dlse)
         with torch.no_grad():
             dlse = ctx.agreed.agree_on_backward(dlse, lse)
             results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

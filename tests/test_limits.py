@@ -1,8 +1,9 @@
-"""A problem too large for one kernel call is cut into pieces; on a CPU, keys and values that lie far apart are packed.
+"""What one call of a kernel takes: larger problems are cut; on a CPU, keys and values that lie far apart are packed.
 
 The limits are made tiny so that both show.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,41 +13,63 @@ from torch import Tensor
 
 from dilated_attention import DilatedPattern, testing
 from dilated_attention.backends import aten, eager, sdpa
-from dilated_attention.backends.problem import Masking, Request
-from dilated_attention.pattern import RULES
+from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.call import Call
+from dilated_attention.pattern import RULES, Rule
+
+MASK = torch.arange(70) % 5 == torch.tensor([[1], [3]])
 
 
-@pytest.mark.parametrize("limits", [(3, 2**31), (65535, 3_000), (65535, 500)], ids=["batch", "span", "segment"])
+def span(x: Tensor) -> int:
+    """Bytes from the first element to the last."""
+    return x.itemsize * sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[Tensor]]:
+    """What each call of sdpa's forward or backward is given: all tensors of rows, not lse and its gradient."""
+    seen: list[list[Tensor]] = []
+    function: Callable[..., Any] = getattr(sdpa, name)
+
+    def recorded(kernels: Any, *given: Any) -> Any:
+        seen.append([x for x in given if isinstance(x, Tensor) and x.dim() == 4])
+        return function(kernels, *given)
+
+    monkeypatch.setattr(sdpa, name, recorded)
+    return seen
+
+
+@pytest.mark.parametrize("limits", [Limits(batch=3), Limits(span=3000), Limits(span=800)], ids=["batch", "span", "far"])
 @pytest.mark.parametrize("kv_heads", [6, 3])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("masked", [False, True])
-def test_pieces_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], kv_heads: int, rule: str, masked: bool
+@pytest.mark.parametrize("kind", ["plain", "masked", "causal", "few"])
+def test_cutting_keeps_within_limits_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, kv_heads: int, rule: Rule, kind: str
 ) -> None:
-    qkv = testing.make_qkv(2, 70, 6, 4, kv_heads=kv_heads)
-    mask = torch.arange(70) % 5 == torch.tensor([[1], [3]]) if masked else None
-    monkeypatch.setitem(sdpa.LIMITS, "cpu", limits)
-    counted = []
-    cut = sdpa._pieces
-    monkeypatch.setattr(sdpa, "_pieces", lambda *x: counted.append(len(cut(*x))) or cut(*x))
-    testing.check(qkv, DilatedPattern(rule, (8, 33, 70), (1, 2, 3)), key_padding_mask=mask, backend="sdpa")
-    assert max(counted) > 1
+    q, k, v = testing.make_qkv(2, 70, 6, 4, kv_heads=kv_heads)
+    q = q[:, :40] if kind == "few" else q
+    pattern = DilatedPattern.of(rule, (8, 33, 70), (1, 2, 3))
+    options: dict[str, Any] = {"is_causal": kind in ("causal", "few"), "backend": "sdpa"}
+    options["key_padding_mask"] = MASK if kind == "masked" else None
+    uncut = spy(monkeypatch, "forward")
+    testing.check((q, k, v), pattern, **options)
+    monkeypatch.undo()
+    monkeypatch.setattr(sdpa, "limits", lambda call: limits)
+    forward, backward = spy(monkeypatch, "forward"), spy(monkeypatch, "backward")
+    testing.check((q, k, v), pattern, **options)
+    assert len(forward) > len(uncut)
+    assert len(forward) == len(backward)
+    for tensors in (*forward, *backward):
+        assert len(tensors) in (3, 5)
+        assert all(limits.batch is None or x.shape[0] <= limits.batch for x in tensors)
+        assert all(limits.span is None or span(x) < limits.span for x in tensors)
 
 
-def test_pieces_keep_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sdpa.LIMITS, "cpu", (5, 4000))
-    q = torch.randn(23, 8, 2, 4)  # 256 bytes a sample
-    pieces = sdpa._pieces(q, q, q)
-    assert [piece.queries(q).shape[0] for piece in pieces] == [5, 5, 5, 5, 3]
-    wide = torch.randn(3, 8, 2, 400)  # 25,600 bytes a sample: one head at a time
-    heads = [piece.keys(wide) for piece in sdpa._pieces(wide, wide, wide)]
-    assert len(heads) == 6
-    assert all(x.is_contiguous() for x in heads)
-
-
-def test_one_call_on_a_device_without_limits() -> None:
-    q = torch.randn(70_000, 2, 1, 1)
-    assert sdpa._pieces(q, q, q) == [sdpa._Piece()]
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_limits_of_a_device(device: str) -> None:
+    call = Call(DilatedPattern.longnet([8], [1]), head_dim=64, dtype=torch.float32, device=torch.device(device))
+    some_mebibytes = 32768 * torch.get_num_threads()
+    expected = {"cpu": Limits(from_rows=384, rows=some_mebibytes), "cuda": Limits(8, batch=65535, span=2**31)}
+    assert sdpa.limits(call) == expected.get(device, Limits())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -57,7 +80,7 @@ def test_packing_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: str, rule: str, masked: bool
 ) -> None:
     qkv = testing.make_qkv(2, 70, 6, 4, kv_heads=3, layout=layout, dtype=dtype)
-    mask = torch.arange(70) % 5 == torch.tensor([[1], [3]]) if masked else None
+    mask = MASK if masked else None
     pattern = DilatedPattern(rule, (8, 33, 70), (1, 2, 3))
     monkeypatch.setattr(aten, "PACKED_ROWS", 9)
     monkeypatch.setattr(aten, "PACKED_SPAN", 1)
@@ -89,12 +112,6 @@ def test_only_rows_far_apart_that_are_read_often_are_packed() -> None:
     assert not packs(1, 5000, 4096)  # a step of decoding reads every key once
     wide = torch.zeros(1, 400, 1, 2048)  # packed as it is
     assert aten._packed(aten.Dense(wide, wide, wide, None, False, 1.0)).k is wide
-
-
-def test_a_part_of_the_work_is_some_mebibytes_a_thread() -> None:
-    q = torch.zeros(1, 8, 2, 64)
-    assert sdpa.cut(Request.of(q, torch.float32, False, False, False)) == (384, 32768 * torch.get_num_threads())
-    assert sdpa.cut(Request.of(q.to("meta"), torch.float32, False, False, False)) is None
 
 
 @pytest.mark.parametrize(
