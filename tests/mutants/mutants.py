@@ -403,7 +403,8 @@ MUTANTS = [
       "nn/mesh.py", "dist.broadcast(first, group=self.group, group_src=0)", "pass"),
     # --- what only a CUDA device shows --------------------------------------------------------------------------
     M("eager-sums-in-half", "The eager backend rounds its result to half precision before it is merged.",
-      "backends/eager.py", "out = torch.empty(q.shape, dtype=exact, device=q.device)", "out = torch.empty_like(q)", gpu=True),
+      "backends/eager.py", "out = torch.empty(q.shape, dtype=exact, device=q.device)",
+      "out = torch.empty_like(q)", gpu=True),
     M("barrier-removed", "A thread stores lse before another one has loaded it.",
       "backends/triton/fuse_kernel.py", "tl.debug_barrier()  # several threads", "# several threads", gpu=True),
     M("cudnn-one-row", "cuDNN is asked for a block of a single row.",
