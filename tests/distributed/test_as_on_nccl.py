@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, testing
 from dilated_attention.distributed.group import GroupTransport
+from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.distributed.transport import Transport
 from dilated_attention.functional import attend
 from dilated_attention.ranks import pool
@@ -125,3 +127,26 @@ def debugged() -> list[tuple[bool, list[int]]]:
 def test_debug_waits_in_every_step() -> None:
     for rank, found in enumerate(pool(2).run(debugged)):
         assert found == [(False, [1 - rank] * 5), (True, [1 - rank] * 5)]
+
+
+def gathered() -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole sequence and the gradient of this rank's shard, where the loss of rank r has the weight r + 1."""
+    init = GroupTransport.__init__
+
+    def as_on_nccl(self: GroupTransport, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.names_peers = self.agrees_on_host = False
+
+    lengths = [3, 0, 4]
+    x = torch.arange(14.0).view(2, 7).split(lengths, 1)[dist.get_rank()].clone().requires_grad_()
+    with mock.patch.object(GroupTransport, "__init__", as_on_nccl):
+        whole = gather_sequence(x, dist.group.WORLD)
+        ((1 + dist.get_rank()) * whole).sum().backward()
+    assert x.grad is not None
+    return whole.detach(), x.grad
+
+
+def test_a_sequence_is_gathered() -> None:
+    found = pool(3).run(gathered)
+    assert all(torch.equal(whole, torch.arange(14.0).view(2, 7)) for whole, _ in found)
+    assert torch.equal(torch.cat([grad for _, grad in found], 1), torch.full((2, 7), 6.0))

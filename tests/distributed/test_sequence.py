@@ -177,6 +177,17 @@ def test_gather_gradient_of_halves_is_rounded_once(dtype: torch.dtype) -> None:
     assert not torch.equal(got, sum(weights[1:], weights[0]))  # this sum in half precision would be another
 
 
+def given_gradient() -> bool:
+    """Whether the gradient that the caller gave is as it was."""
+    x, weight = torch.zeros(3, 2, requires_grad=True), torch.ones(6, 2)
+    torch.autograd.grad(gather_sequence(x, world(), 0), x, weight)
+    return torch.equal(weight, torch.ones(6, 2))
+
+
+def test_the_backward_leaves_its_gradient_alone() -> None:
+    assert pool(2).run(given_gradient) == [True, True]
+
+
 def shard_gradient() -> Tensor:
     whole = normal(2, 7, 3).requires_grad_()
     (shard_sequence(whole, world()) * (1 + dist.get_rank())).sum().backward()

@@ -169,8 +169,6 @@ MUTANTS = [
     M("eager-causal-without-the-diagonal", "In the eager backend a causal query does not see itself.",
       "backends/eager.py", "torch.arange(keys.stop, device=query.device) > row",
       "torch.arange(keys.stop, device=query.device) >= row"),
-    M("eager-sums-in-half", "The eager backend rounds its result to half precision before it is merged.",
-      "backends/eager.py", "out = torch.empty(q.shape, dtype=exact, device=q.device)", "out = torch.empty_like(q)"),
     M("eager-dropout-only-forward", "The eager backend forgets dropout in the gradient of the weights.",
       "backends/eager.py", "kept, dweights = weights * keep, dweights * keep", "kept = weights * keep"),
     M("torch-kernels-rows-without-keys", "PyTorch's kernels say lse 0 or NaN for a row without keys.",
@@ -404,6 +402,9 @@ MUTANTS = [
     M("seed-of-each-heads-rank", "Ranks with other heads of the same tokens drop by seeds of their own.",
       "nn/mesh.py", "dist.broadcast(first, group=self.group, group_src=0)", "pass"),
     # --- what only a CUDA device shows --------------------------------------------------------------------------
+    M("eager-sums-in-half", "The eager backend rounds its result to half precision before it is merged.",
+      "backends/eager.py", "out = torch.empty(q.shape, dtype=exact, device=q.device)",
+      "out = torch.empty_like(q)", gpu=True),
     M("barrier-removed", "A thread stores lse before another one has loaded it.",
       "backends/triton/fuse_kernel.py", "tl.debug_barrier()  # several threads", "# several threads", gpu=True),
     M("cudnn-one-row", "cuDNN is asked for a block of a single row.",

@@ -160,16 +160,17 @@ class Tree:
 
 def _wait(process: int, log: Path, limit: float, patience: float) -> tuple[str | None, int, float]:
     """Why the process was ended, if it was, its exit code, and the CPU seconds of all that it started."""
-    grew, size, spent, spent_then, ended = time.monotonic(), 0, 0.0, 0.0, None
+    size, waited, spent, spent_then, ended = 0, 0.0, 0.0, 0.0, None
     while True:
         done, status = os.waitpid(process, os.WNOHANG if ended is None else 0)
         if done:
             return ended, os.waitstatus_to_exitcode(status), round(spent, 1)
         time.sleep(0.1)
+        waited += 0.1  # not by the clock: this process may be stopped for a while
         spent = max(spent, _cpu_seconds(process))
         if log.stat().st_size != size:
-            size, grew, spent_then = log.stat().st_size, time.monotonic(), spent
-        hung = spent - spent_then > patience or time.monotonic() - grew > 6 * patience
+            size, waited, spent_then = log.stat().st_size, 0.0, spent
+        hung = spent - spent_then > patience or waited > 6 * patience
         if hung or spent > limit:
             ended = "hung" if hung else "unfinished"
             os.killpg(process, signal.SIGKILL)
