@@ -337,11 +337,42 @@ def test_a_command_that_names_what_is_not_there_fails(command: str) -> None:
 def test_readme_is_short_and_its_map_true() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
-    listed = set(re.findall(r"^\| `([\w./]+)` \|", text, re.MULTILINE))
+    table = text[text.index("| in `src/dilated_attention/`") : text.index("| Where is")]
+    listed = {
+        name for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`([\w./]+)`", cell)
+    }
     source = ROOT / "src/dilated_attention"
     there = {p.name for p in source.glob("*.py") if p.name != "__init__.py"}
     there |= {f"{p.name}/" for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert listed == there
+
+
+def places(page: Path) -> list[tuple[str, str]]:
+    """All `file::name` of a page."""
+    return re.findall(r"`([\w/]+)\.py::([\w.]+)`", page.read_text(encoding="utf-8"))
+
+
+def test_what_the_readme_places_is_there() -> None:
+    found = places(ROOT / "README.md")
+    assert len(found) >= 16
+    for file, name in found:
+        if "triton" in file:
+            pytest.importorskip("triton")
+        thing = importlib.import_module(f"dilated_attention.{file.replace('/', '.')}")
+        for part in name.split("."):
+            thing = getattr(thing, part)
+
+
+def test_the_words_of_the_design_are_names_of_the_code() -> None:
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    table = text[text.index("| word |") : text.index("## How do I add")]
+    words = [
+        word for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for word in re.findall(r"`(\w+)`", cell)
+    ]
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    assert len(table.splitlines()) <= 25 + 3
+    for word in words:
+        assert re.search(rf"^class {word}\b", source, re.MULTILINE), word
 
 
 @pytest.mark.parametrize(

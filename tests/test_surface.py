@@ -6,6 +6,7 @@ import ast
 import functools
 import graphlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,30 +49,18 @@ LAYERS = [
     "pattern",
     "dropout",
     "merge",
+    "call",
+    "blocks",
     "backends",
+    "autograd",
     "distributed",
     "context_parallel",
     "checks",
-    "_shards",
-    "_plan",
-    "reference",
-    "_courses",
-    "_settings",
-    "_fused",
-    "_work",
-    "_engine",
-    "_packing",
-    "_exchange",
-    "_alltoall",
-    "traffic",
-    "cost",
-    "_ops",
-    "_parallel",
-    "_decode",
-    "_decode_ops",
+    "ring",
     "functional",
     "_explain",
     "streaming",
+    "reference",
     "testing",
     "ranks",
     "nn",
@@ -205,7 +194,7 @@ def graph() -> dict[str, set[str]]:
 
 def test_the_graph_is_read_right() -> None:
     found = graph()
-    assert "_ops" in found["functional"]
+    assert "autograd" in found["functional"]
     assert "backends.sdpa" in found["backends.choose"]
     assert found["pattern"] == set()
 
@@ -226,10 +215,20 @@ def test_a_module_imports_only_what_is_above_it(module: str) -> None:
             assert LAYERS.index(other.split(".")[0]) < LAYERS.index(layer), f"{module} imports {other}"
 
 
-def test_backends_know_nothing_of_patterns() -> None:
+TOOLS = ("show", "advice", "bench", "cli", "ranks", "__main__")
+
+
+def test_a_backend_is_named_in_its_folder_only() -> None:
     for module, found in graph().items():
-        if module.startswith("backends"):
-            assert not found & {"pattern", "_plan"}, module
+        if module.split(".")[0] not in ("backends", *TOOLS):
+            named = {other for other in found if re.match(r"backends\.(triton|sdpa|eager|aten)", other)}
+            assert not named, f"{module} imports {named}"
+
+
+def test_only_the_pattern_looks_at_the_name_of_a_rule() -> None:
+    for module, file in modules().items():
+        if module != "pattern":
+            assert not re.search(r"pattern\.rule\s*(==|!=|in\b)", file.read_text(encoding="utf-8")), module
 
 
 def test_distributed_knows_nothing_of_attention() -> None:

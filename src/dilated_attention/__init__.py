@@ -2,7 +2,6 @@
 
 from dilated_attention._explain import Explanation, explain
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.cost import plan_cost
 from dilated_attention.distributed.group import CommunicationError
 from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
 from dilated_attention.functional import dilated_attention
@@ -19,6 +18,7 @@ from dilated_attention.nn import (
     RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern import DilatedAttentionWarning, DilatedPattern
+from dilated_attention.ring.cost import plan_cost
 from dilated_attention.streaming import stream
 
 __version__ = "0.1.0"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.cost import EXCHANGES, LINKS, PlanCost, plan_cost, size
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule, whole_number
+from dilated_attention.ring.cost import EXCHANGES, LINKS, PlanCost, plan_cost, size
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
 # What blocks under way and kernels take beyond what `plan_cost` counts. Measured on an H200, bfloat16: 5 % more in the

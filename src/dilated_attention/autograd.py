@@ -63,15 +63,10 @@ class Direct:
     call: Call
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return run.forward(self.fitted(inputs), inputs)
+        return run.forward(self.call.now(inputs.q), inputs)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        return run.backward(self.fitted(inputs), inputs, out, lse, dout, dlse)
-
-    def fitted(self, inputs: Inputs) -> Call:
-        """The call for as many samples as there are: vmap gives more."""
-        samples = inputs.q.shape[0]
-        return self.call if samples == self.call.samples else self.call._replace(samples=samples)
+        return run.backward(self.call.now(inputs.q), inputs, out, lse, dout, dlse)
 
 
 @dataclass(slots=True)

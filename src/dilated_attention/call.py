@@ -133,6 +133,15 @@ class Call(NamedTuple):
             dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
         )
 
+    def now(self, query: Tensor) -> Call:
+        """The same call later, or with more samples, which vmap gives. A backward pass repeats every bit if torch says
+        so at its own time; the kernels that were switched off for the forward pass stay off."""
+        samples, deterministic = query.shape[0], torch.are_deterministic_algorithms_enabled()
+        tf32 = self.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        if (samples, deterministic, tf32) == (self.samples, self.deterministic, self.tf32):
+            return self
+        return self._replace(samples=samples, deterministic=deterministic, tf32=tf32)
+
     def packed(self, start: int) -> tuple[list[int], float, float, str]:
         """All that the caller chose, as a registered op takes it; `unpacked` turns it back into a call.
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, testing
 from dilated_attention.call import Call
-from dilated_attention.cost import EXCHANGES, LINKS, MOST_HELD, PlanCost, RankCost, fastest_exchange, plan_cost
 from dilated_attention.pattern import Heads
 from dilated_attention.ring.alltoall import bundles
 from dilated_attention.ring.circulate import Messages, traffic
+from dilated_attention.ring.cost import EXCHANGES, LINKS, MOST_HELD, PlanCost, RankCost, fastest_exchange, plan_cost
 from dilated_attention.ring.packing import Field, Fields, part_bytes
 from dilated_attention.ring.shards import Channel, Shards, channels
 

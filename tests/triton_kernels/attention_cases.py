@@ -497,6 +497,17 @@ def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyP
     assert launches() == 0
 
 
+def test_a_backward_pass_goes_by_the_flags_of_its_own_time() -> None:
+    """It repeats every bit if the flag says so by then, whatever it said in the forward pass."""
+    torch.use_deterministic_algorithms(False)
+    leaves = [x.requires_grad_() for x in make(40)]
+    out = dilated_attention(*leaves, DilatedPattern.longnet([16], [1]))
+    assert len(CACHE) == 0
+    torch.use_deterministic_algorithms(True)
+    out.sum().backward()
+    assert len(CACHE) == 1
+
+
 def prepared_launches(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launch]:
     """A list that gets each launch when it is prepared."""
     made: list[launch.Launch] = []

@@ -225,7 +225,7 @@ def test_explain_says_so() -> None:
     assert told.backend == "sdpa"
     assert "up to 64 queries" in told.why_not["triton"][0]
     told = explain(x[:, :65], x, x, PATTERN, backend="sdpa")
-    assert told.why_not["triton"] == ["backend 'sdpa' was asked for"]
+    assert told.why_not["triton"] == ["it could run, but sdpa (flash on CPU) was chosen"]
 
 
 @pytest.mark.parametrize("which", range(3))

@@ -22,7 +22,6 @@ from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_total_length
-from dilated_attention.cost import fastest_exchange
 from dilated_attention.distributed.agreement import Asked, ask, refusal
 from dilated_attention.distributed.group import (
     Buffers,
@@ -33,6 +32,7 @@ from dilated_attention.distributed.group import (
 from dilated_attention.distributed.transport import Stats, Transport
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.cost import fastest_exchange
 from dilated_attention.ring.shards import Channel, Shards, channels, crosses
 
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count

@@ -16,10 +16,10 @@ from typing import NamedTuple, cast
 import torch
 
 from dilated_attention.context_parallel import Route
-from dilated_attention.cost import EXCHANGES, RankCost, plan_cost
 from dilated_attention.pattern import DilatedPattern, Heads
 from dilated_attention.ring.alltoall import bundles
 from dilated_attention.ring.circulate import traffic
+from dilated_attention.ring.cost import EXCHANGES, RankCost, plan_cost
 from dilated_attention.ring.packing import Travelling, part_bytes
 from dilated_attention.ring.shards import Channel, Shards, channels
 

@@ -109,7 +109,10 @@ def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return few_queries.forward(call, inputs)
     from dilated_attention.backends.triton import whole_call
 
-    return whole_call.forward(call, inputs)
+    def trains() -> bool:
+        return preference(call, True)[0] and any(x.requires_grad for x in inputs[:3])
+
+    return whole_call.forward(call, inputs, trains)
 
 
 def backward_call(call: Call, inputs: Inputs, results: Results) -> Gradients:

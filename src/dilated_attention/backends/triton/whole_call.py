@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import triton
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
@@ -34,13 +33,14 @@ class Prepared(NamedTuple):
         return sum(launch.nbytes for launch in self.launches)
 
 
-def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Tensor, Tensor]:
+    """``trains``: whether our kernels will be asked for the backward pass; asked of calls that are new."""
     q, k, v = _readable(inputs.q), _readable(inputs.k), _readable(inputs.v)
     if not call.rows:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
     if prepared is None:
-        prepared = _prepared(call, (q, k, v), trains=any(x.requires_grad for x in inputs[:3]))
+        prepared = _prepared(call, (q, k, v), trains())
     padding = ends = None
     if inputs.padding is not None:
         padding = inputs.padding.contiguous()
@@ -91,7 +91,7 @@ def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:
     layouts = [Layout.of(x) for x in qkv]
     found = _kept(call, _prepare_forward, *layouts)
     together = list(found.launches)
-    if trains and triton.preference(call, True)[0]:
+    if trains:
         dout = Layout.contiguous(qkv[0].shape, qkv[0].dtype)
         together += _kept(call, _prepare_backward, *layouts, dout).launches
     if call.device.type == "cuda" and len(together) > 1 and not torch.cuda.is_current_stream_capturing():

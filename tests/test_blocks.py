@@ -1,32 +1,41 @@
 """Blocks read as the pattern says: ids seen through every view are exactly the keys of the pattern.
 
-Legend as in `_plan`. Ids are unique per (sample, token, head), so a view that reads anything else shows it.
+Legend as in `blocks`. Ids are unique per (sample, token, head), so a view that reads anything else shows it.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import pytest
 import torch
-from dilated_attention._plan import Block, Plan, folds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _plan
-from dilated_attention.pattern import RULES, Heads
-from dilated_attention.ring.shards import Shards
+from dilated_attention import DilatedPattern, blocks
+from dilated_attention.blocks import Block, Plan, folds
+from dilated_attention.call import Call
+from dilated_attention.pattern import RULES
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 
 
+def call_of(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int) -> Call:
+    sizes = {"samples": samples, "queries": tokens, "keys": tokens, "total": tokens}
+    return Call(pattern, heads=kv_heads * group, kv_heads=kv_heads, **sizes)
+
+
 def plan(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int, fold: bool, cut=None) -> Plan:
-    """The plan of a single rank."""
-    heads = Heads(0, kv_heads, kv_heads)
-    return _plan.plan(pattern, samples, Shards.of((tokens,)), 0, heads, group, fold, cut=cut)
+    """The plan of a whole call; ``cut``: blocks of so many rows, or more, in parts of at most that many in all."""
+    found = blocks.plan(call_of(pattern, samples, tokens, kv_heads, group), fold)
+    if cut is None:
+        return found
+    long, most = cut
+    parts = [part for one in found.blocks for part in (one.cut(rows=most) if one.queries.rows >= long else [one])]
+    return found._replace(blocks=tuple(parts))
 
 
 @st.composite
@@ -69,9 +78,11 @@ def seen_through(work: Plan, samples: int, tokens: int, kv_heads: int, group: in
     query_ids, key_ids = (ids(samples, tokens, heads, fold) for heads in (kv_heads * group, kv_heads))
     keys, zeros = defaultdict(list), Counter()
     for block in work.blocks:
-        q, k = block.view(query_ids, group), block.view(key_ids)
-        assert q.shape == (block.samples * block.segments, block.rows, block.heads * group)
-        assert k.shape == (block.samples * block.segments, block.rows, block.heads)
+        q, k = block.queries.of(query_ids, group), block.keys.of(key_ids)
+        assert q.shape == (block.batch, block.queries.rows, block.heads * group)
+        assert k.shape == (block.batch, block.keys.rows, block.heads)
+        shown_at = [place(x, tokens, kv_heads)[1] for x in k[0, 0].tolist()]
+        assert tuple(shown_at) == block.key_at == block.query_at
         for batch, head in torch.cartesian_prod(torch.arange(k.shape[0]), torch.arange(k.shape[2])).tolist():
             shown = [place(x, tokens, kv_heads) for x in k[batch, :, head].tolist()]
             for row in q[batch, :, head * group : (head + 1) * group].reshape(-1).tolist():
@@ -110,7 +121,7 @@ def test_a_view_is_a_view_and_writes_no_element_twice(case) -> None:
         x = ids(samples, tokens, heads, fold)
         everywhere = set(x.reshape(-1).tolist())
         for block in plan(*case).blocks:
-            view = block.view(x, per_head)
+            view = block.queries.of(x, per_head)
             assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
             assert view._base is x or view._base is x._base
             elements = view.reshape(-1).tolist()
@@ -127,9 +138,9 @@ def test_first_blocks_come_first_and_never_overlap(case) -> None:
     written: set[int] = set()
     later_heads: set[int] = set()
     for block in work.blocks:
-        elements = block.view(x).reshape(-1).tolist()
+        elements = block.queries.of(x).reshape(-1).tolist()
         heads = {place(number, tokens, kv_heads)[2] for number in elements}
-        if block.first:
+        if block.is_first:
             assert not written.intersection(elements), "a first block overwrites what another one wrote"
             assert not later_heads & heads, "a first block of a head comes after one that merges into it"
             written.update(elements)
@@ -149,10 +160,10 @@ def test_covers_means_the_whole_tensor_in_order(case) -> None:
     _, samples, tokens, kv_heads, _, fold = case
     x = ids(samples, tokens, kv_heads, fold)
     for block in plan(*case).blocks:
-        view = block.view(x)
-        if block.covers(x):
+        view = block.queries.of(x)
+        if block.covers(call_of(*case[:5])):
             assert torch.equal(view.reshape(x.shape), x)
-        elif block.dilation == 1:  # a block with r > 1 may cover a short sequence and is simply merged
+        elif block.rate == 1:  # a block with r > 1 may cover a short sequence and is simply merged
             assert view.numel() < x.numel() or not torch.equal(view.reshape(x.shape), x)
 
 
@@ -161,17 +172,17 @@ def test_values_of_any_trailing_shape(rule: str) -> None:
     pattern = DilatedPattern(rule, (8, 5), (2, 3))
     x = torch.randn(2, 21, 4, 3, 2)
     for block in plan(pattern, 2, 21, 4, 1, True).blocks:
-        view = block.view(x)
+        view = block.queries.of(x)
         assert view.shape[3:] == (3, 2)
         for part in range(6):
             flat = x.flatten(3)[..., part]
-            assert torch.equal(view.flatten(3)[..., part], block.view(flat))
+            assert torch.equal(view.flatten(3)[..., part], block.queries.of(flat))
 
 
 def test_writing_through_a_view_reaches_the_tensor() -> None:
     x = torch.zeros(2, 10, 4, 3)
     for block in plan(DilatedPattern.longnet([4], [2]), 2, 10, 4, 1, True).blocks:
-        block.view(x).add_(1)
+        block.queries.of(x).add_(1)
     covered = DilatedPattern.longnet([4], [2]).coverage(10, 4)
     assert torch.equal(x, covered[None, :, :, None].expand_as(x).float())
 
@@ -197,9 +208,9 @@ def test_heads_on_a_diagonal_share_a_block() -> None:
 
 def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
     few_segments = blocks_of(DilatedPattern.longnet([32], [1]), samples=5, fold=False)
-    assert [(b.samples, b.segments) for b in few_segments] == [(5, 1), (5, 1)]
+    assert [(b.queries.samples, b.queries.segments) for b in few_segments] == [(5, 1), (5, 1)]
     few_samples = blocks_of(DilatedPattern.longnet([4], [1]), samples=2, fold=False)
-    assert [(b.samples, b.segments) for b in few_samples] == [(1, 16), (1, 16)]
+    assert [(b.queries.samples, b.queries.segments) for b in few_samples] == [(1, 16), (1, 16)]
 
 
 @FEW
@@ -207,16 +218,60 @@ def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
 def test_long_blocks_are_cut_and_short_ones_are_not(case, long: int, most: int) -> None:
     whole, parts = plan(*case), plan(*case, (long, most))
     assert (parts.bare, parts.fillable, parts.merges) == (whole.bare, whole.fillable, whole.merges)
-    assert [block for block in parts.blocks if block.rows < long] == [b for b in whole.blocks if b.rows < long]
     for block in parts.blocks:
-        if block.rows >= long:
-            batch = block.samples * block.segments
-            assert batch * block.heads * block.rows <= most or batch * block.heads == 1
+        if block.queries.rows >= long:
+            assert block.batch * block.heads * block.queries.rows <= most or block.batch * block.heads == 1
+
+
+@FEW
+@given(plans(), st.integers(1, 4), st.integers(1, 7))
+def test_cut_by_heads_and_batch(case, heads: int, batch: int) -> None:
+    """Parts show each query the same keys as their block, and stay within both limits."""
+    _, samples, tokens, kv_heads, group, fold = case
+    whole = plan(*case)
+    parts = whole._replace(blocks=tuple(part for one in whole.blocks for part in one.cut(heads=heads, batch=batch)))
+    assert all(part.heads <= heads and part.batch <= batch for part in parts.blocks)
+    size = (samples, tokens, kv_heads, group, fold)
+    (keys, zeros), (cut_keys, cut_zeros) = seen_through(whole, *size), seen_through(parts, *size)
+    assert {row: sorted(some) for row, some in keys.items()} == {row: sorted(some) for row, some in cut_keys.items()}
+    assert zeros == cut_zeros
+
+
+@FEW
+@given(plans(), st.integers(0, 2**32 - 1), st.booleans())
+def test_few_queries_see_what_they_see_in_the_whole(case, seed: int, is_causal: bool) -> None:
+    """Blocks of few queries: all keys of the segment, or when causal the earlier ones and a triangle."""
+    pattern, samples, tokens, kv_heads, group, _ = case
+    pick = random.Random(seed)
+    start = pick.randrange(tokens)
+    queries = pick.randint(1, tokens - start)
+    call = call_of(*case[:5])._replace(queries=queries, start=start, is_causal=is_causal)
+    if not call.is_few:
+        return
+    query_ids = ids(samples, queries, kv_heads * group, False)
+    key_ids, seen = ids(samples, tokens, kv_heads, False), defaultdict(list)
+    for block in blocks.plan(call, False).blocks:
+        q, k = block.queries.of(query_ids, group), block.keys.of(key_ids)
+        assert [start + place(x, queries, kv_heads * group)[1] for x in q[0, 0, ::group].tolist()] == [*block.query_at]
+        assert [place(x, tokens, kv_heads)[1] for x in k[0, 0].tolist()] == [*block.key_at]
+        for batch, head, row in itertools.product(range(k.shape[0]), range(k.shape[2]), range(q.shape[1])):
+            shown = k[batch, : row + 1 if block.is_causal else None, head].tolist()
+            for number in q[batch, row, head * group : (head + 1) * group].tolist():
+                sample, query, query_head = place(number, queries, kv_heads * group)
+                seen[sample, query_head, start + query] += [place(x, tokens, kv_heads)[1] for x in shown]
+    for sample, head, query in itertools.product(
+        range(samples), range(kv_heads * group), range(start, start + queries)
+    ):
+        row = {"num_tokens": tokens, "num_heads": kv_heads * group, "num_kv_heads": kv_heads, "is_causal": is_causal}
+        assert tuple(sorted(seen[sample, head, query])) == pattern.keys(query, head, **row)
 
 
 def test_parts_are_as_large_as_they_may_be() -> None:
     (block,) = blocks_of(DilatedPattern.longnet([16], [1]), samples=3)  # 3 samples of 4 segments, 8 heads, 16 rows
-    shapes = {most: {(b.samples, b.segments, b.heads) for b in block.cut(most)} for most in (1535, 1024, 300, 40, 1)}
+    shapes = {
+        most: {(b.queries.samples, b.queries.segments, b.heads) for b in block.cut(most)}
+        for most in (1535, 1024, 300, 40, 1)
+    }
     assert shapes == {1535: {(2, 4, 8), (1, 4, 8)}, 1024: {(2, 4, 8), (1, 4, 8)}, 300: {(1, 2, 8)}, 40: {(1, 1, 2)},
                       1: {(1, 1, 1)}}  # fmt: skip
     assert block.cut(1536) == [block]
@@ -229,15 +284,15 @@ def test_many_short_segments_are_few_blocks(rule: str, kv_heads: int, group: int
     for tokens, samples in ((32768, 1), (32768, 3), (32770, 1), (32770, 3)):
         for length, rate in ((16, 1), (32, 2), (64, 4)):
             pattern = DilatedPattern(rule, (length,), (rate,))
-            blocks = plan(pattern, samples, tokens, kv_heads, group, True).blocks
-            whole = [block for block in blocks if block.segment_length == length]
+            found = plan(pattern, samples, tokens, kv_heads, group, True).blocks
+            whole = [block for block in found if block.queries.segment_step == length]
             assert len(whole) <= most * (1 if tokens % length == 0 else samples)
-            assert len(blocks) - len(whole) <= kv_heads
+            assert len(found) - len(whole) <= kv_heads
 
 
 def test_the_densest_branch_goes_first() -> None:
-    blocks = blocks_of(DilatedPattern.longnet([64, 32, 16], [4, 2, 1]))
-    assert [block.dilation for block in blocks] == sorted(block.dilation for block in blocks)
+    rates = [block.rate for block in blocks_of(DilatedPattern.longnet([64, 32, 16], [4, 2, 1]))]
+    assert rates == sorted(rates)
     assert plan(DilatedPattern.longnet([64, 16], [4, 1]), 1, 64, 8, 1, True).bare == (0, 0)
     assert plan(DilatedPattern.longnet([64, 16], [4, 2]), 1, 64, 8, 1, True).bare == (0, 8)
     assert plan(DilatedPattern.head_groups([16, 64], [1, 4]), 1, 64, 8, 1, True).bare == (4, 8)
@@ -255,11 +310,11 @@ def test_gaps_and_rows_are_whole_segments(case) -> None:
     x = ids(samples, tokens, kv_heads, fold)
     filled: list[int] = []
     for block in work.blocks:
-        if block.first:
-            filled += block.view(x).reshape(-1).tolist()
+        if block.is_first:
+            filled += block.queries.of(x).reshape(-1).tolist()
         if block.gaps() is not None:
             rate, offset, step, width = block.gaps()
-            whole = replace(block, dilation=1, offset=0, offset_step=0, rows=width).view(x)
+            whole = block.queries._replace(token=block.start, row_step=1, token_step=0, rows=width).of(x)
             for head in range(block.heads):
                 away = [i for i in range(width) if i % rate != offset + head * step]
                 filled += whole[:, away, head].reshape(-1).tolist()
