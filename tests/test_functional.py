@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import sdpa
-from dilated_attention.call import Call, read
+from dilated_attention.call import Call, unpacked
 from dilated_attention.pattern import RULES
 
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
@@ -645,14 +645,15 @@ def op_arguments(name: str, layout: str = "contiguous") -> tuple[Any, ...]:
     mask = torch.arange(21).expand(2, -1) > 17 if call.pattern is TORCHSCALE else None
     seed = torch.tensor(1234567890123) if call.drops else None
     if not name.startswith("few"):
-        return q, k, v, mask, seed, None, 0, call.text()
+        return q, k, v, [mask, seed, None], *call.packed(0)
     on_device = name == "few_on_device"
-    return q[:, :3], k, v, mask, seed, torch.tensor([2, 9]) if on_device else None, -1 if on_device else 5, call.text()
+    positions, start = (torch.tensor([2, 9]), -1) if on_device else (None, 5)
+    return q[:, :3], k, v, [mask, seed, positions], *call.packed(start)
 
 
 @pytest.mark.parametrize("name", OP_CASES)
 def test_a_call_is_read_as_it_was_written(name: str) -> None:
-    assert read(OP_CASES[name].text()) == OP_CASES[name]
+    assert unpacked(*OP_CASES[name].packed(5)) == (OP_CASES[name], 5)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(zip(OP_CASES, itertools.cycle(("transposed", "contiguous")))))
@@ -665,23 +666,23 @@ def test_opcheck_forward(name: str, layout: str) -> None:
     ("name", "which"), list(zip(OP_CASES, itertools.cycle(((True, True), (True, False), (False, True)))))
 )
 def test_opcheck_backward(name: str, which: tuple[bool, bool]) -> None:
-    *inputs, start, text = op_arguments(name)
-    out, lse = OPS.forward(*inputs, start, text)
+    q, k, v, others, *packed = op_arguments(name)
+    out, lse = OPS.forward(q, k, v, others, *packed)
     dout = torch.randn_like(out) if which[0] else None
     dlse = torch.randn_like(lse) if which[1] else None
-    torch.library.opcheck(OPS.backward.default, (dout, dlse, [*inputs, out, lse], start, text))
+    torch.library.opcheck(OPS.backward.default, (dout, dlse, [q, k, v, *others, out, lse], *packed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backward_op_takes_any_strides(backend: str) -> None:
     """Hooks on saved tensors, and compilers, may hand out and lse back in another layout."""
-    inputs = [*testing.make_qkv(3, 16, 4, 8, dtype=torch.float64), None, None, None]
-    text = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).text()
-    out, lse = OPS.forward(*inputs, 0, text)
+    qkv, others = testing.make_qkv(3, 16, 4, 8, dtype=torch.float64), [None] * 3
+    packed = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed(0)
+    out, lse = OPS.forward(*qkv, others, *packed)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    expected = OPS.backward(dout, dlse, [*inputs, out, lse], 0, text)
+    expected = OPS.backward(dout, dlse, [*qkv, *others, out, lse], *packed)
     dout, dlse, out, lse = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, dlse, out, lse))
-    for x, y in zip(OPS.backward(dout, dlse, [*inputs, out, lse], 0, text), expected, strict=True):
+    for x, y in zip(OPS.backward(dout, dlse, [*qkv, *others, out, lse], *packed), expected, strict=True):
         assert testing.error(x, y) < 1e-12
 
 
@@ -689,10 +690,10 @@ def test_gradients_have_the_dtypes_of_the_inputs() -> None:
     """Autograd would convert them, and a compiler would not. Few queries may be of another dtype than the keys."""
     q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
     for keys in ((k, v), (k.float(), v.float())):
-        inputs = [q[:, :2], *keys, None, None, None]
-        out, lse = OPS.forward(*inputs, 5, Call(TORCHSCALE).text())
-        grads = OPS.backward(out, lse, [*inputs, out, lse], 5, Call(TORCHSCALE).text())
-        assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, *(x.dtype for x in inputs[:3])]
+        qkv, others, packed = (q[:, :2], *keys), [None] * 3, Call(TORCHSCALE).packed(5)
+        out, lse = OPS.forward(*qkv, others, *packed)
+        grads = OPS.backward(out, lse, [*qkv, *others, out, lse], *packed)
+        assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, *(x.dtype for x in qkv)]
 
 
 def test_threads_do_not_disturb_each_other() -> None:

@@ -190,7 +190,7 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     def picked(kernel: str, *_: Any) -> Config:
         return tiles.configs[configs.KERNELS.index(kernel)]
 
-    monkeypatch.setattr("dilated_attention.backends.triton.whole_call.config", picked)  # imports triton
+    monkeypatch.setattr("dilated_attention.backends.triton.configs.config", picked)
     pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
     if not tiles.nested:  # several sections in one launch
         pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked
