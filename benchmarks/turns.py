@@ -36,28 +36,31 @@ def main() -> None:
     parser.add_argument("trees", nargs="+", type=Path)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--only", nargs="*", default=[*CASES, "block"], help="some of the cases")
+    parser.add_argument("--commits", nargs=2, default=None, help="of trees that came without their .git")
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps(worker(options.trees[0], options.seconds)))
+        print(json.dumps(worker(options.trees[0], options.seconds, options.only)))
         return
     old, new = options.trees
-    found: dict[str, Any] = {"command": " ".join(sys.argv), "turns": []}
+    found: dict[str, Any] = {"command": " ".join(sys.argv), "commits": options.commits, "turns": []}
     for turn in range(options.turns):
         for name, tree in (("old", old), ("new", new)) if turn % 2 == 0 else (("new", new), ("old", old)):
             print(f"turn {turn + 1} of {options.turns}: {name}", file=sys.stderr, flush=True)
-            found["turns"].append({"version": name, **turn_of(tree, options.seconds)})
+            found["turns"].append({"version": name, **turn_of(tree, options)})
             found["ratios"] = ratios(found["turns"])
             (options.out / "turns.json").write_text(json.dumps(found, indent=1) + "\n")
     for case, ratio in found["ratios"].items():
         print(f"{case:60s} {ratio['old']:9.4f} {ratio['new']:9.4f}  x {ratio['ratio']:.3f}")
 
 
-def turn_of(tree: Path, seconds: float) -> dict[str, Any]:
+def turn_of(tree: Path, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
-        command = [sys.executable, __file__, "--worker", str(tree), "--seconds", str(seconds)]
+        given = ["--seconds", str(options.seconds), "--only", *options.only]
+        command = [sys.executable, __file__, "--worker", str(tree), *given]
         done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
     last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return last
@@ -80,7 +83,7 @@ def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 # --- one turn -----------------------------------------------------------------------------------------------------
 
 
-def worker(tree: Path, seconds: float) -> dict[str, Any]:
+def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
     sys.path.insert(0, str(tree.resolve() / "src"))
     import torch
 
@@ -92,7 +95,7 @@ def worker(tree: Path, seconds: float) -> dict[str, Any]:
     ms: dict[str, list[float]] = {}
     first: dict[str, float] = {}
     for name, (tokens, heads, dim, (lengths, rates), kinds) in CASES.items():
-        for rule, causal in kinds:
+        for rule, causal in kinds if name in only else ():
             pattern = da.DilatedPattern.of(rule, lengths, rates)
             cut = [max(w // 16, 2 * r) for w, r in zip(lengths, rates, strict=True)]
             qkv = make_qkv(1, 1061, heads, dim, dtype=torch.bfloat16, device="cuda")
@@ -107,7 +110,8 @@ def worker(tree: Path, seconds: float) -> dict[str, Any]:
             for mode in MODES if name == "step" else MODES[:1]:
                 measure(ms, f"{case} {mode}", attend, (q, k, v), mode, seconds)
             del q, k, v
-    blocks(ms, da.DilatedPattern.longnet((2048, 4096, 8192), (1, 2, 4)), da.dilated_attention, seconds)
+    if "block" in only:
+        blocks(ms, da.DilatedPattern.longnet((2048, 4096, 8192), (1, 2, 4)), da.dilated_attention, seconds)
     described = machine.describe(torch.device("cuda"), None)
     return {"machine": described, "ms": ms, "first_seconds": first}
 

@@ -25,7 +25,11 @@ PATTERN = da.DilatedPattern.longnet([8, 32], [1, 2])
     [
         ({"exchange": "star"}, ValueError, "unknown exchange 'star': use one of auto, ring, allgather, alltoall"),
         ({"verify": "never"}, ValueError, "unknown verify 'never': use one of always, first, or None"),
-        ({"timeout": -1}, ValueError, "timeout must be a positive number of seconds up to 1e9, got -1"),
+        (
+            {"timeout": -1},
+            ValueError,
+            "timeout must be .* at most 31536000 .a year., got -1",
+        ),
         ({"timeout": True}, ValueError, "timeout must be a positive number"),
         ({"timeout": 10**400}, ValueError, "timeout must be a positive number"),
         ({"debug": "yes"}, TypeError, "debug must be True or False, got 'yes'"),

@@ -298,39 +298,6 @@ def test_fake_and_meta_tensors_know_shapes() -> None:
     assert dilated_attention(q[:, :3], k, v, PAPER, query_offset=offset).shape == (2, 3, 4, 8)
 
 
-OPS = torch.ops.dilated_attention
-REST = ("torchscale", [8, 16], [1, 3], False, 0.3)
-
-
-@pytest.mark.parametrize(("on_device", "dropout_p"), [(False, 0.5), (True, 0.0)])
-def test_opcheck(on_device: bool, dropout_p: float) -> None:
-    q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, 21, 4, 8, kv_heads=2))
-    q = q[:, :3].detach().requires_grad_()
-    seed = torch.tensor(1234567890123) if dropout_p else None
-    mask = torch.arange(21).expand(2, -1) > 17
-    at = torch.tensor([2, 9]) if on_device else None
-    rest = (*REST, dropout_p, "auto", 0, 0)
-    torch.library.opcheck(OPS.decode.default, (q, k, v, mask, seed, at, 5, *rest))
-    out, lse = OPS.decode(q, k, v, mask, seed, at, 5, *rest)
-    given = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(
-        OPS.decode_backward.default,
-        (torch.ones_like(out), None, *given, mask, seed, at, out.detach(), lse.detach(), 5, *rest),
-    )
-
-
-def test_gradients_have_the_dtypes_of_the_inputs() -> None:
-    """Autograd would convert them, and a compiler would not."""
-    q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
-    given = (q[:, :2], k.float(), v.float())
-    rest = (*REST, 0.0, "auto", 0, 0)
-    out, lse = OPS.decode(*given, None, None, None, 5, *rest)
-    grads = OPS.decode_backward(out, lse, *given, None, None, None, out, lse, 5, *rest)
-    assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
-    low = OPS.decode_backward(out, lse, q[:, :2], k, v, None, None, None, out, lse, 5, *rest)
-    assert {x.dtype for x in low} == {torch.bfloat16}
-
-
 def test_there_is_no_second_derivative() -> None:
     q, k, v = (x.requires_grad_() for x in testing.make_qkv(1, 9, 2, 8))
     out = dilated_attention(q[:, :2], k, v, PAPER)

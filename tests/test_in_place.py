@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
 
@@ -107,8 +107,8 @@ def over_ranks(rule: str, exchange: str, backend: str, kv_heads: int) -> None:
         pattern = DilatedPattern(rule, *map(tuple, PATTERNS[name]))
 
         def attention(*x: Tensor, pattern: DilatedPattern = pattern) -> Any:
-            options: dict[str, Any] = {"backend": backend, "exchange": exchange, "enable_gqa": True}
-            return dilated_attention(*x, pattern, group=dist.group.WORLD, return_lse=True, **options)
+            group = ContextParallel(dist.group.WORLD, exchange=exchange)
+            return dilated_attention(*x, pattern, group=group, return_lse=True, backend=backend, enable_gqa=True)
 
         check_in_place(attention, make(2, 20, 4, kv_heads, 20, wants_gradients))
 

@@ -32,7 +32,7 @@ from dilated_attention import (
     functional,
     testing,
 )
-from dilated_attention.backends.triton import launch, nesting, whole_call
+from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
 from dilated_attention.backends.triton.tiling import tiling
@@ -339,7 +339,7 @@ def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (16, 32), (32, 16), (64, 16), (16, 64), (64, 64)])
 def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    monkeypatch.setattr(whole_call, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
+    monkeypatch.setattr(nesting, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
     check(make(70, 1), DilatedPattern.longnet([66, 132], [1, 2]), is_causal=rows != keys)
     assert len(used) == 3
 

@@ -22,6 +22,6 @@ def run(cases: str, *options: str, **environment: str) -> int:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = done.stdout.strip().splitlines()[-1]
-    passed = re.fullmatch(r"(\d+) passed(, \d+ deselected)?(, \d+ warnings)?( in .*)?", summary)
+    passed = re.fullmatch(r"(\d+) passed(, \d+ deselected)?(, \d+ warnings?)?( in .*)?", summary)
     assert passed, f"not all ran: {summary}"
     return int(passed[1])

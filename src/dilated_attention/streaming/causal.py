@@ -24,8 +24,8 @@ from dilated_attention.streaming.stream import Rows, Stream, rows_of
 class AtOnce(Stream):
     """The work of a causal stream."""
 
-    def __init__(self, call: Call, deliver: Callable[[Tensor], None]) -> None:
-        super().__init__(call, deliver)
+    def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
+        super().__init__(call, deliver, *limits)
         self.kept = [  # k and v of each branch
             [Rows(call, (len(one.heads), call.head_dim), call.dtype, rows_of(one, one.length)) for _ in range(2)]
             for one in self.branches

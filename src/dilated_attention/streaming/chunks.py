@@ -106,8 +106,7 @@ def _outputs(
 
 
 def _begun(call: Call, outputs: Outputs, max_bytes: int | None, num_tokens: int | None) -> Stream:
-    work = (AtOnce if call.is_causal else Window)(call, outputs.deliver)
-    work.check_memory(max_bytes, num_tokens)
+    work = (AtOnce if call.is_causal else Window)(call, outputs.deliver, max_bytes, num_tokens)
     if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
         reasons = choose.unsupported_by_name(call._replace(in_parts=True))
         if reasons:

@@ -22,12 +22,16 @@ from dilated_attention.pattern import Branch, DilatedPattern
 class Stream:
     """The work of a stream. Its call has the shapes of a chunk of no tokens, alike for all chunks."""
 
-    def __init__(self, call: Call, deliver: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self, call: Call, deliver: Callable[[Tensor], None], max_bytes: int | None = None, num_tokens: int | None = None
+    ) -> None:
+        """Raises if more than ``max_bytes`` would be held, before anything is."""
         self.call, self.deliver, self.position = call, deliver, 0
         lengths = call.pattern.segment_lengths
         self.branches = call.pattern.dealt(call.kv_heads)
         self.longest = max(lengths)
         self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
+        self._check_memory(max_bytes, num_tokens)
 
     @property
     def straddles(self) -> bool:
@@ -50,7 +54,7 @@ class Stream:
         """The tokens of the longest segment."""
         return self.longest if num_tokens is None else min(num_tokens, self.longest)
 
-    def check_memory(self, max_bytes: int | None, num_tokens: int | None) -> None:
+    def _check_memory(self, max_bytes: int | None, num_tokens: int | None) -> None:
         """Raise if what is held does not fit."""
         limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
         held = self.held_bytes(num_tokens)

@@ -19,8 +19,8 @@ from dilated_attention.streaming.stream import Rows, Stream
 class Window(Stream):
     """The work of a stream that is not causal."""
 
-    def __init__(self, call: Call, deliver: Callable[[Tensor], None]) -> None:
-        super().__init__(call, deliver)
+    def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
+        super().__init__(call, deliver, *limits)
         self.base = 0
         self.done = [0] * len(self.branches)  # where each branch's first segment begins that is not yet computed
         most, row, key_row = self.most_tokens(), (call.heads, call.head_dim), (call.kv_heads, call.head_dim)

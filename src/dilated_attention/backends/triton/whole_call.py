@@ -40,7 +40,7 @@ def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Ten
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
     if prepared is None:
-        prepared = _prepared(call, (q, k, v), trains())
+        prepared = _prepared(call, (q, k, v), call.device.type == "cuda" and trains())
     padding = ends = None
     if inputs.padding is not None:
         padding = inputs.padding.contiguous()
