@@ -137,7 +137,7 @@ PATHS = {
     "cuda_few": Path(
         {
             **HALVES, "pattern": ("nested", "odd", "gigapath"), "tokens": (509,),
-            "rows": ("last", "inside", "each", "many"),
+            "rows": ("last", "inside", "each", "many"), "head_dim": (64, 80),
             "dtype": ("bf16", "f16", "f32"), "mask": MASKS, "backend": ("sdpa", "eager"), "dlse": (False, True),
         },
         on_gpu=True,
