@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -195,6 +196,7 @@ def imports_of(module: str, file: Path, known: set[str]) -> set[str]:
     return found & known
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     files = modules()
     return {module: imports_of(module, file, set(files)) for module, file in files.items()}
