@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dilated_attention import DilatedPattern, _decode, _decode_ops, dilated_attention, explain, reference, testing
-from dilated_attention.ring.run import Link
+from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention.backends import run, sdpa, triton
+from dilated_attention.backends.choose import choose
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
-from dilated_attention.pattern import Heads
-from dilated_attention.backends import sdpa
 from dilated_attention.functional import attend
 from dilated_attention.pattern import RULES
+from dilated_attention.ring.run import Link
 
 TOKENS = 61
 PATTERNS = {
@@ -244,19 +245,10 @@ def test_no_operator_touches_the_whole_key(dtype: torch.dtype, backend: str, mas
     with torch.autocast("cpu", torch.bfloat16), Largest() as around:
         dilated_attention(q[:, :1], k, v, pattern, key_padding_mask=mask, backend=backend, query_offset=15_000)
     with Largest() as inside:  # which the mode above does not see
-        _decode.forward(q[:, :1], k, v, mask, None, [15_000], Settings(pattern, True, 1.0, 0.0, backend))
+        call = Call(pattern, is_causal=True, backend=backend).of(q[:, :1], k, mask, 15_000)
+        run.forward(call, Inputs(q[:, :1], k, v, mask))
     assert 0 < around.elements <= 128 * 2 * 8
     assert 0 < inside.elements <= 128 * 2 * 8
-
-
-def test_a_step_is_one_problem_a_branch() -> None:
-    """With few launches: heads at one offset, and a query with all of its keys, are one."""
-    heads = Heads(0, 12, 12)
-    pattern = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-    for first in (2**20 - 1, 5, 12345):
-        work = _decode.stretches(pattern, 0, 1, first, 1, 2**20, heads, 1, True)
-        assert len(work) <= 5
-        assert all(stretch.keys.rows <= 2048 for stretch in work)
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------
@@ -336,40 +328,6 @@ def test_fake_and_meta_tensors_know_shapes() -> None:
     assert dilated_attention(q[:, :3], k, v, PAPER, query_offset=offset).shape == (2, 3, 4, 8)
 
 
-OPS = torch.ops.dilated_attention
-REST = ("torchscale", [8, 16], [1, 3], False, 0.3)
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_opcheck(on_device: bool, dropout_p: float) -> None:
-    q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, 21, 4, 8, kv_heads=2))
-    q = q[:, :3].detach().requires_grad_()
-    seed = torch.tensor(1234567890123) if dropout_p else None
-    mask = torch.arange(21).expand(2, -1) > 17
-    at = torch.tensor([2, 9]) if on_device else None
-    rest = (*REST, dropout_p, "auto", 0, 0)
-    torch.library.opcheck(OPS.decode.default, (q, k, v, mask, seed, at, 5, *rest))
-    out, lse = OPS.decode(q, k, v, mask, seed, at, 5, *rest)
-    given = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(
-        OPS.decode_backward.default,
-        (torch.ones_like(out), None, *given, mask, seed, at, out.detach(), lse.detach(), 5, *rest),
-    )
-
-
-def test_gradients_have_the_dtypes_of_the_inputs() -> None:
-    """Autograd would convert them, and a compiler would not."""
-    q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
-    given = (q[:, :2], k.float(), v.float())
-    rest = (*REST, 0.0, "auto", 0, 0)
-    out, lse = OPS.decode(*given, None, None, None, 5, *rest)
-    grads = OPS.decode_backward(out, lse, *given, None, None, None, out, lse, 5, *rest)
-    assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
-    low = OPS.decode_backward(out, lse, q[:, :2], k, v, None, None, None, out, lse, 5, *rest)
-    assert {x.dtype for x in low} == {torch.bfloat16}
-
-
 def test_there_is_no_second_derivative() -> None:
     q, k, v = (x.requires_grad_() for x in testing.make_qkv(1, 9, 2, 8))
     out = dilated_attention(q[:, :2], k, v, PAPER)
@@ -425,11 +383,21 @@ def test_bad_calls_are_refused(queries: int, options: dict[str, Any], kind: type
     assert torch.equal(torch.get_rng_state(), state), "a refused call has drawn a random number"
 
 
-def test_the_kernel_says_why_it_cannot_run() -> None:
-    x = torch.zeros(1, 3, 2, 300, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(ValueError, match=r"cannot run this call: .*CUDA.*float64.*300.*dropout.*no backward") as caught:
-        _decode_ops.check(x[:, :1], x, x, None, None, Settings(PAPER, False, 1.0, 0.1, "triton"))
-    assert "Use backend='auto'" in str(caught.value)
+def test_the_kernel_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.zeros(1, 3, 2, 300, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"cannot run this call: .*float64.*300.*dropout.*CUDA.*Use backend='auto'"):
+        dilated_attention(x[:, :1], x, x, PAPER, dropout_p=0.1, backend="triton")
+
+
+def test_where_only_the_backward_pass_is_missing_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.zeros(1, 3, 2, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"cannot run this call: its decoding has no backward pass. Use"):
+        dilated_attention(x[:, :1], x, x, PAPER, backend="triton")
+    assert explain(x[:, :1], x, x, PAPER, backend="triton").backward == "none: its decoding has no backward pass"
+    choose.cache_clear()
 
 
 def test_only_a_call_on_one_device_has_an_offset() -> None:
