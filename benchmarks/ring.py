@@ -25,10 +25,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost
-from dilated_attention.ring.run import Link
 from dilated_attention.bench import machine
 from dilated_attention.distributed.sequence import gather_sequence, shard_sequence
 from dilated_attention.functional import attend
+from dilated_attention.ring.run import Link
 from dilated_attention.testing import Results, assert_exact, make_qkv, oracle, run
 
 MIB = 1 << 20

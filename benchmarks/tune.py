@@ -31,11 +31,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention._fused import Kind
-from dilated_attention.call import Call
-from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, Config
 from dilated_attention.bench import machine, run
+from dilated_attention.call import Call
 from dilated_attention.testing import Results, error, limits, make_qkv
 from dilated_attention.testing import run as results_of
 
@@ -113,7 +112,7 @@ class Setting(NamedTuple):
 
     size: int  # head dim
     causal: bool
-    form: str  # as of `_courses.form_of`
+    form: str  # as of `nesting.form_of`
     short: bool = False
 
     def key(self, kernel: str) -> str:
@@ -158,7 +157,7 @@ class Setting(NamedTuple):
 class Problem(NamedTuple):
     """The tensors of one setting, with room for the results of every kernel."""
 
-    kind: Kind
+    call: Call
     inputs: tuple[Tensor, ...]
     out: Tensor
     lse: Tensor
@@ -172,20 +171,19 @@ class Problem(NamedTuple):
             out, lse = setting.attention(tokens, place, "sdpa")(q, k, v)
         slope = (out.float() * dout.float()).sum(-1)
         stats = torch.stack([lse * LOG2E, slope], -1).transpose(1, 2).contiguous()  # as the kernel of dq leaves it
-        settings = Settings(setting.pattern(tokens, place.scale), setting.causal, setting.size**-0.5, 0.0, "triton")
-        kind = Kind.of(settings, q, k, None, None)
+        call = Call(setting.pattern(tokens, place.scale), setting.causal, backend="triton").of(q, k, None, 0)
         like = {"out": q, "lse": lse, "dq": q, "stats": stats, "dk": k, "dv": v}
         results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
-        return Problem(kind, inputs, out, lse, stats, results)
+        return Problem(call, inputs, out, lse, stats, results)
 
     def launch(self, kernel: str, config: Config) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
-        from dilated_attention.backends.triton import launch
+        from dilated_attention.backends.triton import launch, whole_call
 
         q, k, v, dout = self.inputs
-        found = self.results
-        (courses,) = self.kind.steps()
-        last = (courses, self.kind.call(), config, False, bool(self.kind.fills()))
+        found, call = self.results, self.call
+        (nests,) = nesting.launches(call.pattern, call.held, call.is_causal, call.drops)
+        last = (nests, call, config, False, whole_call.fills_gaps(nests, 0))
         if kernel == "forward":
             tensors = (q, k, v, found["out"], found["lse"])
             made = launch.forward(*map(launch.Layout.of, tensors), *last)

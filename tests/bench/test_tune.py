@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.backends.triton.nesting import form_of, launches
-from dilated_attention.pattern import Heads
-from dilated_attention.backends.problem import Whole
 from dilated_attention.backends.triton import configs
+from dilated_attention.backends.triton.nesting import form_of, is_short, launches
+from dilated_attention.call import Call
 from tests.triton_kernels.runner import run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
@@ -167,8 +166,8 @@ def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
     for kind in (tune.Setting(*x) for x in product(tune.SHAPES, (False, True), (*tune.RULES, "dense"), (False, True))):
         for tokens in {kind.tokens(), min(kind.tokens(), tune.CHECK_TOKENS), *tune.LENGTHS}:
             pattern = kind.pattern(tokens, scale)
-            made = launches(pattern, Heads(0, kind.heads(), kind.heads()), kind.causal, False)
-            assert (len(made) > 1) == (kind.form == "apart")
+            like = torch.empty(1, device="meta").expand(1, tokens, kind.heads(), kind.size)
+            call = Call(pattern, kind.causal).of(like, like, None, 0)
+            assert (len(launches(pattern, call.held, kind.causal, False)) > 1) == (kind.form == "apart")
             assert form_of(pattern, kind.causal) == kind.form
-        like = torch.empty(1, device="meta").expand(1, kind.tokens(), kind.heads(), kind.size)
-        assert Whole.of(like, kind.form, backward=False).short == kind.short
+            assert tokens != kind.tokens() or is_short(call) == kind.short

@@ -81,7 +81,9 @@ def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
     dtype = torch.float32 if len(steps) > 1 else q.dtype
     out, lse = Layout.contiguous(q.shape, dtype), Layout.contiguous(q.shape[:3], torch.float32)
     made = [
-        launch.forward(q, k, v, out, lse, nests, call, _config("forward", call, nests), index > 0, _fills(nests, index))
+        launch.forward(
+            q, k, v, out, lse, nests, call, _config("forward", call, nests), index > 0, fills_gaps(nests, index)
+        )
         for index, nests in enumerate(steps)
     ]
     return Prepared(tuple(made), dtype, _must_be_blank(steps))
@@ -96,7 +98,7 @@ def _prepare_backward(
     stats = Layout.contiguous(_stats_shape(call), torch.float32)
     steps, made = _steps(call), []
     for index, nests in enumerate(steps):
-        how = (index > 0, _fills(nests, index))
+        how = (index > 0, fills_gaps(nests, index))
         tile = _config("dq", call, nests)
         made.append(launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, nests, call, tile, *how))
         tile = _config("dkdv", call, nests)
@@ -112,13 +114,13 @@ def _has_gaps(nests: Nests) -> bool:
     return any(nest.rates[0] > 1 for nest in nests)
 
 
-def _fills(nests: Nests, index: int) -> bool:
+def fills_gaps(nests: Nests, index: int) -> bool:
     """Whether a launch also writes the rows between its own: the first one does, where each nest is one branch."""
     return index == 0 and _has_gaps(nests) and all(len(nest.rates) == 1 for nest in nests)
 
 
 def _must_be_blank(steps: tuple[Nests, ...]) -> bool:
-    return _has_gaps(steps[0]) and not _fills(steps[0], 0)
+    return _has_gaps(steps[0]) and not fills_gaps(steps[0], 0)
 
 
 def _config(kernel: str, call: Call, nests: Nests) -> Config:
