@@ -43,8 +43,8 @@ PUBLIC = [
     "stream",
 ]
 
-# A module imports only what comes before it. A new module gets its place here; a package has one place, except for those
-# of its modules that have their own.
+# A module imports only what comes before it. A new module gets its place here; a package has one place, except for
+# those of its modules that have their own.
 LAYERS = [
     "pattern",
     "dropout",
