@@ -1,8 +1,8 @@
 """Tile sizes and the choice of backend, measured on the GPU at hand: python benchmarks/tune.py [--write]
 
-Every candidate is compiled, in several processes at once, and held against PyTorch's kernels on a short sequence; what
-does not compile or is off is reported and never picked. The others are timed in turn at full length, and those near
-the best again, each alone. With the tiles found, our kernels are then timed against PyTorch's through the public
+Every candidate is compiled, in several processes at once, and checked against PyTorch's kernels on a short sequence;
+what does not compile or is off is reported and never picked. The others are timed in turn at full length, and those
+near the best again, each alone. With the tiles found, our kernels are then timed against PyTorch's through the public
 function. Results are written after every measurement and join those that the file has, so a run can be had in pieces:
 
     python benchmarks/tune.py --only "forward 64" --only "library 128"
@@ -31,7 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends.triton import configs, nesting
+from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, Config
 from dilated_attention.bench import machine, run
 from dilated_attention.call import Call
@@ -181,9 +181,9 @@ class Problem(NamedTuple):
         from dilated_attention.backends.triton import launch, whole_call
 
         q, k, v, dout = self.inputs
-        found, call = self.results, self.call
-        (nests,) = nesting.launches(call.pattern, call.held, call.is_causal, call.drops)
-        last = (nests, call, config, False, whole_call.fills_gaps(nests, 0))
+        found = self.results
+        (nests,) = whole_call.steps(self.call)
+        last = (nests, self.call, config, False, whole_call.fills(nests, 0))
         if kernel == "forward":
             tensors = (q, k, v, found["out"], found["lse"])
             made = launch.forward(*map(launch.Layout.of, tensors), *last)

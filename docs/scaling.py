@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from dilated_attention import DilatedPattern, plan_cost
-from dilated_attention.cost import EXCHANGES, LINKS, PlanCost, duration, size
+from dilated_attention.ring.cost import EXCHANGES, LINKS, PlanCost, duration, size
 
 SHORTEST, HEADS, DIM = 2048, 12, 64
 ROWS = [(20, 8), (20, 64), (24, 64), (24, 256), (27, 256), (27, 1024), (30, 1024)]  # log2 of the tokens, ranks

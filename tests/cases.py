@@ -1,9 +1,4 @@
-"""One table of cases for the operation, whatever runs it: the axes, the inputs, and a sampler that covers the axes.
-
-A path is a way to run the operation. It lists the values that it takes on each axis. `cover` deals them to few cases:
-any two values of a path meet in some case, and so do any three values of the axes that the path names for that.
-test_cases.py runs every case against the float64 oracle, and checks the coverage itself.
-"""
+"""A case of the operation, whatever runs it: its inputs, its call, and what the oracle says. See table.py for all."""
 
 from __future__ import annotations
 
@@ -11,15 +6,15 @@ import functools
 import itertools
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, testing
-from dilated_attention.pattern import RULES
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.testing import Results
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -74,6 +69,9 @@ class Case:
     recompute: bool = True
     copied: bool = False  # shards are tensors of their own, not slices
     unit: int = 1  # widths are so many times longer
+    own_pattern: DilatedPattern | None = None  # these three stand in the place of what is drawn, or named, above
+    own_heads: tuple[int, int] | None = None
+    own_lengths: tuple[int, ...] = ()
     device: str = field(default="cpu", compare=False)
 
     @property
@@ -90,11 +88,15 @@ class Case:
         return torch.Generator().manual_seed(self.draw(what).randrange(2**40))
 
     def the_pattern(self) -> DilatedPattern:
+        if self.own_pattern is not None:
+            return self.own_pattern
         widths, rates = PATTERNS[self.pattern]
         return DilatedPattern(self.rule, tuple(self.unit * width for width in widths), tuple(rates))
 
     def head_counts(self) -> tuple[int, int]:
         """Of query, and of key and value: as many as head_groups needs."""
+        if self.own_heads is not None:
+            return self.own_heads
         draw, least = self.draw("heads"), len(PATTERNS[self.pattern][0]) if self.rule == "head_groups" else 1
         most = 2 if INTERPRETED else 5  # the interpreter takes milliseconds a tile
         kv_heads = max(least, 1 if self.heads == "one" else draw.randint(2, most))
@@ -146,13 +148,15 @@ class Case:
 
     def gradients(self, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of out and lse, for queries like these."""
-        draws, lse_dtype = self.generator("gradients"), torch.promote_types(like.dtype, torch.float32)
-        dout = strided(self.dout, like.shape, draws).to(self.device, like.dtype)
-        dlse = strided(self.dout, like.shape[:3], draws).to(self.device, lse_dtype)
+        draws = torch.Generator(self.device).manual_seed(self.draw("gradients").randrange(2**40))
+        dout = strided(self.dout, like.shape, draws, like.dtype)
+        dlse = strided(self.dout, like.shape[:3], draws, torch.promote_types(like.dtype, torch.float32))
         return dout, dlse if self.dlse else None
 
     def lengths(self) -> tuple[int, ...]:
         """Of the shards."""
+        if self.own_lengths:
+            return self.own_lengths
         draw = self.draw("shards")
         borders = sorted(draw.randint(0, self.tokens) for _ in range(self.ranks - 1))
         if self.shards == "even":
@@ -191,6 +195,36 @@ class Case:
         torch.manual_seed(self.number)
         return seed
 
+    def attention(self, **more: Any) -> Callable[..., Any]:
+        """The public function with all of the case but its tensors."""
+        fixed = {"enable_gqa": True, "return_lse": True, "backend": self.backend}
+        return functools.partial(dilated_attention, pattern=self.the_pattern(), **{**fixed, **self.options(), **more})
+
+    def inputs(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None, Tensor | None]:
+        """q, k, v; dout; dlse; padding."""
+        qkv = self.qkv()
+        return (qkv, *self.gradients(qkv[0]), self.padding())
+
+    def on_one_device(self) -> Results:
+        qkv, dout, dlse, _ = self.inputs()
+        self.seed()
+        return testing.run(self.attention(), qkv, dout, dlse)
+
+    def over(self, group: Any = None, **more: Any) -> ContextParallel:
+        """The ranks; the default group without one."""
+        return ContextParallel(group, exchange=self.exchange, use_checkpointing=self.recompute, **more)
+
+    def on_this_rank(self, group: dist.ProcessGroup | None = None, **more: Any) -> Results:
+        """Of this rank's shard. Each rank has a generator of its own, so that a seed that is not rank 0's shows."""
+        group = dist.group.WORLD if group is None else group
+        shard = self.shard(dist.get_rank(group))
+        qkv, dout, dlse, padding = self.inputs()
+        parts = [x[:, shard].clone(memory_format=torch.contiguous_format) if self.copied else x[:, shard] for x in qkv]
+        padding = None if padding is None else padding[:, shard]
+        attention = self.attention(key_padding_mask=padding, group=self.over(group, **more))
+        torch.manual_seed(self.number + dist.get_rank(group))
+        return testing.run(attention, tuple(parts), dout[:, shard], None if dlse is None else dlse[:, shard])
+
     def expected(self, dtype: torch.dtype | None = torch.float64) -> Results:
         """The oracle's results; dtype=None: those of plain PyTorch in the case's own dtype."""
         qkv = self.qkv()
@@ -206,192 +240,15 @@ class Case:
         testing.assert_exact(got, self.expected(), plain)
 
 
-def strided(kind: str, shape: torch.Size, draws: torch.Generator) -> Tensor:
-    """A gradient as autograd may hand it over."""
+def strided(kind: str, shape: torch.Size, draws: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """A gradient as autograd may hand it over. Made in its dtype, on its device: converting it would lose strides."""
+    randn = functools.partial(torch.randn, generator=draws, dtype=dtype, device=draws.device)
     if kind == "expanded":
-        return torch.randn(1, generator=draws).expand(shape)
+        return randn(1).expand(shape)
     if kind == "strided":
-        return torch.randn(*shape[:-1], 2 * shape[-1], generator=draws)[..., ::2]
+        return randn(*shape[:-1], 2 * shape[-1])[..., ::2]
     if kind == "cut":  # of a longer sequence: rows are whole, but samples and tokens are no single stride
-        return torch.randn(shape[0], shape[1] + 3, *shape[2:], generator=draws)[:, 2:-1]
+        return randn(shape[0], shape[1] + 3, *shape[2:])[:, 2:-1]
     if kind == "reversed":
-        return torch.randn(*shape[::-1], generator=draws).permute(*reversed(range(len(shape))))
-    return torch.randn(shape, generator=draws)
-
-
-# --- the axes of each path --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Path:
-    axes: Mapping[str, tuple[Any, ...]]
-    triples: tuple[str, ...] = ()  # axes of which any three values meet, too
-    on_gpu: bool = False
-
-
-RULED = {"rule": RULES, "is_causal": (False, True)}
-MASKS = ("none", "random", "right", "sample")
-CALL: dict[str, tuple[Any, ...]] = {
-    **RULED,
-    "pattern": tuple(PATTERNS),
-    "tokens": (1, 2, 5, 17, 63, 64, 65, 97, 129),
-    "mask": MASKS,
-    "heads": ("one", "several", "grouped"),
-    "samples": (1, 2, 3),
-    "head_dim": (1, 4, 8),
-    "dtype": ("f64", "f32"),
-    "layout": LAYOUTS,
-    "dlse": (True, False),
-    "scale": (None, 0.0, 0.7),
-}
-FEW_PATTERNS = ("dense", "nested", "sparse", "odd", "rate_over_length", "ones", "twice", "gigapath")
-SHARDED: dict[str, tuple[Any, ...]] = {
-    **CALL,
-    "pattern": FEW_PATTERNS,
-    "tokens": (1, 5, 17, 64, 83),
-    "mask": (*MASKS, "hidden"),
-    "scale": (None,),
-    "dropout_p": (0.0, 0.3),
-    "exchange": EXCHANGES,
-    "shards": ("even", "unequal", "empty"),
-    "recompute": (True, False),
-}
-KERNEL: dict[str, tuple[Any, ...]] = {
-    **CALL,
-    "pattern": ("nested", "sparse_nested", "backwards", "odd", "rate_over_length", "twice"),
-    "tokens": (17, 33, 37),
-    "samples": (1, 2),
-    "head_dim": (5, 16, 20),
-    "dtype": ("f32", "f16"),  # the interpreter knows no bfloat16
-    "dropout_p": (0.0, 0.3),
-    "scale": (None,),
-}
-# In half precision sums of few terms cancel to nothing in the oracle alone: short sequences are for float32.
-ON_GPU = {"tokens": (17, 64, 129, 1000, 1025), "head_dim": (8, 64, 80, 128), "unit": (4,), "samples": (1, 2)}
-HALVES = {**CALL, **ON_GPU, "dtype": ("bf16", "f16"), "mask": ("none",), "pattern": FEW_PATTERNS}
-OURS = {**KERNEL, **ON_GPU, "dtype": ("bf16", "f16", "f32"), "tokens": (17, 127, 129, 1000, 2055)}
-
-PATHS = {
-    "function": Path(
-        {**CALL, "backend": ("sdpa", "eager", "auto"), "dout": ("plain", "expanded", "strided", "cut", "reversed")},
-        ("rule", "is_causal", "pattern", "tokens", "mask", "backend"),
-    ),
-    "long": Path(
-        {
-            **RULED, "pattern": ("nested", "odd", "gigapath"), "tokens": (1000, 1025), "heads": ("one", "grouped"),
-            "samples": (1,), "mask": ("none", "random", "right"), "dtype": ("f64", "f32"), "backend": ("sdpa", "eager"),
-        },
-    ),
-    "dropout": Path(
-        {**CALL, "dropout_p": (0.1, 0.6, 0.9), "backend": ("auto", "eager"), "tokens": (17, 40, 65)},
-        ("rule", "is_causal", "pattern"),
-    ),
-    "few": Path(
-        {
-            **CALL, "tokens": (17, 61, 97), "rows": ("last", "first", "inside", "many", "each", "each32"),
-            "backend": ("sdpa", "eager"),
-        },
-        ("rule", "is_causal", "pattern", "rows", "mask"),
-    ),
-    "few_dropout": Path(
-        {**CALL, "pattern": FEW_PATTERNS, "tokens": (37,), "rows": ("last", "many", "each"), "dropout_p": (0.4,)}
-    ),
-    "stream": Path(
-        {
-            **CALL, "mask": ("none",), "dlse": (False,), "tokens": (5, 53, 97), "backend": ("sdpa", "eager"),
-            "cuts": ("ones", "whole", "halves", "some", "with empty ones"),
-        },
-        ("rule", "is_causal", "pattern", "cuts"),
-    ),
-    "threads": Path(
-        {**SHARDED, "ranks": (1, 2, 3, 6)}, ("rule", "is_causal", "pattern", "exchange", "shards", "ranks")
-    ),
-    "ranks": Path(
-        {**SHARDED, "ranks": (1, 2, 3, 4, 8), "exchange": (*EXCHANGES, "auto"), "copied": (False, True)},
-        ("rule", "is_causal", "exchange"),
-    ),
-    "module": Path(
-        {**CALL, "pattern": ("nested", "odd"), "tokens": (3, 17), "scale": (None,), "dlse": (False,)},
-        ("rule", "is_causal", "mask"),
-    ),
-    "compiled": Path(
-        {
-            **RULED, "pattern": ("nested", "odd"), "tokens": (24,), "mask": ("none", "random"),
-            "heads": ("several", "grouped"), "dtype": ("f32",), "dropout_p": (0.0, 0.4), "scale": (None, 0.3),
-        },
-    ),
-    "triton": Path(OURS if not INTERPRETED else KERNEL, ("rule", "is_causal"), on_gpu=True),
-    "triton_few": Path(
-        {
-            **(OURS if not INTERPRETED else KERNEL), "rows": ("last", "inside", "each", "many"), "dropout_p": (0.0,),
-            "tokens": (37,), "dlse": (False,),
-        },
-        on_gpu=True,
-    ),
-    "cudnn": Path({**HALVES, "head_dim": (64, 128), "samples": (1,)}, on_gpu=True),
-    "flash": Path(HALVES, on_gpu=True),
-    "efficient": Path({**HALVES, "dtype": ("bf16", "f16", "f32"), "mask": MASKS}, on_gpu=True),
-    "cuda_eager": Path(
-        {**CALL, **ON_GPU, "dtype": ("bf16", "f16", "f32", "f64"), "pattern": FEW_PATTERNS, "dropout_p": (0.0, 0.3)},
-        on_gpu=True,
-    ),
-    "cuda_few": Path(
-        {
-            **HALVES, "pattern": ("nested", "odd", "gigapath"), "tokens": (509,), "rows": ("last", "inside", "each", "many"),
-            "dtype": ("bf16", "f16", "f32"), "mask": MASKS, "backend": ("sdpa", "eager"), "dlse": (False, True),
-        },
-        on_gpu=True,
-    ),
-    "cuda_ranks": Path(
-        {
-            **SHARDED, "ranks": (2, 3, 4), "tokens": (5, 300, 599), "head_dim": (32,), "dtype": ("bf16", "f32"),
-            "pattern": ("dense", "nested", "odd", "gigapath"), "unit": (4,), "samples": (2,), "layout": LAYOUTS[:2],
-        },
-        on_gpu=True,
-    ),
-    "cuda_stream": Path(
-        {
-            **CALL, "mask": ("none",), "dlse": (False,), "tokens": (848,), "unit": (4,), "dtype": ("bf16",),
-            "head_dim": (20, 64), "pattern": ("nested", "odd", "gigapath"), "cuts": ("halves", "some"),
-        },
-        on_gpu=True,
-    ),
-}  # fmt: skip
-
-
-# --- few cases that cover them ----------------------------------------------------------------------------------
-
-Values = tuple[tuple[str, Any], ...]  # (axis, value) of several axes
-
-
-def tuples(path: Path, values: Mapping[str, Any]) -> Iterator[Values]:
-    """The pairs and triples that a case of the path with these values covers."""
-    named = list(values.items())
-    yield from itertools.combinations(named, 2)
-    yield from itertools.combinations([(axis, value) for axis, value in named if axis in path.triples], 3)
-
-
-def wanted(path: Path) -> Iterator[Values]:
-    """All pairs and triples of the path."""
-    for size, axes in ((2, tuple(path.axes)), (3, path.triples)):
-        for some in itertools.combinations([axis for axis in path.axes if axis in axes], size):
-            for values in itertools.product(*(path.axes[axis] for axis in some)):
-                yield tuple(zip(some, values, strict=True))
-
-
-@functools.cache
-def cover(name: str, tries: int = 12) -> tuple[Case, ...]:
-    """Each case is the best of some drawn ones that have the first pair or triple that is still missing."""
-    path, draw, found = PATHS[name], random.Random(name), []
-    missing = dict.fromkeys(wanted(path))  # in order, as every process must make the same cases
-    while missing:
-        first = dict(next(iter(missing)))
-        drawn = [
-            {axis: first.get(axis, draw.choice(values)) for axis, values in path.axes.items()} for _ in range(tries)
-        ]
-        best = max(drawn, key=lambda values: sum(some in missing for some in tuples(path, values)))
-        for some in tuples(path, best):
-            missing.pop(some, None)
-        device = "cuda" if path.on_gpu and not INTERPRETED else "cpu"
-        found.append(Case(name, len(found), device=device, **best))
-    return tuple(found)
+        return randn(*shape[::-1]).permute(*reversed(range(len(shape))))
+    return randn(*shape)

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention import DilatedPattern, _courses, dilated_attention, testing
+from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention.backends.triton import nesting
 from dilated_attention.functional import drawn_seed
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -75,7 +76,7 @@ def run(index: int) -> None:
 
 
 if __name__ == "__main__":
-    _courses.TILE = 1  # branches share a table wherever they can: such short ones would not gain by it
+    nesting.TILE = 1  # branches share a table wherever they can: such short ones would not gain by it
     for index in [int(number) for number in sys.argv[1:]] or range(len(CASES)):
         start = time.perf_counter()
         run(index)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, plan_cost
 from dilated_attention.advice import MOST_RANKS, ROWS, Change, Need, Workload, amount, in_words, suggest, what_fits
-from dilated_attention.cost import EXCHANGES
 from dilated_attention.pattern import RULES
+from dilated_attention.ring.cost import EXCHANGES
 from dilated_attention.testing import check, make_qkv
 
 MEASURED = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "ring.json").read_text())["runs"]

@@ -21,11 +21,12 @@ from dilated_attention.call import Call, accumulate_dtype, compute_dtype
 
 BACKENDS = {"sdpa": sdpa, "eager": eager}
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
+CPU = torch.device("cpu")
 
 
-def call_for(x: Tensor, *, causal: bool = False, padding: bool = False, **given: Any) -> Call:
+def call_for(x: Tensor, *, causal: bool = False, padding: bool = False, dropout: bool = False) -> Call:
     mask = torch.zeros(x.shape[:2], dtype=torch.bool) if padding else None
-    return Call(PATTERN, causal).of(x, x, mask, 0)._replace(**given)
+    return Call(PATTERN, causal, dropout_p=0.5 if dropout else 0.0).of(x, x, mask, 0)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
@@ -44,8 +45,8 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tens
 
 
 def forward_of(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    call = call_for(q, causal=masking.is_causal, padding=masking.padding is not None)
-    return module.forward(module.kernels(call, False), q, k, v, masking)
+    asked = call_for(q, causal=masking.is_causal, padding=masking.padding is not None)
+    return module.forward(module.kernels(asked, False), q, k, v, masking)
 
 
 def dilated(samples: int, rows: int, heads: int, dim: int, seed: int) -> Tensor:
@@ -153,7 +154,7 @@ def test_tiles_cover_every_row_once_and_stay_small(size: int, is_causal: bool, m
 @pytest.mark.parametrize("head_dim", [1, 3, 8, 20])
 def test_head_dims_that_a_kernel_must_pad(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA kernels want multiples of 8; the same padding, asked for on a CPU."""
-    monkeypatch.setattr(sdpa, "limits", lambda call: Limits(sdpa.PAD))
+    monkeypatch.setattr(sdpa, "limits", lambda call: Limits(pad=8))
     qkv = testing.make_qkv(2, 37, 4, head_dim, kv_heads=2, dtype=torch.float64)
     testing.check(qkv, PATTERN, backend="sdpa")
 
@@ -178,9 +179,9 @@ def fresh_choice():
 def test_auto_takes_the_first_that_can() -> None:
     x = torch.zeros(1, 8, 2, 4)
     assert choose.choose(call_for(x)).name == "sdpa"
-    assert choose.choose(call_for(x, dropout_p=0.5)).name == "eager"
+    assert choose.choose(call_for(x, dropout=True)).name == "eager"
     for name in BACKENDS:
-        choice = choose.choose(call_for(x, backend=name))
+        choice = choose.choose(call_for(x)._replace(backend=name))
         assert choice.module is BACKENDS[name]
         assert choice.kernels
 
@@ -198,12 +199,12 @@ def test_a_request_by_name_never_gives_way(fresh_choice: None, monkeypatch: pyte
 
 def test_every_reason_is_a_sentence() -> None:
     x = torch.zeros(1, 8, 2, 4)
-    call = call_for(x, dropout_p=0.5)
-    reasons = sdpa.unsupported(call, False)
+    asked = call_for(x, dropout=True)
+    reasons = sdpa.unsupported(asked, False)
     assert reasons
     assert all(len(reason.split()) > 3 for reason in reasons)
-    assert eager.unsupported(call, False) == []
-    elsewhere = call._replace(device=torch.device("meta"))
+    assert eager.unsupported(asked, False) == []
+    elsewhere = asked._replace(device=torch.device("meta"))
     assert "no such kernels for device 'meta'" in sdpa.unsupported(elsewhere, False)[0]
     assert choose.choose(elsewhere).name == "eager"
 
@@ -240,13 +241,10 @@ def test_accumulators() -> None:
 
 
 def test_half_precision_is_computed_where_it_is_fast() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for dtype in (torch.float64, torch.float32):
-        assert compute_dtype(dtype, cpu) is dtype
-    assert compute_dtype(torch.float16, cpu) is torch.float32
-    assert compute_dtype(torch.bfloat16, cpu) in (torch.float32, torch.bfloat16)
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        assert compute_dtype(dtype, cuda) is dtype
+        assert compute_dtype(dtype, CPU) is dtype
+    assert compute_dtype(torch.float16, CPU) is torch.float32
+    assert compute_dtype(torch.bfloat16, CPU) in (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
@@ -261,6 +259,6 @@ def test_torch_is_asked_as_for_training_wherever_it_is_asked(name: str, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     monkeypatch.setattr(sdpa.cuda_backends, f"can_use_{name}_attention", check)
     with torch.no_grad():
-        (why,) = sdpa._refusals(name, torch.device("cpu"), torch.bfloat16, 208, False)
+        (why,) = sdpa._refusals(name, CPU, torch.bfloat16, 208, False)
     assert f"can_use_{name}_attention refuses torch.bfloat16 with head_dim 208" in why
     assert asked == [True]

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention import DilatedAttention, ImprovedDilatedAttention, dilated_attention, explain, stream, testing
+from dilated_attention import DilatedAttention, ImprovedDilatedAttention, explain, stream, testing
 from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.testing import Results
-from tests.cases import PATHS, Case, cover, tuples, wanted
+from tests.cases import Case
+from tests.table import PATHS, cover, tuples, wanted
 
 Attention = Callable[..., Any]
 KERNELS = {
@@ -33,12 +33,6 @@ BACKENDS = {"triton": "triton", "cuda_eager": "eager", **dict.fromkeys(KERNELS, 
 
 
 # --- the ways to run a case -------------------------------------------------------------------------------------
-
-
-def attention_of(case: Case, **more: Any) -> Attention:
-    """The public function with all of the case but its tensors."""
-    fixed = {"enable_gqa": True, "return_lse": True, "backend": BACKENDS.get(case.path, case.backend)}
-    return functools.partial(dilated_attention, pattern=case.the_pattern(), **{**fixed, **case.options(), **more})
 
 
 def run(case: Case, attention: Attention) -> Results:
@@ -54,7 +48,11 @@ def run_function(case: Case) -> Results:
     given = [x for x in (*qkv, *case.gradients(qkv[0]), padding) if x is not None]
     copies = [x.clone() for x in given]
     case.seed()
-    got = testing.run(attention_of(case, key_padding_mask=padding), qkv, *given[3 : 5 if case.dlse else 4])
+    got = testing.run(
+        case.attention(key_padding_mask=padding, backend=BACKENDS.get(case.path, case.backend)),
+        qkv,
+        *given[3 : 5 if case.dlse else 4],
+    )
     for x, copy in zip(given, copies, strict=True):
         assert torch.equal(x.nan_to_num(7.0), copy.nan_to_num(7.0)), "an input has changed"
     storages = {x.untyped_storage().data_ptr() for x in given}
@@ -74,7 +72,7 @@ def run_module(case: Case) -> Results:
 def run_compiled(case: Case) -> Results:
     """In one graph."""
     torch._dynamo.reset()
-    attention = attention_of(case)
+    attention = case.attention()
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return attention(query, key, value)
@@ -107,22 +105,8 @@ def run_threads(case: Case) -> Results:
 
 
 def run_in_rank(cases: list[Case]) -> list[Results]:
-    """The shards of this rank. Each rank has a generator of its own, so that a seed that is not rank 0's shows."""
-    found = []
-    for case in cases:
-        rank, group = dist.get_rank(), dist.group.WORLD
-        part = case.shard(rank)
-        qkv, padding = case.qkv(), case.padding()
-        dout, dlse = case.gradients(qkv[0])
-        shards = [x[:, part].clone(memory_format=torch.contiguous_format) if case.copied else x[:, part] for x in qkv]
-        attention = attention_of(
-            case, key_padding_mask=None if padding is None else padding[:, part], group=group, exchange=case.exchange,
-            use_checkpointing=case.recompute, debug=case.number % 5 == 0,
-        )  # fmt: skip
-        torch.manual_seed(case.number + rank)
-        result = testing.run(attention, tuple(shards), dout[:, part], None if dlse is None else dlse[:, part])
-        found.append(Results(*(x.cpu() for _, x in result.items())))
-    return found
+    results = [case.on_this_rank(debug=case.number % 5 == 0) for case in cases]
+    return [Results(*(x.cpu() for _, x in result.items())) for result in results]
 
 
 @functools.cache

@@ -12,16 +12,15 @@ import torch
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, sdpa, triton
-from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import configs, nesting
-from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
-from dilated_attention.call import ON_DEVICE, Call
-from dilated_attention.pattern import Rule
+from dilated_attention.call import Call
 
 CUDA = torch.device("cuda", 0)
 PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
-FORMS = {  # a pattern for each of what a call is measured as
+
+
+FORMS = {  # what a call is measured as
     "dense": DilatedPattern.longnet([16], [1]),
     "": DilatedPattern.longnet([16], [2]),
     "apart": DilatedPattern.longnet([16, 40], [1, 2]),
@@ -30,17 +29,20 @@ FORMS = {  # a pattern for each of what a call is measured as
 SHORT_NAME = r"(64|128|256)( causal)?( nested)?"
 
 
-def call_for(rows: int = 8192, *, samples: int = 1, heads: int = 1, form: str = "nested", **given: Any) -> Call:
+def call_for(rows: int = 8192, *, form: str = "nested", samples: int = 1, heads: int = 1, **given: Any) -> Call:
+    """A call with so many rows in all."""
     tokens = rows // samples // heads
-    plain = Call(
-        FORMS[form], scale=0.1, samples=samples, queries=tokens, keys=tokens, total=tokens, heads=heads, kv_heads=heads,
-        head_dim=64, dtype=torch.bfloat16, device=CUDA,
-    )  # fmt: skip
+    sizes = {"samples": samples, "queries": tokens, "keys": tokens, "total": tokens, "heads": heads, "kv_heads": heads}
+    plain = Call(FORMS[form], scale=0.1, head_dim=64, dtype=torch.bfloat16, device=CUDA, **sizes)
     return plain._replace(**given)
 
 
-def is_preferred(call: Call, backward: bool = False) -> bool:
+def preferred(call: Call, backward: bool = False) -> bool:
     return triton.preference(call, backward)[0]
+
+
+def because(call: Call, backward: bool = False) -> str:
+    return triton.preference(call, backward)[1]
 
 
 def clear() -> None:
@@ -88,7 +90,7 @@ def test_every_reason_is_a_sentence(
     assert words in reason
     assert len(reason.split()) > 4
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run this call: .*{words}.* Use backend='auto'"):
-        choose.choose(call_for(**given, backend="triton"))
+        choose.choose(call_for(backend="triton", **given))
 
 
 def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,8 @@ def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_thresholds(h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, rows: int, expected: bool) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": first})
     assert configs.prefers_library(CUDA, 100, True, "", False, rows) is expected
-    assert is_preferred(call_for(rows, form="", head_dim=100, is_causal=True)) is not expected
+    asked = call_for(rows, form="", head_dim=100, is_causal=True)
+    assert preferred(asked) is not expected
 
 
 @pytest.mark.parametrize(
@@ -177,9 +180,9 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     give_table(monkeypatch, library_from={"forward 64": None, f"forward 64 {form}": 4096})
     assert configs.prefers_library(CUDA, **call, form=form) is True
     assert configs.prefers_library(CUDA, **call, form="") is False
-    preferred, why = triton.preference(call_for(4096, form=form), False)
-    assert not preferred
-    assert "from 4,096 rows on" in why
+    asked = call_for(4096, form=form)
+    assert not preferred(asked)
+    assert "from 4,096 rows on" in because(asked)
     give_table(monkeypatch, library_from={"forward 64": 1})
     assert configs.prefers_library(CUDA, **call, form=form) is True
 
@@ -189,37 +192,38 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     {"longnet": ("dense", "", "apart", "nested"), "torchscale": ("dense", "", "apart", "apart"),
      "head_groups": ("dense", "", "", "")}.items(),
 )  # fmt: skip
-def test_what_a_call_is_measured_as(rule: Rule, expected: tuple[str, ...]) -> None:
-    for pattern, form in zip(FORMS.values(), expected, strict=True):
-        pattern = DilatedPattern.of(rule, pattern.segment_lengths, pattern.dilation_rates)
+def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> None:
+    patterns = (((16,), (1,)), ((16,), (2,)), ((16, 40), (1, 2)), ((512, 1024), (1, 2)))
+    for (lengths, rates), form in zip(patterns, expected, strict=True):
+        pattern = DilatedPattern(rule, lengths, rates)
         assert nesting.form_of(pattern, False) == form
-        # with dropout each branch draws anew
+        # each branch draws anew
         assert nesting.form_of(pattern, False, alone=True) == ("apart" if form == "nested" else form)
 
 
 def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "measured", lambda: {})
-    assert is_preferred(call_for())
-    assert not is_preferred(call_for(form=""))
-    assert not is_preferred(call_for(head_dim=65))  # tiles that fit everywhere are small for it
+    assert preferred(call_for())
+    assert not preferred(call_for(form=""))
+    assert not preferred(call_for(head_dim=65))  # tiles that fit everywhere are small for it
 
 
 def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     give_table(monkeypatch, library_from={"forward 64 nested": 1})
-    assert not is_preferred(call_for())
+    assert not preferred(call_for())
     for given in ({"has_padding": True}, {"dropout_p": 0.5}, {"deterministic": True}):
-        assert is_preferred(call_for(**given))
-        assert is_preferred(call_for(**given, dtype=torch.float32))
-    assert not is_preferred(call_for(dtype=torch.float32))
+        assert preferred(call_for(**given))
+        assert preferred(call_for(**given, dtype=torch.float32))
+    assert not preferred(call_for(dtype=torch.float32))
 
 
 def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable[[int, int], None]) -> None:
     half, masked = call_for(dtype=torch.float16), call_for(dtype=torch.float16, has_padding=True)
-    assert is_preferred(half)
+    assert preferred(half)
     device(7, 5)
-    assert not is_preferred(half)
-    assert "tensor cores" in triton.preference(half, False)[1]
-    assert is_preferred(masked)
+    assert not preferred(half)
+    assert "tensor cores" in because(half)
+    assert preferred(masked)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,6 @@ def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable
         ({"dropout_p": 0.5}, {}, "dropout"),
         ({"deterministic": True}, {}, "use_deterministic_algorithms"),
         ({"dtype": torch.float32}, {}, "float32"),
-        ({"start": 8127, "queries": 65}, {}, "up to 64 queries"),
         ({}, {}, "not measured"),
         ({}, {"forward 64 nested": None}, "at every length"),
         ({}, {"forward 64 nested": 65536}, "from 65,536 rows on"),
@@ -239,7 +242,7 @@ def test_every_preference_has_a_reason(
     h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], rows: dict[str, int | None], words: str
 ) -> None:
     give_table(monkeypatch, library_from=rows)
-    reason = triton.preference(call_for(**given), False)[1]
+    reason = because(call_for(**given))
     assert words in reason
     assert len(reason.split()) > 4
 
@@ -247,32 +250,24 @@ def test_every_preference_has_a_reason(
 def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the device is a CPU, which has no compute capability to look up, in whatever dtype it computes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert is_preferred(call_for(device=torch.device("cpu")))
+    asked = call_for(device=torch.device("cpu"))
+    assert preferred(asked)
     assert configs.prefers_library(torch.device("cpu"), 64, False, "nested", True, 4096) is None
 
 
-def test_few_queries_are_ours(h200: None) -> None:
-    """Unless they are many, or there is something that decoding has not."""
-    assert is_preferred(call_for(start=8000, queries=64))
-    assert not is_preferred(call_for(start=8000, queries=65))
-    assert is_preferred(call_for(start=ON_DEVICE, queries=65))  # the host does not wait for the positions
-    few = call_for(start=8000, queries=1)
-    assert triton.unsupported(few, False) == []
-    assert "no backward pass" in triton.unsupported(few, True)[0]
-    assert "no dropout" in triton.unsupported(few._replace(dropout_p=0.5), False)[0]
-
-
 def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, call: [])
+    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
     give_table(monkeypatch, library_from={"forward 64 nested": 8192, "backward 64 nested": None}, tiles={})
     rows = {4096: "triton", 8191: "triton", 8192: "sdpa", 8193: "sdpa"}
     assert choose.choose(call_for(8192, samples=4)).name == "sdpa"  # as many in all
     assert choose.choose(call_for(8192, heads=4)).name == "sdpa"  # so are these
     for count, name in rows.items():
-        assert choose.choose(call_for(count)).name == name
-        assert choose.choose(call_for(count, backend="triton")).name == "triton"  # one asked for by name runs
-        assert choose.choose(call_for(count), backward=True).name == "triton"
-    told = choose.why_not(choose.choose(call_for()), call_for())
+        asked = call_for(count)
+        assert choose.choose(asked).name == name
+        assert choose.choose(asked._replace(backend="triton")).name == "triton"  # one asked for by name runs
+        assert choose.choose(asked, backward=True).name == "triton"
+    asked = call_for()
+    told = choose.why_not(choose.choose(asked), asked)
     assert told["triton"][0].startswith("it could run, but sdpa")
 
 
@@ -283,7 +278,7 @@ def test_the_tile_named_is_the_one_that_runs(h200: None, monkeypatch: pytest.Mon
 
 
 def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, call: [])
+    monkeypatch.setattr(sdpa, "_reasons", lambda kernel, request: [])
     for given in ({"in_parts": True}, {"dtype": torch.float64}, {"head_dim": 300}):
         assert choose.choose(call_for(**given)).name == "sdpa"
 
@@ -317,34 +312,18 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
         assert tile(causal=True) == expected
 
 
-class NoLaunch:
-    """Stands for a prepared launch."""
-
-    nbytes = 0
-
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("form", "rows"), [("dense", 32), ("", 64), ("nested", 128)])
+@pytest.mark.parametrize(("rates", "rows"), [((1,), 32), ((2,), 64), ((1, 2), 128)])
 def test_calls_run_with_the_tile_that_explain_tells(
-    h200: None, monkeypatch: pytest.MonkeyPatch, form: str, rows: int
+    h200: None, monkeypatch: pytest.MonkeyPatch, rates: tuple[int, ...], rows: int
 ) -> None:
-    pytest.importorskip("triton")
-    from dilated_attention.backends.triton import launch, whole_call
-
-    used: list[Config] = []
-    monkeypatch.setattr(launch, "forward", lambda *given: used.append(given[7]) or NoLaunch())
-    tiles = {
-        f"forward 64 {kind}".strip(): [size, 64, 4, 3] for kind, size in (("dense", 32), ("", 64), ("nested", 128))
-    }
+    keys = {"dense": 32, "": 64, "nested": 128}
+    tiles = {f"forward 64 {kind}".strip(): [size, 64, 4, 3] for kind, size in keys.items()}
     give_table(monkeypatch, tiles=tiles, library_from={})
-    call = call_for(1 << 20, heads=4, form=form)
-    x = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(1, 1 << 18, 4, 64)
-    whole_call.forward(call, Inputs(x, x, x))
-    CACHE.clear()
-    assert used == [Config(rows, 64, 4, 3)]
-    assert triton.kernels(call, False) == (f"tiles of {rows} queries x 64 keys",)
+    pattern = DilatedPattern.longnet([2048 * rate for rate in rates], rates)
+    asked = call_for(1 << 20, pattern=pattern, backend="triton")
+    launches = nesting.launches(pattern, asked.held, False, False)
+    assert nesting.config("forward", asked, launches[0]) == Config(rows, 64, 4, 3)
+    assert triton.kernels(asked, False) == (f"tiles of {rows} queries x 64 keys",)
 
 
 def test_every_head_dim_has_a_tile() -> None:

@@ -1,4 +1,4 @@
-"""Fewer queries than keys: the rows of the whole result, from no other rows of key than those that they see."""
+"""Fewer queries than keys: what the table of cases leaves out, what is read, and everything PyTorch does around it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,9 @@ PATTERNS = {
     "rate_over_length": ([4, 40], [9, 6]),
     "long_and_twice": ([3, 1000, 3], [1, 7, 1]),
 }
-HEADS = ((3, 3), (6, 3))
 BACKENDS = ("sdpa", "eager")
 PAPER = DilatedPattern.longnet(*PATTERNS["paper"])
 Offset = int | Tensor | None
-
-
-def offsets(queries: int) -> list[Offset]:
-    """At borders of segments and off them, at both ends, for each sample its own."""
-    last = TOKENS - queries
-    found: list[Offset] = [None, 0, last, *(at for at in (7, 16, 31) if at < last)]
-    return [*found, torch.tensor([16, 1]), torch.tensor([last, last], dtype=torch.int32)]
 
 
 def make_mask(tokens: int = TOKENS) -> Tensor:
@@ -76,24 +68,6 @@ def test_the_oracle_takes_rows_of_the_whole(rule: str, is_causal: bool) -> None:
             assert torch.equal(got_lse[b], lse[b, at])
 
 
-@pytest.mark.parametrize("queries", [1, 3, 17])
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_against_the_oracle(rule: str, name: str, queries: int, is_causal: bool) -> None:
-    """Out, lse, and the gradients of both to query, key and value."""
-    pattern = DilatedPattern.of(rule, *PATTERNS[name])
-    for i, offset in enumerate(offsets(queries)):
-        heads, kv_heads = HEADS[i % 2]
-        q, k, v = testing.make_qkv(2, TOKENS, heads, 8, kv_heads=kv_heads, dtype=torch.float64)
-        mask = make_mask() if i % 3 == 0 else None
-        backend = BACKENDS[i // 2 % 2]
-        testing.check(
-            (q[:, :queries], k, v), pattern, is_causal=is_causal, key_padding_mask=mask, query_offset=offset,
-            backend=backend, lse_gradient=i % 4 != 3,
-        )  # fmt: skip
-
-
 def test_many_heads_at_many_offsets() -> None:
     """Views that go through heads and offsets at once, from the middle of a segment on."""
     pattern = DilatedPattern.longnet([24, 40], [4, 7])
@@ -111,10 +85,9 @@ def test_whole_segments_are_batched(rule: str, is_causal: bool) -> None:
         testing.check((q[:, :50], k, v), DilatedPattern.of(rule, [8, 13], [1, 3]), is_causal=is_causal, query_offset=5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed", "expanded", "odd"])
-def test_dtypes_and_layouts(dtype: torch.dtype, layout: str) -> None:
-    q, k, v = testing.make_qkv(2, TOKENS, 4, 8, kv_heads=2, layout=layout, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    q, k, v = testing.make_qkv(2, TOKENS, 4, 8, kv_heads=2, layout="fused", dtype=dtype)
     for offset, is_causal in ((None, True), (torch.tensor([9, 30]), False)):
         testing.check((q[:, :3], k, v), PAPER, is_causal=is_causal, query_offset=offset)
 
@@ -189,10 +162,13 @@ def seen_rows(pattern: DilatedPattern, starts: list[int], queries: int, heads: i
     return seen
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "name", "backend", "is_causal"),
+    [
+        (rule, name, BACKENDS[(i + j) % 2], (i + j // 2) % 2 == 0)
+        for (i, rule), (j, name) in itertools.product(enumerate(RULES), enumerate(PATTERNS))
+    ],
+)
 def test_other_rows_may_hold_anything(rule: str, name: str, backend: str, is_causal: bool) -> None:
     pattern = DilatedPattern.of(rule, *PATTERNS[name])
     mask = make_mask()
@@ -251,24 +227,6 @@ def test_no_operator_touches_the_whole_key(dtype: torch.dtype, backend: str, mas
     assert 0 < inside.elements <= 128 * 2 * 8
 
 
-# --- dropout ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_dropout_drops_the_pairs_that_the_whole_drops(rule: str, is_causal: bool) -> None:
-    pattern, seed = DilatedPattern.of(rule, [8, 16], [1, 3]), torch.tensor(1234567890123)
-    q, k, v = testing.make_qkv(3, 37, 6, 8, kv_heads=3, dtype=torch.float64)
-    dout = torch.randn(3, 20, 6, 8, dtype=torch.float64)
-    for offset in (4, torch.tensor([17, 0, 5])):
-        options: dict[str, Any] = {"query_offset": offset, "seed": seed}
-        given = (pattern, is_causal, None, 0.4, None, True, "auto", None, None)
-        got = testing.run(lambda *x, given=given, o=options: attend(*x, *given, **o), (q[:, :20], k, v), dout)
-        testing.assert_exact(
-            got, testing.oracle((q[:, :20], k, v), pattern, dout, is_causal=is_causal, dropout_p=0.4, **options)
-        )
-
-
 # --- around it --------------------------------------------------------------------------------------------------
 
 
@@ -291,8 +249,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("on_device", "gradients"), [(False, True), (True, False)])
 def test_compiled_in_one_graph(fresh_compiler: None, on_device: bool, gradients: bool) -> None:
     """Step after step the same graph, once it is known that positions change."""
 

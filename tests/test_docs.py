@@ -7,7 +7,8 @@ console                           ``$ dilated-attention ...`` and ``$ torchrun .
 console title="in a terminal"  the programs, scripts, targets and options that it names are there
 text                              what the block above printed; ``...`` stands for anything
 
-There is no other fence and no indented code, so no block goes unread. API pages hold no code.
+There is no other fence and no indented code, so no block goes unread. API pages hold no code. The
+examples in docstrings of public names run on one rank, with ``torch``, ``da`` and ``group`` given.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +33,12 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 
+import dilated_attention as da
 from dilated_attention import DilatedPattern
 from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.report import page, table
@@ -138,6 +143,36 @@ def assert_printed(wanted: str, got: str, where: str) -> None:
     assert wanted.replace("...", "").strip(), f"{where} says nothing"
     same = doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS)
     assert same, f"{where} says\n{wanted}but this was printed\n{got}"
+
+
+# --- docstrings -------------------------------------------------------------------------------------------------
+
+
+def wrong_examples() -> dict[str, str]:
+    """For every public name whose docstring has no example, or one that fails: what is wrong."""
+    wrong = {}
+    for name in da.__all__:
+        names = {"torch": torch, "da": da, "group": dist.group.WORLD}
+        text, said = getattr(da, name).__doc__, io.StringIO()
+        examples = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        with warnings.catch_warnings():
+            failed = runner.run(examples, out=said.write).failed
+        if failed or not examples.examples:
+            wrong[name] = said.getvalue() or "no example"
+    return wrong
+
+
+def test_examples_in_docstrings_run() -> None:
+    assert pool(1).run(wrong_examples) == [{}]
+
+
+@pytest.mark.parametrize("name", da.__all__)
+def test_a_docstring_opens_with_one_sentence(name: str) -> None:
+    first, *rest = (getattr(da, name).__doc__ or "").splitlines()
+    assert first.endswith(".")
+    assert ". " not in first
+    assert not rest or not rest[0]
 
 
 # --- commands ---------------------------------------------------------------------------------------------------
@@ -302,11 +337,42 @@ def test_a_command_that_names_what_is_not_there_fails(command: str) -> None:
 def test_readme_is_short_and_its_map_true() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
-    listed = set(re.findall(r"^\| `([\w./]+)` \|", text, re.MULTILINE))
+    table = text[text.index("| in `src/dilated_attention/`") : text.index("| Where is")]
+    listed = {
+        name for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`([\w./]+)`", cell)
+    }
     source = ROOT / "src/dilated_attention"
     there = {p.name for p in source.glob("*.py") if p.name != "__init__.py"}
     there |= {f"{p.name}/" for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert listed == there
+
+
+def places(page: Path) -> list[tuple[str, str]]:
+    """All `file::name` of a page."""
+    return re.findall(r"`([\w/]+)\.py::([\w.]+)`", page.read_text(encoding="utf-8"))
+
+
+def test_what_the_readme_places_is_there() -> None:
+    found = places(ROOT / "README.md")
+    assert len(found) >= 16
+    for file, name in found:
+        if "triton" in file:
+            pytest.importorskip("triton")
+        thing = importlib.import_module(f"dilated_attention.{file.replace('/', '.')}")
+        for part in name.split("."):
+            thing = getattr(thing, part)
+
+
+def test_the_words_of_the_design_are_names_of_the_code() -> None:
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    table = text[text.index("| word |") : text.index("## How do I add")]
+    words = [
+        word for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for word in re.findall(r"`(\w+)`", cell)
+    ]
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    assert len(table.splitlines()) <= 25 + 3
+    for word in words:
+        assert re.search(rf"^class {word}\b", source, re.MULTILINE), word
 
 
 @pytest.mark.parametrize(

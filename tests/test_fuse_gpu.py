@@ -1,6 +1,6 @@
 """What only a GPU can show of `fuse`: sizes beyond 32 bits, CUDA graphs, another stream, threads that race.
 
-The cases of every shape are in triton_kernels/fuse_cases.py, which test_triton_kernels runs on the GPU too.
+The cases of every shape are in triton_kernels/fuse_cases.py, which test_triton runs on the GPU too.
 """
 
 from __future__ import annotations

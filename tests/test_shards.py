@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.ring.shards import Channel, Heads, Shards, channels, crosses
 from dilated_attention.pattern import RULES
+from dilated_attention.ring.shards import Channel, Heads, Shards, channels, crosses
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=200)
 

@@ -11,36 +11,53 @@ from tests.triton_kernels.runner import run
 
 pytest.importorskip("triton")
 
-INTERPRETED = {"attention_cases.py": (8, 200), "decode_cases.py": (2, 70), "fuse_cases.py": (2, 125)}
-COMPILED = {"attention_compiles.py": (3, 11), "decode_compiles.py": (2, 13), "fuse_compiles.py": (2, 14)}
+FOLDER = "triton_kernels"
 
 
 def shares(files: dict[str, tuple[int, int]]) -> pytest.MarkDecorator:
-    """(file, i/n, fewest cases of that share)"""
+    """Of a file with at least so many cases, so many shares: (file, i/n, fewest cases of that share)."""
     found = [
-        pytest.param(file, f"{share}/{count}", fewest // count - 7, id=f"{file[:-3]}-{share}")
-        for file, (count, fewest) in files.items()
+        pytest.param(file, f"{share}/{count}", cases // count - 7, id=f"{file.rpartition('/')[2][:-3]}-{share}")
+        for file, (cases, count) in files.items()
         for share in range(count)
     ]
     return pytest.mark.parametrize(("file", "share", "fewest"), found)
 
 
-@shares(INTERPRETED)
+@shares(
+    {
+        f"{FOLDER}/attention_cases.py": (100, 4),
+        f"{FOLDER}/decode_cases.py": (40, 1),
+        f"{FOLDER}/fuse_cases.py": (100, 2),
+    }
+)
 def test_interpreted(file: str, share: str, fewest: int) -> None:
     assert run(file, TRITON_INTERPRET="1", CHUNK=share) >= fewest
 
 
-@shares(COMPILED)
+@shares({"test_cases.py": (75, 4)})
+def test_the_table_interpreted(file: str, share: str, fewest: int) -> None:
+    """Those paths that are our kernels."""
+    assert run(file, "-m", "gpu", "-k", "oracle and triton", TRITON_INTERPRET="1", CHUNK=share) >= fewest
+
+
+@shares(
+    {
+        f"{FOLDER}/attention_compiles.py": (16, 2),
+        f"{FOLDER}/decode_compiles.py": (11, 1),
+        f"{FOLDER}/fuse_compiles.py": (9, 1),
+    }
+)
 def test_compiled(file: str, share: str, fewest: int) -> None:
-    assert run(file, only="not slow", CHUNK=share) >= fewest
+    assert run(file, "-m", "not slow", CHUNK=share) >= fewest
 
 
 @pytest.mark.slow
 def test_all_sizes_compiled() -> None:
-    assert run("attention_compiles.py", only="slow") >= 30
+    assert run(f"{FOLDER}/attention_compiles.py", "-m", "slow") >= 30
 
 
 @pytest.mark.gpu
-@shares({"attention_cases.py": (4, 200), "fuse_cases.py": (1, 140)})
+@shares({f"{FOLDER}/attention_cases.py": (110, 4), f"{FOLDER}/fuse_cases.py": (110, 1)})
 def test_on_a_gpu(file: str, share: str, fewest: int) -> None:
     assert run(file, CHUNK=share) >= fewest

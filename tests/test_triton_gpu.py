@@ -1,4 +1,4 @@
-"""Our kernels on a GPU, held against the float64 oracle by the rule of `dilated_attention.testing`.
+"""Our kernels on a GPU, where the table of cases leaves something out: every tile, sizes, races, graphs, what runs.
 
 Nearly all the time goes into compiling, on one core: `run_gpu.py` runs several processes at once.
 With TRITON_INTERPRET=1 the device is the CPU: ``-k "fp32 or fp16"`` tries the logic of small cases there.
@@ -12,20 +12,21 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, _engine, _fused, dilated_attention, explain, reference, testing
-from dilated_attention.backends.triton.nesting import form_of
-from dilated_attention.call import Call
-from dilated_attention.backends.problem import Whole
-from dilated_attention.backends.triton import configs, launch, table
+from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention.backends import run
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.triton import configs, table
+from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.nesting import form_of
 from dilated_attention.bench import probes
+from dilated_attention.call import Call
 from dilated_attention.functional import drawn_seed
 from dilated_attention.testing import Results
 
@@ -116,130 +117,6 @@ def hold(
     testing.assert_exact(got, testing.oracle(qkv, pattern, dout, dlse, **options), plain)
 
 
-# --- the table --------------------------------------------------------------------------------------------------
-
-PATTERNS = {
-    "nested": [
-        ([64, 128, 256], [1, 2, 4]),
-        ([16, 64, 1024], [1, 4, 16]),
-        ([30, 60, 240], [1, 3, 6]),
-        ([128, 256], [2, 4]),
-        ([64, 64], [1, 1]),
-        ([32, 1024], [1, 1]),
-        ([2048, 4096], [1, 8]),
-    ],
-    "mixed": [
-        ([64, 128, 256, 512, 1024], [1, 2, 4, 6, 12]),
-        ([16, 91, 512, 2896, 16384], [1, 2, 4, 8, 16]),
-        ([32, 48, 256], [1, 3, 4]),
-        ([5, 100], [1, 7]),
-    ],
-    "sparse": [([7, 100], [2, 5]), ([4, 40], [9, 6]), ([64, 1000], [3, 7]), ([64], [3]), ([5, 999], [7, 16])],
-    "groups": [([64, 256], [1, 2]), ([32, 100], [3, 1]), ([5, 4096], [7, 2]), ([128, 1000], [4, 16])],
-    "single": [([64], [1]), ([100], [1]), ([4096], [1]), ([1], [1])],
-}  # fmt: skip
-# Triton compiles anew where a length or a stride begins or ends to be 1 or a multiple of 16: a set has few such kinds.
-ODD = (3, 17, 65, 127, 129, 1025, 2048 + 7)
-LONGER = ODD[1:]  # dropout makes sums of few terms cancel, which leaves only the rounding of out
-EVEN = (64, 128, 1000)
-HEAD_DIMS = (64, 128, 80, 96, 8, 256, 72, 16, 1, 160, 24)
-CASES_OF_A_SET = 22
-
-
-@dataclass(frozen=True)
-class Flags:
-    """What kernels are compiled for: the cases of a set differ in patterns, lengths, heads, layouts and numbers."""
-
-    kind: str
-    rule: str
-    lengths: tuple[int, ...]
-    is_causal: bool = False
-    masked: bool = False
-    group: int = 1
-    dropout_p: float = 0.0
-    lse_gradient: bool = True
-
-
-FLAGS = (
-    Flags("nested", "longnet", ODD),
-    Flags("nested", "longnet", ODD, is_causal=True, lse_gradient=False),
-    Flags("nested", "longnet", EVEN, group=3, lse_gradient=False),
-    Flags("nested", "longnet", (*ODD, 1), is_causal=True, masked=True),
-    Flags("mixed", "longnet", ODD),
-    Flags("sparse", "longnet", LONGER, is_causal=True, group=2, dropout_p=0.6),
-    Flags("sparse", "torchscale", ODD, group=2),
-    Flags("mixed", "torchscale", ODD, masked=True),
-    Flags("groups", "head_groups", ODD, group=2),
-    Flags("groups", "head_groups", LONGER, is_causal=True, masked=True, dropout_p=0.3),
-    Flags("single", "longnet", (1, 2, *ODD), is_causal=True, group=2),
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    flags: Flags
-    dtype: str
-    head_dim: int
-    pattern: DilatedPattern
-    tokens: int
-    samples: int
-    heads: int
-    kv_heads: int
-    layout: str
-    mask: str
-    seed: int
-
-    @property
-    def id(self) -> str:
-        words = [self.dtype, self.flags.kind, self.pattern.rule, f"d{self.head_dim}", f"n{self.tokens}"]
-        words += [f"b{self.samples}", f"h{self.heads}over{self.kv_heads}", self.layout, f"mask_{self.mask}"]
-        return "-".join([*words, *(["causal"] if self.flags.is_causal else []), str(self.seed)])
-
-
-def make_case(draw: random.Random, flags: Flags, dtype: str, head_dim: int, seed: int) -> Case:
-    widths, rates = draw.choice(PATTERNS[flags.kind])
-    tokens = draw.choice(flags.lengths)
-    # strides stay, or stay no, multiples of 16
-    kv_heads = draw.choice((2, 3, 5) if head_dim % 16 == 0 else (2, 6))
-    layout = (
-        draw.choice(("contiguous", "fused", "transposed", "expanded", "odd")) if head_dim % 16 == 0 else "contiguous"
-    )
-    samples = draw.choice((1, 2, 3))
-    if tokens >= 1000:  # the oracle holds every pair of tokens
-        samples, kv_heads = 1, 2
-    mask = draw.choice(("random", "right")) if flags.masked else "none"
-    pattern = DilatedPattern.of(flags.rule, widths, rates)
-    return Case(
-        flags, dtype, head_dim, pattern, tokens, samples, kv_heads * flags.group, kv_heads, layout, mask, seed
-    )  # fmt: skip
-
-
-def make_cases() -> list[Any]:
-    """Every dtype with every set of flags and every head_dim."""
-    draw, seeds = random.Random(0), itertools.count()
-    found = []
-    for (at, dtype), (index, flags) in itertools.product(enumerate(DTYPES), enumerate(FLAGS)):
-        for _ in range(CASES_OF_A_SET):
-            case = make_case(draw, flags, dtype, HEAD_DIMS[(index + 4 * at) % len(HEAD_DIMS)], next(seeds))
-            found.append(pytest.param(case, id=case.id))
-    assert len(found) >= 600
-    return found
-
-
-@pytest.mark.parametrize("case", make_cases())
-def test_against_the_oracle(case: Case) -> None:
-    flags = case.flags
-    qkv = make_qkv(
-        case.samples, case.tokens, case.heads, case.head_dim, kv_heads=case.kv_heads, layout=case.layout,
-        dtype=DTYPES[case.dtype], seed=case.seed,
-    )  # fmt: skip
-    mask = make_mask(case.mask, case.samples, case.tokens, case.seed) if flags.masked else None
-    check(
-        qkv, case.pattern, is_causal=flags.is_causal, key_padding_mask=mask, dropout_p=flags.dropout_p,
-        lse_gradient=flags.lse_gradient, seed=case.seed,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (16, 16), (40, 8)])
 @pytest.mark.parametrize("rule", ["longnet", "torchscale"])
 def test_numbers_of_heads(heads: tuple[int, int], rule: str) -> None:
@@ -310,21 +187,25 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiles.capability is not None and tiles.capability != configs.device_class(torch.device(DEVICE)):
         pytest.skip(f"measured on {tiles.capability}")
 
-    monkeypatch.setattr(_fused, "config", lambda kernel, *_: tiles.configs[configs.KERNELS.index(kernel)])
+    def picked(kernel: str, *_: Any) -> Config:
+        return tiles.configs[configs.KERNELS.index(kernel)]
+
+    monkeypatch.setattr("dilated_attention.backends.triton.configs.config", picked)
     pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
     if not tiles.nested:  # several sections in one launch
         pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked
     if tiles.dense:
         pattern = DilatedPattern.head_groups([512], [1])
-    settings = Settings(pattern, tiles.is_causal, tiles.head_dim**-0.5, dropout_p, "triton")
+    chosen = Call(pattern, tiles.is_causal, dropout_p=dropout_p, backend="triton")
     for tokens in (2048, 2048 + 300) if tiles.capability else (2048 + 300,):  # all tiles full, and not
         qkv = make_qkv(1, tokens, heads[0], tiles.head_dim, kv_heads=heads[1], dtype=DTYPES[tiles.dtype])
         dout, dlse = gradients(qkv[0])
         mask = make_mask("random", 1, tokens) if tiles.masked else None
         seed = torch.tensor(2**40 + 7, device=DEVICE) if dropout_p else None
         with poisoned():
-            out, lse = _engine.forward(*qkv, mask, seed, settings)
-            got = Results(out, lse, *_engine.backward(dout, dlse, *qkv, mask, seed, out, lse, settings))
+            call, inputs = chosen.of(qkv[0], qkv[1], mask, 0), Inputs(*qkv, mask, seed)
+            out, lse = run.forward(call, inputs)
+            got = Results(out, lse, *run.backward(call, inputs, out, lse, dout, dlse))
         exact = {"is_causal": tiles.is_causal, "key_padding_mask": mask, "dropout_p": dropout_p, "seed": seed}
         hold(got, qkv, pattern, dout, dlse, **exact)
 
@@ -651,15 +532,15 @@ def test_compiled_into_graphs(name: str) -> None:
     """A table that is made in the compiler's first run must not lie in the memory of its graphs."""
     attention, leaves, dout, dlse = make_call(name)
     torch._dynamo.reset()
-    _fused._forget(leaves[0].device)
-    before = len(launch._captured)
+    CACHE.forget(leaves[0].device)
+    before = len(CACHE.pinned)
     compiled = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         out, lse = compiled(*leaves)
         grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
         results = [x.detach().clone() for x in (out, lse, *grads)]
-    assert len(launch._captured) > before, "no graph was made"
+    assert len(CACHE.pinned) > before, "no graph was made"
     out, lse = attention(*leaves)
     expected = (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
     for which, (x, y) in enumerate(zip(results, expected, strict=True)):
@@ -727,9 +608,9 @@ def test_a_cuda_graph_outlives_other_calls() -> None:
             x = leaves[0][:1, :1, :2].expand(1, tokens, 2, 64)
             attend(DilatedPattern.longnet([tokens], [1]))(x, x, x)
         for _ in range(2):  # as where tables of other calls take too much room: dropped, and then free
-            _fused._forget(leaves[0].device)
+            CACHE.forget(leaves[0].device)
         gc.collect()
-        with torch.cuda.stream(table._stream(leaves[0].device)):  # where the memory of tables is taken from
+        with torch.cuda.stream(table.stream_of_tables(leaves[0].device)):
             held = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in [64] * 2000 + [1000] * 1000]
         torch.cuda.synchronize()
         for x in results:
@@ -813,11 +694,10 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
 
 def expected_backend(pattern: DilatedPattern, tokens: int, head_dim: int, is_causal: bool, backward: bool) -> str:
     """What was measured to be faster; where nothing was, ours if branches share work and heads are small."""
-    like = torch.empty(1, device="meta").expand(1, tokens, 4, head_dim)
-    whole = Whole.of(like, form_of(pattern, is_causal), backward)
-    library = configs.prefers_library(torch.device(DEVICE), head_dim, is_causal, whole.form, backward, whole.rows)
+    form, rows = form_of(pattern, is_causal), 4 * tokens
+    library = configs.prefers_library(torch.device(DEVICE), head_dim, is_causal, form, backward, rows)
     if library is None:
-        library = not (whole.form == "nested" and head_dim <= 64)
+        library = not (form == "nested" and head_dim <= 64)
     return "sdpa" if library else "triton"
 
 

@@ -2,7 +2,6 @@
 
 from dilated_attention._explain import Explanation, explain
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.cost import plan_cost
 from dilated_attention.distributed.group import CommunicationError
 from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
 from dilated_attention.functional import dilated_attention
@@ -18,7 +17,8 @@ from dilated_attention.nn import (
     RingDilatedAttentionV2Collective,
     RingMultiheadDilatedAttention,
 )
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedAttentionWarning, DilatedPattern
+from dilated_attention.ring.cost import plan_cost
 from dilated_attention.streaming import stream
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "CommunicationError",
     "ContextParallel",
     "DilatedAttention",
+    "DilatedAttentionWarning",
     "DilatedPattern",
     "Explanation",
     "ImprovedDilatedAttention",
@@ -46,3 +47,7 @@ __all__ = [
     "shard_sequence",
     "stream",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@ Legend as in `functional`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -28,9 +29,18 @@ from dilated_attention.pattern import DilatedPattern
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a call would run, and for everything else why it does not."""
+    """Tells what a call would run, and for everything else why it does not.
 
-    backend: str
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> told = da.explain(x, x, x, da.DilatedPattern.longnet([16, 64], [1, 4]), backend="eager")
+        >>> told.backend
+        'eager'
+        >>> told.why_not["triton"]
+        [...]
+    """
+
+    backend: Backend
     kernel: str
     why_not: dict[str, list[str]]
     backward: str  # the backend and kernel of the backward pass
@@ -56,10 +66,15 @@ def explain(
     backend: Backend = "auto",
     group: Group | ContextParallel | None = None,
 ) -> Explanation:
-    """Which backend and kernel `dilated_attention` with these arguments runs, and why no other. Computes nothing.
+    """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
-    The forward and the backward pass may run different ones; the reasons are those of the forward pass. Over a
-    ``group`` it speaks of this rank, and asks no other.
+    It computes nothing. The forward and the backward pass may run different ones; the reasons are those of the forward
+    pass. Over a ``group`` it speaks of this rank, and asks no other.
+
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> print(da.explain(x, x, x, da.DilatedPattern.longnet([16, 64], [1, 4])))
+        runs: ...
     """
     ranks = 1 if group is None else ContextParallel.of(group).process_group().size()
     check_flag("is_causal", is_causal)
@@ -75,7 +90,7 @@ def explain(
     # positions that a tensor holds are not read: the last ones stand for them
     placed = call._replace(start=call.keys - call.queries) if start == ON_DEVICE else call
     rows = plan(placed).row_counts() or {call.queries}
-    return Explanation(choice.name, choice.describe(rows), why_not(choice, call), _backward(call, rows))
+    return Explanation(cast(Backend, choice.name), choice.describe(rows), why_not(choice, call), _backward(call, rows))
 
 
 def _backward(call: Call, rows: set[int]) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dilated_attention.cost import EXCHANGES, LINKS, PlanCost, plan_cost, size
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule, whole_number
+from dilated_attention.ring.cost import EXCHANGES, LINKS, PlanCost, plan_cost, size
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
 # What blocks under way and kernels take beyond what `plan_cost` counts. Measured on an H200, bfloat16: 5 % more in the
@@ -169,7 +169,7 @@ def _segments(pattern: DilatedPattern, ratio: int, workload: Workload) -> Iterat
         )
         few = _few(pattern, kv_heads)
         yield f"the longest segment holds all {tokens:,} tokens: its rows see from one end to the other{few}"
-    if pattern.rule == "head_groups" and len(widths) > 1:
+    if pattern.dealing.is_divided and len(widths) > 1:
         dealt = ", ".join(str(len(pattern.heads(branch, kv_heads))) for branch in range(len(widths)))
         yield (
             f"the branches get {dealt} of {kv_heads} heads: those of rate 1 cover every token, those of rate r every "

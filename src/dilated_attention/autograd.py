@@ -2,8 +2,8 @@
 
 Plain tensors go straight to the kernels: dispatching an op costs more than a short call's kernels. Compilers, fake
 tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which take what the caller chose as
-one string. The ops are registered at torch's lowest level: the wrappers of `torch.library.custom_op` cost a compiled
-step of 8,192 tokens 0.4 ms on an H200, more than its kernels take.
+numbers and one string. The ops are registered at torch's lowest level: through `torch.library.custom_op` a compiled
+step of 8,192 tokens took 0.4 ms longer on an H200, nearly as long as its kernels.
 
 Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 """
@@ -11,7 +11,8 @@ Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
-from dilated_attention.call import Call, accumulate_dtype, read
+from dilated_attention.call import Call, accumulate_dtype, unpacked
 
 INPUTS, SEED = len(Inputs._fields), Inputs._fields.index("seed")
 
@@ -29,9 +30,9 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
     q, k, v, padding, _, _ = inputs
     if not is_plain(q, k, v):
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-            out, lse = torch.ops.dilated_attention.forward(*inputs, start, call.text())
+            out, lse = torch.ops.dilated_attention.forward(*inputs[:3], list(inputs[3:]), *call.packed(start))
             return out, lse
-        return Attention.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
+        return Transformed.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
     whole = call.of(q, k, padding, start)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return Attention.apply(*inputs, Direct(whole))  # type: ignore[no-untyped-call, no-any-return]
@@ -48,40 +49,57 @@ def is_plain(*tensors: Tensor) -> bool:
     return True
 
 
-class Direct(NamedTuple):
+def is_mapped(*gradients: Tensor | None) -> bool:
+    """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+
+
+@dataclass(slots=True)  # not a tuple, which torch.func would take apart
+class Direct:
     """The way to the kernels, for plain tensors."""
 
     call: Call
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return run.forward(self.fitted(inputs), inputs)
+        return run.forward(self.call.now(inputs.q), inputs)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        return run.backward(self.fitted(inputs), inputs, out, lse, dout, dlse)
-
-    def fitted(self, inputs: Inputs) -> Call:
-        """The call for as many samples as there are: vmap gives more."""
-        samples = inputs.q.shape[0]
-        return self.call if samples == self.call.samples else self.call._replace(samples=samples)
+        return run.backward(self.call.now(inputs.q), inputs, out, lse, dout, dlse)
 
 
-class Registered(NamedTuple):
+@dataclass(slots=True)
+class Registered:
     """The way to the registered ops, for tensors that something looks at."""
 
     keyset: Any
-    start: int
-    text: str
+    packed: tuple[Any, ...]  # as of `Call.packed`
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return _below_autograd(self.keyset, *inputs, self.start, self.text)
+        return _below_autograd(self.keyset, *inputs[:3], list(inputs[3:]), *self.packed)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         saved = [*inputs, out, lse]
-        return torch.ops.dilated_attention.backward(dout, dlse, saved, self.start, self.text)  # type: ignore[no-any-return]
+        return torch.ops.dilated_attention.backward(dout, dlse, saved, *self.packed)  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):
     """The node: keeps q, k, v, out and lse, and no more."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
+        _keep(ctx, given, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, dout, dlse)
+
+
+class Transformed(torch.autograd.Function):
+    """The same node where torch.func looks on; torch takes far longer to apply one that it can transform."""
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
@@ -90,19 +108,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:INPUTS], *output)
-        ctx.way = inputs[INPUTS]
-        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+        _keep(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        direct = isinstance(ctx.way, Direct)
-        if direct and (torch.is_grad_enabled() or not is_plain(*(x for x in (dout, dlse) if x is not None))):
-            grads = Backward.apply(*saved, dout, dlse, ctx.way)  # type: ignore[no-untyped-call]
-        else:
-            grads = ctx.way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
-        return (*grads, *(None,) * (INPUTS - 2))
+        return _differentiate(ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -110,8 +120,25 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        found = Attention.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
+        return _mapped(Transformed, info.batch_size, in_dims, given)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:INPUTS], *output)
+    ctx.way = inputs[INPUTS]
+    ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved, way = ctx.saved_tensors, ctx.way
+    given = [x for x in (dout, dlse) if x is not None]
+    if isinstance(way, Direct) and (torch.is_grad_enabled() or not is_plain(*given)):
+        grads = Backward.apply(*saved, dout, dlse, way)  # type: ignore[no-untyped-call]
+    else:
+        if isinstance(way, Direct) and is_mapped(*given):  # with is_grads_batched=True: torch loops over the op
+            way = Registered(None, way.call.packed(way.call.start))
+        grads = way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
+    return (*grads, *(None,) * (INPUTS - 2))
 
 
 class Backward(torch.autograd.Function):
@@ -133,8 +160,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        found = Backward.apply(*_folded(info.batch_size, in_dims, given))  # type: ignore[no-untyped-call]
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
+        return _mapped(Backward, info.batch_size, in_dims, given)
 
 
 def refuse_second_derivative(grads: Sequence[Tensor], *others: Tensor | None) -> tuple[Tensor, ...]:
@@ -162,44 +188,54 @@ NO_FORWARD_MODE = (
 )
 
 
-def _folded(count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> list[Any]:
-    """The arguments of a node with the dimension that vmap adds made part of the batch. A seed has no batch."""
-    found = []
-    for index, (x, dim) in enumerate(zip(given, in_dims, strict=True)):
-        if index == SEED and dim is not None:
-            raise NotImplementedError("dilated_attention draws one seed for all samples: use vmap(randomness='same')")
-        if isinstance(x, Tensor) and index != SEED:
-            x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
-            x = x.flatten(0, 1)
-        found.append(x)
-    return found
+def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
+    """A node for each of ``count`` mapped values: with as many times the samples, or once for each.
+
+    Keys that are not mapped would be copied as often, and which pairs dropout drops depends on the number of a sample:
+    there the node is applied again and again.
+    """
+    given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
+    if in_dims[1] is None or given[SEED] is not None:
+        calls = [
+            node.apply(*(x if dim is None else x[i] for x, dim in zip(given, in_dims, strict=True)))
+            for i in range(count)
+        ]
+        found = tuple(torch.stack(some) for some in zip(*calls, strict=True))
+    else:
+        whole = [
+            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) else x
+            for x, dim in zip(given, in_dims, strict=True)
+        ]
+        results = node.apply(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in whole))
+        found = tuple(x.unflatten(0, (count, -1)) for x in results)
+    return found, (0,) * len(found)
 
 
 # --- the registered ops -------------------------------------------------------------------------------------------
 
 _library: Any = torch.library.Library("dilated_attention", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "forward(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? seed, Tensor? positions, "
-    "SymInt start, str call) -> (Tensor, Tensor)",
+    "forward(Tensor query, Tensor key, Tensor value, Tensor?[] others, SymInt[] numbers, float scale, float dropout_p, "
+    "str call) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "backward(Tensor? dout, Tensor? dlse, Tensor?[] saved, SymInt start, str call) -> (Tensor, Tensor, Tensor)",
+    "backward(Tensor? dout, Tensor? dlse, Tensor?[] saved, SymInt[] numbers, float scale, float dropout_p, str call) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    inputs, start, text = Inputs(*given[:INPUTS]), *given[INPUTS:]
-    return run.forward(read(text).of(inputs.q, inputs.k, inputs.padding, start), inputs)
+def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any) -> tuple[Tensor, Tensor]:
+    """``others``: padding, seed and positions."""
+    inputs, (call, start) = Inputs(query, key, value, *others), unpacked(*packed)
+    return run.forward(call.of(query, key, inputs.padding, start), inputs)
 
 
-def _backward(
-    dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], start: int, text: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, (out, lse) = Inputs(*saved[:INPUTS]), saved[INPUTS:]
-    call = read(text).of(inputs.q, inputs.k, inputs.padding, start)
-    return run.backward(call, inputs, out, lse, dout, dlse)
+def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any) -> Gradients:
+    """``saved``: all inputs, out and lse."""
+    inputs, (out, lse), (call, start) = Inputs(*saved[:INPUTS]), saved[INPUTS:], unpacked(*packed)
+    return run.backward(call.of(inputs.q, inputs.k, inputs.padding, start), inputs, out, lse, dout, dlse)
 
 
 def _below_autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
@@ -208,13 +244,16 @@ def _below_autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)  # type: ignore[no-any-return]
 
 
-def _autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
+def _autograd(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any
+) -> tuple[Tensor, Tensor]:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
-    q, k, v = given[:3]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        start, text = given[INPUTS:]
-        return Attention.apply(*given[:INPUTS], Registered(keyset, start, text))  # type: ignore[no-untyped-call, no-any-return]
-    return _forward(*given) if is_plain(q, k, v) else _below_autograd(keyset, *given)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        way = Registered(keyset, packed)
+        return Attention.apply(query, key, value, *others, way)  # type: ignore[no-untyped-call, no-any-return]
+    if is_plain(query, key, value):
+        return _forward(query, key, value, others, *packed)
+    return _below_autograd(keyset, query, key, value, others, *packed)
 
 
 _library.impl("forward", _autograd, "Autograd", with_keyset=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -133,32 +133,42 @@ class Call(NamedTuple):
             dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
         )
 
-    def text(self) -> str:
-        """All that the caller chose, as a registered op takes it. `read` turns it back into a call."""
-        lengths, rates = (
-            ",".join([str(_fixed(number)) for number in numbers])
-            for numbers in (self.pattern.segment_lengths, self.pattern.dilation_rates)
-        )
-        return (
-            f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {float(self.scale)} {self.dropout_p} "
-            f"{self.backend} {_fixed(self.first_head)} {_fixed(self.total_heads)} {self.limit}"
-        )
+    def now(self, query: Tensor) -> Call:
+        """The same call later, or with more samples, which vmap gives. A backward pass repeats every bit if torch says
+        so at its own time; the kernels that were switched off for the forward pass stay off."""
+        samples, deterministic = query.shape[0], torch.are_deterministic_algorithms_enabled()
+        tf32 = self.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        if (samples, deterministic, tf32) == (self.samples, self.deterministic, self.tf32):
+            return self
+        return self._replace(samples=samples, deterministic=deterministic, tf32=tf32)
+
+    def packed(self, start: int) -> tuple[list[int], float, float, str]:
+        """All that the caller chose, as a registered op takes it; `unpacked` turns it back into a call.
+
+        Numbers stay numbers: a compiler may hold symbols in their place.
+        """
+        # a compiler may hold symbols for these as well, which have no text: a range needs their values
+        lengths = ",".join([str(range(length).stop) for length in self.pattern.segment_lengths])
+        rates = ",".join([str(range(rate).stop) for rate in self.pattern.dilation_rates])
+        text = f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {self.backend}"
+        return [start, self.first_head, self.total_heads, self.limit], self.scale, self.dropout_p, text
 
 
-def _fixed(number: int) -> int:
-    """The number itself. torch.compile with dynamic=True has a symbol, which has no text; a range needs its value."""
-    return range(number).stop
+def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> tuple[Call, int]:
+    """The call that `Call.packed` wrote, and its start."""
+    pattern, is_causal, backend = _read(text)
+    start, first_head, total_heads, limit = numbers
+    call = Call(
+        pattern, is_causal, scale, dropout_p, backend, first_head=first_head, total_heads=total_heads, limit=limit
+    )
+    return call, start
 
 
 @functools.lru_cache(maxsize=256)
-def read(text: str) -> Call:
-    """The call that `Call.text` wrote."""
-    rule, lengths, rates, is_causal, scale, dropout_p, backend, first_head, total_heads, limit = text.split()
+def _read(text: str) -> tuple[DilatedPattern, bool, str]:
+    rule, lengths, rates, is_causal, backend = text.split()
     numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
-    return Call(
-        DilatedPattern.of(cast(Rule, rule), *numbers), is_causal == "1", float(scale), float(dropout_p), backend,
-        first_head=int(first_head), total_heads=int(total_heads), limit=int(limit),
-    )  # fmt: skip
+    return DilatedPattern.of(cast(Rule, rule), *numbers), is_causal == "1", backend
 
 
 _SWITCHES: dict[str, Callable[[], bool]] = {

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilated_attention.autograd import NO_FORWARD_MODE
+from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.blockwise import outside
 from dilated_attention.backends.choose import NAMES, Backend
 from dilated_attention.call import ON_DEVICE
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, warn
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -92,6 +92,25 @@ def check_padding_mask(mask: Tensor, key: Tensor) -> None:
         raise ValueError(f"key_padding_mask must be (batch, tokens) = {tuple(key.shape[:2])}, got {tuple(mask.shape)}")
     if mask.device != key.device:
         raise ValueError(f"key_padding_mask is on {mask.device} and query on {key.device}: move it")
+
+
+def warn_of_mistakes(query: Tensor, key: Tensor, pattern: DilatedPattern, mask: Tensor | None) -> None:
+    """Warn of what is exact, and probably not meant. Nothing is read that the host would have to wait for."""
+    if torch.compiler.is_compiling():
+        return
+    _, tokens, heads, _ = shape = tuple(query.shape)
+    if heads > tokens == key.shape[1] > 1 and tokens < min(pattern.segment_lengths):
+        warn(
+            f"query is {shape}, (batch, tokens, heads, head_dim), with more heads than tokens, and every segment is "
+            "longer than the sequence: if that is (batch, heads, tokens, head_dim), pass query.transpose(1, 2)"
+        )
+    if mask is None or mask.device.type != "cpu" or not mask.numel() or not is_plain(mask):
+        return
+    if bool(mask.all()):
+        warn(
+            "key_padding_mask ignores every key of every sample, so that all outputs are 0: True = ignore, as in "
+            "nn.MultiheadAttention; pass ~mask if True means keep"
+        )
 
 
 def check_backend(backend: Backend) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dilated_attention.distributed.group import LONGEST_TIMEOUT
 from dilated_attention.distributed.sequence import Group, process_group
 from dilated_attention.pattern import whole_number
 
@@ -22,9 +23,10 @@ VERIFY: tuple[Verify, ...] = get_args(Verify)
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """One sequence over a group of ranks: given as ``group=`` where a bare process group is not enough.
+    """Says how one sequence is spread over a group of ranks.
 
-    Frozen and hashable; every value is checked here. None means the default of the function or class that takes it.
+    It is given as ``group=`` where a bare process group is not enough. It is frozen and hashable, and checks its
+    values. None means the default of the function or class that takes it.
 
     Args:
         group: a ``torch.distributed`` process group or a 1-D ``DeviceMesh``; None: the default group.
@@ -40,6 +42,12 @@ class ContextParallel:
         debug: wait on the host in every hop, so that an error comes from where it happened.
         total_length: the tokens of the whole sequence. A call whose shards do not add up to it is an error, for
             example one in which every rank passes the whole sequence.
+
+    Examples:
+        >>> over = da.ContextParallel(group, exchange="alltoall", timeout=30.0, total_length=64)
+        >>> shard = da.shard_sequence(torch.randn(1, 64, 4, 8), group)
+        >>> da.dilated_attention(shard, shard, shard, da.DilatedPattern.longnet([16, 64], [1, 4]), group=over).shape
+        torch.Size([1, 64, 4, 8])
     """
 
     group: Group | None = None
@@ -62,8 +70,10 @@ class ContextParallel:
             raise TypeError(f"use_checkpointing must be True, False or None, got {self.use_checkpointing!r}")
         if not isinstance(self.debug, bool):
             raise TypeError(f"debug must be True or False, got {self.debug!r}")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real) or not 0 < self.timeout <= 1e9:
-            raise ValueError(f"timeout must be a positive number of seconds up to 1e9, got {self.timeout!r}")
+        number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
+        if not number or not 0 < self.timeout <= LONGEST_TIMEOUT:
+            allowed = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
+            raise ValueError(f"timeout must be {allowed}, got {self.timeout!r}")
         if self.total_length is not None:
             object.__setattr__(self, "total_length", whole_number("total_length", self.total_length))
 

@@ -24,6 +24,7 @@ from dilated_attention.checks import (
     checked_scale,
     checked_start,
     computed_dtype,
+    warn_of_mistakes,
 )
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
@@ -89,7 +90,7 @@ def dilated_attention(
     group: Group | ContextParallel | None = None,
     heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention in which each head sees the tokens of ``pattern``: one exact softmax over all its branches.
+    """Computes self-attention in which each head sees the tokens of ``pattern``: one softmax over all its branches.
 
     Args:
         query, key, value: (B, N, H, D), any strides; with ``enable_gqa`` key and value may have fewer heads. Query may
@@ -116,6 +117,12 @@ def dilated_attention(
 
     Returns:
         As query, or that and lse. A row with no key to see gets 0 and -inf.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 1000, 8, 64).unbind(0)  # (batch, tokens, heads, head_dim)
+        >>> pattern = da.DilatedPattern.longnet(segment_lengths=[128, 512], dilation_rates=[1, 4])
+        >>> da.dilated_attention(query, key, value, pattern, is_causal=True).shape
+        torch.Size([2, 1000, 8, 64])
     """
     link = None if group is None else link_of(ContextParallel.of(group))
     out, lse = attend(
@@ -151,6 +158,8 @@ def attend(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
             decodes=link is None,
         )  # fmt: skip
+        if not alone:
+            ring.check_transforms()
         if link is not None and alone:
             check_total_length(link.total_length, (query.shape[1],))
         limit = 0 if link is None or link.limit is None else link.limit.number
@@ -214,4 +223,6 @@ def _checked(
         pattern.check_heads(total * (query.shape[2] // key.shape[2]), total)
     scale = DEFAULT_SCALE if scale is None else checked_scale(scale)
     check_backend(backend)
+    if decodes:  # on one device: a shard or its mask may well be short, or empty
+        warn_of_mistakes(query, key, pattern, key_padding_mask)
     return Call(pattern, is_causal, scale, checked_probability(dropout_p), backend, first_head=first, total_heads=total)

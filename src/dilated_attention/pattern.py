@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex, get_args
@@ -20,6 +22,26 @@ Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 MAX_BRANCHES = 64
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
+
+
+class DilatedAttentionWarning(UserWarning):
+    """Warns of a call or pattern that is exact, and probably not what was meant.
+
+    The text names the cure. Python shows it once for each line of code that does it.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # for those who mean it
+        >>> pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # another package takes the rates first
+    """
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the caller's code, so that Python shows it once for each such line."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("dilated_attention", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, DilatedAttentionWarning, stacklevel=level)
 
 
 def rows_at_offset(length: int, dilation: int, offset: int) -> int:
@@ -65,10 +87,18 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DilatedPattern:
-    """Segment lengths, dilation rates and the rule that deals them to heads. Frozen, hashable, no tensors.
+    """Says which head attends to which tokens: segment lengths, dilation rates, and the rule that deals them to heads.
 
     Make one with :meth:`longnet`, :meth:`torchscale` or :meth:`head_groups`; the three differ in the offsets, in
-    whether every head runs every branch, and in what happens at the end of a sequence.
+    whether every head runs every branch, and in what happens at the end of a sequence. It is frozen and hashable, and
+    holds no tensors.
+
+    Examples:
+        >>> pattern = da.DilatedPattern.longnet([4, 16], [1, 4])
+        >>> pattern.keys(query=8, head=0, num_tokens=16, num_heads=4)  # token 8 itself is in both branches
+        (0, 4, 8, 8, 9, 10, 11, 12)
+        >>> pattern.pairs(num_tokens=16, num_heads=4)
+        320
     """
 
     rule: Rule
@@ -93,7 +123,10 @@ class DilatedPattern:
     @classmethod
     def of(cls, rule: Rule, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """The pattern of a rule given by name."""
-        return cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+        pattern = cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+        if all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1:
+            _warn_of_swapped_lists(pattern)
+        return pattern
 
     @classmethod
     def longnet(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
@@ -315,6 +348,14 @@ class Heads(NamedTuple):
         dealt = pattern.dealt(self.total)[branch]
         mine = range(max(dealt.first, self.first), min(dealt.last, self.first + self.held))
         return [(head - self.first, dealt.offset(head)) for head in mine]
+
+
+def _warn_of_swapped_lists(pattern: DilatedPattern) -> None:
+    if not torch.compiler.is_compiling():
+        warn(
+            f"{pattern} has no rate below its segment length, so that a query sees no other token: the two lists are "
+            "probably swapped, give the segment lengths first"
+        )
 
 
 def whole_number(name: str, value: object, *, least: int = 1) -> int:

@@ -203,9 +203,6 @@ class _FakeLink(ring.Link):
         super().__init__(cast(ProcessGroup, transport), verify="always", **settings)
         self.fake = transport
 
-    def check_usable(self) -> None:
-        pass
-
     def transport(self, device: torch.device) -> FakeTransport:
         return self.fake
 

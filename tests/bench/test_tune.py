@@ -16,6 +16,7 @@ import torch
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.nesting import form_of, is_short, launches
 from dilated_attention.call import Call
+from dilated_attention.pattern import Heads
 from tests.triton_kernels.runner import run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
@@ -43,7 +44,7 @@ def piece(date: str, tiles: dict[str, Any], library: dict[str, Any]) -> dict[str
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert run("tune_cases.py", TRITON_INTERPRET="1") == 9
+    assert run("triton_kernels/tune_cases.py", TRITON_INTERPRET="1") == 9
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,7 @@ def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
     for kind in (tune.Setting(*x) for x in product(tune.SHAPES, (False, True), (*tune.RULES, "dense"), (False, True))):
         for tokens in {kind.tokens(), min(kind.tokens(), tune.CHECK_TOKENS), *tune.LENGTHS}:
             pattern = kind.pattern(tokens, scale)
-            like = torch.empty(1, device="meta").expand(1, tokens, kind.heads(), kind.size)
-            call = Call(pattern, kind.causal).of(like, like, None, 0)
-            assert (len(launches(pattern, call.held, kind.causal, False)) > 1) == (kind.form == "apart")
+            made = launches(pattern, Heads(0, kind.heads(), kind.heads()), kind.causal, False)
+            assert (len(made) > 1) == (kind.form == "apart")
             assert form_of(pattern, kind.causal) == kind.form
-            assert tokens != kind.tokens() or is_short(call) == kind.short
+        assert is_short(Call(pattern, samples=1, queries=kind.tokens(), heads=kind.heads())) == kind.short

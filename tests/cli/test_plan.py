@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention import DilatedPattern, plan_cost
 from dilated_attention.advice import Need
-from dilated_attention.cost import EXCHANGES, duration, size
+from dilated_attention.ring.cost import EXCHANGES, duration, size
 
 PATTERN = ("-w", "2k,32k,1M", "-r", "1,16,512")
 SAME = DilatedPattern.longnet([2048, 32768, 2**20], [1, 16, 512])

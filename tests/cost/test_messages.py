@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, testing
+from dilated_attention.call import Call
+from dilated_attention.pattern import Heads
 from dilated_attention.ring.alltoall import bundles
 from dilated_attention.ring.circulate import Messages, traffic
+from dilated_attention.ring.cost import EXCHANGES, LINKS, MOST_HELD, PlanCost, RankCost, fastest_exchange, plan_cost
 from dilated_attention.ring.packing import Field, Fields, part_bytes
-from dilated_attention.pattern import Heads
 from dilated_attention.ring.shards import Channel, Shards, channels
-from dilated_attention.cost import EXCHANGES, LINKS, MOST_HELD, PlanCost, RankCost, fastest_exchange, plan_cost
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def test_every_rank_of_every_exchange(case: Case) -> None:
 def test_every_rank_as_counted_where_there_are_many(case: Case) -> None:
     """Branch by branch, even segments apart from the others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dilated_attention.cost.pieces.SMALL", 0)
+        patch.setattr("dilated_attention.ring.traffic.AT_ONCE", 0)
         check(case)
 
 
@@ -285,9 +286,11 @@ def test_sums_are_never_more(case: Case) -> None:
 
 
 def choice(case: Case, backend: str = "nccl") -> str:
-    return fastest_exchange(
-        case.pattern, case.shards, case.heads, case.group, case.head_dim, case.dtype, case.is_causal, backend
-    )
+    call = Call(
+        case.pattern, case.is_causal, samples=1, heads=case.kv_heads * case.group, kv_heads=case.kv_heads,
+        head_dim=case.head_dim, dtype=case.dtype,
+    )  # fmt: skip
+    return fastest_exchange(call, case.shards, backend)
 
 
 @given(cases(), st.sampled_from(("nccl", "gloo", "other")))
@@ -323,11 +326,11 @@ def test_the_choice_is_made_on_the_host() -> None:
 @pytest.mark.parametrize("small", [0, 2**15])
 def test_heads_split_over_processes(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may hold no head of a branch that crosses borders."""
-    monkeypatch.setattr("dilated_attention.cost.pieces.SMALL", small)
+    monkeypatch.setattr("dilated_attention.ring.traffic.AT_ONCE", small)
     pattern, shards = DilatedPattern.head_groups([16, 24 + small, 96], [1, 2, 4]), Shards.even(96, 6)
     for first in range(3):
-        heads = Heads(first, 1, 3)
-        chosen = fastest_exchange(pattern, shards, heads, 1, 8, torch.float32, False, "gloo")
+        call = Call(pattern, samples=1, heads=1, kv_heads=1, head_dim=8, first_head=first, total_heads=3)
+        chosen = fastest_exchange(call, shards, "gloo")
         assert chosen == "ring" if first == 0 else chosen in EXCHANGES
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.cost import EXCHANGES, RankCost, duration, plan_cost, size
+from dilated_attention.ring.cost import EXCHANGES, RankCost, duration, plan_cost, size
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -14,18 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, _parallel, testing
+from dilated_attention import DilatedPattern, testing
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.distributed.transport import Transport
 from dilated_attention.functional import attend
 from dilated_attention.ranks import pool
+from dilated_attention.ring.run import FIRST_CALLS, Link
 
 LENGTHS = (17, 0, 30, 9)
 CASES = list(itertools.product(["ring", "allgather", "alltoall"], [False, True], ["longnet", "torchscale"], [0.0, 0.3]))
 
 
 @dataclass
-class LinkAsOnNccl(_parallel.Link):
+class LinkAsOnNccl(Link):
     def transport(self, device: torch.device) -> Transport:
         transport: Any = super().transport(device)
         transport.names_peers = transport.agrees_on_host = False
@@ -101,10 +102,10 @@ def test_collectives_are_called_as_often_as_they_should(outcome) -> None:
     # two forward and two backward in an all-to-all, one forward, and two backward, in an all-gather
     assert counts[0]["all_to_all_single"] == 3 * 8 * (4 + 3)
     calls = [case for case in CASES for _ in range(3)]
-    unchecked = calls[_parallel.FIRST_CALLS // 2 :]  # a call is checked forward and backward
+    unchecked = calls[FIRST_CALLS // 2 :]  # a call is checked forward and backward
     seeds = sum(dropout_p > 0 for _, _, _, dropout_p in unchecked)
     ends = sum(rule == "torchscale" and not is_causal for _, is_causal, rule, _ in calls)
-    assert counts[0]["all_gather"] == _parallel.FIRST_CALLS + seeds + ends
+    assert counts[0]["all_gather"] == FIRST_CALLS + seeds + ends
     assert counts[1].get("batch_isend_irecv", 0) == 0  # an empty shard takes part in collectives only
     assert counts[0]["batch_isend_irecv"] > 0
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.ranks import pool
 from dilated_attention.testing import Results
 
@@ -48,8 +48,9 @@ def shard(x: Tensor) -> Tensor:
 
 
 def attend(exchange: str, *qkv: Tensor, **options: Any) -> Tensor:
-    given = {"timeout": LONG, **options}
-    out = dilated_attention(*qkv, PATTERN, group=dist.group.WORLD, exchange=exchange, **given)
+    of_group = {name: options.pop(name) for name in ("group", "timeout", "verify") if name in options}
+    group = ContextParallel(exchange=exchange, **{"timeout": LONG, **of_group})
+    out = dilated_attention(*qkv, PATTERN, group=group, **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -136,22 +137,20 @@ def test_a_call_that_was_called_off_does_not_count() -> None:
     assert_right(pool(P).run(refused_on_one_rank, "ring"))
 
 
-def unchecked(exchange: str) -> list[Results]:
-    """The same after all the checks that ``verify="first"`` makes."""
-    q = shard(make(0)[0][0])
+def unchecked(exchange: str, then_swapped: bool = False) -> list[Results]:
+    """The same after all the checks that ``verify="first"`` makes, in a group that knows no other lengths."""
+    q, group = shard(make(0)[0][0]), dist.new_group()
     for _ in range(CHECKS + 1):
-        attend(exchange, q, q, q, verify="first")
-    return in_order(exchange, None, (1, 0), verify="first")
-
-
-def unchecked_and_swapped(exchange: str) -> None:
-    unchecked(exchange)
-    swapped(exchange, None, verify="first", timeout=SHORT)
+        attend(exchange, q, q, q, verify="first", group=group)
+    results = in_order(exchange, None, (1, 0), verify="first", group=group)
+    if then_swapped:
+        swapped(exchange, None, verify="first", timeout=SHORT, group=group)
+    return results
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_without_checks_gloo_takes_no_message_of_another_call(exchange: str) -> None:
     """Late, and at the price of the group; but no gradient is wrong. Over NCCL nothing would tell."""
     assert_right(pool(P).run(unchecked, exchange))
-    outcomes = pool(P).run(unchecked_and_swapped, exchange, check=False)
+    outcomes = pool(P).run(unchecked, exchange, True, check=False)
     assert [x.error_type for x in outcomes] == ["CommunicationError"] * P, outcomes

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention import DilatedPattern, RingMultiheadDilatedAttention, dilated_attention
+from dilated_attention import ContextParallel, DilatedPattern, RingMultiheadDilatedAttention, dilated_attention
 from dilated_attention.nn import RingAdvancedDistributedDilatedAttention
 from dilated_attention.ranks import Outcome, pool
 
@@ -25,9 +25,9 @@ PATTERN = DilatedPattern.longnet([4, 64], [1, 2])
 
 
 class Needle(float):
-    """A number that cannot be compared."""
+    """A number that cannot be read."""
 
-    def __ge__(self, other: object) -> bool:
+    def __float__(self) -> float:
         raise KeyError("the needle")
 
 
@@ -46,7 +46,7 @@ WRONG_IN_A_CALL: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"query": None}, "TypeError: query must be a tensor, got NoneType"),
     "a scale beyond all floats": (
         {"scale": 10**400},
-        "ValueError: scale must be a finite number of 0 or more, got 1000",
+        "ValueError: scale must be a finite number of 0 or more, got one beyond the range of float",
     ),
     "any error": ({"scale": Needle(1.0)}, "KeyError: 'the needle'"),
     "heads that are no pair": ({"heads": 3}, "TypeError: "),
@@ -55,11 +55,13 @@ WRONG_IN_A_CALL: dict[str, tuple[dict[str, Any], str]] = {
 
 def call(**given: Any) -> None:
     query = given.pop("query")
-    dilated_attention(query, query, query, PATTERN, group=dist.group.WORLD, timeout=TIMEOUT, **given)
+    dilated_attention(query, query, query, PATTERN, group=ContextParallel(timeout=TIMEOUT), **given)
 
 
 def ring(**given: Any) -> None:
-    module = RingMultiheadDilatedAttention(16, 4, [4, 64], [1, 2], rule="longnet", dtype=torch.float64, timeout=TIMEOUT)
+    module = RingMultiheadDilatedAttention(
+        16, 4, [4, 64], [1, 2], rule="longnet", dtype=torch.float64, group=ContextParallel(timeout=TIMEOUT)
+    )
     module(**given)
 
 
@@ -67,7 +69,7 @@ def mesh(**given: Any) -> None:
     """The projections of this module are split over the heads axis, so that ranks meet along two axes."""
     axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
     module = RingAdvancedDistributedDilatedAttention(
-        16, 4, [4, 64], [1, 2], axes, rule="longnet", dtype=torch.float64, timeout=TIMEOUT
+        16, 4, [4, 64], [1, 2], axes, rule="longnet", dtype=torch.float64, parallel=ContextParallel(timeout=TIMEOUT)
     )
     module(**given)
 

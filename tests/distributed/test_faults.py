@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import signal
@@ -26,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dilated_attention
-from dilated_attention import ContextParallel, DilatedPattern, _parallel, testing
-from dilated_attention.pattern import Heads
+from dilated_attention import ContextParallel, DilatedPattern, testing
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.group import BEFORE_CLOSING, CommunicationError, GroupTransport
-from dilated_attention.distributed.sequence import gather_sequence
+from dilated_attention.distributed.sequence import gather_sequence, sequence_mean
+from dilated_attention.pattern import Heads
 from dilated_attention.ranks import Outcome, pool
+from dilated_attention.ring import run
 from dilated_attention.testing import Results
 
 EXCHANGES = ("ring", "allgather", "alltoall")
@@ -228,10 +230,7 @@ def assert_waited(
     [
         ("ring", "the call", P),
         ("ring", "hop 2 of the forward", 4),
-        ("ring", "hop 1 of the gradients'", P),
-        ("allgather", "hop 1 of the forward", P),
         ("allgather", "hop 1 of the gradients'", P),
-        ("alltoall", "hop 2 of the forward", P),
         ("alltoall", "hop 1 of the backward", P),
     ],
 )
@@ -285,14 +284,10 @@ def step_of(where: str) -> str:
 @pytest.mark.parametrize(
     ("exchange", "where"),
     [
-        ("ring", "the call"),
-        ("ring", "hop 2 of the forward"),
         ("ring", "hop 1 of the gradients'"),
         ("allgather", "hop 1 of the forward"),
-        ("allgather", "hop 1 of the gradients'"),
         ("alltoall", "the backward"),
         ("alltoall", "hop 2 of the forward"),
-        ("alltoall", "hop 1 of the backward"),
     ],
 )
 def test_peers_of_a_rank_that_hangs_raise_in_time(exchange: str, where: str) -> None:
@@ -315,8 +310,10 @@ def test_peers_of_a_frozen_rank_raise_in_time() -> None:
     assert_waited(outcomes, step_of(where), seconds=SHORT, within=MARGIN)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("where", ["the call", "hop 1 of the forward", "a block of the backward"])
+@pytest.mark.parametrize(
+    ("exchange", "where"),
+    list(zip(EXCHANGES, ("the call", "hop 1 of the forward", "a block of the backward"), strict=True)),
+)
 def test_a_slow_rank_is_waited_for(exchange: str, where: str) -> None:
     outcomes = outcomes_of(call_with, Fault("slow", where, 0.3), exchange, LONG)
     assert max(x.seconds for x in outcomes) >= 0.3
@@ -330,9 +327,9 @@ def test_a_slow_rank_is_waited_for(exchange: str, where: str) -> None:
     ("exchange", "where"),
     [
         *((exchange, f"hop 1 of the {name}") for exchange in EXCHANGES for name in ("forward", "backward")),
-        *((exchange, f"a block of the {name}") for exchange in EXCHANGES for name in ("forward", "backward")),
-        *((exchange, "hop 1 of the gradients'") for exchange in ("ring", "allgather")),
+        *zip(EXCHANGES, ("a block of the forward", "a block of the backward", "a block of the forward"), strict=True),
         *((exchange, f"hop 2 of the {name}") for exchange in ("ring", "alltoall") for name in ("forward", "backward")),
+        ("allgather", "hop 1 of the gradients'"),
         ("ring", "hop 2 of the gradients'"),
     ],
 )
@@ -347,8 +344,7 @@ def test_peers_of_a_rank_that_raises_in_the_middle_raise_at_once(exchange: str, 
     assert again[2] == f"rank {VICTIM} raised an error while others waited for its messages"
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("exchange", "where"), list(zip(EXCHANGES, ("backward", "forward", "backward"), strict=True)))
 def test_peers_of_a_rank_without_memory_raise_at_once(exchange: str, where: str) -> None:
     outcomes = outcomes_of(call_with, Fault("out of memory", f"a block of the {where}"), exchange, LONG)
     assert_waited(outcomes, f"of the {where}|of the gradients'|^the agreement on the backward")
@@ -458,8 +454,7 @@ def call_differently(argument: Argument, exchange: str) -> tuple[str, float, Res
     return error_then_right_call(functools.partial(odd_call, **options), exchange)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(("name", "exchange"), list(zip(DIFFERENT, itertools.cycle(EXCHANGES))))
 def test_every_rank_names_what_differs_and_the_group_goes_on(name: str, exchange: str) -> None:
     ranks, argument = pool(P), DIFFERENT[name]
     usual, odd = argument.values
@@ -487,16 +482,15 @@ def call_wrongly(options: dict[int, dict[str, Any]], exchange: str) -> tuple[str
     )
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("exchange", "options", "text"),
     [
-        ({"lengths": (TOKENS, TOKENS - 1)}, "ValueError: query has 20 tokens and key 19: .*"),
-        ({"lengths": (TOKENS, TOKENS + 1)}, "ValueError: query has 20 tokens and key 21: .*"),
-        ({"dtype": torch.complex64}, "TypeError: query must be float64, .* got torch.complex64"),
-        ({"dropout_p": 2.0}, r"ValueError: dropout_p must be .* got 2\.0"),
-        ({"backend": "none"}, "ValueError: unknown backend 'none'.*"),
-        ({"scale": "x" * 9000}, r"ValueError: scale must be .* got 'x*(\.\.\. \(\w+\))?'?"),
+        ("ring", {"lengths": (TOKENS, TOKENS - 1)}, "ValueError: query has 20 tokens and key 19: .*"),
+        ("allgather", {"lengths": (TOKENS, TOKENS + 1)}, "ValueError: query has 20 tokens and key 21: .*"),
+        ("alltoall", {"dtype": torch.complex64}, "TypeError: query must be float64, .* got torch.complex64"),
+        ("ring", {"dropout_p": 2.0}, r"ValueError: dropout_p must be .* got 2\.0"),
+        ("allgather", {"backend": "none"}, "ValueError: unknown backend 'none'.*"),
+        ("alltoall", {"scale": "x" * 9000}, r"ValueError: scale must be .* got 'x*(\.\.\. \(\w+\))?'?"),
     ],
 )
 def test_every_rank_names_the_one_whose_arguments_are_wrong(options: dict[str, Any], text: str, exchange: str) -> None:
@@ -541,6 +535,8 @@ def backward_or(other: str, exchange: str, timeout: float) -> Any:
         return right_call(exchange, timeout)
     if other == "a gather":
         return gather_sequence(out.detach(), world())
+    if other == "a mean":
+        return sequence_mean(out.detach(), world())
     return None
 
 
@@ -550,8 +546,9 @@ def test_a_backward_that_one_rank_does_not_run_ends_in_time() -> None:
     assert outcomes[VICTIM].error is None
 
 
-def test_a_backward_met_by_a_forward_is_named_at_once() -> None:
-    outcomes = outcomes_of(backward_or, "the next call", "ring", LONG)
+@pytest.mark.parametrize("other", ["the next call", "a gather"])
+def test_a_backward_met_by_another_call_is_named_at_once(other: str) -> None:
+    outcomes = outcomes_of(backward_or, other, "ring", LONG)
     for x in outcomes:
         assert x.error_type == "ValueError"
         assert "the backward of is " in (x.error or "")
@@ -561,7 +558,7 @@ def test_a_backward_met_by_a_forward_is_named_at_once() -> None:
 
 def test_a_backward_met_by_another_collective_ends_in_time() -> None:
     """The collective of the other rank ends too, as its peers have gone."""
-    outcomes = outcomes_of(backward_or, "a gather", "ring", SHORT)
+    outcomes = outcomes_of(backward_or, "a mean", "ring", SHORT)
     assert_waited(outcomes, "^the agreement on the backward", seconds=SHORT, within=MARGIN, again=False)
     assert outcomes[VICTIM].error_type == "RuntimeError"
     assert outcomes[VICTIM].seconds < SHORT + MARGIN
@@ -588,7 +585,7 @@ def change_length(exchange: str, timeout: float, changes: tuple[int, ...]) -> No
     """One rank's shard becomes longer in some calls, which the others do not know where calls are not checked."""
     query = testing.make_qkv(2, TOKENS + 4, 4, 8, dtype=torch.float64)[0]
     group = ContextParallel(world(), exchange=exchange, timeout=timeout, verify="first")
-    with mock.patch.object(_parallel, "FIRST_CALLS", 8):
+    with mock.patch.object(run, "FIRST_CALLS", 8):
         for count in range(12):
             longer = dist.get_rank() == VICTIM and count in changes
             shard = query[:, : TOKENS + 4 if longer else TOKENS]
@@ -608,21 +605,7 @@ def test_lengths_that_vary_keep_being_checked(exchange: str) -> None:
     pool(P).run(change_length, exchange, LONG, (1, 5, 11))
 
 
-# --- other lengths, other groups --------------------------------------------------------------------------------
-
-
-def hand_made(lengths: tuple[int, ...], exchange: str) -> Results:
-    (qkv, dout), start = whole(P), sum(lengths[: dist.get_rank()])
-    shard = slice(start, start + lengths[dist.get_rank()])
-    group = ContextParallel(world(), exchange=exchange, timeout=LONG)
-    call = functools.partial(dilated_attention.dilated_attention, pattern=PATTERN, group=group)
-    return testing.run(call, tuple(x[:, shard] for x in qkv), dout[:, shard])
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("lengths", [(7, 30, 23), (0, 59, 1)], ids=str)
-def test_shards_may_differ_in_length(lengths: tuple[int, ...], exchange: str) -> None:
-    assert_right(pool(P).run(hand_made, lengths, exchange))
+# --- other groups -----------------------------------------------------------------------------------------------
 
 
 def in_two_groups(fault: Fault, exchange: str, timeout: float) -> list[Results]:

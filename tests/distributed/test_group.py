@@ -1,4 +1,4 @@
-"""What goes over a group, in small: buffers used again, rows that are kept, options that one rank gets wrong."""
+"""What goes over a group, in small: buffers used again, rows that are kept, the longest timeout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
-from dilated_attention.ring.circulate import Exchange
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import Call
 from dilated_attention.distributed.fake import FakeTransport, run_threads
-from dilated_attention.distributed.group import Buffers
+from dilated_attention.distributed.group import LONGEST_TIMEOUT, Buffers
 from dilated_attention.ranks import pool
+from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.run import attend
 
 HOST = torch.device("cpu")
 
@@ -47,39 +50,24 @@ def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
     def rank(transport: FakeTransport) -> None:
         q = testing.make_qkv(1, 8, 2, 4, seed=transport.rank)[0].requires_grad_()
         link = testing._FakeLink(transport, exchange="ring", use_checkpointing=False)
-        settings = testing.Settings(DilatedPattern.longnet([16], [1]), False, 0.5, 0.0, "auto")
+        call = Call(DilatedPattern.longnet([16], [1]), in_parts=True).of(q, q, None, 0)
         with torch.set_grad_enabled(grad):
-            testing._parallel.attend(q, q, q, None, None, settings, link)
+            attend(Inputs(q, q, q), call, link)
 
     with mock.patch.object(Exchange, "forward", noted):
         run_threads(2, rank)
     assert keeps == [grad] * 2
 
 
-def misspelt(options: dict[str, object]) -> tuple[str, float]:
+def with_timeout(timeout: float) -> float:
+    """One rank comes late, and the other waits for it."""
     q = testing.make_qkv(1, 8, 2, 4)[0]
-    mine = options if dist.get_rank() else {}
-    start = time.monotonic()
-    try:
-        dilated_attention(q, q, q, DilatedPattern.longnet([16], [1]), group=dist.group.WORLD, **mine)
-    except (TypeError, ValueError) as error:
-        return str(error), time.monotonic() - start
-    return "nothing raised", 0.0
+    if dist.get_rank():
+        time.sleep(0.2)
+    over = ContextParallel(timeout=timeout)
+    return dilated_attention(q, q, q, DilatedPattern.longnet([16], [1]), group=over).sum().item()
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"exchange": "rnig"}, "unknown exchange 'rnig'"),
-        ({"verify": "never"}, "unknown verify 'never'"),
-        ({"timeout": -1}, "timeout must be a positive number of seconds, got -1"),
-        ({"debug": 1}, "debug must be True or False, got 1"),
-    ],
-    ids=lambda x: str(x),
-)
-def test_a_wrong_option_on_one_rank_reaches_all(options: dict[str, object], what: str) -> None:
-    told, own = pool(2).run(misspelt, options)
-    assert what in own[0]
-    assert "rank 1 cannot run it" in told[0]
-    assert what in told[0]
-    assert told[1] < 30  # not the timeout, which is a minute
+def test_the_longest_timeout_works() -> None:
+    first, second = pool(2).run(with_timeout, LONGEST_TIMEOUT)
+    assert first == second

@@ -1,8 +1,8 @@
-"""The operation over ranks against the float64 oracle, on real gloo groups: as on one device, whatever the shards.
+"""The operation over ranks of a real gloo group: bit by bit one device where no segment crosses a border, as exact in
+half precision whatever the number of ranks, in all that PyTorch does around a call, and in what is sent.
 
-Every combination of ranks, exchange, rule, causality and kind of shards is there; what else varies is dealt to them by
-a seeded sampler. Many cases go to the ranks in one call, and each is a test of its own. Inputs are made from seeds in
-the ranks, and every rank has a generator of its own, so that a seed that is not rank 0's shows.
+The table of cases has the numbers themselves. Many cases go to the ranks in one call. Inputs are made from seeds in the
+ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -26,162 +25,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention import (
-    ContextParallel,
-    DilatedPattern,
-    _parallel,
-    dilated_attention,
-    explain,
-    functional,
-    testing,
-)
-from dilated_attention.ring.shards import Shards
+from dilated_attention import DilatedPattern, explain, functional, testing
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool
+from dilated_attention.ring import run
 from dilated_attention.testing import Results
+from tests.cases import Case
+from tests.table import cover
 
 EXCHANGES = ("ring", "allgather", "alltoall", "auto")
-MANY_RANKS = (2, 3, 4, 8)
-KINDS = ("even", "unequal", "few", "empty", "padding")
-MASKS = ("none", "none", "none", "random", "right", "sample")
-LAYOUTS = ("contiguous", "fused", "transposed", "expanded", "odd")
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-HEADS = ((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (4, 2), (6, 2), (6, 3), (8, 4))  # query heads, key/value heads
-TOGETHER = 40  # cases in one call to the ranks
-
-PATTERNS = {
-    "dense": ([300], [1]),  # one segment over all ranks
-    "paper": ([8, 16, 64], [1, 2, 4]),
-    "sparse": ([64], [3]),  # most rows in no branch
-    "odd": ([7, 30], [2, 5]),  # nothing divides anything
-    "rate_over_length": ([4, 40], [9, 6]),
-    "ones": ([1, 2], [1, 3]),
-    "twice": ([20, 20], [2, 2]),  # every key counted twice
-    "prime": ([13, 101], [1, 7]),
-    "gigapath": ([4, 23, 128], [1, 2, 4]),
-}
-LONG_PATTERN = ([1024, 5792], [4, 16])  # no border of a shard of 1000 tokens is one of a segment
 
 
-@dataclass(frozen=True)
-class Case:
-    lengths: tuple[int, ...]
-    pattern: DilatedPattern
-    name: str  # of the pattern and the shards
-    exchange: str
-    is_causal: bool = False
-    dtype: str = "f64"
-    samples: int = 1
-    heads: tuple[int, int] = (2, 2)
-    head_dim: int = 4
-    mask: str = "none"
-    hidden: tuple[int, ...] = ()  # ranks that have only padding
-    dropout_p: float = 0.0
-    lse_gradient: bool = True
-    use_checkpointing: bool = True
-    layout: str = "contiguous"
-    copied: bool = False  # shards are tensors of their own, not slices
-    backend: str = "auto"
-    debug: bool = False
-    seed: int = 0
-
-    @property
-    def ranks(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def id(self) -> str:
-        heads = f"h{self.heads[0]}" if self.heads[0] == self.heads[1] else f"h{self.heads[0]}over{self.heads[1]}"
-        words = [f"P{self.ranks}", self.exchange, self.pattern.rule, self.name]
-        words += ["causal"] * self.is_causal
-        words += [f"n{self.tokens}", self.dtype, f"b{self.samples}{heads}d{self.head_dim}"]
-        words += [f"mask_{self.mask}"] * (self.mask != "none") + [f"drop{self.dropout_p}"] * bool(self.dropout_p)
-        words += ["kept"] * (not self.use_checkpointing) + ["no_dlse"] * (not self.lse_gradient)
-        return "-".join([*words, self.layout, self.backend])
-
-    def shard(self, rank: int) -> slice:
-        starts = Shards.of(self.lengths).starts
-        return slice(starts[rank], starts[rank + 1])
-
-    def padding(self) -> Tensor | None:
-        """(B, N) bool, True = ignored: random, right padding, or one whole sample; and all that some ranks have."""
-        if self.mask == "none" and not self.hidden:
-            return None
-        draws = torch.Generator().manual_seed(self.seed)
-        mask = torch.zeros(self.samples, self.tokens, dtype=torch.bool)
-        if self.mask == "random":
-            mask = torch.rand(mask.shape, generator=draws) < 0.3
-        elif self.mask == "right":
-            mask = torch.arange(self.tokens) >= torch.randint(0, self.tokens + 1, (self.samples, 1), generator=draws)
-        elif self.mask == "sample":
-            mask[-1] = True
-        for rank in self.hidden:
-            mask[:, self.shard(rank)] = True
-        return mask
-
-    def inputs(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None, Tensor | None]:
-        """q, k, v; dout; dlse; padding: of the whole sequence. What is under the padding is NaN."""
-        heads, kv_heads = self.heads
-        q, k, v = testing.make_qkv(
-            self.samples, self.tokens, heads, self.head_dim, kv_heads=kv_heads, layout=self.layout,
-            dtype=DTYPES[self.dtype], seed=self.seed,
-        )  # fmt: skip
-        draws = torch.Generator().manual_seed(self.seed + 1)
-        dout = torch.randn(q.shape, generator=draws).to(q.dtype)
-        dlse = torch.randn(q.shape[:3], generator=draws) if self.lse_gradient else None
-        padding = self.padding()
-        if padding is not None and self.layout == "contiguous":
-            k, v = (x.masked_fill(padding[:, :, None, None], torch.nan) for x in (k, v))
-        return (q, k, v), dout, dlse, padding
-
-    def options(self) -> dict[str, Any]:
-        return {"is_causal": self.is_causal, "dropout_p": self.dropout_p}
-
-    def expected(self) -> Results:
-        qkv, dout, dlse, padding = self.inputs()
-        torch.manual_seed(self.seed)
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64) if self.dropout_p else None
-        return testing.oracle(qkv, self.pattern, dout, dlse, key_padding_mask=padding, seed=seed, **self.options())
-
-    def on_one_device(self) -> Results:
-        qkv, dout, dlse, padding = self.inputs()
-        torch.manual_seed(self.seed)
-        return testing.run(self.attention(padding), qkv, dout, dlse)
-
-    def attention(self, padding: Tensor | None, **of_a_group: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        fixed: dict[str, Any] = {
-            "enable_gqa": True,
-            "return_lse": True,
-            "backend": self.backend,
-            "key_padding_mask": padding,
-        }
-
-        if of_a_group:
-            fixed |= {"heads": of_a_group.pop("heads", None), "group": ContextParallel(**of_a_group)}
-
-        def attention(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-            return dilated_attention(*qkv, self.pattern, **fixed, **self.options())
-
-        return attention
-
-    def on_this_rank(self, group: dist.ProcessGroup | None = None, **options: Any) -> Results:
-        group = dist.group.WORLD if group is None else group
-        rank = dist.get_rank(group)
-        shard = self.shard(rank)
-        qkv, dout, dlse, padding = self.inputs()
-        qkv = tuple(x[:, shard].clone(memory_format=torch.contiguous_format) if self.copied else x[:, shard]
-                    for x in qkv)  # fmt: skip
-        attention = self.attention(
-            None if padding is None else padding[:, shard], group=group, exchange=self.exchange,
-            use_checkpointing=self.use_checkpointing, debug=self.debug, **options,
-        )  # fmt: skip
-        torch.manual_seed(self.seed + rank)
-        return testing.run(attention, qkv, dout[:, shard], None if dlse is None else dlse[:, shard])
+def make(pattern: DilatedPattern, lengths: tuple[int, ...], number: int = 0, **more: Any) -> Case:
+    given = {"is_causal": False, "samples": 1, "ranks": len(lengths), "own_heads": (2, 2), **more}
+    return Case(
+        "ranks", number, pattern.rule, pattern="own", own_pattern=pattern, own_lengths=lengths, tokens=sum(lengths),
+        **given,
+    )  # fmt: skip
 
 
 def run_here(cases: Sequence[Case]) -> list[Results]:
@@ -189,172 +50,57 @@ def run_here(cases: Sequence[Case]) -> list[Results]:
     return [case.on_this_rank() for case in cases]
 
 
-def solve(cases: Sequence[Case]) -> dict[Case, Results | RanksFailed]:
-    """The joined results of cases for equally many ranks; if a call fails, its halves are tried, down to one case."""
-    try:
-        shards = pool(cases[0].ranks).run(run_here, cases)
-    except RanksFailed as error:
-        if len(cases) == 1:
-            return {cases[0]: error}
-        half = len(cases) // 2
-        return solve(cases[:half]) | solve(cases[half:])
-    return {case: testing.joined(parts) for case, parts in zip(cases, zip(*shards, strict=True), strict=True)}
+def solve(cases: Sequence[Case]) -> list[Results]:
+    """The joined results of cases for equally many ranks."""
+    shards = pool(cases[0].ranks).run(run_here, cases)
+    return [testing.joined(parts) for parts in zip(*shards, strict=True)]
 
 
-# --- the table --------------------------------------------------------------------------------------------------
+# --- long segments: the oracle is quadratic, so one device is what they are checked against ----------------------
 
 
-def make_lengths(kind: str, ranks: int, draw: random.Random) -> tuple[int, ...]:
-    tokens = draw.randint(1, max(1, ranks - 1)) if kind == "few" else draw.randint(24, 90)
-    if kind in ("even", "few"):
-        return tuple(b - a for a, b in itertools.pairwise(Shards.even(tokens, ranks).starts))
-    borders = sorted(draw.sample(range(1, tokens), ranks - 1))
-    lengths = [b - a for a, b in itertools.pairwise([0, *borders, tokens])]
-    if kind == "empty":
-        for rank in draw.sample(range(ranks), draw.randint(1, ranks - 1) if ranks > 1 else 1):
-            lengths[rank] = 0
-    return tuple(lengths)
-
-
-def make_case(ranks: int, exchange: str, rule: str, is_causal: bool, kind: str) -> Case:
-    draw = random.Random(f"{ranks} {exchange} {rule} {is_causal} {kind}")
-    name = draw.choice(tuple(PATTERNS))
-    widths, rates = PATTERNS[name]
-    dropout_p = draw.choice((0.0, 0.0, 0.2, 0.6))
-    return Case(
-        lengths=make_lengths(kind, ranks, draw),
-        pattern=DilatedPattern(rule, tuple(widths), tuple(rates)),
-        name=f"{name}-{kind}",
-        exchange=exchange,
-        is_causal=is_causal,
-        dtype=draw.choice(("f64", "f64", "f32")),
-        samples=draw.choice((1, 2, 3)),
-        heads=draw.choice([heads for heads in HEADS if rule != "head_groups" or heads[1] >= len(widths)]),
-        head_dim=draw.choice((1, 4, 5)),
-        mask=draw.choice(MASKS),
-        hidden=tuple(draw.sample(range(ranks), draw.randint(1, max(1, ranks - 1)))) if kind == "padding" else (),
-        dropout_p=dropout_p,
-        lse_gradient=draw.random() < 0.7,
-        use_checkpointing=draw.random() < 0.5,
-        layout=draw.choice(LAYOUTS) if draw.random() < 0.6 else "contiguous",
-        copied=draw.random() < 0.3,
-        backend=draw.choice(("auto", "eager") if dropout_p else ("auto", "sdpa", "eager")),
-        debug=draw.random() < 0.2,
-        seed=draw.randrange(2**20),
-    )
-
-
-CASES = [
-    make_case(*kinds)
-    for kinds in [
-        *itertools.product(MANY_RANKS, EXCHANGES, RULES, (False, True), KINDS),
-        *itertools.product((1,), ("ring", "auto"), RULES, (False, True), KINDS),
-    ]
-]
-
-
-@functools.cache
-def solved(ranks: int, batch: int) -> dict[Case, Results | RanksFailed]:
-    cases = [case for case in CASES if case.ranks == ranks]
-    return solve(cases[batch * TOGETHER : (batch + 1) * TOGETHER])
-
-
-def of_the_table(case: Case) -> Results:
-    """Computed with its neighbours in the table."""
-    place = [other for other in CASES if other.ranks == case.ranks].index(case)
-    found = solved(case.ranks, place // TOGETHER)[case]
-    if isinstance(found, RanksFailed):
-        raise found
-    return found
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_against_the_oracle(case: Case) -> None:
-    testing.assert_exact(of_the_table(case), case.expected())
-
-
-def test_the_table_has_every_kind_of_case() -> None:
-    assert len(CASES) >= 500
-    assert len(set(CASES)) == len(CASES)
-    many = [case for case in CASES if case.ranks > 1 and case.tokens > case.ranks]
-    crossing = Counter((case.exchange, case.name.split("-")[0]) for case in many)
-    assert len(crossing) == len(EXCHANGES) * len(PATTERNS)
-    for one in (
-        lambda case: case.dropout_p,
-        lambda case: case.mask,
-        lambda case: case.layout,
-        lambda case: case.dtype,
-        lambda case: case.heads,
-        lambda case: case.samples,
-        lambda case: case.backend,
-        lambda case: (case.pattern.rule, case.mask != "none" or bool(case.hidden), bool(case.dropout_p)),
-        lambda case: (case.use_checkpointing, case.lse_gradient, case.is_causal),
-        lambda case: (case.heads[0] > case.heads[1], bool(case.hidden), case.is_causal),
-    ):
-        values = {one(case) for case in CASES}
-        kinds = Counter((case.exchange, one(case)) for case in many)
-        assert len(kinds) == len(EXCHANGES) * len(values)
-        assert min(kinds.values()) >= 2
-
-
-# --- long segments: the oracle is quadratic, so one device is what they are held against ---
-
-LONG = [
-    Case((1000,) * ranks, DilatedPattern(rule, *map(tuple, LONG_PATTERN)), "long", exchange, is_causal, heads=(3, 3))
-    for ranks, (at, exchange), rule, is_causal in itertools.product(
-        (3, 8), enumerate(EXCHANGES[:3]), RULES, (False, True)
-    )
-    if ranks == 3 or is_causal == (at + RULES.index(rule)) % 2
-]
-LONG += [
-    replace(case, lengths=lengths, heads=(2, 2), mask="right", dropout_p=0.3, seed=7)
-    for case in LONG[:6:2]
-    for lengths in ((900, 2000, 1), (5792, 1, 0, 300))
-]
-
-
-@functools.cache
-def solved_long(ranks: int) -> dict[Case, Results | RanksFailed]:
-    return solve([case for case in LONG if case.ranks == ranks])
-
-
-@pytest.mark.parametrize("case", LONG, ids=lambda case: case.id)
-def test_long_segments_are_as_on_one_device(case: Case) -> None:
-    found = solved_long(case.ranks)[case]
-    if isinstance(found, RanksFailed):
-        raise found
-    testing.assert_exact(found, case.on_one_device())
+@pytest.mark.parametrize("lengths", [(1000,) * 3, (900, 2000, 1), (5792, 1, 0, 300)], ids=str)
+def test_long_segments_are_as_on_one_device(lengths: tuple[int, ...]) -> None:
+    """No border of a shard is one of a segment."""
+    cases = [
+        make(
+            DilatedPattern(rule, (1024, 5792), (4, 16)), lengths, 7, exchange=exchange, is_causal=(i + j) % 2 == 0,
+            mask=("none", "right")[i % 2], dropout_p=(0.0, 0.3)[j % 2],
+        )
+        for (i, exchange), (j, rule) in itertools.product(enumerate(EXCHANGES[:3]), enumerate(RULES))
+    ]  # fmt: skip
+    for case, found in zip(cases, solve(cases), strict=True):
+        testing.assert_exact(found, case.on_one_device())
 
 
 # --- bit for bit ------------------------------------------------------------------------------------------------
 
-FULL = ((8, 16), (1, 2)), ((64, 128), (64, 32, 0, 64))
-RAGGED = ((12, 18), (3, 5)), ((36, 72), (36, 0, 72, 41))
-APART = [
-    Case(
-        lengths, DilatedPattern(rule, *branches), "apart", "ring", is_causal, dtype, samples, heads, mask=mask,
-        layout="fused", copied=samples > 1, backend=backend, seed=3,
-    )
-    for (branches, some), (rule, heads), is_causal, (dtype, samples), backend in itertools.product(
-        (FULL, RAGGED), (("longnet", (8, 4)), ("torchscale", (8, 8)), ("head_groups", (6, 3))), (False, True),
-        (("f32", 1), ("f64", 1), ("f64", 2)), ("sdpa", "eager"),
-    )
-    for lengths, mask in zip(some, ("none", "right"), strict=True)
-]  # fmt: skip
 
-
-@functools.cache
-def solved_apart(ranks: int) -> dict[Case, Results | RanksFailed]:
-    return solve([case for case in APART if case.ranks == ranks])
-
-
-@pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
-def test_bit_for_bit_one_device_where_no_segment_crosses_a_border(case: Case) -> None:
-    found = solved_apart(case.ranks)[case]
-    if isinstance(found, RanksFailed):
-        raise found
-    for (name, got), (_, wanted) in zip(found.items(), case.on_one_device().items(), strict=True):
-        assert torch.equal(got, wanted), f"{name} differs by {testing.error(got, wanted):.1e}"
+@pytest.mark.parametrize(
+    ("branches", "lengths", "mask"),
+    [
+        (((8, 16), (1, 2)), (64, 128), "none"),
+        (((8, 16), (1, 2)), (64, 32, 0, 64), "right"),
+        (((12, 18), (3, 5)), (36, 72), "none"),
+        (((12, 18), (3, 5)), (36, 0, 72, 41), "right"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bit_for_bit_one_device_where_no_segment_crosses_a_border(
+    branches: Any, lengths: tuple[int, ...], mask: str, is_causal: bool
+) -> None:
+    cases = [
+        make(
+            DilatedPattern(rule, *branches), lengths, 3, is_causal=is_causal, own_heads=heads, dtype=dtype,
+            samples=samples, mask=mask, layout="fused", copied=samples > 1, backend=backend,
+        )
+        for rule, heads in (("longnet", (8, 4)), ("torchscale", (8, 8)), ("head_groups", (6, 3)))
+        for dtype, samples, backend in (("f32", 1, "sdpa"), ("f64", 1, "eager"), ("f64", 2, "sdpa"))
+    ]  # fmt: skip
+    for case, found in zip(cases, solve(cases), strict=True):
+        for (name, got), (_, wanted) in zip(found.items(), case.on_one_device().items(), strict=True):
+            assert torch.equal(got, wanted), f"{case.id}: {name} differs by {testing.error(got, wanted):.1e}"
 
 
 def size_one_here(cases: Sequence[Case]) -> list[bool]:
@@ -368,59 +114,55 @@ def size_one_here(cases: Sequence[Case]) -> list[bool]:
 
 
 def test_a_group_of_one_is_the_plain_function() -> None:
-    cases = [replace(case, seed=5) for case in CASES if case.ranks == 1 and not case.copied]
-    assert len(cases) > 20
+    cases = [replace(case, copied=False) for case in cover("ranks") if case.ranks == 1]
+    assert len(cases) > 8
     assert pool(2).run(size_one_here, cases) == [[True] * len(cases)] * 2
 
 
 # --- half precision ---------------------------------------------------------------------------------------------
 
-HALF = [
-    Case(
-        (160 // ranks,) * ranks, DilatedPattern.longnet([32, 100, 200], [1, 2, 3]), "half", exchange, is_causal, dtype,
-        samples=1, heads=(4, 2), head_dim=16, seed=1,
-    )
-    for ranks, exchange, is_causal, dtype in itertools.product(
-        (1, 2, 4, 8), EXCHANGES[:3], (False, True), ("bf16", "f16")
-    )
-]  # fmt: skip
-
 
 @functools.cache
-def solved_half(ranks: int) -> dict[Case, Results | RanksFailed]:
-    return solve([case for case in HALF if case.ranks == ranks])
-
-
-@functools.cache
-def expected_of_half(is_causal: bool, dtype: str) -> tuple[Results, Results]:
+def expected_of_half(dtype: str, is_causal: bool) -> tuple[Results, Results]:
     """In float64, and by plain PyTorch in the dtype itself."""
-    case = next(case for case in HALF if case.is_causal == is_causal and case.dtype == dtype)
-    qkv, dout, dlse, _ = case.inputs()
-    plain = testing.oracle(qkv, case.pattern, dout, dlse, dtype=None, **case.options())
-    return case.expected(), plain
+    case = half((160,), dtype, is_causal)
+    return case.expected(), case.expected(dtype=None)
 
 
-@pytest.mark.parametrize("case", HALF, ids=lambda case: case.id)
-def test_the_error_of_half_precision_does_not_grow_with_ranks(case: Case) -> None:
+def half(lengths: tuple[int, ...], dtype: str, is_causal: bool, exchange: str = "ring") -> Case:
+    pattern, given = DilatedPattern.longnet([32, 100, 200], [1, 2, 3]), {"own_heads": (4, 2), "head_dim": 16}
+    return make(pattern, lengths, 1, dtype=dtype, is_causal=is_causal, exchange=exchange, **given)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_error_of_half_precision_does_not_grow_with_ranks(ranks: int, exchange: str) -> None:
     """One limit for any number of ranks: twice plain PyTorch's own error, three times for gradients."""
-    found = solved_half(case.ranks)[case]
-    if isinstance(found, RanksFailed):
-        raise found
-    testing.assert_exact(found, *expected_of_half(case.is_causal, case.dtype))
+    kinds = [("bf16", ranks > 2), ("f16", ranks <= 2)]
+    cases = [half((160 // ranks,) * ranks, *kind, exchange) for kind in kinds]
+    for kind, found in zip(kinds, solve(cases), strict=True):
+        testing.assert_exact(found, *expected_of_half(*kind))
 
 
 # --- how it is used ---------------------------------------------------------------------------------------------
 
-BASE = Case(
-    (9, 14, 3, 15), DilatedPattern.longnet([8, 24, 64], [1, 2, 3]), "base", "ring", samples=2, heads=(4, 2), seed=11
-)
-BY_EXCHANGE = pytest.mark.parametrize("exchange", EXCHANGES)
+BASE = make(DilatedPattern.longnet([8, 24, 64], [1, 2, 3]), (9, 14, 3, 15), 11, samples=2, own_heads=(4, 2))
+BY_EXCHANGE = pytest.mark.parametrize("exchange", EXCHANGES[:3])
+
+
+def vary(lengths: tuple[int, ...] = (), pattern: DilatedPattern | None = None, **changes: Any) -> Case:
+    """The same case with other shards, another pattern, and so on."""
+    if lengths:
+        changes |= {"own_lengths": lengths, "tokens": sum(lengths), "ranks": len(lengths)}
+    if pattern is not None:
+        changes |= {"own_pattern": pattern, "rule": pattern.rule}
+    return replace(BASE, **changes)
 
 
 def layers(case: Case, attention: Callable[..., Any], x: Tensor) -> Tensor:
     """Four layers, each with q, k and v from the one before."""
     for scale in (1.0, 0.5, 2.0, 0.7):
-        group = case.heads[0] // case.heads[1]
+        group = case.head_counts()[0] // case.head_counts()[1]
         out, lse = attention(x * scale, x[:, :, ::group].tanh(), x[:, :, group - 1 :: group])
         x = x + out * lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1).tanh()
     return x
@@ -430,20 +172,24 @@ def layers_here(case: Case) -> tuple[Tensor, Tensor]:
     (q, _, _), dout, _, _ = case.inputs()
     shard = case.shard(dist.get_rank())
     x = q[:, shard].detach().requires_grad_()
-    options = {"group": dist.group.WORLD, "exchange": case.exchange, "use_checkpointing": case.use_checkpointing}
-    torch.manual_seed(case.seed)
-    y = layers(case, case.attention(None, **options), x)
+    options = {"group": case.over()}
+    torch.manual_seed(case.number)
+    y = layers(case, case.attention(**options), x)
     return y.detach(), torch.autograd.grad(y, x, dout[:, shard])[0]
 
 
-@BY_EXCHANGE
-@pytest.mark.parametrize("use_checkpointing", [False, True])
+BY_BOTH = pytest.mark.parametrize(
+    ("exchange", "use_checkpointing"), [("ring", False), ("ring", True), ("allgather", False), ("alltoall", True)]
+)
+
+
+@BY_BOTH
 def test_several_layers(exchange: str, use_checkpointing: bool) -> None:
-    case = replace(BASE, exchange=exchange, use_checkpointing=use_checkpointing, dropout_p=0.2)
+    case = vary(exchange=exchange, recompute=use_checkpointing, dropout_p=0.2)
     (q, _, _), dout, _, _ = case.inputs()
     x = q.detach().requires_grad_()
-    torch.manual_seed(case.seed)
-    y = layers(case, case.attention(None), x)
+    torch.manual_seed(case.number)
+    y = layers(case, case.attention(), x)
     dx = torch.autograd.grad(y, x, dout)[0]
     got = [torch.cat(parts, 1) for parts in zip(*pool(4).run(layers_here, case), strict=True)]
     assert testing.error(got[0], y.detach()) < 1e-12
@@ -456,9 +202,9 @@ def recomputed_here(case: Case, reentrant: bool) -> Results:
     rank = dist.get_rank()
     shard = case.shard(rank)
     padding = None if padding is None else padding[:, shard]
-    attention = case.attention(padding, group=dist.group.WORLD, exchange=case.exchange)
+    attention = case.attention(key_padding_mask=padding, group=case.over())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
-    torch.manual_seed(case.seed + rank)
+    torch.manual_seed(case.number + rank)
     out, lse = checkpoint(attention, *leaves, use_reentrant=reentrant)
     torch.rand(rank)  # the generator moves on: what is made again must be the same nevertheless
     assert dlse is not None
@@ -468,10 +214,9 @@ def recomputed_here(case: Case, reentrant: bool) -> Results:
     return Results(out.detach(), lse.detach(), *grads)
 
 
-@BY_EXCHANGE
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("exchange", "reentrant"), [("ring", True), ("allgather", False), ("alltoall", True)])
 def test_activation_checkpointing(exchange: str, reentrant: bool) -> None:
-    case = replace(BASE, exchange=exchange, mask="random", dropout_p=0.3)
+    case = vary(exchange=exchange, mask="random", dropout_p=0.3)
     testing.assert_exact(testing.joined(pool(4).run(recomputed_here, case, reentrant)), case.expected())
 
 
@@ -479,13 +224,13 @@ def without_gradients_here(case: Case) -> tuple[Tensor, Tensor, bool]:
     qkv, _, _, _ = case.inputs()
     parts = [x[:, case.shard(dist.get_rank())].requires_grad_() for x in qkv]
     with torch.no_grad():
-        out, lse = case.attention(None, group=dist.group.WORLD, exchange=case.exchange)(*parts)
+        out, lse = case.attention(group=case.over())(*parts)
     return out, lse, out.requires_grad or lse.requires_grad
 
 
 @BY_EXCHANGE
 def test_no_grad(exchange: str) -> None:
-    case = replace(BASE, exchange=exchange, use_checkpointing=False)
+    case = vary(exchange=exchange, recompute=False)
     outs, lses, graded = zip(*pool(4).run(without_gradients_here, case), strict=True)
     expected = case.expected()
     assert expected.lse is not None
@@ -500,7 +245,7 @@ def different_losses_here(case: Case) -> tuple[Tensor, ...]:
     rank = dist.get_rank()
     shard = case.shard(rank)
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
-    out, lse = case.attention(None, group=dist.group.WORLD, exchange=case.exchange)(*leaves)
+    out, lse = case.attention(group=case.over())(*leaves)
     assert dlse is not None
     outputs = {0: [out], 1: [lse], 2: [out, lse], 3: [out]}[rank]
     grads = {0: [dout], 1: [dlse.to(lse.dtype)], 2: [dout, dlse.to(lse.dtype)], 3: [dout * 0]}[rank]
@@ -509,13 +254,13 @@ def different_losses_here(case: Case) -> tuple[Tensor, ...]:
 
 @BY_EXCHANGE
 def test_ranks_whose_losses_use_different_results(exchange: str) -> None:
-    case = replace(BASE, exchange=exchange)
+    case = vary(exchange=exchange)
     qkv, dout, dlse, _ = case.inputs()
     assert dlse is not None
     dout, dlse = dout.clone(), dlse.clone()
     dout[:, case.shard(1)] = dout[:, case.shard(3)] = 0
     dlse[:, case.shard(0)] = dlse[:, case.shard(3)] = 0
-    expected = testing.oracle(qkv, case.pattern, dout, dlse)
+    expected = testing.oracle(qkv, case.the_pattern(), dout, dlse)
     got = [torch.cat(parts, 1) for parts in zip(*pool(4).run(different_losses_here, case), strict=True)]
     for x, wanted in zip(got, (expected.dq, expected.dk, expected.dv), strict=True):
         assert testing.error(x, wanted) < 1e-12
@@ -525,16 +270,15 @@ def backward_twice_here(case: Case) -> list[tuple[Tensor, ...]]:
     qkv, dout, _, _ = case.inputs()
     shard = case.shard(dist.get_rank())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
-    options = {"group": dist.group.WORLD, "exchange": case.exchange, "use_checkpointing": case.use_checkpointing}
-    torch.manual_seed(case.seed)
-    out, _ = case.attention(None, **options)(*leaves)
+    options = {"group": case.over()}
+    torch.manual_seed(case.number)
+    out, _ = case.attention(**options)(*leaves)
     return [torch.autograd.grad(out, leaves, dout[:, shard], retain_graph=first) for first in (True, False)]
 
 
-@BY_EXCHANGE
-@pytest.mark.parametrize("use_checkpointing", [False, True])
+@BY_BOTH
 def test_a_graph_can_be_gone_through_twice(exchange: str, use_checkpointing: bool) -> None:
-    case = replace(BASE, exchange=exchange, use_checkpointing=use_checkpointing, dropout_p=0.2)
+    case = vary(exchange=exchange, recompute=use_checkpointing, dropout_p=0.2)
     for once, again in pool(4).run(backward_twice_here, case):
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
@@ -542,7 +286,7 @@ def test_a_graph_can_be_gone_through_twice(exchange: str, use_checkpointing: boo
 def differentiated_twice_here(case: Case) -> str:
     qkv, _, _, _ = case.inputs()
     leaves = [x[:, case.shard(dist.get_rank())].detach().requires_grad_() for x in qkv]
-    loss = case.attention(None, group=dist.group.WORLD, exchange=case.exchange)(*leaves)[0].sum()
+    loss = case.attention(group=case.over())(*leaves)[0].sum()
     (grad,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
     with pytest.raises(RuntimeError) as raised:
         (loss + grad.square().sum()).backward()
@@ -551,13 +295,13 @@ def differentiated_twice_here(case: Case) -> str:
 
 @BY_EXCHANGE
 def test_there_is_no_second_derivative(exchange: str) -> None:
-    for error in pool(4).run(differentiated_twice_here, replace(BASE, exchange=exchange)):
+    for error in pool(4).run(differentiated_twice_here, vary(exchange=exchange)):
         assert "cannot be differentiated twice" in error
 
 
 def compiled_here(case: Case) -> Results:
     def twice(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = case.attention(None, group=dist.group.WORLD, exchange=case.exchange)(*(x * 1.5 for x in qkv))
+        out, lse = case.attention(group=case.over())(*(x * 1.5 for x in qkv))
         return out * 2, lse
 
     qkv, dout, dlse, _ = case.inputs()
@@ -569,22 +313,20 @@ def compiled_here(case: Case) -> Results:
 
 
 def test_compiled_around_the_call() -> None:
-    case = replace(BASE, lengths=(17, 24), exchange="ring")
+    case = vary(lengths=(17, 24), exchange="ring")
     qkv, dout, dlse, _ = case.inputs()
     single = testing.run(
-        lambda *x: (lambda out, lse: (out * 2, lse))(*case.attention(None)(*(y * 1.5 for y in x))), qkv, dout, dlse
+        lambda *x: (lambda out, lse: (out * 2, lse))(*case.attention()(*(y * 1.5 for y in x))), qkv, dout, dlse
     )
     testing.assert_exact(testing.joined(pool(2).run(compiled_here, case)), single)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize(("samples", "lengths"), [(0, (5, 6, 7)), (2, (0, 0, 0)), (0, (0, 0, 0)), (2, (0, 1, 0))])
-def test_nothing_or_next_to_nothing(exchange: str, samples: int, lengths: tuple[int, ...]) -> None:
-    case = replace(BASE, exchange=exchange, samples=samples, lengths=lengths, pattern=DilatedPattern.longnet([4], [1]))
-    found = solve([case])[case]
-    if isinstance(found, RanksFailed):
-        raise found
-    testing.assert_exact(found, case.on_one_device())
+@BY_EXCHANGE
+def test_nothing_or_next_to_nothing(exchange: str) -> None:
+    kinds = [(0, (5, 6, 7)), (2, (0, 0, 0)), (0, (0, 0, 0)), (2, (0, 1, 0))]
+    cases = [vary(lengths, DilatedPattern.longnet([4], [1]), exchange=exchange, samples=x) for x, lengths in kinds]
+    for case, found in zip(cases, solve(cases), strict=True):
+        testing.assert_exact(found, case.on_one_device())
 
 
 # --- groups among others ----------------------------------------------------------------------------------------
@@ -593,22 +335,22 @@ def test_nothing_or_next_to_nothing(exchange: str, samples: int, lengths: tuple[
 def on_a_mesh_here(case: Case) -> Results:
     """Two groups at once, each with another sequence."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    case = replace(case, seed=case.seed + mesh.get_local_rank("data"))
+    case = replace(case, number=case.number + mesh.get_local_rank("data"))
     group = mesh["sequence"]
     assert group.get_group().rank() == mesh.get_local_rank("sequence")
     shard = case.shard(mesh.get_local_rank("sequence"))
     qkv, dout, dlse, _ = case.inputs()
     assert dlse is not None
-    attention = case.attention(None, group=group, exchange=case.exchange)
+    attention = case.attention(group=case.over(group))
     return testing.run(attention, tuple(x[:, shard] for x in qkv), dout[:, shard], dlse[:, shard])
 
 
 @BY_EXCHANGE
 def test_two_groups_at_once_on_a_mesh(exchange: str) -> None:
-    case = replace(BASE, lengths=(17, 24), exchange=exchange)
+    case = vary(lengths=(17, 24), exchange=exchange)
     results = pool(4).run(on_a_mesh_here, case)
     for data in range(2):
-        expected = replace(case, seed=case.seed + data).expected()
+        expected = replace(case, number=case.number + data).expected()
         testing.assert_exact(testing.joined(results[2 * data : 2 * data + 2]), expected)
 
 
@@ -622,11 +364,13 @@ def in_a_subgroup_here(case: Case, ranks: list[int], options: dict[str, Any]) ->
 UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
-@BY_EXCHANGE
-@pytest.mark.parametrize("options", [{}, UNSORTED], ids=str)
-@pytest.mark.parametrize("ranks", [[3, 1], [2, 0, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "options", "exchange"),
+    [([3, 1], {}, "ring"), ([2, 0, 3], UNSORTED, "ring"), ([3, 1], UNSORTED, "allgather"), ([2, 0, 3], {}, "alltoall")],
+    ids=str,
+)
 def test_ranks_of_a_group_are_not_those_of_the_world(ranks: list[int], options: dict[str, Any], exchange: str) -> None:
-    case = replace(BASE, lengths=(17, 24, 5)[: len(ranks)], exchange=exchange, mask="right", dropout_p=0.2)
+    case = vary(lengths=(17, 24, 5)[: len(ranks)], exchange=exchange, mask="right", dropout_p=0.2)
     found = pool(4).run(in_a_subgroup_here, case, ranks, options)
     assert [rank for rank, one in enumerate(found) if one is not None] == sorted(ranks)
     in_order = sorted((one for one in found if one is not None), key=lambda one: one[0])
@@ -643,17 +387,16 @@ def split_heads_here(case: Case) -> Results:
     def part(x: Tensor) -> Tensor:
         return x[:, shard].chunk(2, 2)[mine]
 
-    torch.manual_seed(case.seed)
-    total = case.heads[1]
-    options = {"group": mesh["sequence"], "exchange": case.exchange, "heads": (mine * total // 2, total)}
-    return testing.run(case.attention(None, **options), tuple(part(x) for x in qkv), part(dout), part(dlse))
+    torch.manual_seed(case.number)
+    total = case.head_counts()[1]
+    options = {"group": case.over(mesh["sequence"]), "heads": (mine * total // 2, total)}
+    return testing.run(case.attention(**options), tuple(part(x) for x in qkv), part(dout), part(dlse))
 
 
-@BY_EXCHANGE
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "exchange"), list(zip(RULES, EXCHANGES[:3], strict=True)))
 def test_heads_split_too(rule: str, exchange: str) -> None:
     pattern = DilatedPattern(rule, (6, 24, 64), (1, 2, 3))
-    case = replace(BASE, pattern=pattern, lengths=(17, 24), exchange=exchange, heads=(8, 4), dropout_p=0.3)
+    case = vary(pattern=pattern, lengths=(17, 24), exchange=exchange, own_heads=(8, 4), dropout_p=0.3)
     results = pool(4).run(split_heads_here, case)
     halves = [testing.joined(results[:2]), testing.joined(results[2:])]
     whole = [torch.cat(pair, 2) for pair in zip(*([x for _, x in half.items()] for half in halves), strict=True)]
@@ -697,15 +440,15 @@ def calls_here(case: Case) -> tuple[Counter[str], set[int]]:
 def test_a_ring_is_point_to_point_between_neighbours(exchange: str, use_checkpointing: bool) -> None:
     """On gloo the others are so too, between any two ranks: a collective could not tell whose message is missing."""
     assert {"all_reduce", "all_gather", "all_to_all_single", "broadcast"} <= set(COLLECTIVES)
-    case = replace(BASE, pattern=DilatedPattern.torchscale([64], [1]), exchange=exchange, mask="right", heads=(8, 4))
-    for rank, (calls, peers) in enumerate(pool(4).run(calls_here, replace(case, use_checkpointing=use_checkpointing))):
+    case = vary(pattern=DilatedPattern.torchscale([64], [1]), exchange=exchange, mask="right", own_heads=(8, 4))
+    for rank, (calls, peers) in enumerate(pool(4).run(calls_here, replace(case, recompute=use_checkpointing))):
         assert set(calls) == {"batch_isend_irecv"}
         assert peers == ({(rank + 1) % 4} if exchange == "ring" else {0, 1, 2, 3} - {rank})
 
 
 def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
     """Hops, bytes received, bytes sent and bytes still held, after the forward and after the backward pass."""
-    link = _parallel.Link(dist.group.WORLD, case.exchange, case.use_checkpointing)
+    link = run.Link(dist.group.WORLD, case.exchange, case.recompute)
     qkv, dout, _, padding = case.inputs()
     shard = case.shard(dist.get_rank())
     leaves = [x[:, shard].detach().requires_grad_() for x in qkv]
@@ -716,7 +459,7 @@ def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
         found.append((stats.hops, stats.bytes_received, stats.bytes_sent, stats.buffer_bytes))
 
     out, _ = functional.attend(
-        *leaves, case.pattern, case.is_causal, None, 0.0, padding, True, case.backend, None, link
+        *leaves, case.the_pattern(), case.is_causal, None, 0.0, padding, True, case.backend, None, link
     )
     note()
     out.backward(dout[:, shard])
@@ -730,9 +473,9 @@ def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
 @pytest.mark.parametrize("exchange", ["ring", "allgather"])
 def test_bytes_and_hops_of_keys_and_values(exchange: str, use_checkpointing: bool, is_causal: bool, rate: int) -> None:
     P, c, (H, Hk), D, e = 4, 16, (4, 2), 8, 4
-    case = replace(
-        BASE, lengths=(c,) * P, pattern=DilatedPattern.longnet([P * c], [rate]), exchange=exchange, dtype="f32",
-        samples=1, is_causal=is_causal, use_checkpointing=use_checkpointing, head_dim=D, heads=(H, Hk),
+    case = vary(
+        lengths=(c,) * P, pattern=DilatedPattern.longnet([P * c], [rate]), exchange=exchange, dtype="f32",
+        samples=1, is_causal=is_causal, recompute=use_checkpointing, head_dim=D, own_heads=(H, Hk),
     )  # fmt: skip
     block = 2 * Hk * D * e * c // rate  # a shard's rows in float32, and as large the sums of their gradients
     for rank, (forward, both) in enumerate(pool(P).run(stats_here, case)):
@@ -757,9 +500,9 @@ def test_bytes_and_hops_of_keys_and_values(exchange: str, use_checkpointing: boo
 
 def test_bytes_and_hops_of_whole_segments() -> None:
     P, c, H, Hk, D, e, rate = 4, 16, 8, 4, 8, 4, 2
-    case = replace(
-        BASE, lengths=(c,) * P, pattern=DilatedPattern.longnet([P * c], [rate]), exchange="alltoall", dtype="f32",
-        samples=1, heads=(H, Hk), head_dim=D,
+    case = vary(
+        lengths=(c,) * P, pattern=DilatedPattern.longnet([P * c], [rate]), exchange="alltoall", dtype="f32",
+        samples=1, own_heads=(H, Hk), head_dim=D,
     )  # fmt: skip
     rows = c // rate * (P - 1) // P  # of one shard's rows of a head, the share computed elsewhere
     forward_bytes = rows * ((2 * H + 2 * Hk) * D + H) * e  # there and back, and lse
@@ -771,7 +514,7 @@ def test_bytes_and_hops_of_whole_segments() -> None:
 
 
 def test_nothing_is_sent_where_no_segment_crosses_a_border() -> None:
-    case = replace(BASE, lengths=(24, 48, 0, 24), pattern=DilatedPattern.longnet([8, 24], [1, 2]))
+    case = vary(lengths=(24, 48, 0, 24), pattern=DilatedPattern.longnet([8, 24], [1, 2]))
     for exchange in EXCHANGES[:3]:
         for found in pool(4).run(stats_here, replace(case, exchange=exchange)):
             assert found == [(0, 0, 0, 0)] * 2
@@ -791,12 +534,13 @@ def unverified_here(case: Case, calls: int) -> tuple[list[list[str]], list[Resul
         return post_all(self, name, message)
 
     words, results = [], []
-    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(_parallel, "FIRST_CALLS", 8):
+    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(run, "FIRST_CALLS", 8):
         for _ in range(calls):
             results.append(case.on_this_rank(group, verify="first"))
             words.append(said.copy())
             said.clear()
-        longer = replace(case, lengths=tuple(length + 1 for length in case.lengths))
+        more = tuple(length + 1 for length in case.lengths())
+        longer = replace(case, own_lengths=more, tokens=sum(more))
         try:
             longer.on_this_rank(group, verify="first")
         except ValueError as error:
@@ -804,15 +548,16 @@ def unverified_here(case: Case, calls: int) -> tuple[list[list[str]], list[Resul
     return words, results, "nothing raised"
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@BY_EXCHANGE
+@pytest.mark.parametrize(
+    ("exchange", "dropout_p"), [("ring", 0.0), ("ring", 0.3), ("allgather", 0.3), ("alltoall", 0.0)]
+)
 def test_after_the_first_calls_nothing_is_agreed_on(exchange: str, dropout_p: float) -> None:
-    case = replace(BASE, exchange=exchange, dropout_p=dropout_p)
+    case = vary(exchange=exchange, dropout_p=dropout_p)
     found = pool(4).run(unverified_here, case, 6)
     agreements = ["the agreement on dilated_attention", "the agreement on the backward of dilated_attention"]
     for rank, (words, _, error) in enumerate(found):
         assert words == [agreements] * 4 + [["the seed"] if dropout_p else []] * 2
-        assert f"rank {rank} has {case.lengths[rank] + 1} tokens" in error
+        assert f"rank {rank} has {case.lengths()[rank] + 1} tokens" in error
         assert "verify='always'" in error
     for call in range(6):
         testing.assert_exact(testing.joined([results[call] for _, results, _ in found]), case.expected())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention.distributed.group import CommunicationError
 from dilated_attention.distributed.sequence import (
     gather_sequence,
     local_positions,
@@ -271,40 +275,68 @@ def refused(options: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("odd_rank", [0, 1, 2])
 @pytest.mark.parametrize(
-    "odd",
+    ("odd", "kind"),
     [
-        {"shape": (3, 5, 8)},
-        {"shape": (2, 0, 7)},
-        {"shape": (5,)},
-        {"shape": ()},
-        {"dtype": torch.bfloat16},
+        ({"shape": (3, 5, 8)}, "(3, tokens, 8) torch.float32"),
+        ({"shape": (2, 0, 7)}, "(2, tokens, 7) torch.float32"),
+        ({"shape": (2, 5)}, "(2, tokens) torch.float32"),
+        ({"dtype": torch.bfloat16}, "(2, tokens, 8) torch.bfloat16"),
     ],
     ids=str,
 )
-def test_a_mismatch_on_one_rank_is_told_on_all(odd: dict[str, Any], odd_rank: int) -> None:
+def test_a_mismatch_on_one_rank_is_told_on_all(odd: dict[str, Any], kind: str, odd_rank: int) -> None:
     options = [X | odd if rank == odd_rank else X for rank in range(3)]
-    other = odd_rank or 1  # the first that differs from rank 0
-    kinds = [f"{options[rank]['shape']} {options[rank]['dtype']}".replace("torch.", "") for rank in (0, other)]
-    for got, after in pool(3).run(refused, options):
-        assert got == f"ValueError: x is {kinds[0]} on rank 0 and {kinds[1]} on rank {other}: all but dim 1 must agree"
+    usual, others = "(2, tokens, 8) torch.float32", ", ".join(str(rank) for rank in range(3) if rank != odd_rank)
+    for rank, (got, after) in enumerate(pool(3).run(refused, options)):
+        call = f"the ranks do not make the same call to gather_sequence (this is rank {rank})"
+        assert got == f"ValueError: {call}: x is {usual} on ranks {others} and {kind} on rank {odd_rank}"
+        assert after == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("odd", [{"shape": (5,)}, {"shape": ()}, {"dim": 3}, {"dim": -4}], ids=str)
+def test_a_dim_that_one_rank_does_not_have_is_told_on_all(odd: dict[str, Any]) -> None:
+    for rank, (got, after) in enumerate(pool(3).run(refused, [X, X | odd, X])):
+        error = "IndexError: dim counts as "
+        told = f"ValueError: gather_sequence was called off on all ranks (this is rank {rank}): rank 1 cannot run it: "
+        assert got.startswith(error if rank == 1 else told + error), got
         assert after == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([X, X | {"dim": 0}], "ValueError: dim is 1 on rank 0 and 0 on rank 1: it must agree"),
+        ([X, X | {"dim": 0}], "dim is 1 on rank 0 and 0 on rank 1"),
         ([X, X | {"dim": -2}], "nothing raised"),
         ([X | {"dim": 3}] * 2, "IndexError: dim counts as 3 and x has 3 dimensions (2, 5, 8)"),
         ([X | {"dim": -4}] * 2, "IndexError: dim counts as -1 and x has 3 dimensions (2, 5, 8)"),
-        ([X | {"requires_grad": True}, X], "ValueError: x requires grad on rank 0 and not on rank 1: the backward"),
-        ([X, X | {"requires_grad": True}], "ValueError: x requires grad on rank 1 and not on rank 0: the backward"),
+        ([X | {"requires_grad": True}, X], "every rank) is True on rank 0 and False on rank 1"),
+        ([X, X | {"requires_grad": True}], "every rank) is False on rank 0 and True on rank 1"),
     ],
 )
 def test_other_faults_told_on_all(options: list[dict[str, Any]], message: str) -> None:
     for got, after in pool(2).run(refused, options):
-        assert got.startswith(message)
+        assert message in got
         assert after == [[0, 1]]
+
+
+def late_gradient(seconds: float) -> str:
+    """Rank 1 runs no backward pass; the others wait as long as their group does."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    whole = gather_sequence(torch.ones(1, 2, requires_grad=True), group)
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+        return "nothing raised"
+    try:
+        whole.sum().backward()
+    except CommunicationError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_a_rank_that_runs_no_backward_pass_is_named() -> None:
+    for rank, told in enumerate(pool(2).run(late_gradient, 1.0)):
+        where = r"rank 0 waited \d\.\d s for rank 1 in the gradients of gather_sequence: nothing came within the group"
+        assert re.match("nothing raised" if rank else where, told), told
 
 
 def refused_means() -> list[str]:
@@ -445,4 +477,4 @@ def test_cuda_tensors(backend: str, P: int) -> None:
         assert torch.equal(grad, torch.full_like(part, P * (P + 1) / 2))
         torch.testing.assert_close(mean, whole[whole > 0].mean(), rtol=1e-14, atol=0.0)
         assert torch.equal(mean_grad, (part > 0) / (whole > 0).sum().double())
-        assert refused.startswith("nothing" if backend == "gloo" else "ValueError: x is on cpu and the group moves")
+        assert refused.startswith("nothing" if backend == "gloo" else "ValueError: the process group carries no cpu")

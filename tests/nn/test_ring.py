@@ -489,6 +489,25 @@ def test_a_cap_on_memory_slices_the_heads(cap: int | None, forward: list[int], b
     assert module.stats()["retries"] == module.stats()["hops"] == 0
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_production_compiles_to_one_graph_and_keeps_its_cap_and_its_count(dynamic: bool) -> None:
+    """Without a group. The limit is an object: the compiled call names it by number and still reaches it."""
+    qkv, dout = whole_heads()
+    module = production(max_workspace_bytes=2 * FORWARD_BYTES)
+    plain = testing.run(module, qkv, dout)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+
+    def fails(call: int, heads: int) -> bool:
+        return call == 1
+
+    with watched("forward", fails) as forward_heads, watched("backward") as backward_heads:
+        got = testing.run(compiled, qkv, dout)
+    assert forward_heads == [2, 1, 1, 2]  # the first two heads run out of memory and come again one by one
+    assert backward_heads == [1] * 4
+    assert not unequal(got, plain)
+    assert module.stats()["retries"] == 1
+
+
 def capped() -> list[str]:
     """The same on several ranks, with grouped heads, causal, padding, and, where the backend has it, dropout."""
     wrong: list[str] = []

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, plan_cost
+from dilated_attention.ring.cost import EXCHANGES
 from dilated_attention.ring.shards import Shards
-from dilated_attention.cost import EXCHANGES
 from dilated_attention.show import View
 from dilated_attention.show.travel import MOST_RANKS, Travel
 

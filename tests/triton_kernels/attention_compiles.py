@@ -13,10 +13,10 @@ import torch
 from triton.runtime import driver
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends.triton.nesting import launches
-from dilated_attention.pattern import Heads
 from dilated_attention.backends.triton import configs, launch
 from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.nesting import launches
+from dilated_attention.call import Call
 from tests.triton_kernels.decode_compiles import Compiled, Driver
 
 assert os.environ.get("TRITON_INTERPRET") != "1"
@@ -53,17 +53,9 @@ def compiled(
         k, v, dk, dv = (torch.empty(samples, tokens, 2, dim, dtype=dtype) for _ in range(4))
         lse, stats = torch.empty(samples, tokens, 4), torch.empty(samples, 4, tokens, 2)
         padding, seed = torch.zeros(samples, tokens, dtype=torch.bool), torch.tensor(1)
-        call = launch.Call(
-            torch.device("cpu"),
-            0.1,
-            is_causal,
-            dropout_p=0.1 if drops else 0.0,
-            masked=masked,
-            drops=drops,
-            zeros=pattern.rule == "torchscale" and not is_causal,
-        )
-        courses = launches(pattern, Heads(0, 2, 2), is_causal, drops)[0]
-        last = (courses, call, config, again, courses[0].rates[0] > 1)
+        call = Call(pattern, is_causal, 0.1, 0.1 if drops else 0.0).of(q, k, padding if masked else None, 0)
+        nests = launches(pattern, call.held, is_causal, drops)[0]
+        last = (nests, call, config, again, nests[0].rates[0] > 1)
         tensors: tuple[torch.Tensor, ...]
         if kernel == "forward":
             tensors, rest, prepare = (q, k, v, out, lse), (padding, seed, seed), launch.forward

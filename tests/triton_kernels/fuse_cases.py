@@ -1,5 +1,5 @@
-"""Parts merged, written and added in one launch, against `merge` in float64. Run by test_triton_kernels in a process of
-its own: in Triton's interpreter on a CPU (TRITON_INTERPRET is read when triton is imported), and on a GPU if there is
+"""Parts merged, written and added in one launch, against `merge` in float64. Run by test_triton in a process of its
+own: in Triton's interpreter on a CPU (TRITON_INTERPRET is read when triton is imported), and on a GPU if there is
 one.
 
 What lies around a view is poisoned with NaN, and so is what a state at -inf holds: neither may matter or change.
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, merge
-from dilated_attention._plan import Block, plan
-from dilated_attention.pattern import Heads
-from dilated_attention.ring.shards import Shards
 from dilated_attention.backends.triton import fuse
+from dilated_attention.blocks import Block, Plan, View, plan
+from dilated_attention.call import Call
 from dilated_attention.pattern import RULES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,28 +32,38 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 class Place(NamedTuple):
-    """A view of a tensor (B, N, H, ...) and how many query heads it has for each of its heads."""
+    """Rows of a tensor (B, N, H, ...) and how many query heads there are for each of their heads."""
 
-    block: Block
+    rows: View
     whole: tuple[int, int, int]
     group: int = 1
+    block: Block | None = None  # that the rows are of
 
     def view(self, x: Tensor) -> Tensor:
-        return self.block.view(x, self.group)
+        return self.rows.of(x, self.group)
 
     def shape(self) -> tuple[int, int, int]:
-        return (self.block.samples * self.block.segments, self.block.rows, self.block.heads * self.group)
+        return (self.rows.samples * self.rows.segments, self.rows.rows, self.rows.heads * self.group)
+
+    def gaps(self) -> fuse.Gaps | None:
+        assert self.block is not None
+        return self.block.gaps()
 
 
 def one(rows: int, heads: int = 3, samples: int = 2) -> Place:
     """All heads of every second token."""
-    block = Block(0, 0, samples, 0, 1, 2 * rows, 2, 0, heads, 1, 1, 0, rows)
-    return Place(block, (samples, 2 * rows, heads))
+    view = View(0, samples, 1, 1, 2 * rows, rows, 2, head=0, heads=heads, head_step=1, token_step=0)
+    return Place(view, (samples, 2 * rows, heads))
+
+
+def planned(pattern: DilatedPattern, samples: int, tokens: int, heads: int, group: int = 1) -> Plan:
+    shape = {"samples": samples, "queries": tokens, "keys": tokens, "heads": heads * group, "kv_heads": heads}
+    return plan(Call(pattern, head_dim=8, total=tokens, **shape))
 
 
 def places(pattern: DilatedPattern, samples: int, tokens: int, heads: int, group: int = 1) -> list[Place]:
-    found = plan(pattern, samples, Shards.of((tokens,)), 0, Heads(0, heads, heads), group, True)
-    return [Place(block, (samples, tokens, heads * group), group) for block in found.blocks]
+    found = planned(pattern, samples, tokens, heads, group)
+    return [Place(block.queries, (samples, tokens, heads * group), group, block) for block in found.blocks]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -131,8 +140,9 @@ def check(
     assert torch.equal(part_lse, kept_lse)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 63, 64, 65, 127, 129])
-@pytest.mark.parametrize("dim", [5, 16, 64, 80])
+@pytest.mark.parametrize(
+    ("rows", "dim"), [(1, 5), (2, 64), (3, 80), (63, 16), (64, 64), (65, 5), (65, 80), (127, 64), (129, 16), (129, 80)]
+)
 def test_sizes(rows: int, dim: int) -> None:
     check(one(rows, heads=2, samples=1), dim)
 
@@ -174,7 +184,7 @@ def test_every_block_of_a_plan(rule: str, group: int) -> None:
 def test_a_diagonal(first: bool) -> None:
     """The step from head to head is a head and a token."""
     found = places(DilatedPattern.longnet([16], [8]), 1, 32, 8)
-    assert [place.block.offset_step for place in found] == [1]
+    assert [place.rows.token_step for place in found] == [1]
     check(found[0], 64, first=first)
 
 
@@ -270,8 +280,7 @@ def check_put(found: list[Place], dim: int, dtype: torch.dtype, part_dtype: torc
 
 
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 129])
-@pytest.mark.parametrize("dim", [5, 64, 80])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 5), (1, 64), (63, 80), (64, 5), (65, 64), (127, 80), (129, 64)])
 def test_put(rows: int, dim: int, add: bool) -> None:
     """Three gradients, those of key and value with fewer heads."""
     check_put([one(rows, 4, 1), one(rows, 2, 1), one(rows, 2, 1)], dim, torch.float16, torch.float16, add)
@@ -296,7 +305,7 @@ def test_put_of_any_shapes(add: bool) -> None:
 def test_put_every_block_of_a_plan(rule: str, group: int) -> None:
     for query_side in places(PATTERNS[rule], 2, 22, 4, group):
         samples, tokens, heads = query_side.whole
-        key_side = Place(query_side.block, (samples, tokens, heads // group))
+        key_side = Place(query_side.rows, (samples, tokens, heads // group))
         check_put([query_side, key_side, key_side], 8, torch.float16, torch.float16, True)
 
 
@@ -326,10 +335,10 @@ GAPPED = {
 
 def gapped(name: str) -> list[Place]:
     pattern, tokens, heads, group = GAPPED[name]
-    found = plan(pattern, 2, Shards.of((tokens,)), 0, Heads(0, heads, heads), group, True)
+    found = planned(pattern, 2, tokens, heads, group)
     assert found.fillable
-    assert all(block.first for block in found.blocks)
-    return [Place(block, (2, tokens, heads * group), group) for block in found.blocks]
+    assert all(block.is_first for block in found.blocks)
+    return places(pattern, 2, tokens, heads, group)
 
 
 @pytest.mark.parametrize("dim", [4, 16])
@@ -341,7 +350,7 @@ def test_writing_fills_the_gaps(name: str, dim: int) -> None:
     right, right_lse = torch.zeros_like(out), torch.full_like(lse, -INF)
     for seed, at in enumerate(blocks):
         part, part_lse = randn(*at.shape(), dim, seed=seed), randn(*at.shape(), seed=seed + 50)
-        fuse.write_(at.view(out), at.view(lse), part, part_lse, None, at.block.gaps())
+        fuse.write_(at.view(out), at.view(lse), part, part_lse, None, at.gaps())
         at.view(right).copy_(part)
         at.view(right_lse).copy_(part_lse)
     assert torch.equal(out, right)
@@ -359,10 +368,10 @@ def test_putting_fills_the_gaps(name: str, dim: int) -> None:
     right = [torch.zeros_like(x) for x in found]
     for seed, at in enumerate(blocks):
         groups = (at.group, 1, 1)
-        views = [at.block.view(x, group) for x, group in zip(found, groups, strict=True)]
+        views = [at.rows.of(x, group) for x, group in zip(found, groups, strict=True)]
         parts = [randn(*view.shape, seed=seed + 10 * i) for i, view in enumerate(views)]
-        fuse.put_(views, parts, add=False, gaps=at.block.gaps())
+        fuse.put_(views, parts, add=False, gaps=at.gaps())
         for x, group, part in zip(right, groups, parts, strict=True):
-            at.block.view(x, group).copy_(part)
+            at.rows.of(x, group).copy_(part)
     for x, y in zip(found, right, strict=True):
         assert torch.equal(x, y)

@@ -1,4 +1,4 @@
-"""The kernels of `fuse` through Triton's compiler, for GPUs that need not be there. Run by test_triton_kernels."""
+"""The kernels of `fuse` through Triton's compiler, for GPUs that need not be there. Run by test_triton."""
 
 from __future__ import annotations
 
@@ -66,10 +66,12 @@ def test_accesses_are_16_bytes_long(
             assert not (set(loads) | set(stores)) & rows_only
 
 
-@pytest.mark.parametrize(("rows", "dim"), [(1, 16), (33, 5), (300, 64)])
-@pytest.mark.parametrize(("dtype", "part_dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)])
+@pytest.mark.parametrize(
+    ("rows", "dim", "dtype", "part_dtype"),
+    [(1, 16, SINGLE, HALF), (33, 5, HALF, HALF), (300, 64, SINGLE, HALF), (300, 64, SINGLE, SINGLE)],
+)
 def test_nothing_is_stored_before_all_is_loaded(
-    kernels: dict[str, Compiled], dtype: torch.dtype, part_dtype: torch.dtype, rows: int, dim: int
+    kernels: dict[str, Compiled], rows: int, dim: int, dtype: torch.dtype, part_dtype: torch.dtype
 ) -> None:
     """The compiler lets several threads load what one of them replaces: without a barrier that is a race."""
     made = launch(kernels, dtype, part_dtype, dim, rows)

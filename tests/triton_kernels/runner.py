@@ -9,22 +9,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-
 CACHE = ROOT / ".cache/triton"  # of compiled kernels, by what they are compiled from: it is kept between runs
 
 
-def run(cases: str, *, only: str = "", **environment: str) -> int:
-    """How many of these cases passed; fails unless all did. ``only``: those with such marks."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/triton_kernels/{cases}"]
-    command += ["-m", only] if only else []
-    environment = {"TRITON_CACHE_DIR": str(CACHE), **environment}
+def run(cases: str, *options: str, **environment: str) -> int:
+    """How many of these cases passed; fails unless all did. ``options`` of pytest."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{cases}", *options]
     without = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CHUNK")}
     done = subprocess.run(
-        command, cwd=ROOT, env={**without, **environment}, capture_output=True, text=True, timeout=2400
+        command, cwd=ROOT, env={**without, "TRITON_CACHE_DIR": str(CACHE), **environment}, capture_output=True,
+        text=True, timeout=2400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = done.stdout.strip().splitlines()[-1]
-    passed = re.fullmatch(r"(\d+) passed(, \d+ deselected)?( in .*)?", summary)
+    passed = re.fullmatch(r"(\d+) passed(, \d+ deselected)?(, \d+ warnings)?( in .*)?", summary)
     assert passed, f"not all ran: {summary}"
     return int(passed[1])

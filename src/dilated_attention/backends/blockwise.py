@@ -167,7 +167,7 @@ class Work:
             for at, rows in ((block.query_at, view.rows), (block.key_at, block.keys.rows))
         )
         sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
-        head = torch.tensor(block.head_numbers, device=call.device)[:, None] + call.first_head
+        head = _on_device(block.head_numbers, call.device)[:, None] + call.first_head
         head = (head * call.group + torch.arange(call.group, device=call.device)).flatten()
         words = row_words(seed, block.branch, sample[:, None, None].expand_as(query), head.expand_as(query), query)
         return Dropout(call.dropout_p, *words, key)
@@ -184,7 +184,7 @@ class Work:
         starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
         real = (ends - starts).clamp(0, longest).flatten()[:, None]  # (b, 1)
         width = ends.clamp(max=longest).expand(-1, view.segments).flatten()[:, None]
-        offset = torch.tensor([(at - block.segment) % rate for at in block.query_at], device=device)
+        offset = (_on_device(block.query_at, device) - block.segment) % rate
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
         zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.group, dim=1)
         return zeros.unsqueeze(1).to(self.call.exact).log()
@@ -421,9 +421,18 @@ def _positions(block: Block, at: tuple[int, ...], rows: int, call: Call) -> Tens
     """(b, L, h): where in the sequence rows of a block are, given the first of each head."""
     view = block.queries
     segment, row = (torch.arange(n, device=call.device) for n in (view.segments, rows))
-    first = torch.tensor(at, device=call.device).repeat_interleave(call.group)
+    first = _on_device(at, call.device).repeat_interleave(call.group)
     token = first + view.segment_step * segment[:, None, None] + block.rate * row[:, None]
     return token.repeat(view.samples, 1, 1)
+
+
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The numbers as a tensor. Evenly spaced ones, as all of a call on one device are, are counted there: a copy would
+    make the host wait, and is not allowed while a CUDA graph is captured."""
+    first, step = numbers[0], numbers[1] - numbers[0] if len(numbers) > 1 else 0
+    if all(number == first + i * step for i, number in enumerate(numbers)):
+        return first + step * torch.arange(len(numbers), device=device)
+    return torch.tensor(numbers, device=device)
 
 
 def _readable(x: Tensor, call: Call, limits: Limits) -> Tensor:

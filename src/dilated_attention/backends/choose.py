@@ -75,6 +75,14 @@ def choose(call: Call, backward: bool = False) -> Choice:
     return Choice(name, module, module.kernels(call, backward), is_whole)
 
 
+def unsupported_by_name(call: Call) -> list[str]:
+    """Why the backend that was asked for by name cannot run the call."""
+    if call.backend == "auto":
+        return []
+    found: list[str] = BACKENDS[call.backend].module.unsupported(call, False)
+    return found
+
+
 def why_not(choice: Choice, call: Call, backward: bool = False) -> dict[str, list[str]]:
     """For every backend and kernel that does not run: why."""
     later = f"it could run, but {choice.name} ({choice.kernels[0]}) was chosen"

@@ -108,9 +108,8 @@ def backward(
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
-    # kernels scale scores after they set the future to -inf, and -inf * 0 is NaN
-    scale = max(masking.scale, 1e-30) if masking.is_causal else masking.scale
-    return Dense(q, k, v, _bias(masking, q), masking.is_causal, scale)
+    # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
+    return Dense(q, k, v, _bias(masking, q), masking.is_causal, max(masking.scale, 1e-30))
 
 
 def _bias(masking: Masking, q: Tensor) -> Tensor | None:

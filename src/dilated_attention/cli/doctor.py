@@ -22,8 +22,8 @@ from dilated_attention import testing
 from dilated_attention._explain import explain
 from dilated_attention.bench import machine
 from dilated_attention.cli.output import console
-from dilated_attention.cost import size
 from dilated_attention.pattern import RULES, DilatedPattern, Rule
+from dilated_attention.ring.cost import size
 
 OPTIONAL = ("typer", "rich", "matplotlib", "numpy", "safetensors", "transformers", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

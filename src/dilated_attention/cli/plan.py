@@ -10,7 +10,7 @@ import typer
 from dilated_attention.advice import Need, Speed, Workload, amount, in_words, what_fits
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, print_table
-from dilated_attention.cost import PlanCost, duration, size
+from dilated_attention.ring.cost import PlanCost, duration, size
 
 
 def plan(

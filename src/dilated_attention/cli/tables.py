@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dilated_attention.cli.output import print_table
-from dilated_attention.cost import size
+from dilated_attention.ring.cost import size
 
 Record = dict[str, Any]
 STYLES = {

@@ -19,7 +19,7 @@ from dilated_attention.distributed.transport import Pending, Transport
 
 _HEADER = struct.Struct("<16sqqq")  # hash, length, seed, flags
 _FIELDS_BYTES = 4096
-REFUSED = "error"  # the field that a rank sends when it cannot take part: what is wrong with its own arguments
+REFUSED = "error"  # the only field of a rank that cannot take part
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,14 @@ class Asked:
         return Agreement(lengths, seeds, flags)
 
 
-def ask(transport: Transport, call: str, fields: Mapping[str, object], length: int, seed: int, flags: int) -> Asked:
+def refusal(error: Exception) -> dict[str, object]:
+    """The fields of a rank that cannot take part, because of its own arguments."""
+    return {REFUSED: f"{type(error).__name__}: {error}"}
+
+
+def ask(
+    transport: Transport, call: str, fields: Mapping[str, object], length: int, seed: int = 0, flags: int = 0
+) -> Asked:
     """Post this rank's word; `Asked.wait` gives everyone's. ``call`` names what is being agreed on, for people."""
     text = json.dumps([(name, str(value)) for name, value in fields.items()])
     mine = _HEADER.pack(hashlib.blake2b(text.encode(), digest_size=16).digest(), length, seed, flags)

@@ -24,11 +24,24 @@ from torch.distributed import ProcessGroup
 from dilated_attention.distributed.transport import Pending, Stats
 
 BEFORE_CLOSING = 0.05  # seconds: more than short messages take; ranks in a ring may notice one after the other
+# Seconds, a year. torch adds a timeout to the time now in nanoseconds: one of some 230 years more than fits in 64 bits
+# ends the wait at once, and the group with it.
+LONGEST_TIMEOUT = 31_536_000
 _NEVER_SENT = 2**30  # a tag
 
 
 class CommunicationError(RuntimeError):
-    """A rank did not get what another one should have sent. The group cannot be used again."""
+    """A rank did not get what another one should have sent.
+
+    The text names who waited for whom, where and why. The group cannot be used again: make a new one, or restart.
+
+    Examples:
+        >>> x = torch.randn(1, 64, 4, 8)
+        >>> try:
+        ...     out = da.dilated_attention(x, x, x, da.DilatedPattern.longnet([64], [1]), group=group)
+        ... except da.CommunicationError as error:
+        ...     print("lost a rank:", error)
+    """
 
 
 @dataclass
@@ -55,13 +68,13 @@ class Buffers:
 
 
 class GroupTransport:
-    """Messages over a process group; ranks count within the group."""
+    """Messages over a process group; ranks count within the group. ``timeout`` in seconds; None: the group's own."""
 
     def __init__(
         self,
         group: ProcessGroup,
         device: torch.device,
-        timeout: float,
+        timeout: float | None,
         *,
         debug: bool = False,
         stats: Stats | None = None,
@@ -72,26 +85,25 @@ class GroupTransport:
         self.stats = Stats() if stats is None else stats
         self.buffers = buffers
         host, own = backend_name(group, torch.device("cpu")), backend_name(group, device)
-        if not carries(group, device):
-            raise ValueError(f"the process group carries no {device.type} tensors: it has {group.name()} alone")
-        self.backend = own or "gloo"  # without one of its own a device's tensors are staged through the host
+        self.wire = wire_device(group, device)
+        self.staged = self.wire != device
+        self.backend = own or "gloo"  # without one of its own a device's tensors go through the host
         self.names_peers, self.agrees_on_host = self.backend == "gloo", host == "gloo"
-        self.staged = device.type != "cpu" and self.names_peers
         self.number = 0
 
     def post(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
     ) -> Pending:
-        wire = torch.device("cpu") if self.staged else self.device
+        self._check_usable()
         sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
         receives = {peer: count for peer, count in sorted(receives.items()) if count}
         # gloo's all-to-all is such a batch as well, but does not tell whose message is missing
         if collective and not self.names_peers:
-            flat = self._buffer(sum(receives.values()), wire)
+            flat = self._buffer(sum(receives.values()))
             arriving = dict(zip(receives, torch.split(flat, list(receives.values())), strict=True))
         else:
             flat = None
-            arriving = {peer: self._buffer(count, wire) for peer, count in receives.items()}
+            arriving = {peer: self._buffer(count) for peer, count in receives.items()}
         if sent or arriving:
             self.stats.hops += 1
         self.stats.bytes_sent += sum(message.numel() for message in sent.values())
@@ -109,6 +121,7 @@ class GroupTransport:
 
     def post_all(self, name: str, message: Tensor) -> Pending:
         """Begin sending a small message from every rank to every rank; not counted in the statistics."""
+        self._check_usable()
         others = [peer for peer in range(self.size) if peer != self.rank]
         if self.agrees_on_host:  # one by one, so that a missing rank can be named
             message = message.cpu()
@@ -161,12 +174,19 @@ class GroupTransport:
                     work: Any = dist.irecv(never, group=self.group, group_src=peer, tag=_NEVER_SENT)
                     work.wait(datetime.timedelta(milliseconds=1))
 
-    def _buffer(self, count: int, wire: torch.device) -> Tensor:
+    def _check_usable(self) -> None:
+        """Raise if an earlier step over the group failed: messages may still be on their way in it."""
+        if self.group in _failures:
+            raise CommunicationError(
+                f"this process group failed before ({_failures[self.group]}): make a new one on all ranks, or restart"
+            )
+
+    def _buffer(self, count: int) -> Tensor:
         self.stats.hold(count)
         pinned = self.staged and torch.cuda.is_available()
         if self.buffers is not None:
-            return self.buffers.take(count, wire, pinned)
-        return torch.empty(count, dtype=torch.uint8, device=wire, pin_memory=pinned)
+            return self.buffers.take(count, self.wire, pinned)
+        return torch.empty(count, dtype=torch.uint8, device=self.wire, pin_memory=pinned)
 
     def _to_wire(self, message: Tensor) -> Tensor:
         if not self.staged:
@@ -225,20 +245,13 @@ class GroupTransport:
         _failures.setdefault(self.group, what)
         self._close()  # the ranks that wait for this one need not
         late = "timed out" in str(error).lower()
-        why = f"nothing came within {self.timeout:g} s, it hangs or is far behind" if late else _short(error)
+        limit = "the group's own timeout" if self.timeout is None else f"{self.timeout:g} s"
+        why = f"nothing came within {limit}, it hangs or is far behind" if late else _short(error)
         return CommunicationError(f"{what}: {why}")
 
 
 _warm: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _failures: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
-
-
-def check_usable(group: ProcessGroup) -> None:
-    """Raise if an earlier step over the group failed: messages may still be on their way in it."""
-    if group in _failures:
-        raise CommunicationError(
-            f"this process group failed before ({_failures[group]}): make a new one on all ranks, or restart"
-        )
 
 
 @dataclass
@@ -257,9 +270,11 @@ class GroupPending:
         """Wait until all messages of the step have come and gone."""
         transport, began = self.transport, time.monotonic()
         for peer, work in self.works:
-            left = max(0.05, transport.timeout - (time.monotonic() - began))
+            left = None
+            if self.limited and transport.timeout is not None:
+                left = datetime.timedelta(seconds=max(0.05, transport.timeout - (time.monotonic() - began)))
             try:
-                _ = work.wait(datetime.timedelta(seconds=left)) if self.limited else work.wait()
+                _ = work.wait() if left is None else work.wait(left)
             except RuntimeError as error:
                 seconds = time.monotonic() - began
                 whom = f"rank {peer}" if peer is not None else f"some of {transport.size} ranks"
@@ -291,6 +306,13 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
 def carries(group: ProcessGroup, device: torch.device) -> bool:
     """Whether a device's tensors can be sent: by a backend of their own, or through the host by gloo."""
     return backend_name(group, device) is not None or backend_name(group, torch.device("cpu")) == "gloo"
+
+
+def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where a device's tensors must be to be sent: gloo says that it takes CUDA tensors, and crashes on them."""
+    if not carries(group, device):
+        raise ValueError(f"the process group carries no {device.type} tensors: it has {group.name()} alone")
+    return torch.device("cpu") if backend_name(group, device) in (None, "gloo") else device
 
 
 def _tag(kind: str, message: Tensor) -> int:

@@ -6,19 +6,21 @@ Legend: N tokens on P ranks; x (..., n, ...) with n of the N tokens along ``dim`
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-Group = ProcessGroup | DeviceMesh
+from dilated_attention.distributed.agreement import ask, refusal
+from dilated_attention.distributed.group import GroupTransport, wire_device
 
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-_MOST_DIMS = 64  # as many as torch's own kernels take
+Group = ProcessGroup | DeviceMesh
 
 
 def process_group(group: Group) -> ProcessGroup:
@@ -41,32 +43,49 @@ def process_group(group: Group) -> ProcessGroup:
 
 
 def shard_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that every rank holds whole, cut as by ``torch.tensor_split(x, P, dim)``.
+    """Cuts this rank's part out of a tensor that every rank holds whole, as ``torch.tensor_split(x, P, dim)`` does.
 
     No communication. The gradient of ``x`` is this rank's part of it, zero elsewhere: sum it over the ranks if ``x``
     is computed from parameters on each of them. A copy, so that a shard never keeps the whole alive.
+
+    Examples:
+        >>> tokens = torch.randn(2, 64, 32)  # the same on every rank
+        >>> shard = da.shard_sequence(tokens, group)
+        >>> shard.shape[1] == 64 // group.size()
+        True
     """
     start, stop = _bounds(x.shape[dim], process_group(group))
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def local_positions(n: int, group: Group, *, device: torch.device | str | None = None) -> Tensor:
-    """The global positions of this rank's tokens when ``shard_sequence`` cuts ``n`` of them: (n_local,) int64."""
+    """Gives the positions of this rank's tokens in a sequence of ``n`` that `shard_sequence` cuts: (n_local,) int64.
+
+    Examples:
+        >>> da.local_positions(5, group)  # here on a single rank
+        tensor([0, 1, 2, 3, 4])
+    """
     if n < 0:
         raise ValueError(f"n must be the global number of tokens, got {n}")
     return torch.arange(*_bounds(n, process_group(group)), device=device)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """The whole sequence on every rank from shards of any lengths, also none, in rank order and bit for bit.
+    """Gives every rank the whole sequence from shards of any lengths, also none, in rank order and bit for bit.
 
     The gradient of ``x`` is the sum over all ranks of the gradients of its part: that of the sum of all ranks' losses.
     The backward communicates too, so every rank must run it, also one whose shard is empty; a rank that has no loss
     of its own adds ``0 * whole.sum()``.
+
+    Examples:
+        >>> tokens = torch.arange(6.0).view(1, 6)
+        >>> da.gather_sequence(da.shard_sequence(tokens, group), group)
+        tensor([[0., 1., 2., 3., 4., 5.]])
     """
-    pg = process_group(group)
-    dim, lengths = _agree(x, dim, pg)
-    return _Gather.apply(x, dim, lengths, pg)  # type: ignore[no-any-return, no-untyped-call]
+    transport = GroupTransport(process_group(group), x.device, timeout=None)
+    dim, lengths = _agree(x, dim, transport)
+    transport.warm_up()
+    return _Gather.apply(x, dim, lengths, transport)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sequence_mean(
@@ -76,7 +95,7 @@ def sequence_mean(
     *,
     gradients: Literal["average", "sum"] = "average",
 ) -> Tensor:
-    """The mean over all tokens of all ranks, with gradients that come out as on one device.
+    """Averages over all tokens of all ranks, with gradients that come out as on one device.
 
     Args:
         token_losses: losses of this rank's tokens, any shape.
@@ -88,6 +107,11 @@ def sequence_mean(
 
     Returns:
         The same 0-dim value on every rank, float64 for float64 losses and float32 for all others; 0 if no token counts.
+
+    Examples:
+        >>> losses = torch.tensor([[1.0, 2.0, 6.0]])  # of this rank's tokens
+        >>> da.sequence_mean(losses, group, mask=torch.tensor([[True, True, False]]))
+        tensor(1.5000)
     """
     pg = process_group(group)
     if gradients not in ("average", "sum"):
@@ -104,7 +128,7 @@ def sequence_mean(
     local = losses.sum()
     counted = torch.full_like(local, losses.numel(), dtype=torch.float64) if mask is None else mask.sum().double()
     # float64 on the wire: float32 loses count of tokens beyond 2**24
-    totals = _to_wire(torch.stack((local.detach().double(), counted)), _wire_device(local, pg))
+    totals = torch.stack((local.detach().double(), counted)).to(wire_device(pg, local.device))
     dist.all_reduce(totals, group=pg)
     total, count = totals.to(local.device)
     factor = (pg.size() if gradients == "average" else 1) / count.clamp(min=1.0)
@@ -115,38 +139,34 @@ class _Gather(torch.autograd.Function):
     """Concatenation over ranks; its transpose sends each gradient home and adds up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: list[int], pg: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.pg = dim, lengths, pg
-        shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in lengths]
-        sizes = [torch.Size(shape).numel() * x.element_size() for shape in shapes]
-        if not any(sizes):
-            return x.new_empty((*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]))
-        wire = _wire_device(x, pg)
-        # gloo gathers equal sizes only, so all are as long as the longest; what is behind a shard nobody reads
-        sent, *received = _buffer(wire, x, 1 + len(sizes), max(sizes))
-        sent[: sizes[pg.rank()]] = _bytes(x)
-        dist.all_gather(received, sent, group=pg)
-        parts = [part[:size].to(x.device) for part, size in zip(received, sizes, strict=True)]
-        return torch.cat([part.view(x.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], transport: GroupTransport) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.transport = dim, lengths, transport
+        shapes = [Size((*x.shape[:dim], length, *x.shape[dim + 1 :])) for length in lengths]
+        x = x.resolve_conj().resolve_neg().contiguous()  # what is sent are its bytes
+        return torch.cat(_exchanged("gather_sequence", [x] * transport.size, shapes, transport), dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = grad.split_with_sizes(ctx.lengths, ctx.dim)
-        mine = parts[ctx.pg.rank()]
-        sizes = [part.numel() * part.element_size() for part in parts]
-        if not any(sizes):
-            return torch.zeros_like(mine), None, None, None
-        wire = _wire_device(grad, ctx.pg)
-        sent = _to_wire(torch.cat([_bytes(part) for part in parts]), wire)
-        copies = [sizes[ctx.pg.rank()]] * len(sizes)
-        received = _buffer(wire, grad, sum(copies))
-        dist.all_to_all_single(received, sent, copies, sizes, group=ctx.pg)
-        first, *others = received.to(grad.device).view(grad.dtype).view(len(sizes), *mine.shape)
-        total = first.to(torch.promote_types(grad.dtype, torch.float32))  # half precision would round at every rank
+        parts = [part.resolve_conj().resolve_neg().contiguous() for part in grad.split_with_sizes(ctx.lengths, ctx.dim)]
+        shapes = [parts[ctx.transport.rank].shape] * len(parts)
+        first, *others = _exchanged("the gradients of gather_sequence", parts, shapes, ctx.transport)
+        # half precision would round at every rank
+        total = first.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         for other in others:  # in rank order, so that the sum is the same every time
             total += other
         return total.to(grad.dtype), None, None, None
+
+
+def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transport: GroupTransport) -> list[Tensor]:
+    """What each rank has for this one, given what this one has for each, and the shapes of what comes."""
+    mine = sent[transport.rank]
+    others = [peer for peer in range(transport.size) if peer != transport.rank]
+    sends = {peer: sent[peer].flatten().view(torch.uint8) for peer in others}
+    arrived = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others}).wait()
+    found = {peer: message.view(mine.dtype).view(shapes[peer]) for peer, message in arrived.items()}
+    found[transport.rank] = mine
+    return [found[peer] if peer in found else mine.new_empty(shape) for peer, shape in enumerate(shapes)]
 
 
 class _Replace(torch.autograd.Function):
@@ -170,57 +190,24 @@ def _bounds(n: int, pg: ProcessGroup) -> tuple[int, int]:
     return start, start + length + (pg.rank() < more)
 
 
-def _agree(x: Tensor, dim: int, pg: ProcessGroup) -> tuple[int, list[int]]:
+def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[int, ...]]:
     """``dim`` counted from the front and the length of each rank's shard; raises on every rank what any rank has wrong.
 
     Backends check neither shape nor dtype: without this a mismatch is garbage, or the end of the process.
     """
+    call, shape = "gather_sequence", [str(size) for size in x.shape]
     dim = dim + x.ndim if dim < 0 else dim
-    requires_grad = x.requires_grad and torch.is_grad_enabled()
-    mine = [dim, requires_grad, _DTYPES.index(x.dtype), x.ndim, *x.shape, *[0] * (_MOST_DIMS - x.ndim)]
-    wire = _wire_device(x, pg)
-    received = torch.empty(pg.size(), len(mine), dtype=torch.int64, device=wire)
-    dist.all_gather(list(received), torch.tensor(mine, device=wire), group=pg)
-    headers = received.tolist()
-    shapes = [tuple(sizes[:ndim]) for _, _, _, ndim, *sizes in headers]
-    dim0, grad0, code0, ndim0, *_ = headers[0]
-    for rank, (dim_r, grad_r, code_r, ndim_r, *_) in enumerate(headers):
-        others0, others = (shape[:dim0] + shape[dim0 + 1 :] for shape in (shapes[0], shapes[rank]))
-        if (code_r, ndim_r, others) != (code0, ndim0, others0):
-            there, here = (f"{shapes[r]} {_DTYPES[headers[r][2]]}".replace("torch.", "") for r in (0, rank))
-            raise ValueError(f"x is {there} on rank 0 and {here} on rank {rank}: all but dim {dim0} must agree")
-        if dim_r != dim0:
-            raise ValueError(f"dim is {dim0} on rank 0 and {dim_r} on rank {rank}: it must agree")
-        if grad_r != grad0:
-            with_grad, without = (0, rank) if grad0 else (rank, 0)
-            raise ValueError(
-                f"x requires grad on rank {with_grad} and not on rank {without}: the backward needs every rank; "
-                "call requires_grad_() on all of them, or gather under torch.no_grad() on all"
-            )
     if not 0 <= dim < x.ndim:
-        raise IndexError(f"dim counts as {dim} and x has {x.ndim} dimensions {tuple(x.shape)}: dim must be one of them")
-    return dim, [shape[dim] for shape in shapes]
-
-
-def _wire_device(x: Tensor, pg: ProcessGroup) -> torch.device:
-    """Where tensors must be to be sent: gloo says it takes CUDA tensors, and crashes on them."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(pg).split(","))
-    if x.device.type not in backends:
-        raise ValueError(f"x is on {x.device} and the group moves tensors of {', '.join(backends)} only: move x there")
-    return torch.device("cpu") if backends[x.device.type] == "gloo" else x.device
-
-
-def _buffer(wire: torch.device, x: Tensor, *shape: int) -> Tensor:
-    """Bytes to send or receive for x; pinned where x itself cannot be sent."""
-    return torch.empty(shape, dtype=torch.uint8, device=wire, pin_memory=wire != x.device)
-
-
-def _to_wire(x: Tensor, wire: torch.device) -> Tensor:
-    if x.device == wire:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device=wire, pin_memory=True).copy_(x)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The bytes of x, flat: every dtype travels as these."""
-    return x.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+        error = IndexError(
+            f"dim counts as {dim} and x has {x.ndim} dimensions {tuple(x.shape)}: dim must be one of them"
+        )
+        with contextlib.suppress(ValueError):  # that all ranks raise: this rank's own error says more
+            ask(transport, call, refusal(error), 0).wait()
+        raise error
+    shape[dim] = "tokens"
+    fields = {
+        "x": f"({', '.join(shape)}) {x.dtype}",
+        "dim": dim,
+        "requires_grad (the backward pass needs every rank)": x.requires_grad and torch.is_grad_enabled(),
+    }
+    return dim, ask(transport, call, fields, x.shape[dim]).wait().lengths

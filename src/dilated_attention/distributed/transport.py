@@ -1,12 +1,10 @@
 """One step of communication: messages to and from some ranks, posted together and awaited together.
 
-Messages are bytes, (n,) uint8. A transport carries them: over a process group (`group`), among threads (`fake`), or not
-at all, for a single rank.
+Messages are bytes, (n,) uint8. A transport carries them: over a process group (`group`), or among threads (`fake`).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -66,36 +64,3 @@ class Transport(Protocol):
 
     def closed_on_error(self) -> AbstractContextManager[None]:
         """Inside, an error on this rank ends the waiting of the others at once."""
-
-
-class Alone:
-    """A single rank, which has nobody to send to."""
-
-    rank, size, backend, names_peers, agrees_on_host, number = 0, 1, "none", True, True, 0
-
-    def __init__(self, stats: Stats) -> None:
-        self.stats = stats
-
-    def post(
-        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
-    ) -> Pending:
-        raise AssertionError(f"a single rank posted {name}")
-
-    def post_all(self, name: str, message: Tensor) -> Pending:
-        return Nothing()
-
-    def warm_up(self) -> None:
-        pass
-
-    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
-        pass
-
-    def closed_on_error(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-class Nothing:
-    """No messages."""
-
-    def wait(self) -> dict[int, Tensor]:
-        return {}

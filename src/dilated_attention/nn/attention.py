@@ -5,19 +5,19 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Unpack
 
 from torch import Tensor
 
 from dilated_attention.checks import check_flag, checked_probability, checked_scale
-from dilated_attention.nn.core import Core, Options
+from dilated_attention.nn.core import Core, Lengths, Options
 
 
 class DilatedAttention(Core):
-    """Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)`` with the pattern made here.
+    """Computes dilated attention with its settings kept, as a module without parameters.
 
-    ``backend="eager"`` pins the plain matrix products, which can be followed step by step in a debugger.
+    Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)``. ``backend="eager"`` pins the plain matrix
+    products, which can be followed step by step in a debugger.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch.
@@ -26,12 +26,18 @@ class DilatedAttention(Core):
         pattern: a :class:`DilatedPattern`, instead of the two lists.
         rule: of the two lists: "head_groups" (the default), "longnet" or "torchscale", see :class:`DilatedPattern`.
         backend: see :func:`dilated_attention`.
+
+    Examples:
+        >>> attention = da.DilatedAttention([64, 256], [1, 4], rule="longnet")
+        >>> query, key, value = torch.randn(3, 2, 256, 4, 16).unbind(0)  # (batch, tokens, heads, head_dim)
+        >>> attention(query, key, value, is_causal=True).shape
+        torch.Size([2, 256, 4, 16])
     """
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         **options: Unpack[Options],
@@ -62,9 +68,7 @@ class DilatedAttention(Core):
 
 
 class ImprovedDilatedAttention(DilatedAttention):
-    """Equals ``dilated_attention(..., enable_gqa=True)`` with the pattern made here, on the fastest backend.
-
-    The same function as :class:`DilatedAttention`; the two differ in their arguments only.
+    """Computes the same as :class:`DilatedAttention`, and takes other arguments.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch.
@@ -72,12 +76,18 @@ class ImprovedDilatedAttention(DilatedAttention):
         use_tf32: kept, and changes nothing: float32 kernels, this library's too, follow torch's own setting
             (``torch.backends.cuda.matmul.fp32_precision``), which is never written.
         others: see :class:`DilatedAttention`.
+
+    Examples:
+        >>> attention = da.ImprovedDilatedAttention([64, 256], [1, 4], dropout=0.1).eval()
+        >>> query, key, value = torch.randn(3, 2, 256, 4, 16).unbind(0)
+        >>> attention(query, key, value).shape
+        torch.Size([2, 256, 4, 16])
     """
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         use_tf32: bool = True,
         **options: Unpack[Options],

@@ -22,6 +22,8 @@ from dilated_attention.pattern import DilatedPattern, Rule, whole_number
 from dilated_attention.ring.run import Link
 
 DEFAULT_RULE: Rule = "head_groups"
+Lengths = Iterable[int] | None  # or rates; None: a pattern is given instead
+Over = Group | ContextParallel | None
 
 
 class Options(TypedDict, total=False):
@@ -39,11 +41,7 @@ class Core(nn.Module):
     ranks: Ranks | None = None  # None: one device
 
     def __init__(
-        self,
-        segment_lengths: Iterable[int] | None,
-        dilation_rates: Iterable[int] | None,
-        dropout: float,
-        **options: Unpack[Options],
+        self, segment_lengths: Lengths, dilation_rates: Lengths, dropout: float, **options: Unpack[Options]
     ) -> None:
         super().__init__()
         self.pattern = _pattern(segment_lengths, dilation_rates, options.get("pattern"), options.get("rule"))
@@ -73,10 +71,7 @@ class Core(nn.Module):
 
 
 def _pattern(
-    segment_lengths: Iterable[int] | None,
-    dilation_rates: Iterable[int] | None,
-    pattern: DilatedPattern | None,
-    rule: Rule | None,
+    segment_lengths: Lengths, dilation_rates: Lengths, pattern: DilatedPattern | None, rule: Rule | None
 ) -> DilatedPattern:
     """The pattern given, or that of the two lists."""
     if pattern is None:
@@ -96,13 +91,7 @@ class Ranks:
     """Which ranks a module runs over, found anew at each call: a process group can come after the module."""
 
     def __init__(
-        self,
-        group: Group | ContextParallel | None,
-        ring_size: int | None,
-        use_checkpointing: bool | None,
-        exchange: Exchange,
-        *,
-        only: str = "",
+        self, group: Over, ring_size: int | None, use_checkpointing: bool | None, exchange: Exchange, only: str = ""
     ) -> None:
         """``only``: the name of a class that has no other exchange."""
         parallel = ContextParallel() if group is None else ContextParallel.of(group)

@@ -6,7 +6,6 @@ Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -17,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.agreement import REFUSED, ask
-from dilated_attention.distributed.group import backend_name
+from dilated_attention.distributed.agreement import ask, refusal
+from dilated_attention.distributed.group import wire_device
+from dilated_attention.nn.core import Lengths
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 from dilated_attention.ring.run import Link
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
-    """Equals :class:`MultiheadDilatedAttention` on the whole sequence, computed over a ``DeviceMesh`` with named axes.
+    """Computes :class:`MultiheadDilatedAttention` over a ``DeviceMesh`` whose axes split samples, tokens and heads.
 
     A call takes this rank's samples (data axis) and its shard of their tokens (sequence axis), the same on all ranks
     of the heads axis; so does the result lie. An axis that the mesh has not got counts as one of size 1.
@@ -33,10 +33,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     Along the heads axis the parameters are DTensors: those of q, k and v split by heads, those of the output likewise,
     the rest whole. Their gradients come out right by themselves. Along the data and sequence axes parameters are to be
     the same, so seed all ranks alike or load one checkpoint, and their gradients are to be averaged over both, as DDP
-    and FSDP2 do, with the loss of ``sequence_mean(..., mesh["sequence"], gradients="average")``::
-
-        attention = RingAdvancedDistributedDilatedAttention(..., mesh)
-        fully_shard(attention, mesh=mesh["data", "sequence"])  # replicates along data, shards along sequence
+    and FSDP2 do, with the loss of ``sequence_mean(..., mesh["sequence"], gradients="average")``:
+    ``fully_shard(attention, mesh=mesh["data", "sequence"])`` replicates along data, and shards along sequence.
 
     The state dict has the keys and whole shapes of :class:`MultiheadDilatedAttention`: torch.distributed.checkpoint
     loads one saved on any mesh, ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))`` a plain one.
@@ -50,6 +48,12 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             one device, by the random state of the first rank along the sequence and heads axes; ranks along the data
             axis are to draw differently. An error in one rank's arguments reaches ranks with other heads at once where
             the mesh's groups have gloo for the host, and through their collectives' own timeouts elsewhere.
+
+    Examples:
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("sequence", "heads"))
+        >>> attention = da.RingAdvancedDistributedDilatedAttention(64, 4, [64, 256], [1, 4], mesh)
+        >>> attention(da.shard_sequence(torch.randn(2, 256, 64), mesh["sequence"]))[0].shape[-1]
+        64
     """
 
     exchange = "auto"
@@ -58,8 +62,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         mesh: DeviceMesh | None = None,
         dropout: float = 0.0,
         bias: bool = True,
@@ -158,15 +162,13 @@ class _Split:
         """Raise if another rank with other heads of the same tokens has an error; only where the host can tell them."""
         transport = Link(self.group, timeout=timeout).transport(device)
         if transport.agrees_on_host:
-            fields = {} if error is None else {REFUSED: f"{type(error).__name__}: {error}"}
+            fields = {} if error is None else refusal(error)
             with contextlib.nullcontext() if error is None else contextlib.suppress(ValueError):
-                ask(transport, "dilated_attention over heads", fields, 0, 0, 0).wait()
+                ask(transport, "dilated_attention over heads", fields, 0).wait()
 
     def seed(self, device: torch.device) -> Tensor:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""
-        own = functional.drawn_seed(device)
-        wire = torch.device("cpu") if backend_name(self.group, device) == "gloo" else device
-        first = own.to(wire, copy=True)
+        first = functional.drawn_seed(device).to(wire_device(self.group, device))
         dist.broadcast(first, group=self.group, group_src=0)
         return first.to(device)
 

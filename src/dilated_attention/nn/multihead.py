@@ -6,7 +6,7 @@ Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention.checks import DTYPES, check_flag, checked_scale
-from dilated_attention.nn.core import Core, Options
+from dilated_attention.nn.core import Core, Lengths, Options
 from dilated_attention.nn.masks import check_causal_mask, ignored
 from dilated_attention.pattern import whole_number
 
@@ -44,9 +44,10 @@ class MultiheadOptions(Options, total=False):
 
 
 class MultiheadDilatedAttention(Core):
-    """Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``, heads cut from E.
+    """Projects tokens to queries, keys and values, attends, normalises, and projects back.
 
-    Used as ``nn.MultiheadAttention`` is, also as ``self_attn`` of ``nn.TransformerEncoderLayer`` and
+    Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``, heads cut from E. Used as
+    ``nn.MultiheadAttention`` is, also as ``self_attn`` of ``nn.TransformerEncoderLayer`` and
     ``nn.TransformerDecoderLayer``. The norm and the initialisation are those of MAGNETO (sub-layer norm). With
     ``layer_norm=False`` it loads a state dict of ``nn.MultiheadAttention``.
 
@@ -64,6 +65,14 @@ class MultiheadDilatedAttention(Core):
             as many as ``num_heads`` by default.
         batch_first: False: tokens are (N, B, E) instead of (B, N, E).
         pattern, rule, backend: see :class:`DilatedAttention`.
+
+    Examples:
+        >>> attention = da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4], num_kv_heads=2)
+        >>> out, _ = attention(torch.randn(2, 256, 64), is_causal=True)
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> layer.self_attn = attention
+        >>> layer(out).shape
+        torch.Size([2, 256, 64])
     """
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder read these names from their self_attn. In eval mode they
@@ -76,8 +85,8 @@ class MultiheadDilatedAttention(Core):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -237,9 +246,17 @@ class MultiheadDilatedAttention(Core):
 
 
 class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """Equals :class:`MultiheadDilatedAttention`, with one ``qkv_proj`` for q, k and v: one product when they are one.
+    """Computes the same as :class:`MultiheadDilatedAttention`, with one projection for q, k and v.
 
-    Either class loads the state dict of the other, alone or as part of a bigger model.
+    ``qkv_proj`` is one product where query, key and value are one tensor. Either class loads the state dict of the
+    other, alone or as part of a bigger model.
+
+    Examples:
+        >>> fused = da.ImprovedMultiheadDilatedAttention(64, 4, [64, 256], [1, 4])
+        >>> fused.load_state_dict(da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4]).state_dict())
+        <All keys matched successfully>
+        >>> fused(torch.randn(2, 256, 64))[0].shape
+        torch.Size([2, 256, 64])
     """
 
     def _add_projections(self, factory: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ Legend: query (B, n, H, D); key, value (B, n, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -15,21 +14,21 @@ from torch import Tensor
 from dilated_attention.backends.blockwise import Limit
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
-from dilated_attention.context_parallel import ContextParallel, Exchange
+from dilated_attention.context_parallel import Exchange
 from dilated_attention.distributed.group import Buffers
-from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import DEFAULT_RULE, Options, Ranks
+from dilated_attention.nn.core import DEFAULT_RULE, Lengths, Options, Over, Ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.pattern import MAX_NUMBER, Rule, whole_number
 from dilated_attention.ring.run import tell_others
 
 
 class RingDilatedAttention(DilatedAttention):
-    """Equals ``dilated_attention(..., enable_gqa=True, group=...)`` with ``exchange="ring"`` and the pattern made here.
+    """Computes dilated attention over a ring of ranks, each with its shard of the sequence.
 
-    On one device it is the plain function, so a model goes from one device to many without a change: without a process
-    group, or with ``ring_size=1``, a call computes on the whole sequence.
+    Equals ``dilated_attention(..., enable_gqa=True, group=ContextParallel(group, exchange="ring"))``. On one device it
+    is the plain function, so a model goes from one device to many without a change: without a process group, or with
+    ``ring_size=1``, a call computes on the whole sequence.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch.
@@ -41,6 +40,12 @@ class RingDilatedAttention(DilatedAttention):
         group: a process group, 1-D DeviceMesh or :class:`ContextParallel`; without a group in it, the default group
             is taken, if one is initialised at the call.
         pattern, rule, backend: see :class:`DilatedAttention`.
+
+    Examples:
+        >>> attention = da.RingDilatedAttention([64, 256], [1, 4], group=group)
+        >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 256, 4, 16))
+        >>> attention(query, key, value).shape == query.shape
+        True
     """
 
     exchange: Exchange = "ring"
@@ -48,13 +53,13 @@ class RingDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         *,
-        group: Group | ContextParallel | None = None,
+        group: Over = None,
         **options: Unpack[Options],
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
@@ -63,37 +68,43 @@ class RingDilatedAttention(DilatedAttention):
 
 
 class RingAttentionV2Simple(RingDilatedAttention):
-    """Equals dense attention over a ring: :class:`RingDilatedAttention` of the pattern ``longnet([N], [1])``.
+    """Computes dense attention over a ring of ranks.
 
-    Every token sees every other, or every earlier one when causal. Plain matrix products on blocks that go round the
-    ring; the same in twenty lines and one process is in docs/scaling.md. The arguments are those that
-    :class:`RingDilatedAttention` has of the same names; with a single segment all rules are the same.
+    Equals :class:`RingDilatedAttention` of the pattern ``longnet([N], [1])`` on the backend "eager": every token sees
+    every other, or every earlier one when causal. Plain matrix products on blocks that go round the ring; the same in
+    twenty lines and one process is in docs/scaling.md. The arguments are those that :class:`RingDilatedAttention` has
+    of the same names; with a single segment all rules are the same.
+
+    Examples:
+        >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 64, 4, 16))
+        >>> da.RingAttentionV2Simple()(query, key, value, is_causal=True).shape == query.shape
+        True
     """
 
     def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        rule: Rule = DEFAULT_RULE,
-        backend: Backend = "eager",
-        group: Group | ContextParallel | None = None,
+        self, dropout: float = 0.0, *, rule: Rule = DEFAULT_RULE, backend: Backend = "eager", group: Over = None
     ) -> None:
         super().__init__([MAX_NUMBER], [1], dropout, rule=rule, backend=backend, group=group)
 
 
 class RingDilatedAttentionV2Collective(RingDilatedAttention):
-    """Equals :class:`RingDilatedAttention` with ``exchange="allgather"``: fewer steps, and more to hold.
+    """Computes the same as :class:`RingDilatedAttention`, with all rows fetched in one step.
 
-    The rows of all ranks that share a segment come in one step: the LongNet paper's way. It is one collective, but over
-    gloo a batch of messages, so that a missing rank can be named. Fewer steps than a ring, and room for all those rows.
-    Arguments as in :class:`RingDilatedAttention`.
+    The exchange is "allgather", the LongNet paper's way. It is one collective, but over gloo a batch of messages, so
+    that a missing rank can be named. Fewer steps than a ring, and room for all those rows. Arguments as in
+    :class:`RingDilatedAttention`.
+
+    Examples:
+        >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 64, 4, 16))
+        >>> da.RingDilatedAttentionV2Collective([16, 64], [1, 4])(query, key, value).shape == query.shape
+        True
     """
 
     exchange = "allgather"
 
 
 class RingDilatedAttentionProduction(RingDilatedAttention):
-    """Equals :class:`RingDilatedAttention`, with a cap on memory, a second try when it runs out, and statistics.
+    """Computes the same as :class:`RingDilatedAttention`, with a cap on memory, a second try, and statistics.
 
     A block whose results would take more than ``max_workspace_bytes`` is computed some heads at a time. A block that
     runs out of memory is computed again with half as many heads at a time, down to one; other ranks only wait a
@@ -101,18 +112,25 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
     buffers are kept from step to step and from call to call. Steps have names in ``torch.profiler``.
 
     The arguments are those of :class:`RingDilatedAttention`, and ``max_workspace_bytes``.
+
+    Examples:
+        >>> attention = da.RingDilatedAttentionProduction([16, 64], [1, 4], max_workspace_bytes=2**20)
+        >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 64, 4, 16))
+        >>> out = attention(query, key, value)
+        >>> attention.stats()["retries"]
+        0
     """
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         max_workspace_bytes: int | None = None,
         *,
-        group: Group | ContextParallel | None = None,
+        group: Over = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing, group=group, **options)
@@ -138,12 +156,17 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """Equals :class:`MultiheadDilatedAttention` on the whole sequence, computed on this rank's shard of it.
+    """Computes :class:`MultiheadDilatedAttention` of the whole sequence on this rank's shard of it.
 
     The state dict is the same. Its parameters are to be the same on every rank. With the loss of :func:`sequence_mean`
     their gradients are those of one device once they are averaged over the ranks, as DDP does (or summed, with
     ``gradients="sum"``). Arguments as there and in :class:`RingDilatedAttention`; ``exchange`` in a
     :class:`ContextParallel` is "ring" by default, and may be any.
+
+    Examples:
+        >>> attention = da.RingMultiheadDilatedAttention(64, 4, [64, 256], [1, 4], group=da.ContextParallel(group))
+        >>> out, _ = attention(da.shard_sequence(torch.randn(2, 256, 64), group), is_causal=True)
+        >>> loss = da.sequence_mean(out.square().mean(-1), group)
     """
 
     exchange: Exchange = "ring"
@@ -153,15 +176,15 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         *,
-        group: Group | ContextParallel | None = None,
+        group: Over = None,
         **options: Unpack[MultiheadOptions],
     ) -> None:
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)

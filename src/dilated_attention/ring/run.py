@@ -15,19 +15,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention.autograd import refuse_second_derivative
+from dilated_attention.autograd import is_mapped, refuse_second_derivative
 from dilated_attention.backends import blockwise
 from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_total_length
-from dilated_attention.cost import fastest_exchange
-from dilated_attention.distributed.agreement import REFUSED, Asked, ask
-from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, carries, check_usable
-from dilated_attention.distributed.transport import Alone, Stats, Transport
+from dilated_attention.distributed.agreement import Asked, ask, refusal
+from dilated_attention.distributed.group import (
+    Buffers,
+    CommunicationError,
+    GroupTransport,
+    carries,
+)
+from dilated_attention.distributed.transport import Stats, Transport
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.cost import fastest_exchange
 from dilated_attention.ring.shards import Channel, Shards, channels, crosses
 
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
@@ -52,14 +57,8 @@ class Link:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def check_usable(self) -> None:
-        if self.group is not None:
-            check_usable(self.group)
-
     def transport(self, device: torch.device) -> Transport:
-        self.check_usable()
-        if self.group is None:
-            return Alone(self.stats)
+        assert self.group is not None
         if self.buffers is not None:
             self.buffers.begin()
         return GroupTransport(
@@ -77,7 +76,7 @@ class Agreed:
     shards: Shards
     exchange: str
     wants_gradients: bool
-    number: int = 0  # among the calls over the group, the same on all ranks
+    number: int  # among the calls over the group, the same on all ranks
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -103,9 +102,6 @@ class Agreed:
 
     def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
         """All ranks are here; dlse, where some rank has one."""
-        self.link.check_usable()
-        if self.transport.size == 1:
-            return dlse
         if not _verifies(self.transport, self.link):
             return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
         fields = {
@@ -143,20 +139,16 @@ def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
     except Exception as error:
         tell_others(link, inputs.q, error)
         raise
-    lengths: tuple[int, ...] = (call.queries,)
-    seed, number = inputs.seed, 0
-    if transport.size > 1:
-        lengths, seed = _agree(transport, link, fields, call.queries, seed)
-        check_total_length(link.total_length, lengths)
-        number = transport.number = _counted(link)
-        transport.warm_up()
+    lengths, seed = _agree(transport, link, fields, call.queries, inputs.seed)
+    check_total_length(link.total_length, lengths)
+    number = transport.number = _counted(link)
+    transport.warm_up()
     shards = Shards.of(lengths)
     exchange = link.exchange
     if exchange == "auto":
-        exchange = fastest_exchange(
-            call.pattern, shards, call.held, call.group, call.head_dim, call.computed, call.is_causal,
-            transport.backend, call.samples, call.has_padding,
-        )  # fmt: skip
+        # in the dtype that travels, and without what differs from rank to rank
+        alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
+        exchange = fastest_exchange(alike, shards, transport.backend)
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
     agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", number)
@@ -181,7 +173,7 @@ def tell_others(link: Link | None, query: object, error: Exception) -> None:
     with contextlib.suppress(ValueError, CommunicationError):
         transport = plain.transport(device)
         if _verifies(transport, plain):
-            _ask(transport, plain, "dilated_attention", {REFUSED: f"{type(error).__name__}: {error}"}, 0).wait()
+            _ask(transport, plain, "dilated_attention", refusal(error), 0).wait()
 
 
 def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, object]:
@@ -276,6 +268,14 @@ def _agree(
     return known, seed
 
 
+def check_transforms(*gradients: Tensor | None) -> None:
+    """Raise under torch.func, whose many calls ranks cannot make as one, forward or backward."""
+    if not torch.compiler.is_compiling() and is_mapped(*gradients):
+        raise NotImplementedError(
+            "torch.func and is_grads_batched do not go over a group of ranks: use backward(), once for each gradient"
+        )
+
+
 class _Parallel(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -308,6 +308,7 @@ class _Parallel(torch.autograd.Function):
         q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
         inputs = Inputs(q, k, v, padding, seed)
         grads: tuple[Tensor, ...]
+        check_transforms(dout, dlse)
         with torch.no_grad():
             dlse = ctx.agreed.agree_on_backward(dlse, lse)
             results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 
-from dilated_attention.cost import size
+from dilated_attention.ring.cost import size
 from dilated_attention.show import colours, words
 from dilated_attention.show.seen import View
 from dilated_attention.show.travel import Sent, Travel

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dilated_attention.cost import size
+from dilated_attention.ring.cost import size
 from dilated_attention.show import words
 from dilated_attention.show.kinds import Kind
 from dilated_attention.show.seen import View

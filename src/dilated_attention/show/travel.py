@@ -11,14 +11,15 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from dilated_attention.cost import EXCHANGES, RankCost, plan_cost
+from dilated_attention.context_parallel import Route
 from dilated_attention.pattern import DilatedPattern, Heads
 from dilated_attention.ring.alltoall import bundles
 from dilated_attention.ring.circulate import traffic
+from dilated_attention.ring.cost import EXCHANGES, RankCost, plan_cost
 from dilated_attention.ring.packing import Travelling, part_bytes
 from dilated_attention.ring.shards import Channel, Shards, channels
 
@@ -71,7 +72,7 @@ class Travel:
             pattern, tokens, ranks, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
             is_causal=is_causal,
         )  # fmt: skip
-        chosen = cost.best if exchange == "auto" else exchange
+        chosen = cost.best if exchange == "auto" else cast(Route, exchange)
         shards = Shards.even(tokens, ranks)
         borders = sorted({border for border in shards.starts if 0 < border < tokens})
         widths = pattern.segment_lengths

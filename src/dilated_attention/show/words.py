@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dilated_attention.cost import size
+from dilated_attention.ring.cost import size
 from dilated_attention.show.coverage import Coverage
 from dilated_attention.show.kinds import Kind
 from dilated_attention.show.reach import LAYERS, LONGEST_STRETCH, Reach

@@ -1,7 +1,7 @@
 """Causal: every chunk is computed at once; of earlier tokens, the K and V rows of open segments are kept, dilated.
 
-A chunk's queries see the kept rows of each branch (dense, as a ring does with the rows of an earlier rank), merged with
-the chunk's own keys (causal).
+A chunk's queries see the kept rows of each branch, merged with the chunk's own keys: the same blocks as in a ring,
+where the rows come from an earlier rank.
 
 Legend: q, out (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H), of one chunk; kept k, v (B, rows, h, D) of the h heads
 of a branch: row i of a head is the i-th token of its offset in the open segment.
@@ -15,27 +15,35 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import Sources, Work, finished, no_autocast
 from dilated_attention.blocks import Block, Placed, View, head_runs
+from dilated_attention.call import Call
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import rows_at_offset
-from dilated_attention.streaming.problem import Branch, Problem
-from dilated_attention.streaming.window import Rows
+from dilated_attention.streaming.stream import Rows, Stream, rows_of
 
 
-class AtOnce:
+class AtOnce(Stream):
     """The work of a causal stream."""
 
-    def __init__(self, problem: Problem, deliver: Callable[[Tensor], None]) -> None:
-        self.problem, self.deliver, self.position = problem, deliver, 0
-        self.kept = [Kept(branch, problem) for branch in problem.branches]
+    def __init__(self, call: Call, deliver: Callable[[Tensor], None]) -> None:
+        super().__init__(call, deliver)
+        self.kept = [  # k and v of each branch
+            [Rows(call, (len(one.heads), call.head_dim), call.dtype, rows_of(one, one.length)) for _ in range(2)]
+            for one in self.branches
+        ]
+
+    def held_bytes(self, num_tokens: int | None) -> int:
+        call, tokens = self.call, self.most_tokens(num_tokens)
+        rows = sum(len(branch.heads) * rows_of(branch, tokens) for branch in self.branches)
+        return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The next tokens: to the end of the period they continue, and those that begin one, where they lie."""
-        first = min(q.shape[1], -self.position % self.problem.period)
+        first = min(q.shape[1], -self.position % self.period)
         if first:
             self.deliver(self.continued(*(x[:, :first] for x in (q, k, v))))
         if first < q.shape[1]:
             q, k, v = (x[:, first:] for x in (q, k, v))
-            out, _ = self.problem.attend(q, k, v)
+            out, _ = self.attend(q, k, v)
             self.deliver(out)
             self.keep(k, v)
 
@@ -45,66 +53,53 @@ class AtOnce:
     def continued(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output of tokens in the midst of segments."""
         with no_autocast(q.device):
-            work = self.problem.work(q, k, v, self.position % self.problem.period)
+            work = self.work(q, k, v, self.position % self.period)
             out, lse = work.forward()
-            for kept in self.kept:
-                kept.visit(work, self.position % kept.branch.width, out, lse)
+            for index in range(len(self.branches)):
+                self.visit(index, work, out, lse)
         self.keep(k, v)
         return finished(out, work.call, q.dtype)
 
-    def keep(self, k: Tensor, v: Tensor) -> None:
-        self.position += k.shape[1]
-        for kept in self.kept:
-            kept.keep(self.position % kept.branch.width, k, v)
-
-
-class Kept:
-    """The K and V rows of a branch's open segment."""
-
-    def __init__(self, branch: Branch, problem: Problem) -> None:
-        kind = problem.kind
-        sizes = (kind.samples, len(branch.heads), kind.head_dim)
-        self.branch, self.group = branch, problem.group
-        self.k, self.v = (Rows(sizes, kind.dtype, kind.device, branch.rows(branch.width)) for _ in range(2))
-
-    def keep(self, seen: int, k: Tensor, v: Tensor) -> None:
-        """Take what is needed of new tokens, after which ``seen`` of the segment have come; 0: it is complete."""
-        new = min(seen, k.shape[1])  # if that is all that was seen, the rows of the segment before are written over
-        for rows, x in ((self.k, k[:, k.shape[1] - new :]), (self.v, v[:, v.shape[1] - new :])):
-            rows.resize(self.branch.rows(seen))
-            for block in self.blocks(seen - new, x, 1):
-                view, already = block.queries, block.keys.rows
-                rows.all[:, already : already + view.rows, self.heads(view)] = view.of(x)
-
-    def visit(self, work: Work, seen: int, out: Tensor, lse: Tensor) -> None:
-        """Merge what new tokens see in the kept rows, those that continue the segment after ``seen`` tokens of it."""
-        blocks = [block for block in self.blocks(seen, work.q, self.group) if block.keys.rows]
-        sources = Sources(work.q, *(work.readable(rows.all) for rows in (self.k, self.v)))
+    def visit(self, index: int, work: Work, out: Tensor, lse: Tensor) -> None:
+        """Merge what new tokens see in the kept rows of a branch."""
+        group, seen = self.call.group, self.position % self.branches[index].length
+        blocks = [block for block in self.blocks(index, seen, work.q, group) if block.keys.rows]
+        sources = Sources(work.q, *(work.readable(rows.all) for rows in self.kept[index]))
         for block, (part, part_lse) in work.each(blocks, sources):
-            merge_(block.queries.of(out, self.group), block.queries.of(lse, self.group), part, part_lse)
+            merge_(block.queries.of(out, group), block.queries.of(lse, group), part, part_lse)
 
-    def blocks(self, before: int, x: Tensor, group: int) -> list[Block]:
-        """The rows of x in the segment after its first ``before`` tokens, each with the rows that are kept as keys."""
-        branch, rate = self.branch, self.branch.rate
-        stop = min(before + x.shape[1], branch.width)
+    def keep(self, k: Tensor, v: Tensor) -> None:
+        """Take what later tokens see of new ones."""
+        self.position += k.shape[1]
+        for index, branch in enumerate(self.branches):
+            seen = self.position % branch.length  # tokens of the open segment; 0: it is complete
+            new = min(seen, k.shape[1])  # if that is all that was seen, the rows of the segment before are written over
+            for rows, x in zip(self.kept[index], (k, v), strict=True):
+                x = x[:, x.shape[1] - new :]
+                rows.resize(rows_of(branch, seen))
+                for block in self.blocks(index, seen - new, x, 1):
+                    view, already, first = block.queries, block.keys.rows, block.keys.head
+                    heads = slice(first, first + view.heads * view.head_step, view.head_step)
+                    rows.all[:, already : already + view.rows, heads] = view.of(x)
+
+    def blocks(self, index: int, before: int, x: Tensor, group: int) -> list[Block]:
+        """The rows of x in the segment after its first ``before`` tokens as queries, with the kept rows as keys."""
+        branch = self.branches[index]
+        stop = min(before + x.shape[1], branch.length)
         placed: list[Placed] = []
         counts = {}
-        for head, offset in branch.placed:
-            earlier, upto = (rows_at_offset(token, rate, offset) for token in (before, stop))
+        for head in branch.heads:
+            offset = branch.offset(head)
+            earlier, upto = (rows_at_offset(token, branch.rate, offset) for token in (before, stop))
             if upto > earlier:
-                placed.append((head, offset + rate * earlier - before))
+                placed.append((head, offset + branch.rate * earlier - before))
                 counts[head] = earlier, upto - earlier
         found = []
         for run in head_runs(placed, counts.__getitem__, group):
             (head, at), (head_step, step), (earlier, rows) = run.first, run.steps, counts[run.first[0]]
-            queries = View(0, x.shape[0], at, 1, stop - before, rows, rate, head, run.heads, head_step, step)
-            kept_head = head - branch.heads.start
-            keys = View(0, x.shape[0], 0, 1, earlier, earlier, 1, kept_head, run.heads, head_step, 0)
+            heads, samples = (run.heads, head_step), x.shape[0]
+            queries = View(0, samples, at, 1, stop - before, rows, branch.rate, head, *heads, step)
+            keys = View(0, samples, 0, 1, earlier, earlier, 1, head - branch.first, *heads, 0)
             starts = tuple(before + at + i * step for i in range(run.heads))
-            found.append(Block(branch.index, rate, queries, keys, False, starts, starts, 0))
+            found.append(Block(index, branch.rate, queries, keys, False, starts, starts, 0))
         return found
-
-    def heads(self, view: View) -> slice:
-        """Where a view's heads are in the kept rows."""
-        first = view.head - self.branch.heads.start
-        return slice(first, first + view.heads * view.head_step, view.head_step)

@@ -5,18 +5,20 @@ Legend: a chunk is query (B, n, H, D), key and value (B, n, Hk, D); its output (
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dilated_attention.backends import choose
 from dilated_attention.backends.choose import Backend
+from dilated_attention.call import DEFAULT_SCALE, Call
 from dilated_attention.checks import check_backend, check_tensors, checked_scale, computed_dtype
 from dilated_attention.pattern import DilatedPattern, whole_number
 from dilated_attention.streaming.causal import AtOnce
-from dilated_attention.streaming.problem import Kind, Problem
+from dilated_attention.streaming.stream import Stream
 from dilated_attention.streaming.window import Window
 
 Chunk = tuple[Tensor, Tensor, Tensor]
@@ -33,7 +35,7 @@ def stream(
     max_bytes: int | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[Tensor]:
-    """`dilated_attention` of one long sequence that comes in chunks: yields the output of each, equally long.
+    """Computes `dilated_attention` of one long sequence that comes in chunks: yields the output of each, equally long.
 
     An output comes as soon as it is known: when causal with its chunk, else when the segments of all its tokens are
     complete. A chunk may be overwritten once the next one is asked for. Inference only: there are no gradients.
@@ -54,6 +56,12 @@ def stream(
     Returns:
         An iterator over the outputs. With the first chunk, before anything is computed, it raises ValueError if more
         than ``max_bytes`` would be held: the longest segment, or when causal those K and V rows.
+
+    Examples:
+        >>> chunks = (torch.randn(3, 1, 256, 4, 8).unbind(0) for _ in range(4))  # (query, key, value) of 256 tokens
+        >>> pattern = da.DilatedPattern.longnet([64, 512], [1, 8])
+        >>> [out.shape[1] for out in da.stream(chunks, pattern, is_causal=True)]
+        [256, 256, 256, 256]
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
@@ -65,76 +73,84 @@ def stream(
     scale = None if scale is None else checked_scale(scale)
     max_bytes = None if max_bytes is None else whole_number("max_bytes", max_bytes)
     num_tokens = None if num_tokens is None else whole_number("num_tokens", num_tokens)
-    return _outputs(iter(chunks), Options(pattern, is_causal, scale, enable_gqa, backend, max_bytes, num_tokens))
+    asked = Call(pattern, is_causal, DEFAULT_SCALE if scale is None else scale, backend=backend)
+    return _outputs(iter(chunks), asked, enable_gqa, max_bytes, num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments of `stream`, checked."""
-
-    pattern: DilatedPattern
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    backend: Backend
-    max_bytes: int | None
-    num_tokens: int | None
-
-    def begin(self, kind: Kind, outputs: Outputs) -> AtOnce | Window:
-        """The work on chunks of this kind."""
-        problem = Problem.of(self.pattern, self.is_causal, self.scale, self.backend, kind)
-        problem.check_memory(self.max_bytes, self.num_tokens)
-        if self.backend == "triton" and (self.is_causal or self.pattern.dealing.adds_zeros):
-            raise ValueError(
-                "backend 'triton' takes whole segments, and a stream that is causal, or of the rule torchscale, has "
-                "parts of them: use backend='auto', which takes our kernels wherever they can run"
-            )
-        return (AtOnce if self.is_causal else Window)(problem, outputs.deliver)
-
-    def checked(self, index: int, chunk: Chunk) -> Chunk:
-        """The chunk in the dtype that is computed in, or an error that names it."""
-        if not isinstance(chunk, tuple | list) or len(chunk) != 3:
-            got = f"{len(chunk)} entries" if isinstance(chunk, tuple | list) else type(chunk).__name__
-            raise TypeError(
-                f"chunk {index} must be (query, key, value), got {got}. A stream takes no key_padding_mask: "
-                "give sequences of different lengths each a stream of their own"
-            )
-        query, key, value = chunk
-        try:
-            check_tensors(query, key, value, self.pattern, None, self.enable_gqa)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise type(error)(f"chunk {index}: {error}") from error
-        if torch.is_grad_enabled() and any(x.requires_grad for x in chunk):
-            raise ValueError(
-                f"chunk {index} requires grad, and stream() computes no gradients: iterate under torch.no_grad(), "
-                "detach() what the chunks hold, or train with dilated_attention()"
-            )
-        query, key, value = (x.to(computed_dtype(x)) for x in chunk)
-        return query, key, value
-
-
-def _outputs(chunks: Iterator[Chunk], options: Options) -> Iterator[Tensor]:
+def _outputs(
+    chunks: Iterator[Chunk], asked: Call, enable_gqa: bool, max_bytes: int | None, num_tokens: int | None
+) -> Iterator[Tensor]:
     outputs, index, tokens = Outputs(), 0, 0
-    work: AtOnce | Window | None = None
+    work: Stream | None = None
     for chunk in chunks:
-        query, key, value = options.checked(index, chunk)
-        kind, tokens = Kind.of(query, key), tokens + query.shape[1]
-        if work is None:
-            work = options.begin(kind, outputs)
-        if kind != work.problem.kind:
-            raise ValueError(f"chunk {index} has {kind}, and chunk 0 {work.problem.kind}: make all chunks alike")
-        if options.num_tokens is not None and tokens > options.num_tokens:
-            raise ValueError(f"chunk {index} makes it {tokens:,} tokens, and num_tokens is {options.num_tokens:,}")
-        outputs.expect(query)
-        work.take(query, key, value)
+        query, key, value = _checked(index, chunk, asked.pattern, enable_gqa)
+        call, tokens = asked.of(query[:, :0], key[:, :0], None, 0), tokens + query.shape[1]
+        with _any_mode():
+            if work is None:
+                work = _begun(call, outputs, max_bytes, num_tokens)
+            if _kind(call) != _kind(work.call):
+                raise ValueError(f"chunk {index} has {_kind(call)}, and chunk 0 {_kind(work.call)}: make all alike")
+            if num_tokens is not None and tokens > num_tokens:
+                raise ValueError(f"chunk {index} makes it {tokens:,} tokens, and num_tokens is {num_tokens:,}")
+            outputs.expect(query)
+            work.take(query, key, value)
         del chunk, query, key, value  # or two chunks would be there while the next one is made
         index += 1  # noqa: SIM113 - enumerate() would hold on to the chunk
         while outputs.finished:
             yield outputs.finished.popleft()
     if work is not None:
-        work.end()
+        with _any_mode():
+            work.end()
     while outputs.finished:
         yield outputs.finished.popleft()
+
+
+def _begun(call: Call, outputs: Outputs, max_bytes: int | None, num_tokens: int | None) -> Stream:
+    work = (AtOnce if call.is_causal else Window)(call, outputs.deliver)
+    work.check_memory(max_bytes, num_tokens)
+    if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
+        reasons = choose.unsupported_by_name(call._replace(in_parts=True))
+        if reasons:
+            raise ValueError(
+                f"backend {call.backend!r} takes whole segments, and a stream that is causal, or of the rule "
+                "torchscale, has parts of them: use backend='auto', which takes our kernels wherever they can run"
+            )
+    return work
+
+
+def _kind(call: Call) -> str:
+    """What all chunks of a stream share."""
+    heads = f"{call.heads} query and {call.kv_heads} key/value heads of {call.head_dim}"
+    return f"batch {call.samples}, {heads}, {call.dtype} on {call.device}"
+
+
+def _checked(index: int, chunk: Chunk, pattern: DilatedPattern, enable_gqa: bool) -> Chunk:
+    """The chunk in the dtype that is computed in, or an error that names it."""
+    if not isinstance(chunk, tuple | list) or len(chunk) != 3:
+        got = f"{len(chunk)} entries" if isinstance(chunk, tuple | list) else type(chunk).__name__
+        raise TypeError(
+            f"chunk {index} must be (query, key, value), got {got}. A stream takes no key_padding_mask: "
+            "give sequences of different lengths each a stream of their own"
+        )
+    query, key, value = chunk
+    try:
+        check_tensors(query, key, value, pattern, None, enable_gqa)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"chunk {index}: {error}") from error
+    if torch.is_grad_enabled() and any(x.requires_grad for x in chunk):
+        raise ValueError(
+            f"chunk {index} requires grad, and stream() computes no gradients: iterate under torch.no_grad(), "
+            "detach() what the chunks hold, or train with dilated_attention()"
+        )
+    query, key, value = (x.to(computed_dtype(x)) for x in chunk)
+    return query, key, value
+
+
+@contextlib.contextmanager
+def _any_mode() -> Iterator[None]:
+    """Whatever mode a chunk is taken in, nothing held is an inference tensor: the next may come in another mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Outputs:

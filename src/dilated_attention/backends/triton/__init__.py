@@ -35,6 +35,8 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         reasons.append("triton is not installed: it comes with torch's CUDA builds")
     if call.in_parts:
         reasons.append("it takes whole calls on one device, not the blocks that ranks exchange")
+    if call.limit:
+        reasons.append("it takes calls whole, and a cap on memory asks for parts")
     if call.dtype is torch.float64:
         reasons.append("it does not compute in float64")
     if call.head_dim > LARGEST_HEAD_DIM:
@@ -107,7 +109,10 @@ def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return few_queries.forward(call, inputs)
     from dilated_attention.backends.triton import whole_call
 
-    return whole_call.forward(call, inputs)
+    def trains() -> bool:
+        return preference(call, True)[0] and any(x.requires_grad for x in inputs[:3])
+
+    return whole_call.forward(call, inputs, trains)
 
 
 def backward_call(call: Call, inputs: Inputs, results: Results) -> Gradients:

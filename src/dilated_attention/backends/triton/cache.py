@@ -40,6 +40,10 @@ class LaunchCache:
         """The bytes of all tables that are kept for a device."""
         return self._bytes[device]
 
+    def find(self, key: tuple[Any, ...]) -> Any:
+        """What is kept under the key, or None."""
+        return self._kept.get(key)
+
     def get(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What is kept under the key; made if there is none."""
         found: T | None = self._kept.get(key)

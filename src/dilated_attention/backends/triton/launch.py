@@ -69,6 +69,11 @@ def _numbers(call: Call) -> tuple[float, ...]:
     return call.keys, scale, call.keys, call.group, call.first_head, 0, threshold, factor
 
 
+def _optional(call: Call) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of padding and seed; the query stands in for what is not there."""
+    return torch.bool if call.has_padding else call.dtype, torch.int64 if call.drops else call.dtype
+
+
 def forward(
     q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, nests: Nests, call: Call, config: Config,
     again: bool, fills: bool,
@@ -85,7 +90,11 @@ def forward(
     shifted = q.dtype is torch.bfloat16 and not (call.has_padding or call.drops or again)
     constants = _constants(call, found, config)
     constants |= {"ZEROS": call.adds_zeros, "CONTINUE": again, "FILLS": fills, "SHIFTED": shifted}
-    return Launch(forward_kernel, call.device, found, (*strides, *_numbers(call)), constants, config)
+    mask, seed = _optional(call)
+    ends = torch.int64 if call.adds_zeros and call.has_padding else call.dtype
+    dtypes = (*(x.dtype for x in (q, k, v, out, lse)), mask, ends)
+    numbers = (*strides, *_numbers(call))
+    return Launch(forward_kernel, call.device, found, numbers, constants, config, (*dtypes, seed))
 
 
 def backward_dq(
@@ -103,7 +112,8 @@ def backward_dq(
     constants = _constants(call, found, config)
     constants |= {"HAS_DLSE": dlse is not None, "ADD": again, "FILLS": fills}
     numbers = (*strides, *stats.strides[:2], *_numbers(call), call.scale)
-    return Launch(dq_kernel, call.device, found, numbers, constants, config)
+    dtypes = [x.dtype for x in (q, k, v, out, lse, dout, dlse or q, dq, stats)]
+    return Launch(dq_kernel, call.device, found, numbers, constants, config, (*dtypes, *_optional(call)))
 
 
 def backward_dkdv(
@@ -117,7 +127,8 @@ def backward_dkdv(
     constants = _constants(call, found, config)
     constants |= {"ADD": again, "FILLS": fills, "GROUPED": call.group > 1}
     numbers = (*strides, *stats.strides[:2], *_numbers(call), call.scale)
-    return Launch(dkdv_kernel, call.device, found, numbers, constants, config)
+    dtypes = [x.dtype for x in (q, k, v, dout, stats, dk, dv)]
+    return Launch(dkdv_kernel, call.device, found, numbers, constants, config, (*dtypes, *_optional(call)))
 
 
 def _strides(*layouts: Layout) -> tuple[int, ...]:
@@ -139,8 +150,10 @@ class Launch:
         numbers: tuple[float, ...],
         constants: dict[str, Any],
         config: Config,
+        dtypes: tuple[torch.dtype, ...],
     ) -> None:
-        self.kernel, self.device, self.numbers = kernel, device, numbers
+        """``dtypes``: of the tensors."""
+        self.kernel, self.device, self.numbers, self.dtypes = kernel, device, numbers, dtypes
         self.on_device = device.type == "cuda"  # asked once, as torch makes a string of it
         self.found = found  # for as long as this is kept, so that others like it share it
         self.programs, self.table = found.programs, (found.sections, found.tiles, found.runs)
@@ -150,6 +163,11 @@ class Launch:
             self.given["maxnreg"] = config.registers
         self.tail: tuple[Any, ...] = ()
         self.runs: Any = None
+
+    def compile(self) -> None:
+        """Compile the kernel for tensors that are aligned as torch's are, without running it."""
+        with torch.cuda.device(self.device):
+            self.kernel.warmup(*self.dtypes, *self.table, *self.numbers, grid=(self.programs,), **self.given)
 
     def __call__(self, *tensors: Tensor) -> None:
         if self.on_device and self.device.index != torch.cuda.current_device():

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 
+from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.cache import CACHE
+from dilated_attention.backends.triton.configs import Config
 from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested
 from dilated_attention.call import Call
 from dilated_attention.pattern import DilatedPattern, Heads
@@ -95,6 +97,12 @@ def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> st
 def is_short(call: Call) -> bool:
     """Whether a call has so few rows that smaller tiles are faster."""
     return call.rows < FEW_ROWS
+
+
+def config(kernel: str, call: Call, nests: Nests) -> Config:
+    """The tile of a kernel for one launch of a call."""
+    form = "nested" if len(nests[0].widths) > 1 else form_of(call.pattern, call.is_causal, alone=True)
+    return configs.config(kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, is_short(call))
 
 
 CACHE.clears(launches.cache_clear, form_of.cache_clear)

@@ -148,7 +148,7 @@ def _moved(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def _move(numbers: Tensor, device: torch.device) -> Tensor:
-    stream = _stream(device)
+    stream = stream_of_tables(device)
     with torch.cuda.stream(stream):
         found = numbers.to(device)
     stream.synchronize()
@@ -156,5 +156,6 @@ def _move(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
+    """The stream whose memory tables lie in."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -7,6 +7,8 @@ Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 from dilated_attention.backends.problem import Gradients, Inputs, Results
 from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
-from dilated_attention.backends.triton.configs import Config, config
 from dilated_attention.backends.triton.launch import Launch, Layout
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call, sample_ends
@@ -32,12 +33,14 @@ class Prepared(NamedTuple):
         return sum(launch.nbytes for launch in self.launches)
 
 
-def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Tensor, Tensor]:
+    """``trains``: whether our kernels will be asked for the backward pass; asked of calls that are new."""
     q, k, v = _readable(inputs.q), _readable(inputs.k), _readable(inputs.v)
     if not call.rows:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    key = (call.device, call, q.stride(), k.stride(), v.stride())
-    prepared = CACHE.get(key, lambda: _prepare_forward(call, *map(Layout.of, (q, k, v))))
+    prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
+    if prepared is None:
+        prepared = _prepared(call, (q, k, v), trains())
     padding = ends = None
     if inputs.padding is not None:
         padding = inputs.padding.contiguous()
@@ -60,8 +63,9 @@ def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
     if not call.rows:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     given = (q, k, v, dout) if dlse is None else (q, k, v, dout, dlse)
-    key = (call.device, call, *(x.stride() for x in given))
-    prepared = CACHE.get(key, lambda: _prepare_backward(call, *map(Layout.of, given)))
+    prepared = CACHE.find((call.device, call, *(x.stride() for x in given)))
+    if prepared is None:
+        prepared = _kept(call, _prepare_backward, *map(Layout.of, given))
     dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
     stats = torch.empty(_stats_shape(call), dtype=torch.float32, device=q.device)
     if prepared.blank:
@@ -76,17 +80,35 @@ def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
     return dq, dk, dv
 
 
+def _kept(call: Call, prepare: Callable[..., Prepared], *layouts: Layout) -> Prepared:
+    """What is prepared for a call on tensors of these layouts, kept from now on."""
+    return CACHE.get((call.device, call, *(x.strides for x in layouts)), lambda: prepare(call, *layouts))
+
+
+def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:
+    """The forward pass of a call that is new. Its kernels are compiled at once, with those of the backward pass if it
+    ``trains``: one after the other they would take twice as long."""
+    layouts = [Layout.of(x) for x in qkv]
+    found = _kept(call, _prepare_forward, *layouts)
+    together = list(found.launches)
+    if trains:
+        dout = Layout.contiguous(qkv[0].shape, qkv[0].dtype)
+        together += _kept(call, _prepare_backward, *layouts, dout).launches
+    if call.device.type == "cuda" and len(together) > 1 and not torch.cuda.is_current_stream_capturing():
+        with ThreadPoolExecutor(len(together)) as pool:
+            list(pool.map(Launch.compile, together))
+    return found
+
+
 def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
-    steps = _steps(call)
-    dtype = torch.float32 if len(steps) > 1 else q.dtype
+    todo = steps(call)
+    dtype = torch.float32 if len(todo) > 1 else q.dtype
     out, lse = Layout.contiguous(q.shape, dtype), Layout.contiguous(q.shape[:3], torch.float32)
-    made = [
-        launch.forward(
-            q, k, v, out, lse, nests, call, _config("forward", call, nests), index > 0, fills_gaps(nests, index)
-        )
-        for index, nests in enumerate(steps)
-    ]
-    return Prepared(tuple(made), dtype, _must_be_blank(steps))
+    made = []
+    for index, nests in enumerate(todo):
+        tile = nesting.config("forward", call, nests)
+        made.append(launch.forward(q, k, v, out, lse, nests, call, tile, index > 0, fills(nests, index)))
+    return Prepared(tuple(made), dtype, _must_be_blank(todo))
 
 
 def _prepare_backward(
@@ -96,17 +118,18 @@ def _prepare_backward(
     out, dq, dk, dv = (Layout.contiguous(x.shape, x.dtype) for x in (q, q, k, v))
     lse = Layout.contiguous(q.shape[:3], torch.float32)
     stats = Layout.contiguous(_stats_shape(call), torch.float32)
-    steps, made = _steps(call), []
-    for index, nests in enumerate(steps):
-        how = (index > 0, fills_gaps(nests, index))
-        tile = _config("dq", call, nests)
+    todo, made = steps(call), []
+    for index, nests in enumerate(todo):
+        how = (index > 0, fills(nests, index))
+        tile = nesting.config("dq", call, nests)
         made.append(launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, nests, call, tile, *how))
-        tile = _config("dkdv", call, nests)
+        tile = nesting.config("dkdv", call, nests)
         made.append(launch.backward_dkdv(q, k, v, dout, stats, dk, dv, nests, call, tile, *how))
-    return Prepared(tuple(made), q.dtype, _must_be_blank(steps))
+    return Prepared(tuple(made), q.dtype, _must_be_blank(todo))
 
 
-def _steps(call: Call) -> tuple[Nests, ...]:
+def steps(call: Call) -> tuple[Nests, ...]:
+    """What each launch has to do, in their order."""
     return nesting.launches(call.pattern, call.held, call.is_causal, call.drops)
 
 
@@ -114,18 +137,13 @@ def _has_gaps(nests: Nests) -> bool:
     return any(nest.rates[0] > 1 for nest in nests)
 
 
-def fills_gaps(nests: Nests, index: int) -> bool:
+def fills(nests: Nests, index: int) -> bool:
     """Whether a launch also writes the rows between its own: the first one does, where each nest is one branch."""
     return index == 0 and _has_gaps(nests) and all(len(nest.rates) == 1 for nest in nests)
 
 
-def _must_be_blank(steps: tuple[Nests, ...]) -> bool:
-    return _has_gaps(steps[0]) and not fills_gaps(steps[0], 0)
-
-
-def _config(kernel: str, call: Call, nests: Nests) -> Config:
-    form = "nested" if len(nests[0].widths) > 1 else nesting.form_of(call.pattern, call.is_causal, alone=True)
-    return config(kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, nesting.is_short(call))
+def _must_be_blank(todo: tuple[Nests, ...]) -> bool:
+    return _has_gaps(todo[0]) and not fills(todo[0], 0)
 
 
 def _stats_shape(call: Call) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dilated_attention.bench.setting import forget_inputs
 from dilated_attention.bench.steps import Session, Step, compare_step
 from dilated_attention.bench.subject import BOTH, Implementation
 from dilated_attention.bench.suites.common import PATTERNS, mib
-from dilated_attention.cost import size
+from dilated_attention.ring.cost import size
 
 SUITE = "ring"
 CLASSES = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")

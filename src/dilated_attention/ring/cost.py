@@ -1,4 +1,8 @@
-"""The answers: what `count` found, summed up for programs, and as a table for people."""
+"""What a call over a group of ranks will cost, before there is a group: bytes, hops, memory, operations, and a time.
+
+Every message is counted, those of the forward pass and those of the backward pass (in which K and V travel again).
+Bytes and hops of every rank are exact; the time is a model, hops x latency + bytes / bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilated_attention.call import accumulate_dtype
-from dilated_attention.cost.call import Call, shards_of
-from dilated_attention.cost.count import EXCHANGES, count
-from dilated_attention.cost.messages import Tally
-from dilated_attention.pattern import DilatedPattern, Heads, whole_number
+from dilated_attention.call import Call
+from dilated_attention.context_parallel import ROUTES, Route
+from dilated_attention.pattern import DilatedPattern, whole_number
 from dilated_attention.ring.shards import Shards
+from dilated_attention.ring.traffic import Spread, Tally, count
 
+# When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
+# and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
+EXCHANGES: tuple[Route, ...] = ROUTES
 # Seconds a hop and bytes a second: round figures of today's machines, not measurements. Others count as the first.
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
 # An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
@@ -94,17 +100,16 @@ class PlanCost:
     naive_ring_bytes: int  # that a rank receives where all of K and V goes round
     naive_ring_hops: int
     naive_ring_seconds: float  # forward
-    best: str  # least communication time, forward and backward, of those that do not hold too much
+    best: Route  # least communication time, forward and backward, of those that do not hold too much
     _tallies: Mapping[str, Tally] = field(repr=False, compare=False)
 
-    def of_rank(self, rank: int, exchange: str) -> RankCost:
+    def of_rank(self, rank: int, exchange: Route) -> RankCost:
         """The exact numbers of one rank."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"there is no rank {rank} among {self.ranks}: count from 0 to {self.ranks - 1}")
         if exchange not in self._tallies:
             raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
-        tally = self._tallies[exchange]
-        return RankCost(*(int(x[way, rank]) for way in (0, 1) for x in (tally.hops, tally.sent, tally.received)))
+        return RankCost(*self._tallies[exchange].messages[:, :, rank].flatten().tolist())
 
     def __str__(self) -> str:
         memory, row = self.memory, "{:<12}{:>7}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}".format
@@ -138,7 +143,7 @@ def plan_cost(
     bandwidth: float = LINKS["nccl"][1],
     flops_per_second: float = 400e12,
 ) -> PlanCost:
-    """What ``dilated_attention`` over a group of ``num_ranks`` will send, hold and compute, forward and backward.
+    """Counts what `dilated_attention` over ``num_ranks`` ranks will send, hold and compute, forward and backward.
 
     Args:
         seq_len: tokens on all ranks together, cut as ``shard_sequence`` does unless ``lengths`` gives every shard's.
@@ -151,11 +156,19 @@ def plan_cost(
 
     Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that first compare their
     arguments; without that the backward of an alltoall sends a gradient of lse along, whether there is one or not.
+
+    Examples:
+        >>> pattern = da.DilatedPattern.longnet([2048, 32768, 1048576], [1, 16, 512])
+        >>> cost = da.plan_cost(pattern, 1_048_576, 8, num_heads=12, head_dim=64)
+        >>> cost.best
+        'alltoall'
+        >>> cost.exchanges["ring"].hops
+        7
     """
     shards = shards_of(whole_number("seq_len", seq_len), whole_number("num_ranks", num_ranks), lengths)
     num_heads = whole_number("num_heads", num_heads)
     kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
-    group = pattern.check_heads(num_heads, kv_heads)
+    pattern.check_heads(num_heads, kv_heads)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating point torch.dtype, as of query, key and value, got {dtype!r}")
     for name, value in (("bandwidth", bandwidth), ("flops_per_second", flops_per_second)):
@@ -164,34 +177,31 @@ def plan_cost(
     if not 0 <= latency < math.inf:
         raise ValueError(f"latency must be the seconds that a hop takes, 0 or more, got {latency!r}")
     head_dim, batch = whole_number("head_dim", head_dim), whole_number("batch", batch)
-    call = Call(pattern, shards, Heads(0, kv_heads, kv_heads), group, head_dim, dtype, batch, is_causal, has_padding)
-    tallies = count(call, pairs=True)
-    exchanges = {name: _summary(tally, call, latency, bandwidth, flops_per_second) for name, tally in tallies.items()}
-    naive = 2 * kv_heads * head_dim * dtype.itemsize * batch * (shards.tokens - min(call.lengths))
-    return PlanCost(
-        pattern, shards.tokens, shards.ranks, max(call.lengths), _memory(call, tallies), exchanges,
-        naive, shards.ranks - 1, (shards.ranks - 1) * latency + naive / bandwidth,
-        _fastest(tallies, call, latency, bandwidth), tallies,
+    call = Call(
+        pattern, is_causal, samples=batch, heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+        has_padding=has_padding,
     )  # fmt: skip
+    return _plan(Spread(call, shards), latency, bandwidth, flops_per_second)
 
 
 @functools.lru_cache(maxsize=512)
-def fastest_exchange(
-    pattern: DilatedPattern,
-    shards: Shards,
-    heads: Heads,
-    group: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    is_causal: bool,
-    backend: str,
-    batch: int = 1,
-    has_padding: bool = False,
-) -> str:
+def fastest_exchange(call: Call, shards: Shards, backend: str) -> Route:
     """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
     have the same, and so all come to the same."""
-    call = Call(pattern, shards, heads, group, head_dim, dtype, batch, is_causal, has_padding)
-    return _fastest(count(call), call, *LINKS.get(backend, LINKS["nccl"]))
+    return _plan(Spread(call, shards), *LINKS.get(backend, LINKS["nccl"])).best
+
+
+def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
+    """Cut evenly, unless the length of every shard is given."""
+    if lengths is None:
+        return Shards.even(tokens, ranks)
+    shortest = min(lengths, default=0)
+    if len(lengths) != ranks or sum(lengths) != tokens or shortest < 0:
+        raise ValueError(
+            f"lengths are {len(lengths)} shards of {sum(lengths)} tokens in all, the shortest of {shortest}: give each "
+            f"of {ranks} ranks 0 or more of the {tokens} tokens, or leave lengths out to cut evenly"
+        )
+    return Shards.of(tuple(lengths))
 
 
 def size(count: float) -> str:
@@ -211,33 +221,31 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
-def _summary(tally: Tally, call: Call, latency: float, bandwidth: float, speed: float) -> ExchangeCost:
-    hops, sent, received = (x.amax(1).tolist() for x in (tally.hops, tally.sent, tally.received))
-    total, backward_total = (sum(x.tolist()) for x in tally.received)  # may not fit into 64 bits
-    seconds, backward_seconds = _seconds(tally, latency, bandwidth)
-    flops, backward_flops = (call.head_dim * call.group * call.batch * float(tally.pairs.max()) * x for x in (4, 10))
-    return ExchangeCost(
-        hops[0], sent[0], received[0], total, hops[1], sent[1], received[1], backward_total,
-        int(tally.held.max()), flops, backward_flops, seconds, backward_seconds, (flops + backward_flops) / speed,
+def _plan(spread: Spread, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
+    call, shards, lengths = spread.call, spread.shards, spread.lengths
+    tallies: dict[str, Tally] = dict(zip(EXCHANGES, count(spread), strict=True))
+    exchanges = {name: _summary(tally, call, latency, bandwidth, speed) for name, tally in tallies.items()}
+    held = {name: exchange.held for name, exchange in exchanges.items()}
+    keys = max(lengths) * call.samples * call.kv_heads
+    queries = keys * call.group
+    q, k = (rows * call.head_dim * call.dtype.itemsize for rows in (queries, keys))
+    out_sums = 0 if call.exact is call.dtype else queries * call.head_dim * call.exact.itemsize
+    sums = {name: int(tally.sums.max()) for name, tally in tallies.items()}
+    memory = Memory(q, k, k, q, queries * call.exact.itemsize, out_sums, q, k, k, sums, held)
+    fitting = [name for name in EXCHANGES if name == "ring" or held[name] <= MOST_HELD * memory.saved]
+    best = min(fitting, key=lambda name: exchanges[name].total_seconds)
+    row = 2 * call.kv_heads * call.head_dim * call.dtype.itemsize * call.samples
+    naive, hops = row * (shards.tokens - min(lengths)), shards.ranks - 1
+    return PlanCost(
+        call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges,
+        naive, hops, hops * latency + naive / bandwidth, best, tallies,
     )  # fmt: skip
 
 
-def _seconds(tally: Tally, latency: float, bandwidth: float) -> list[float]:
-    """Forward, backward."""
-    return [int(tally.hops[way].max()) * latency + int(tally.received[way].max()) / bandwidth for way in (0, 1)]
-
-
-def _fastest(tallies: Mapping[str, Tally], call: Call, latency: float, bandwidth: float) -> str:
-    memory = _memory(call, tallies)
-    fitting = [name for name in EXCHANGES if name == "ring" or memory.received[name] <= MOST_HELD * memory.saved]
-    return min(fitting, key=lambda name: sum(_seconds(tallies[name], latency, bandwidth)))
-
-
-def _memory(call: Call, tallies: Mapping[str, Tally]) -> Memory:
-    exact, keys = accumulate_dtype(call.dtype), max(call.lengths) * call.batch * call.heads.held
-    queries = keys * call.group
-    q, k = (rows * call.head_dim * call.dtype.itemsize for rows in (queries, keys))
-    out_sums = 0 if exact is call.dtype else queries * call.head_dim * exact.itemsize
-    sums = {name: int(tally.sums.max()) for name, tally in tallies.items()}
-    held = {name: int(tally.held.max()) for name, tally in tallies.items()}
-    return Memory(q, k, k, q, queries * exact.itemsize, out_sums, q, k, k, sums, held)
+def _summary(tally: Tally, call: Call, latency: float, bandwidth: float, speed: float) -> ExchangeCost:
+    forward, backward = tally.messages.amax(2).tolist()  # hops, sent, received
+    totals = [sum(x.tolist()) for x in tally.received]  # may not fit into 64 bits
+    seconds = [hops * latency + received / bandwidth for hops, _, received in (forward, backward)]
+    flops = [call.head_dim * call.group * call.samples * float(tally.pairs.max()) * each for each in (4, 10)]
+    numbers = [*forward, totals[0], *backward, totals[1], int(tally.held.max()), *flops, *seconds, sum(flops) / speed]
+    return ExchangeCost(*numbers)

@@ -1,0 +1,213 @@
+"""Two versions of the library by turns, on one GPU: python benchmarks/turns.py OLD NEW [--turns 3] [--out DIR].
+
+OLD and NEW are checkouts. Each turn is a fresh process with an empty cache of compiled kernels, so that the time of a
+first call is one that a user sees. Every case is checked against the oracle before it is timed. The results are written
+after every turn, with the ratio of the medians of all turns.
+
+Legend: N tokens, H heads, D head dim, w segment lengths, r dilation rates; q, k, v, out (1, N, H, D).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WIDE = ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+CASES = {  # name: N, H, D, (w, r), rules and whether causal
+    "A": (1 << 20, 12, 64, WIDE, [("longnet", False), ("longnet", True), ("head_groups", False)]),
+    "B": (1 << 17, 16, 128, ((2048, 8192, 32768), (1, 4, 16)), [("longnet", False), ("head_groups", False)]),
+    "C": (1 << 13, 8, 64, ((2048, 4096, 8192), (1, 2, 4)), [("head_groups", False), ("longnet", True)]),
+    "step": (1 << 13, 12, 64, ((2048, 4096, 8192), (1, 2, 4)), [("longnet", True)]),
+}
+MODES = ("eager", "default", "reduce-overhead")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trees", nargs="+", type=Path)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--only", nargs="*", default=[*CASES, "block"], help="some of the cases")
+    parser.add_argument("--commits", nargs=2, default=None, help="of trees that came without their .git")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(options.trees[0], options.seconds, options.only)))
+        return
+    old, new = options.trees
+    found: dict[str, Any] = {"command": " ".join(sys.argv), "commits": options.commits, "turns": []}
+    for turn in range(options.turns):
+        for name, tree in (("old", old), ("new", new)) if turn % 2 == 0 else (("new", new), ("old", old)):
+            print(f"turn {turn + 1} of {options.turns}: {name}", file=sys.stderr, flush=True)
+            found["turns"].append({"version": name, **turn_of(tree, options)})
+            found["ratios"] = ratios(found["turns"])
+            (options.out / "turns.json").write_text(json.dumps(found, indent=1) + "\n")
+    for case, ratio in found["ratios"].items():
+        print(f"{case:60s} {ratio['old']:9.4f} {ratio['new']:9.4f}  x {ratio['ratio']:.3f}")
+
+
+def turn_of(tree: Path, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as cache:
+        caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        given = ["--seconds", str(options.seconds), "--only", *options.only]
+        command = [sys.executable, __file__, "--worker", str(tree), *given]
+        done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
+    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return last
+
+
+def ratios(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For each case the median over the turns of both versions, and new / old."""
+    found = {}
+    for case in turns[0]["ms"]:
+        both = {
+            version: statistics.median(turn["ms"][case][1] for turn in turns if turn["version"] == version)
+            for version in ("old", "new")
+            if any(turn["version"] == version and case in turn["ms"] for turn in turns)
+        }
+        if len(both) == 2:
+            found[case] = {**both, "ratio": both["new"] / both["old"]}
+    return found
+
+
+# --- one turn -----------------------------------------------------------------------------------------------------
+
+
+def worker(tree: Path, seconds: float, only: list[str]) -> dict[str, Any]:
+    sys.path.insert(0, str(tree.resolve() / "src"))
+    import torch
+
+    import dilated_attention as da
+    from dilated_attention.bench import machine
+    from dilated_attention.testing import check, make_qkv
+
+    assert Path(da.__file__).is_relative_to(tree.resolve()), da.__file__
+    ms: dict[str, list[float]] = {}
+    first: dict[str, float] = {}
+    for name, (tokens, heads, dim, (lengths, rates), kinds) in CASES.items():
+        for rule, causal in kinds if name in only else ():
+            pattern = da.DilatedPattern.of(rule, lengths, rates)
+            cut = [max(w // 16, 2 * r) for w, r in zip(lengths, rates, strict=True)]
+            qkv = make_qkv(1, 1061, heads, dim, dtype=torch.bfloat16, device="cuda")
+            check(qkv, da.DilatedPattern.of(rule, cut, rates), is_causal=causal)
+            case = f"{name} {rule}{' causal' if causal else ''}"
+            q, k, v = (torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+            def attend(q: Any, k: Any, v: Any, pattern: Any = pattern, causal: bool = causal) -> Any:
+                return da.dilated_attention(q, k, v, pattern, is_causal=causal)
+
+            first[case] = first_step(attend, q, k, v)
+            for mode in MODES if name == "step" else MODES[:1]:
+                measure(ms, f"{case} {mode}", attend, (q, k, v), mode, seconds)
+            del q, k, v
+    if "block" in only:
+        blocks(ms, da.DilatedPattern.longnet((2048, 4096, 8192), (1, 2, 4)), da.dilated_attention, seconds)
+    described = machine.describe(torch.device("cuda"), None)
+    return {"machine": described, "ms": ms, "first_seconds": first}
+
+
+def first_step(attend: Callable[..., Any], *qkv: Any) -> float:
+    """Seconds of the first forward and backward pass, in which kernels are compiled."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    out = attend(*leaves)
+    out.backward(out.detach())
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def measure(
+    ms: dict[str, list[float]], case: str, attend: Any, qkv: tuple[Any, ...], mode: str, seconds: float
+) -> None:
+    import torch
+
+    call = attend if mode == "eager" else torch.compile(attend, fullgraph=True, mode=mode)
+    leaves = [x.detach().requires_grad_() for x in qkv]
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(*leaves)
+
+    def both() -> None:
+        for x in leaves:
+            x.grad = None
+        out = call(*leaves)
+        out.backward(out.detach())
+
+    ms[f"{case}, forward"] = timed(forward, seconds)
+    ms[f"{case}, forward + backward"] = timed(both, seconds)
+
+
+def blocks(ms: dict[str, list[float]], pattern: Any, function: Any, seconds: float) -> None:
+    """A transformer block of 768 columns at 8,192 tokens, with our attention, with dense attention, and with none."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return function(q, k, v, pattern, is_causal=True)
+
+    def dense(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    class Block(nn.Module):
+        def __init__(self, attention: Any) -> None:
+            super().__init__()
+            self.attention, self.norms = attention, nn.ModuleList(nn.LayerNorm(768) for _ in range(2))
+            self.qkv, self.out = nn.Linear(768, 3 * 768), nn.Linear(768, 768)
+            self.up, self.down = nn.Linear(768, 3072), nn.Linear(3072, 768)
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 12, 64)).unbind(2)
+            x = x + self.out(self.attention(q, k, v).flatten(2))
+            return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+    for name, attention in (("ours", ours), ("dense", dense), ("none", lambda q, k, v: q + k + v)):
+        for mode in MODES:
+            torch._dynamo.reset()
+            block = Block(attention).cuda().to(torch.bfloat16)
+            call = block if mode == "eager" else torch.compile(block, fullgraph=True, mode=mode)
+            x = torch.randn(1, 8192, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+            def step(block: Any = block, call: Any = call, x: Any = x) -> None:
+                block.zero_grad(set_to_none=True)
+                x.grad = None
+                out = call(x)
+                out.backward(out.detach())
+
+            ms[f"block {name} {mode}, forward + backward"] = timed(step, seconds)
+
+
+def timed(call: Callable[[], None], seconds: float) -> list[float]:
+    """The quartiles of the milliseconds of single calls, the device waited for after each."""
+    import torch
+
+    for _ in range(5):
+        call()
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(found) < 8:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - began))
+    return [round(x, 4) for x in statistics.quantiles(found, n=4)]
+
+
+if __name__ == "__main__":
+    main()

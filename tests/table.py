@@ -1,0 +1,197 @@
+"""The table of cases: which values each path takes on each axis, and a sampler that covers them.
+
+A path is a way to run the operation. `cover` deals the values of its axes to few cases: any two values meet in some
+case, and so do any three of the axes that the path names for that. test_cases.py runs every case against the float64
+oracle, and checks the coverage itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dilated_attention.pattern import RULES
+from tests.cases import EXCHANGES, INTERPRETED, LAYOUTS, PATTERNS, Case
+
+
+@dataclass(frozen=True)
+class Path:
+    axes: Mapping[str, tuple[Any, ...]]
+    triples: tuple[str, ...] = ()  # axes of which any three values meet, too
+    on_gpu: bool = False
+
+
+RULED = {"rule": RULES, "is_causal": (False, True)}
+MASKS = ("none", "random", "right", "sample")
+DOUTS = ("plain", "expanded", "strided", "cut", "reversed")
+CALL: dict[str, tuple[Any, ...]] = {
+    **RULED,
+    "pattern": tuple(PATTERNS),
+    "tokens": (1, 2, 5, 17, 63, 64, 65, 97, 129),
+    "mask": MASKS,
+    "heads": ("one", "several", "grouped"),
+    "samples": (1, 2, 3),
+    "head_dim": (1, 4, 8),
+    "dtype": ("f64", "f32"),
+    "layout": LAYOUTS,
+    "dlse": (True, False),
+    "scale": (None, 0.0, 0.7),
+}
+FEW_PATTERNS = ("dense", "nested", "sparse", "odd", "rate_over_length", "ones", "twice", "gigapath")
+SHARDED: dict[str, tuple[Any, ...]] = {
+    **CALL,
+    "pattern": FEW_PATTERNS,
+    "tokens": (1, 5, 17, 64, 83),
+    "mask": (*MASKS, "hidden"),
+    "scale": (None,),
+    "dropout_p": (0.0, 0.3),
+    "exchange": EXCHANGES,
+    "shards": ("even", "unequal", "empty"),
+    "recompute": (True, False),
+}
+KERNEL: dict[str, tuple[Any, ...]] = {
+    **CALL,
+    "pattern": ("nested", "sparse_nested", "backwards", "odd", "rate_over_length", "twice"),
+    "tokens": (17, 33, 37),
+    "samples": (1, 2),
+    "head_dim": (5, 16, 20),
+    "dtype": ("f32", "f16"),  # the interpreter knows no bfloat16
+    "dropout_p": (0.0, 0.3),
+    "scale": (None,),
+}
+# In half precision sums of few terms cancel to nothing in the oracle alone: short sequences are for float32.
+ON_GPU = {
+    "tokens": (17, 64, 129, 1000, 1025), "head_dim": (8, 64, 80, 128), "unit": (4,), "samples": (1, 2), "dout": DOUTS,
+}  # fmt: skip
+HALVES = {**CALL, **ON_GPU, "dtype": ("bf16", "f16"), "mask": ("none",), "pattern": FEW_PATTERNS}
+OURS = {**KERNEL, **ON_GPU, "dtype": ("bf16", "f16", "f32"), "tokens": (17, 127, 129, 1000, 2055)}
+
+PATHS = {
+    "function": Path(
+        {**CALL, "backend": ("sdpa", "eager", "auto"), "dout": DOUTS},
+        ("rule", "is_causal", "pattern", "tokens", "mask", "backend"),
+    ),
+    "long": Path(
+        {
+            **RULED, "pattern": ("nested", "odd", "gigapath"), "tokens": (1000, 1025), "heads": ("one", "grouped"),
+            "samples": (1,), "mask": ("none", "random", "right"), "dtype": ("f64", "f32"), "backend": ("sdpa", "eager"),
+        },
+    ),
+    "dropout": Path(
+        {**CALL, "dropout_p": (0.1, 0.6, 0.9), "backend": ("auto", "eager"), "tokens": (17, 40, 65)},
+        ("rule", "is_causal", "pattern"),
+    ),
+    "few": Path(
+        {
+            **CALL, "tokens": (17, 61, 97), "rows": ("last", "first", "inside", "many", "each", "each32"),
+            "backend": ("sdpa", "eager"),
+        },
+        ("rule", "is_causal", "pattern", "rows", "mask"),
+    ),
+    "few_dropout": Path(
+        {**CALL, "pattern": FEW_PATTERNS, "tokens": (37,), "rows": ("last", "many", "each"), "dropout_p": (0.4,)}
+    ),
+    "stream": Path(
+        {
+            **CALL, "mask": ("none",), "dlse": (False,), "tokens": (5, 53, 97), "backend": ("sdpa", "eager"),
+            "cuts": ("ones", "whole", "halves", "some", "with empty ones"),
+        },
+        ("rule", "is_causal", "pattern", "cuts"),
+    ),
+    "threads": Path(
+        {**SHARDED, "ranks": (1, 2, 3, 6)}, ("rule", "is_causal", "pattern", "exchange", "shards", "ranks")
+    ),
+    "ranks": Path(
+        {**SHARDED, "ranks": (1, 2, 3, 4, 8), "exchange": (*EXCHANGES, "auto"), "copied": (False, True)},
+        ("rule", "is_causal", "exchange"),
+    ),
+    "module": Path(
+        {**CALL, "pattern": ("nested", "odd"), "tokens": (3, 17), "scale": (None,), "dlse": (False,)},
+        ("rule", "is_causal", "mask"),
+    ),
+    "compiled": Path(
+        {
+            **RULED, "pattern": ("nested", "odd"), "tokens": (24,), "mask": ("none", "random"),
+            "heads": ("several", "grouped"), "dtype": ("f32",), "dropout_p": (0.0, 0.4), "scale": (None, 0.3),
+        },
+    ),
+    "triton": Path(OURS if not INTERPRETED else KERNEL, ("rule", "is_causal"), on_gpu=True),
+    "triton_few": Path(
+        {
+            **(OURS if not INTERPRETED else KERNEL), "rows": ("last", "inside", "each", "many"), "dropout_p": (0.0,),
+            "tokens": (37,), "dlse": (False,),
+        },
+        on_gpu=True,
+    ),
+    "cudnn": Path({**HALVES, "head_dim": (64, 128), "samples": (1,)}, on_gpu=True),
+    "flash": Path(HALVES, on_gpu=True),
+    "efficient": Path({**HALVES, "dtype": ("bf16", "f16", "f32"), "mask": MASKS}, on_gpu=True),
+    "cuda_eager": Path(
+        {**CALL, **ON_GPU, "dtype": ("bf16", "f16", "f32", "f64"), "pattern": FEW_PATTERNS, "dropout_p": (0.0, 0.3)},
+        on_gpu=True,
+    ),
+    "cuda_few": Path(
+        {
+            **HALVES, "pattern": ("nested", "odd", "gigapath"), "tokens": (509,),
+            "rows": ("last", "inside", "each", "many"),
+            "dtype": ("bf16", "f16", "f32"), "mask": MASKS, "backend": ("sdpa", "eager"), "dlse": (False, True),
+        },
+        on_gpu=True,
+    ),
+    "cuda_ranks": Path(
+        {
+            **SHARDED, "ranks": (2, 3, 4), "tokens": (5, 300, 599), "head_dim": (32,), "dtype": ("bf16", "f32"),
+            "pattern": ("dense", "nested", "odd", "gigapath"), "unit": (4,), "samples": (2,), "layout": LAYOUTS[:2],
+        },
+        on_gpu=True,
+    ),
+    "cuda_stream": Path(
+        {
+            **CALL, "mask": ("none",), "dlse": (False,), "tokens": (848,), "unit": (4,), "dtype": ("bf16",),
+            "head_dim": (20, 64), "pattern": ("nested", "odd", "gigapath"), "cuts": ("halves", "some"),
+        },
+        on_gpu=True,
+    ),
+}  # fmt: skip
+
+
+# --- few cases that cover them ----------------------------------------------------------------------------------
+
+Values = tuple[tuple[str, Any], ...]  # (axis, value) of several axes
+
+
+def tuples(path: Path, values: Mapping[str, Any]) -> Iterator[Values]:
+    """The pairs and triples that a case of the path with these values covers."""
+    named = list(values.items())
+    yield from itertools.combinations(named, 2)
+    yield from itertools.combinations([(axis, value) for axis, value in named if axis in path.triples], 3)
+
+
+def wanted(path: Path) -> Iterator[Values]:
+    """All pairs and triples of the path."""
+    for size, axes in ((2, tuple(path.axes)), (3, path.triples)):
+        for some in itertools.combinations([axis for axis in path.axes if axis in axes], size):
+            for values in itertools.product(*(path.axes[axis] for axis in some)):
+                yield tuple(zip(some, values, strict=True))
+
+
+@functools.cache
+def cover(name: str, tries: int = 12) -> tuple[Case, ...]:
+    """Each case is the best of some drawn ones that have the first pair or triple that is still missing."""
+    path, draw, found = PATHS[name], random.Random(name), []
+    missing = dict.fromkeys(wanted(path))  # in order, as every process must make the same cases
+    while missing:
+        first = dict(next(iter(missing)))
+        drawn = [
+            {axis: first.get(axis, draw.choice(values)) for axis, values in path.axes.items()} for _ in range(tries)
+        ]
+        best = max(drawn, key=lambda values: sum(some in missing for some in tuples(path, values)))
+        for some in tuples(path, best):
+            missing.pop(some, None)
+        device = "cuda" if path.on_gpu and not INTERPRETED else "cpu"
+        found.append(Case(name, len(found), device=device, **best))
+    return tuple(found)

@@ -1,0 +1,199 @@
+"""torch.func on the public function: gradients, Jacobians and mapped calls are those that single calls give."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+
+from dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention, testing
+from dilated_attention.pattern import RULES
+from dilated_attention.ranks import pool
+
+BACKENDS = ("sdpa", "eager")
+OFFSETS = {"whole": None, "few": 3, "at": torch.tensor([4, 1])}  # queries at the end, or at these positions
+CLOSE = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+
+def make(queries: int | None = None, tokens: int = 11, samples: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = testing.make_qkv(samples, tokens, 4, 4, kv_heads=2, dtype=torch.float64)
+    return q if queries is None else q[:, -queries:], k, v
+
+
+def attention(rule: str = "longnet", **options: Any) -> Any:
+    pattern = DilatedPattern(rule, (4, 8), (1, 2))
+    return lambda *x: dilated_attention(*x, pattern, enable_gqa=True, return_lse=True, **options)
+
+
+def scalar(attend: Any, *qkv: Tensor) -> Tensor:
+    """Of out and of lse, so that both send gradients back."""
+    out, lse = attend(*qkv)
+    return (out.sin() * torch.arange(out.shape[-1])).sum() + lse.clamp(min=-50.0).cos().sum()
+
+
+def plain_gradients(attend: Any, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    return torch.autograd.grad(scalar(attend, *leaves), leaves)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", OFFSETS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_grad_and_vjp(rule: str, backend: str, where: str, masked: bool) -> None:
+    mask = torch.rand(2, 11, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
+    offset = OFFSETS[where] if where == "at" else None
+    attend = attention(rule, backend=backend, key_padding_mask=mask, query_offset=offset, is_causal=where != "whole")
+    qkv = make(None if where == "whole" else 3)
+    got = grad(functools.partial(scalar, attend), (0, 1, 2))(*qkv)
+    CLOSE(got, plain_gradients(attend, qkv))
+    (out, lse), back = vjp(attend, *qkv)
+    CLOSE((out, lse), attend(*qkv))
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    CLOSE(back((out, torch.zeros_like(lse))), torch.autograd.grad(attend(*leaves)[0], leaves, out))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("queries", [None, 3])
+def test_jacobians(backend: str, queries: int | None) -> None:
+    attend = attention(backend=backend)
+    qkv = make(queries, tokens=5)
+
+    def summed(*x: Tensor) -> Tensor:
+        return attend(*x)[0].sin().sum((0, 3))
+
+    wanted = torch.autograd.functional.jacobian(summed, qkv)
+    CLOSE(jacrev(summed, (0, 1, 2))(*qkv), wanted)
+    CLOSE(torch.autograd.functional.jacobian(summed, qkv, vectorize=True), wanted)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("queries", [None, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_each_sample(rule: str, queries: int | None, masked: bool) -> None:
+    """vmap over grad: one call whose samples are the mapped ones."""
+    qkv = make(queries, samples=3)
+    mask = torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
+
+    def of_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        ignored = None if mask is None else mask[None]
+        return scalar(attention(rule, key_padding_mask=ignored), q[None], k[None], v[None])
+
+    given = qkv if mask is None else (*qkv, mask)
+    got = vmap(grad(of_one, (0, 1, 2)))(*given)
+    CLOSE(got, plain_gradients(attention(rule, key_padding_mask=mask), qkv))
+
+
+def test_gradients_of_each_sample_in_a_module() -> None:
+    """As differential privacy takes them."""
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(16, 4, [4, 8], [1, 2], dtype=torch.float64)
+    x, parameters = torch.randn(3, 11, 16, dtype=torch.float64), dict(module.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(module, parameters, (x[None],))[0].square().sum()
+
+    got = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, one in enumerate(x):
+        wanted = torch.autograd.grad(loss(parameters, one), list(parameters.values()))
+        CLOSE([got[name][i] for name in parameters], list(wanted))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, 1, None), (None, None, 3)], ids=str)
+@pytest.mark.parametrize("queries", [None, 3])
+def test_mapped_calls(in_dims: tuple[int | None, ...], queries: int | None) -> None:
+    """Whatever is mapped, along any dimension."""
+    attend, generator = attention("torchscale"), torch.Generator().manual_seed(1)
+    qkv = [torch.randn(3, *x.shape, generator=generator, dtype=x.dtype) for x in make(queries)]
+    given = [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(qkv, in_dims, strict=True)]
+    out, lse = vmap(attend, in_dims=in_dims)(*given)
+    for i in range(3):
+        one = [x[0] if dim is None else x[i] for x, dim in zip(qkv, in_dims, strict=True)]
+        CLOSE((out[i], lse[i]), attend(*one))
+
+
+@pytest.mark.parametrize("queries", [None, 3])
+def test_calls_mapped_twice(queries: int | None) -> None:
+    attend, generator = attention("torchscale"), torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 3, *x.shape, generator=generator, dtype=x.dtype) for x in make(queries))
+    out, lse = vmap(vmap(attend, in_dims=(0, 0, None)), in_dims=(0, None, 0))(q, k[0], v[:, 0])
+    for i, j in itertools.product(range(2), range(3)):
+        CLOSE((out[i, j], lse[i, j]), attend(q[i, j], k[0, j], v[i, 0]))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_mapped_dropout(randomness: str) -> None:
+    """ "same" drops the same pairs in every mapped call; gradients follow what was dropped."""
+    q, k, v = make()
+    attend = attention(dropout_p=0.5)
+    many = [torch.stack([x, x, x]) for x in (q, k, torch.ones_like(v))]
+    torch.manual_seed(0)
+    out, _ = vmap(attend, randomness=randomness)(*many)
+    same = [torch.equal(out[0], x) for x in out[1:]]
+    assert same == [randomness == "same"] * 2
+
+    def of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v)[0].sum()
+
+    torch.manual_seed(0)
+    dv = vmap(grad(of_one, 2), randomness=randomness)(*many)
+    CLOSE(dv.sum((1, 2, 3, 4)), out.sum((1, 2, 3, 4)))  # out is linear in v, which is 1
+
+
+@pytest.mark.parametrize("queries", [None, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_gradients_at_once(backend: str, queries: int | None) -> None:
+    """is_grads_batched=True."""
+    qkv = [x.requires_grad_() for x in make(queries)]
+    out, lse = attention(backend=backend)(*qkv)
+    generator = torch.Generator().manual_seed(0)
+    dout, dlse = (torch.randn(3, *x.shape, generator=generator, dtype=x.dtype) for x in (out, lse))
+    got = torch.autograd.grad((out, lse), qkv, (dout, dlse), is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        CLOSE([x[i] for x in got], list(torch.autograd.grad((out, lse), qkv, (dout[i], dlse[i]), retain_graph=True)))
+
+
+def test_second_and_forward_derivatives_are_refused() -> None:
+    attend, (q, k, v) = attention(), make()
+
+    def of_query(q: Tensor) -> Tensor:
+        return scalar(attend, q, k, v)
+
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        grad(lambda q: grad(of_query)(q).sum())(q)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        hessian(of_query)(q)
+
+
+def transforms_over_ranks() -> list[str]:
+    said = []
+    q = torch.ones(1, 8, 2, 4, requires_grad=True)
+    pattern = DilatedPattern.longnet([4, 64], [1, 2])
+
+    def attend(q: Tensor) -> Tensor:
+        return dilated_attention(q, q, q, pattern, group=dist.group.WORLD)
+
+    out = attend(q)
+    for call in (
+        lambda: grad(lambda q: attend(q).sum())(q.detach()),
+        lambda: vmap(attend)(torch.ones(2, 1, 8, 2, 4)),
+        lambda: torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True),
+    ):
+        try:
+            call()
+        except NotImplementedError as error:
+            said.append(str(error))
+    torch.autograd.grad(attend(q).sum(), q)  # the group goes on
+    return said
+
+
+def test_over_ranks_transforms_are_refused() -> None:
+    for said in pool(2).run(transforms_over_ranks):
+        assert len(said) == 3
+        assert all("torch.func and is_grads_batched do not go over a group of ranks" in text for text in said)

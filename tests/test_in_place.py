@@ -1,0 +1,121 @@
+"""out and lse are tensors of their own, no views: whoever calls may change them in place, as the result of SDPA.
+
+Autograd refuses to change a view that was made inside a custom function, and a view would keep its base alive. As with
+SDPA the backward pass reads out: after a change it raises, and is never silently wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention.pattern import RULES
+from dilated_attention.ranks import pool
+
+PATTERNS = {"covering": ([64], [1]), "one": ([8], [1]), "merged": ([8, 64], [1, 3])}
+BACKENDS = ("sdpa", "eager")
+
+
+def check_own(out: Tensor, lse: Tensor) -> None:
+    for name, x in (("out", out), ("lse", lse)):
+        assert not x._is_view(), f"{name} is a view"
+        assert x.is_contiguous(), name
+        assert x.untyped_storage().nbytes() == x.numel() * x.itemsize, f"{name} keeps more memory alive than its own"
+    assert not out.numel() or out.untyped_storage().data_ptr() != lse.untyped_storage().data_ptr()
+
+
+def check_in_place(attention: Any, leaves: list[Tensor], *, compiled: bool = False) -> None:
+    """out and lse change alone and as told; the backward pass notices."""
+    out, lse = attention(*leaves)
+    if not compiled:
+        check_own(out, lse)
+    expected_out, expected_lse = out.detach() * 2, lse.detach() + 1
+    out.mul_(2)
+    lse.add_(1)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+    if any(x.requires_grad for x in leaves):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def make(samples: int, tokens: int, heads: int, kv_heads: int, queries: int, wants_gradients: bool) -> list[Tensor]:
+    q, k, v = testing.make_qkv(samples, tokens, heads, 8, kv_heads=kv_heads)
+    return [x.detach().clone().requires_grad_(wants_gradients) for x in (q[:, -queries:], k, v)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("queries", [20, 3, 1])
+@pytest.mark.parametrize("wants_gradients", [True, False])
+def test_a_result_may_be_changed_in_place(
+    rule: str, backend: str, name: str, kv_heads: int, queries: int, wants_gradients: bool
+) -> None:
+    pattern = DilatedPattern(rule, *map(tuple, PATTERNS[name]))
+
+    def attention(*x: Tensor) -> Any:
+        return dilated_attention(*x, pattern, backend=backend, enable_gqa=True, return_lse=True)
+
+    check_in_place(attention, make(2, 20, 4, kv_heads, queries, wants_gradients))
+
+
+@pytest.mark.parametrize(("samples", "tokens", "heads"), [(1, 1, 1), (1, 5, 1), (3, 1, 2), (0, 5, 2), (2, 0, 2)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_results_may_be_changed_in_place(samples: int, tokens: int, heads: int, backend: str) -> None:
+    """Sizes of 1 and 0, where a transposed tensor is contiguous and nothing needs to be copied."""
+    pattern = DilatedPattern.longnet([4], [1])
+
+    def attention(*x: Tensor) -> Any:
+        return dilated_attention(*x, pattern, backend=backend, return_lse=True)
+
+    check_in_place(attention, make(samples, tokens, heads, heads, tokens, True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_masked_and_dropped_results_may_be_changed_in_place(masked: bool, dropout_p: float) -> None:
+    pattern, mask = DilatedPattern.longnet([64], [1]), torch.zeros(2, 20, dtype=torch.bool) if masked else None
+
+    def attention(*x: Tensor) -> Any:
+        torch.manual_seed(0)
+        return dilated_attention(*x, pattern, key_padding_mask=mask, dropout_p=dropout_p, return_lse=True)
+
+    check_in_place(attention, make(2, 20, 4, 4, 20, True))
+
+
+@pytest.mark.parametrize("queries", [20, 1])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_compiled_result_may_be_changed_in_place(name: str, queries: int) -> None:
+    pattern = DilatedPattern.longnet(*PATTERNS[name])
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attention(*x: Tensor) -> Any:
+        return dilated_attention(*x, pattern, return_lse=True)
+
+    check_in_place(attention, make(2, 20, 4, 4, queries, True), compiled=True)
+
+
+def over_ranks(rule: str, exchange: str, backend: str, kv_heads: int) -> None:
+    for name, wants_gradients in ((name, flag) for name in PATTERNS for flag in (True, False)):
+        pattern = DilatedPattern(rule, *map(tuple, PATTERNS[name]))
+
+        def attention(*x: Tensor, pattern: DilatedPattern = pattern) -> Any:
+            options: dict[str, Any] = {"backend": backend, "exchange": exchange, "enable_gqa": True}
+            return dilated_attention(*x, pattern, group=dist.group.WORLD, return_lse=True, **options)
+
+        check_in_place(attention, make(2, 20, 4, kv_heads, 20, wants_gradients))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("exchange", ["ring", "allgather", "alltoall"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_result_over_ranks_may_be_changed_in_place(ranks: int, exchange: str, backend: str, kv_heads: int) -> None:
+    pool(ranks).run(over_ranks, "longnet", exchange, backend, kv_heads)
