@@ -2,8 +2,8 @@
 
 Plain tensors go straight to the kernels: dispatching an op costs more than a short call's kernels. Compilers, fake
 tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which take what the caller chose as
-numbers and one string. The ops are registered at torch's lowest level: through `torch.library.custom_op` a compiled
-step of 8,192 tokens took 0.4 ms longer on an H200, nearly as long as its kernels.
+numbers and one string. The ops are registered at torch's lowest level, without the wrappers of
+`torch.library.custom_op`: those took a large part of a short compiled step (benchmarks/results/turns.json).
 
 Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 """

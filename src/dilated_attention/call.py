@@ -105,39 +105,23 @@ class Call(NamedTuple):
         samples, queries, heads, head_dim = query.shape
         keys, kv_heads = key.shape[1], key.shape[2]
         dtype, device = query.dtype, query.device
-        return Call(
-            self.pattern,
-            self.is_causal,
-            1.0 / math.sqrt(head_dim) if self.scale == DEFAULT_SCALE else self.scale,
-            self.dropout_p,
-            self.backend,
-            samples,
-            queries,
-            keys,
-            heads,
-            kv_heads,
-            head_dim,
-            dtype,
-            device,
-            padding is not None,
-            start,
-            0,  # key_start
-            keys,  # total
-            self.first_head,
-            self.total_heads,
-            self.in_parts,
-            self.limit,
-            torch.are_deterministic_algorithms_enabled(),
-            switched_off(),
-            torch.nn.attention.current_flash_attention_impl() if device.type == "cuda" else None,
-            dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+        scale = 1.0 / math.sqrt(head_dim) if self.scale == DEFAULT_SCALE else self.scale
+        flash = torch.nn.attention.current_flash_attention_impl() if device.type == "cuda" else None
+        return Call._make(  # by place, as short calls notice what names cost
+            (
+                *(self.pattern, self.is_causal, scale, self.dropout_p, self.backend),
+                *(samples, queries, keys, heads, kv_heads, head_dim, dtype, device, padding is not None),
+                *(start, 0, keys),  # start, key_start and total
+                *(self.first_head, self.total_heads, self.in_parts, self.limit),
+                *(torch.are_deterministic_algorithms_enabled(), switched_off(), flash, _tf32(dtype)),
+            )
         )
 
     def now(self, query: Tensor) -> Call:
         """The same call later, or with more samples, which vmap gives. A backward pass repeats every bit if torch says
         so at its own time; the kernels that were switched off for the forward pass stay off."""
         samples, deterministic = query.shape[0], torch.are_deterministic_algorithms_enabled()
-        tf32 = self.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        tf32 = _tf32(self.dtype)
         if (samples, deterministic, tf32) == (self.samples, self.deterministic, self.tf32):
             return self
         return self._replace(samples=samples, deterministic=deterministic, tf32=tf32)
@@ -180,7 +164,14 @@ _SWITCHES: dict[str, Callable[[], bool]] = {
 
 def switched_off() -> tuple[str, ...]:
     """The attention kernels of torch that the user has switched off, as sdpa_kernel(...) does."""
+    flash, cudnn, efficient = _SWITCHES.values()
+    if flash() and cudnn() and efficient():
+        return ()
     return tuple([name for name, is_on in _SWITCHES.items() if not is_on()])
+
+
+def _tf32(dtype: torch.dtype) -> bool:
+    return dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

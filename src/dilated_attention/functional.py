@@ -156,14 +156,13 @@ def attend(
     try:
         call = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
-            decodes=link is None,
+            decodes=link is None, in_parts=not alone,
+            limit=0 if link is None or link.limit is None else link.limit.number,
         )  # fmt: skip
         if not alone:
             ring.check_transforms()
         if link is not None and alone:
             check_total_length(link.total_length, (query.shape[1],))
-        limit = 0 if link is None or link.limit is None else link.limit.number
-        call = call._replace(in_parts=not alone, limit=limit)
         start = checked_start(query, key, query_offset, is_alone=link is None)
         dtype = computed_dtype(query)
         if query.dtype is not dtype:
@@ -213,6 +212,8 @@ def _checked(
     heads: tuple[int, int] | None,
     *,
     decodes: bool,
+    in_parts: bool,
+    limit: int,
 ) -> Call:
     """All that can be wrong with a call, before any work."""
     check_flag("is_causal", is_causal)
@@ -225,4 +226,7 @@ def _checked(
     check_backend(backend)
     if decodes:  # on one device: a shard or its mask may well be short, or empty
         warn_of_mistakes(query, key, pattern, key_padding_mask)
-    return Call(pattern, is_causal, scale, checked_probability(dropout_p), backend, first_head=first, total_heads=total)
+    return Call(
+        pattern, is_causal, scale, checked_probability(dropout_p), backend, first_head=first, total_heads=total,
+        in_parts=in_parts, limit=limit,
+    )  # fmt: skip
