@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -15,52 +17,48 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, blocks
-from dilated_attention.blocks import Block, Plan, folds
+from dilated_attention import DilatedPattern
+from dilated_attention.blocks import Block, Plan, View, folds, plan
 from dilated_attention.call import Call
-from dilated_attention.pattern import RULES
+from dilated_attention.pattern import RULES, Rule
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 
 
-def call_of(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int) -> Call:
-    sizes = {"samples": samples, "queries": tokens, "keys": tokens, "total": tokens}
-    return Call(pattern, heads=kv_heads * group, kv_heads=kv_heads, **sizes)
-
-
-def plan(pattern: DilatedPattern, samples: int, tokens: int, kv_heads: int, group: int, fold: bool, cut=None) -> Plan:
-    """The plan of a whole call; ``cut``: blocks of so many rows, or more, in parts of at most that many in all."""
-    found = blocks.plan(call_of(pattern, samples, tokens, kv_heads, group), fold)
-    if cut is None:
-        return found
-    long, most = cut
-    parts = [part for one in found.blocks for part in (one.cut(rows=most) if one.queries.rows >= long else [one])]
-    return found._replace(blocks=tuple(parts))
+def call_of(
+    pattern: DilatedPattern, samples: int = 1, tokens: int = 64, kv_heads: int = 8, group: int = 1, **given: Any
+) -> Call:
+    """A whole call, unless more is given."""
+    whole = Call(
+        pattern, scale=1.0, samples=samples, queries=tokens, keys=tokens, total=tokens, heads=kv_heads * group,
+        kv_heads=kv_heads, head_dim=8,
+    )  # fmt: skip
+    return whole._replace(**given)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[DilatedPattern, int, int, int, int, bool]:
-    """Arguments of `plan`: pattern, samples, tokens, kv_heads, group, fold.
-
-    Drawn one by one, numbers would mostly be small or equal; so a seed is drawn and the rest follows evenly.
-    """
+def calls(draw: st.DrawFn, kinds: tuple[str, ...] = ("whole", "shard", "few")) -> Call:
+    """Drawn one by one, numbers would mostly be small or equal; so a seed is drawn and the rest follows evenly."""
     pick = random.Random(draw(st.integers(0, 2**32 - 1)))
-    rule, branches = pick.choice(RULES), pick.randint(1, 3)
-    lengths = tuple(pick.randint(1, 40) for _ in range(branches))
-    rates = tuple(pick.randint(1, 7) for _ in range(branches))
+    rule, branches, kind = pick.choice(RULES), pick.randint(1, 3), pick.choice(kinds)
+    lengths, rates = ([pick.randint(1, most) for _ in range(branches)] for most in (40, 7))
     fewest = branches if rule == "head_groups" else 1
-    return (
-        DilatedPattern(rule, lengths, rates),
-        pick.randint(1, 3),
-        pick.randint(1, 33),
-        pick.randint(fewest, 8),
-        pick.randint(1, 3),
-        pick.random() < 0.5,
+    tokens = pick.randint(1, 33)
+    call = call_of(
+        DilatedPattern.of(rule, lengths, rates), pick.randint(1, 3), tokens, pick.randint(fewest, 8),
+        pick.randint(1, 3), is_causal=pick.random() < 0.5,
+    )  # fmt: skip
+    if kind == "whole":
+        return call
+    start = pick.randrange(tokens)
+    queries = pick.randint(1, tokens - start)
+    return call._replace(
+        start=start, queries=queries, **({"key_start": start, "keys": queries} if kind == "shard" else {})
     )
 
 
 def ids(samples: int, tokens: int, heads: int, fold: bool) -> Tensor:
-    """(B, N, H) of unique numbers; without fold, cut out of a longer tensor so that (B, N) is no single stride."""
+    """(B, n, H) of unique numbers; without fold, cut out of a longer tensor so that (B, n) is not one stride."""
     rows = torch.arange(samples * tokens * heads).view(samples, tokens, heads)
     if fold:
         return rows
@@ -73,73 +71,182 @@ def place(number: int, tokens: int, heads: int) -> tuple[int, int, int]:
     return number // (tokens * heads), number // heads % tokens, number % heads
 
 
-def seen_through(work: Plan, samples: int, tokens: int, kv_heads: int, group: int, fold: bool):
-    """For every (sample, query head, query): the key tokens and zero keys that the blocks show it."""
-    query_ids, key_ids = (ids(samples, tokens, heads, fold) for heads in (kv_heads * group, kv_heads))
-    keys, zeros = defaultdict(list), Counter()
-    for block in work.blocks:
-        q, k = block.queries.of(query_ids, group), block.keys.of(key_ids)
-        assert q.shape == (block.batch, block.queries.rows, block.heads * group)
+Row = tuple[int, int, int, int, int]  # branch, segment, sample, query head, query
+
+
+def seen_through(call: Call, blocks: Iterable[Block], fold: bool) -> tuple[Counter[tuple[Row, int]], Counter[Row]]:
+    """How often the blocks show each (row, key), and how many zero keys they add to a row; positions are global."""
+    query_ids = ids(call.samples, call.queries, call.heads, fold)
+    key_ids = ids(call.samples, call.keys, call.kv_heads, fold)
+    pairs: Counter[tuple[Row, int]] = Counter()
+    zeros: Counter[Row] = Counter()
+    for block in blocks:
+        width = min(call.pattern.segment_lengths[block.branch], call.total)
+        q, k = block.queries.of(query_ids, call.group), block.keys.of(key_ids)
+        assert q.shape == (block.batch, block.queries.rows, block.heads * call.group)
         assert k.shape == (block.batch, block.keys.rows, block.heads)
-        shown_at = [place(x, tokens, kv_heads)[1] for x in k[0, 0].tolist()]
-        assert tuple(shown_at) == block.key_at == block.query_at
-        for batch, head in torch.cartesian_prod(torch.arange(k.shape[0]), torch.arange(k.shape[2])).tolist():
-            shown = [place(x, tokens, kv_heads) for x in k[batch, :, head].tolist()]
-            for row in q[batch, :, head * group : (head + 1) * group].reshape(-1).tolist():
-                sample, query, query_head = place(row, tokens, kv_heads * group)
-                assert {(s, h) for s, _, h in shown} == {(sample, query_head // group)}
-                keys[sample, query_head, query] += [token for _, token, _ in shown]
-                zeros[sample, query_head, query] += block.zeros
-    return keys, zeros
+        for batch, head in torch.cartesian_prod(torch.arange(block.batch), torch.arange(block.heads)).tolist():
+            shown = [place(x, call.keys, call.kv_heads) for x in k[batch, :, head].tolist()]
+            for i, row in enumerate(q[batch, :, head * call.group : (head + 1) * call.group].tolist()):
+                for number in row:
+                    sample, token, query_head = place(number, call.queries, call.heads)
+                    query = call.start + token
+                    assert {(s, h) for s, _, h in shown} == {(sample, query_head // call.group)}
+                    at = (block.branch, query - query % width, sample, query_head, query)
+                    visible = shown[: i + 1] if block.is_causal else shown
+                    pairs.update((at, call.key_start + token) for _, token, _ in visible)
+                    zeros[at] += block.zeros
+                    if batch == i == 0:  # what dropout and the zero keys of padded samples go by
+                        assert block.query_at[head] == query
+                        assert block.key_at[head] == call.key_start + shown[0][1]
+                        assert block.segment == query - query % width
+                        assert block.start == max(block.segment, call.start) - call.start
+                        assert block.head_numbers[head] == query_head // call.group
+                        assert block.rate == call.pattern.dilation_rates[block.branch]
+    return pairs, zeros
 
 
 @FEW
-@given(plans(), st.sampled_from([None, (1, 1), (1, 5), (2, 12), (3, 40)]))
-@example((DilatedPattern.longnet([4, 8], [1, 2]), 2, 8, 4, 1, True), None)
-@example((DilatedPattern.longnet([4, 8], [1, 2]), 3, 8, 4, 1, True), (1, 16))  # a part of one sample, of two segments
-@example((DilatedPattern.longnet([8], [4]), 3, 19, 8, 1, False), None)
-@example((DilatedPattern.longnet([8], [4]), 3, 19, 8, 1, False), (1, 6))  # a part of three heads on a diagonal
-@example((DilatedPattern.longnet([8, 4], [4, 3]), 2, 16, 6, 2, True), (1, 4))
-@example((DilatedPattern.torchscale([6, 32], [2, 4]), 2, 21, 8, 1, True), (2, 9))
-@example((DilatedPattern.head_groups([5, 3, 30], [1, 7, 2]), 3, 23, 7, 3, False), (3, 7))
-def test_blocks_show_exactly_the_keys_of_the_pattern(case, cut) -> None:
-    pattern, samples, tokens, kv_heads, group, fold = case
-    keys, zeros = seen_through(plan(*case, cut), samples, tokens, kv_heads, group, fold)
-    for sample in range(samples):
-        for head in range(kv_heads * group):
-            for query in range(tokens):
-                row = {"num_tokens": tokens, "num_heads": kv_heads * group, "num_kv_heads": kv_heads}
-                assert tuple(sorted(keys[sample, head, query])) == pattern.keys(query, head, **row)
-                assert zeros[sample, head, query] == pattern.zero_keys(query, head, **row)
+@given(calls(), st.booleans())
+@example(call_of(DilatedPattern.longnet([4, 8], [1, 2]), 2, 8, 4), True)
+@example(call_of(DilatedPattern.longnet([8], [4]), 3, 19, 8), False)
+@example(call_of(DilatedPattern.longnet([8, 4], [4, 3]), 2, 16, 6, 2), True)
+@example(call_of(DilatedPattern.torchscale([6, 32], [2, 4]), 2, 21, 8), True)
+@example(call_of(DilatedPattern.torchscale([6, 32], [2, 4]), 2, 21, 8, start=5, queries=9), True)
+@example(call_of(DilatedPattern.longnet([8, 16], [1, 4]), 2, 33, 8, start=5, queries=9, is_causal=True), True)
+@example(call_of(DilatedPattern.head_groups([5, 3, 30], [1, 7, 2]), 3, 23, 7, 3), False)
+def test_blocks_show_exactly_the_keys_of_the_pattern(call: Call, fold: bool) -> None:
+    """Of a shard those keys that are here."""
+    pairs, zeros = seen_through(call, plan(call, fold).blocks, fold)
+    keys: Counter[tuple[int, int, int, int]] = Counter()
+    for ((_, _, sample, head, query), key), count in pairs.items():
+        keys[sample, head, query, key] += count
+    rows: Counter[tuple[int, int, int]] = Counter()
+    for (_, _, sample, head, query), count in zeros.items():
+        rows[sample, head, query] += count
+    here = range(call.key_start, call.key_start + call.keys)
+    shape: dict[str, Any] = {"num_tokens": call.total, "num_heads": call.heads, "num_kv_heads": call.kv_heads}
+    for head in range(call.heads):
+        for query in range(call.start, call.start + call.queries):
+            seen = call.pattern.keys(query, head, is_causal=call.is_causal, **shape)
+            expected = Counter(key for key in seen if key in here)
+            zero_keys = call.pattern.zero_keys(query, head, is_causal=call.is_causal, **shape)
+            for sample in range(call.samples):
+                assert {key: keys.pop((sample, head, query, key), 0) for key in expected} == expected
+                assert rows[sample, head, query] == zero_keys
+    assert not keys
 
 
 @FEW
-@given(plans())
-def test_a_view_is_a_view_and_writes_no_element_twice(case) -> None:
-    _, samples, tokens, kv_heads, group, fold = case
-    for heads, per_head in ((kv_heads * group, group), (kv_heads, 1)):
-        x = ids(samples, tokens, heads, fold)
+@given(calls(), st.booleans(), st.sampled_from([None, 1, 4, 12, 40]), *[st.sampled_from([None, 1, 2, 3])] * 2)
+@example(call_of(DilatedPattern.longnet([4, 8], [1, 2]), 3, 8, 4), True, 16, None, None)  # two segments of one sample
+@example(call_of(DilatedPattern.longnet([8], [4]), 3, 19, 8), False, 6, None, None)  # three heads on a diagonal
+@example(call_of(DilatedPattern.longnet([4], [1]), 3, 16, 2), True, None, None, 3)  # a sample is taken apart
+@example(call_of(DilatedPattern.longnet([4], [1]), 3, 16, 2), True, None, None, 5)  # whole samples
+def test_parts_of_blocks_show_the_same_pairs(
+    call: Call, fold: bool, rows: int | None, heads: int | None, batch: int | None
+) -> None:
+    blocks = plan(call, fold).blocks
+    parts = [block.cut(rows, heads, batch) for block in blocks]
+    assert seen_through(call, itertools.chain(*parts), fold) == seen_through(call, blocks, fold)
+    for block, cut in zip(blocks, parts, strict=True):
+        for part in cut:
+            assert part.heads <= (heads or part.heads)
+            assert part.batch <= (batch or part.batch)
+            assert rows is None or part.batch * part.heads * part.queries.rows <= max(rows, part.queries.rows)
+        assert (rows, heads, batch) != (None, None, None) or cut == [block]
+
+
+@FEW
+@given(calls(), st.booleans(), st.sampled_from([None, 1, 4, 12]), *[st.sampled_from([None, 1, 2, 3])] * 2)
+def test_parts_know_their_rows_in_packed_tensors(
+    call: Call, fold: bool, rows: int | None, heads: int | None, batch: int | None
+) -> None:
+    x = ids(call.samples, call.queries, call.heads, fold)
+    for block in plan(call, fold).blocks:
+        view, queries = block.queries, block.queries.of(x, call.group)
+        packed = queries.reshape(view.samples, view.segments * view.rows, -1)
+        home = View(0, view.samples, 0, view.segments, view.rows, view.rows, 1, 0, packed.shape[2], 1, 0)
+        numbers = tuple(range(100, 100 + block.heads))
+        for part in block._replace(home=home, numbers=numbers).cut(rows, heads, batch):
+            assert part.home is not None
+            assert torch.equal(part.home.of(packed), part.queries.of(x, call.group))
+            own = part._replace(numbers=()).head_numbers
+            assert part.head_numbers == tuple(100 + block.head_numbers.index(head) for head in own)
+
+
+def test_parts_are_as_large_as_they_may_be() -> None:
+    (block,) = plan(call_of(DilatedPattern.longnet([16], [1]), 3)).blocks  # 3 samples of 4 segments, 8 heads, 16 rows
+
+    def shapes(**most: int) -> set[tuple[int, int, int]]:
+        return {(b.queries.samples, b.queries.segments, b.heads) for b in block.cut(**most)}
+
+    assert block.cut(1536, 8, 12) == [block]
+    assert shapes(rows=1535) == shapes(rows=1024) == {(2, 4, 8), (1, 4, 8)}
+    assert shapes(rows=300) == {(1, 2, 8)}
+    assert shapes(rows=40) == {(1, 1, 2)}
+    assert shapes(rows=1) == {(1, 1, 1)}
+    assert shapes(heads=3) == {(3, 4, 3), (3, 4, 2)}
+    assert shapes(batch=11) == {(2, 4, 8), (1, 4, 8)}
+    assert shapes(batch=3, heads=4) == {(1, 3, 4), (1, 1, 4)}
+
+
+@FEW
+@given(calls(("shard",)), st.booleans(), st.integers(0, 2**32 - 1))
+def test_what_others_compute_is_left_out(call: Call, fold: bool, seed: int) -> None:
+    """Only segments that cross the ends of a shard have keys on other ranks."""
+    pick, last = random.Random(seed), call.start + call.queries
+    pairs, zeros = seen_through(call, plan(call, fold).blocks, fold)
+    shared = {
+        (branch, segment, head // call.group)
+        for branch, segment, _, head, _ in zeros
+        if segment < call.start or min(segment + call.pattern.segment_lengths[branch], call.total) > last
+    }
+    elsewhere = frozenset(pick.sample(sorted(shared), pick.randint(0, len(shared))))
+    work = plan(call, fold, elsewhere=elsewhere)
+    assert work.merges
+    assert not work.fillable
+    assert work.bare == (0, call.kv_heads)
+
+    def stays(row: Row) -> bool:
+        return (row[0], row[1], row[3] // call.group) not in elsewhere
+
+    left, left_zeros = seen_through(call, work.blocks, fold)
+    assert left == {pair: count for pair, count in pairs.items() if stays(pair[0])}
+    assert left_zeros == {row: count for row, count in zeros.items() if stays(row)}
+
+
+def test_blocks_of_a_later_sample() -> None:
+    call = call_of(DilatedPattern.longnet([4, 16], [1, 2]), 1, 21, 4, start=7, queries=3)
+    moved = plan(call, False, 5).blocks
+    for block, there in zip(plan(call, False).blocks, moved, strict=True):
+        assert there == block._replace(queries=block.queries._replace(sample=5), keys=block.keys._replace(sample=5))
+
+
+@FEW
+@given(calls(), st.booleans())
+def test_a_view_is_a_view_and_writes_no_element_twice(call: Call, fold: bool) -> None:
+    for side, tokens, heads in (("queries", call.queries, call.heads), ("keys", call.keys, call.kv_heads)):
+        x = ids(call.samples, tokens, heads, fold)
         everywhere = set(x.reshape(-1).tolist())
-        for block in plan(*case).blocks:
-            view = block.queries.of(x, per_head)
+        for block in plan(call, fold).blocks:
+            view = getattr(block, side).of(x, heads // call.kv_heads)
             assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            assert view._base is x or view._base is x._base
             elements = view.reshape(-1).tolist()
             assert len(elements) == len(set(elements))
             assert set(elements) <= everywhere
 
 
 @FEW
-@given(plans())
-def test_first_blocks_come_first_and_never_overlap(case) -> None:
-    _, samples, tokens, kv_heads, _, fold = case
-    work = plan(*case)
-    x = ids(samples, tokens, kv_heads, fold)
+@given(calls(), st.booleans())
+def test_first_blocks_come_first_and_never_overlap(call: Call, fold: bool) -> None:
+    work = plan(call, fold)
+    x = ids(call.samples, call.queries, call.kv_heads, fold)
     written: set[int] = set()
     later_heads: set[int] = set()
     for block in work.blocks:
         elements = block.queries.of(x).reshape(-1).tolist()
-        heads = {place(number, tokens, kv_heads)[2] for number in elements}
+        heads = {place(number, call.queries, call.kv_heads)[2] for number in elements}
         if block.is_first:
             assert not written.intersection(elements), "a first block overwrites what another one wrote"
             assert not later_heads & heads, "a first block of a head comes after one that merges into it"
@@ -147,51 +254,52 @@ def test_first_blocks_come_first_and_never_overlap(case) -> None:
         else:
             later_heads |= heads
     missing = set(x.reshape(-1).tolist()) - written
-    # Filling rows that need none is only a waste, and happens at most where a segment is a single token.
-    bare = {place(number, tokens, kv_heads)[2] for number in missing}
+    bare = {place(number, call.queries, call.kv_heads)[2] for number in missing}
     assert bare <= set(range(*work.bare))
-    one_token = tokens == 1 or 1 in case[0].segment_lengths
-    assert one_token or work.bare == ((min(bare), max(bare) + 1) if bare else (0, 0))
+    # Filling rows that need none is only a waste, and happens at most where a segment is a single token.
+    is_whole, one_token = call.queries == call.total, call.total == 1 or 1 in call.pattern.segment_lengths
+    assert one_token or not is_whole or work.bare == ((min(bare), max(bare) + 1) if bare else (0, 0))
 
 
 @FEW
-@given(plans())
-def test_covers_means_the_whole_tensor_in_order(case) -> None:
-    _, samples, tokens, kv_heads, _, fold = case
-    x = ids(samples, tokens, kv_heads, fold)
-    for block in plan(*case).blocks:
+@given(calls(), st.booleans())
+def test_covers_means_the_whole_tensor_in_order(call: Call, fold: bool) -> None:
+    x = ids(call.samples, call.queries, call.kv_heads, fold)
+    for block in plan(call, fold).blocks:
         view = block.queries.of(x)
-        if block.covers(call_of(*case[:5])):
+        if block.covers(call):
             assert torch.equal(view.reshape(x.shape), x)
         elif block.rate == 1:  # a block with r > 1 may cover a short sequence and is simply merged
             assert view.numel() < x.numel() or not torch.equal(view.reshape(x.shape), x)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_values_of_any_trailing_shape(rule: str) -> None:
-    pattern = DilatedPattern(rule, (8, 5), (2, 3))
+def test_values_of_any_trailing_shape(rule: Rule) -> None:
     x = torch.randn(2, 21, 4, 3, 2)
-    for block in plan(pattern, 2, 21, 4, 1, True).blocks:
+    for block in plan(call_of(DilatedPattern.of(rule, (8, 5), (2, 3)), 2, 21, 4)).blocks:
         view = block.queries.of(x)
         assert view.shape[3:] == (3, 2)
         for part in range(6):
-            flat = x.flatten(3)[..., part]
-            assert torch.equal(view.flatten(3)[..., part], block.queries.of(flat))
+            assert torch.equal(view.flatten(3)[..., part], block.queries.of(x.flatten(3)[..., part]))
 
 
 def test_writing_through_a_view_reaches_the_tensor() -> None:
-    x = torch.zeros(2, 10, 4, 3)
-    for block in plan(DilatedPattern.longnet([4], [2]), 2, 10, 4, 1, True).blocks:
+    x, pattern = torch.zeros(2, 10, 4, 3), DilatedPattern.longnet([4], [2])
+    for block in plan(call_of(pattern, 2, 10, 4)).blocks:
         block.queries.of(x).add_(1)
-    covered = DilatedPattern.longnet([4], [2]).coverage(10, 4)
-    assert torch.equal(x, covered[None, :, :, None].expand_as(x).float())
+    assert torch.equal(x, pattern.coverage(10, 4)[None, :, :, None].expand_as(x).float())
+
+
+def test_strides_that_no_element_uses_stay_within_64_bits() -> None:
+    view = View(0, 1, 0, 1, 2**48, 1, 2**48, 0, 1, 1, 0)
+    assert view.of(torch.zeros(1, 4, 1, 2**16)).shape == (1, 1, 1, 2**16)
 
 
 # --- few blocks: each costs kernel launches ---------------------------------------------------------------------
 
 
-def blocks_of(pattern: DilatedPattern, *, samples=1, tokens=64, kv_heads=8, group=1, fold=True) -> tuple[Block, ...]:
-    return plan(pattern, samples, tokens, kv_heads, group, fold).blocks
+def blocks_of(pattern: DilatedPattern, *, fold: bool = True, **given: Any) -> tuple[Block, ...]:
+    return plan(call_of(pattern, **given), fold).blocks
 
 
 def test_one_block_for_a_dense_branch() -> None:
@@ -213,108 +321,52 @@ def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
     assert [(b.queries.samples, b.queries.segments) for b in few_samples] == [(1, 16), (1, 16)]
 
 
-@FEW
-@given(plans(), st.integers(1, 8), st.integers(1, 60))
-def test_long_blocks_are_cut_and_short_ones_are_not(case, long: int, most: int) -> None:
-    whole, parts = plan(*case), plan(*case, (long, most))
-    assert (parts.bare, parts.fillable, parts.merges) == (whole.bare, whole.fillable, whole.merges)
-    for block in parts.blocks:
-        if block.queries.rows >= long:
-            assert block.batch * block.heads * block.queries.rows <= most or block.batch * block.heads == 1
-
-
-@FEW
-@given(plans(), st.integers(1, 4), st.integers(1, 7))
-def test_cut_by_heads_and_batch(case, heads: int, batch: int) -> None:
-    """Parts show each query the same keys as their block, and stay within both limits."""
-    _, samples, tokens, kv_heads, group, fold = case
-    whole = plan(*case)
-    parts = whole._replace(blocks=tuple(part for one in whole.blocks for part in one.cut(heads=heads, batch=batch)))
-    assert all(part.heads <= heads and part.batch <= batch for part in parts.blocks)
-    size = (samples, tokens, kv_heads, group, fold)
-    (keys, zeros), (cut_keys, cut_zeros) = seen_through(whole, *size), seen_through(parts, *size)
-    assert {row: sorted(some) for row, some in keys.items()} == {row: sorted(some) for row, some in cut_keys.items()}
-    assert zeros == cut_zeros
-
-
-@FEW
-@given(plans(), st.integers(0, 2**32 - 1), st.booleans())
-def test_few_queries_see_what_they_see_in_the_whole(case, seed: int, is_causal: bool) -> None:
-    """Blocks of few queries: all keys of the segment, or when causal the earlier ones and a triangle."""
-    pattern, samples, tokens, kv_heads, group, _ = case
-    pick = random.Random(seed)
-    start = pick.randrange(tokens)
-    queries = pick.randint(1, tokens - start)
-    call = call_of(*case[:5])._replace(queries=queries, start=start, is_causal=is_causal)
-    if not call.is_few:
-        return
-    query_ids = ids(samples, queries, kv_heads * group, False)
-    key_ids, seen = ids(samples, tokens, kv_heads, False), defaultdict(list)
-    for block in blocks.plan(call, False).blocks:
-        q, k = block.queries.of(query_ids, group), block.keys.of(key_ids)
-        assert [start + place(x, queries, kv_heads * group)[1] for x in q[0, 0, ::group].tolist()] == [*block.query_at]
-        assert [place(x, tokens, kv_heads)[1] for x in k[0, 0].tolist()] == [*block.key_at]
-        for batch, head, row in itertools.product(range(k.shape[0]), range(k.shape[2]), range(q.shape[1])):
-            shown = k[batch, : row + 1 if block.is_causal else None, head].tolist()
-            for number in q[batch, row, head * group : (head + 1) * group].tolist():
-                sample, query, query_head = place(number, queries, kv_heads * group)
-                seen[sample, query_head, start + query] += [place(x, tokens, kv_heads)[1] for x in shown]
-    for sample, head, query in itertools.product(
-        range(samples), range(kv_heads * group), range(start, start + queries)
-    ):
-        row = {"num_tokens": tokens, "num_heads": kv_heads * group, "num_kv_heads": kv_heads, "is_causal": is_causal}
-        assert tuple(sorted(seen[sample, head, query])) == pattern.keys(query, head, **row)
-
-
-def test_parts_are_as_large_as_they_may_be() -> None:
-    (block,) = blocks_of(DilatedPattern.longnet([16], [1]), samples=3)  # 3 samples of 4 segments, 8 heads, 16 rows
-    shapes = {
-        most: {(b.queries.samples, b.queries.segments, b.heads) for b in block.cut(most)}
-        for most in (1535, 1024, 300, 40, 1)
-    }
-    assert shapes == {1535: {(2, 4, 8), (1, 4, 8)}, 1024: {(2, 4, 8), (1, 4, 8)}, 300: {(1, 2, 8)}, 40: {(1, 1, 2)},
-                      1: {(1, 1, 1)}}  # fmt: skip
-    assert block.cut(1536) == [block]
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("kv_heads", "group", "most"), [(8, 1, 2), (4, 2, 4)], ids=["heads", "GQA"])
-def test_many_short_segments_are_few_blocks(rule: str, kv_heads: int, group: int, most: int) -> None:
+def test_many_short_segments_are_few_blocks(rule: Rule, kv_heads: int, group: int, most: int) -> None:
     """However many segments there are: in a branch a block for each view of heads, at most per sample, and tails."""
     for tokens, samples in ((32768, 1), (32768, 3), (32770, 1), (32770, 3)):
         for length, rate in ((16, 1), (32, 2), (64, 4)):
-            pattern = DilatedPattern(rule, (length,), (rate,))
-            found = plan(pattern, samples, tokens, kv_heads, group, True).blocks
-            whole = [block for block in found if block.queries.segment_step == length]
+            blocks = plan(call_of(DilatedPattern.of(rule, [length], [rate]), samples, tokens, kv_heads, group)).blocks
+            whole = [block for block in blocks if block.segment + length <= tokens]
             assert len(whole) <= most * (1 if tokens % length == 0 else samples)
-            assert len(found) - len(whole) <= kv_heads
+            assert len(blocks) - len(whole) <= kv_heads
+
+
+def test_a_step_of_decoding_is_one_problem_per_branch() -> None:
+    """With few launches: heads at one offset, and a query with all of its keys, are one."""
+    pattern = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+    for first in (2**20 - 1, 5, 12345):
+        blocks = blocks_of(pattern, tokens=2**20, kv_heads=12, is_causal=True, start=first, queries=1)
+        assert 0 < len(blocks) <= 5
+        assert all(block.keys.rows <= 2048 for block in blocks)
 
 
 def test_the_densest_branch_goes_first() -> None:
-    rates = [block.rate for block in blocks_of(DilatedPattern.longnet([64, 32, 16], [4, 2, 1]))]
-    assert rates == sorted(rates)
-    assert plan(DilatedPattern.longnet([64, 16], [4, 1]), 1, 64, 8, 1, True).bare == (0, 0)
-    assert plan(DilatedPattern.longnet([64, 16], [4, 2]), 1, 64, 8, 1, True).bare == (0, 8)
-    assert plan(DilatedPattern.head_groups([16, 64], [1, 4]), 1, 64, 8, 1, True).bare == (4, 8)
-    assert plan(DilatedPattern.head_groups([64, 16], [4, 1]), 1, 64, 8, 1, True).bare == (0, 4)
+    blocks = blocks_of(DilatedPattern.longnet([64, 32, 16], [4, 2, 1]))
+    assert [block.rate for block in blocks] == sorted(block.rate for block in blocks)
+    assert plan(call_of(DilatedPattern.longnet([64, 16], [4, 1]))).bare == (0, 0)
+    assert plan(call_of(DilatedPattern.longnet([64, 16], [4, 2]))).bare == (0, 8)
+    assert plan(call_of(DilatedPattern.head_groups([16, 64], [1, 4]))).bare == (4, 8)
+    assert plan(call_of(DilatedPattern.head_groups([64, 16], [4, 1]))).bare == (0, 4)
 
 
 @FEW
-@given(plans())
-def test_gaps_and_rows_are_whole_segments(case) -> None:
+@given(calls(), st.booleans())
+def test_gaps_and_rows_are_whole_segments(call: Call, fold: bool) -> None:
     """Where a plan says so, the blocks that write first and their gaps are all rows, each of them once."""
-    _, samples, tokens, kv_heads, _, fold = case
-    work = plan(*case)
+    work = plan(call, fold)
     if not work.fillable:
         return
-    x = ids(samples, tokens, kv_heads, fold)
+    x = ids(call.samples, call.queries, call.kv_heads, fold)
     filled: list[int] = []
     for block in work.blocks:
         if block.is_first:
             filled += block.queries.of(x).reshape(-1).tolist()
-        if block.gaps() is not None:
-            rate, offset, step, width = block.gaps()
-            whole = block.queries._replace(token=block.start, row_step=1, token_step=0, rows=width).of(x)
+        gaps = block.gaps()
+        if gaps is not None:
+            rate, offset, step, width = gaps
+            whole = block.queries._replace(token=block.start, rows=width, row_step=1, token_step=0).of(x)
             for head in range(block.heads):
                 away = [i for i in range(width) if i % rate != offset + head * step]
                 filled += whole[:, away, head].reshape(-1).tolist()
@@ -322,26 +374,27 @@ def test_gaps_and_rows_are_whole_segments(case) -> None:
 
 
 def test_a_segment_shorter_than_its_rate_has_heads_in_no_block() -> None:
-    assert not plan(DilatedPattern.longnet([4], [9]), 1, 8, 3, 1, True).fillable
-    assert not plan(DilatedPattern.longnet([16], [9]), 1, 20, 3, 1, True).fillable  # the tail
-    assert plan(DilatedPattern.longnet([16], [9]), 1, 25, 3, 1, True).fillable
+    assert not plan(call_of(DilatedPattern.longnet([4], [9]), 1, 8, 3)).fillable
+    assert not plan(call_of(DilatedPattern.longnet([16], [9]), 1, 20, 3)).fillable  # the tail
+    assert plan(call_of(DilatedPattern.longnet([16], [9]), 1, 25, 3)).fillable
 
 
 def test_merges_where_some_head_runs_several_branches() -> None:
     for rule, merges in (("longnet", True), ("torchscale", True), ("head_groups", False)):
-        assert plan(DilatedPattern(rule, (16, 32), (1, 2)), 1, 64, 8, 1, True).merges == merges
-        assert not plan(DilatedPattern(rule, (16,), (2,)), 2, 70, 8, 1, True).merges
+        call = call_of(DilatedPattern.of(rule, (16, 32), (1, 2)))
+        assert plan(call).merges == merges
+        assert plan(call, visited=True).merges
+        assert not plan(call_of(DilatedPattern.of(rule, (16,), (2,)), 2, 70)).merges
 
 
 def test_nothing_to_do() -> None:
-    pattern = DilatedPattern.longnet([4], [2])
     for samples, tokens in ((0, 5), (5, 0), (0, 0)):
-        assert plan(pattern, samples, tokens, 2, 1, True) == Plan((), (0, 0), False, False)
+        assert plan(call_of(DilatedPattern.longnet([4], [2]), samples, tokens, 2)) == Plan((), (0, 0), False, False)
 
 
 def test_plans_are_cached_by_value() -> None:
-    one = plan(DilatedPattern.longnet([4, 8], [1, 2]), 2, 19, 4, 1, True)
-    assert plan(DilatedPattern.longnet((4, 8), (1, 2)), 2, 19, 4, 1, True) is one
+    one, two = (plan(call_of(DilatedPattern.longnet(lengths, (1, 2)), 2, 19, 4)) for lengths in ((4, 8), [4, 8]))
+    assert one is two
 
 
 def test_folds() -> None:

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
-from dilated_attention.backends import blockwise, sdpa
+from dilated_attention.backends import run, sdpa, triton
+from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.blocks import plan
 from dilated_attention.call import Call
 from dilated_attention.functional import attend
 from dilated_attention.pattern import RULES
@@ -221,23 +221,10 @@ def test_no_operator_touches_the_whole_key(dtype: torch.dtype, backend: str, mas
     with torch.autocast("cpu", torch.bfloat16), Largest() as around:
         dilated_attention(q[:, :1], k, v, pattern, key_padding_mask=mask, backend=backend, query_offset=15_000)
     with Largest() as inside:  # which the mode above does not see
-        call = Call(pattern, True, 1.0, backend=backend).of(q[:, :1], k, mask, 15_000)
-        blockwise.forward(call, Inputs(q[:, :1], k, v, mask))
+        call = Call(pattern, is_causal=True, backend=backend).of(q[:, :1], k, mask, 15_000)
+        run.forward(call, Inputs(q[:, :1], k, v, mask))
     assert 0 < around.elements <= 128 * 2 * 8
     assert 0 < inside.elements <= 128 * 2 * 8
-
-
-def test_a_step_is_one_problem_a_branch() -> None:
-    """With few launches: heads at one offset, and a query with all of its keys, are one."""
-    pattern = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-    for first in (2**20 - 1, 5, 12345):
-        sizes = {"samples": 1, "queries": 1, "keys": 2**20, "total": 2**20, "heads": 12, "kv_heads": 12}
-        blocks = plan(Call(pattern, True, start=first, **sizes)).blocks
-        assert len(blocks) <= 5
-        assert all(block.keys.rows <= 2048 for block in blocks)
-
-
-# --- dropout ----------------------------------------------------------------------------------------------------
 
 
 # --- around it --------------------------------------------------------------------------------------------------
@@ -353,10 +340,21 @@ def test_bad_calls_are_refused(queries: int, options: dict[str, Any], kind: type
     assert torch.equal(torch.get_rng_state(), state), "a refused call has drawn a random number"
 
 
-def test_the_kernel_says_why_it_cannot_run() -> None:
-    x = torch.zeros(1, 3, 2, 300, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(ValueError, match=r"cannot run this call: .*float64.*300.*dropout.*CUDA.* Use backend='auto'"):
+def test_the_kernel_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.zeros(1, 3, 2, 300, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"cannot run this call: .*float64.*300.*dropout.*CUDA.*Use backend='auto'"):
         dilated_attention(x[:, :1], x, x, PAPER, dropout_p=0.1, backend="triton")
+
+
+def test_where_only_the_backward_pass_is_missing_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.zeros(1, 3, 2, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"cannot run this call: its decoding has no backward pass. Use"):
+        dilated_attention(x[:, :1], x, x, PAPER, backend="triton")
+    assert explain(x[:, :1], x, x, PAPER, backend="triton").backward == "none: its decoding has no backward pass"
+    choose.cache_clear()
 
 
 def test_only_a_call_on_one_device_has_an_offset() -> None:

@@ -225,6 +225,11 @@ def test_a_backend_is_named_in_its_folder_only() -> None:
             assert not named, f"{module} imports {named}"
 
 
+def test_what_computes_dense_problems_knows_nothing_of_patterns() -> None:
+    for module in ("backends.problem", "backends.aten", "backends.sdpa", "backends.eager"):
+        assert not graph()[module] & {"pattern", "blocks"}, module
+
+
 def test_only_the_pattern_looks_at_the_name_of_a_rule() -> None:
     for module, file in modules().items():
         if module != "pattern":
