@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dilated_attention import DilatedAttention, ImprovedDilatedAttention, explain, stream, testing
 from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.testing import Results
-from tests.cases import Case
+from tests.cases import Case, run_in_rank
 from tests.table import PATHS, cover, tuples, wanted
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it on a GPU
@@ -106,16 +106,11 @@ def run_threads(case: Case) -> Results:
     return got
 
 
-def run_in_rank(cases: list[Case]) -> list[Results]:
-    results = [case.on_this_rank(debug=case.number % 5 == 0) for case in cases]
-    return [Results(*(x.cpu() for _, x in result.items())) for result in results]
-
-
 @functools.cache
 def all_in_ranks(path: str, size: int) -> dict[Case, Results]:
     """All cases of the path for so many ranks, in one call."""
     cases = [case for case in cover(path) if case.ranks == size]
-    shards = pool(size).run(run_in_rank, cases)
+    shards = pool(size).run(run_in_rank, cases, timeout=300)
     return {case: testing.joined(parts) for case, parts in zip(cases, zip(*shards, strict=True), strict=True)}
 
 
