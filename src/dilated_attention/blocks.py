@@ -320,19 +320,19 @@ def _batches(call: Call, piece: Piece, fold: bool) -> list[tuple[int, int, int, 
 Placed = tuple[int, ...]  # a head, and where its rows begin
 
 
-class Run(NamedTuple):
+class HeadRun(NamedTuple):
     """Key/value heads that one view takes: the head and where its rows begin advance by constant steps."""
 
     first: Placed
     heads: int
     steps: tuple[int, ...]
 
-    def singles(self) -> list[Run]:
+    def singles(self) -> list[HeadRun]:
         still = (1, *(0 for _ in self.steps[1:]))
-        return [Run(_advanced(self.first, self.steps, i), 1, still) for i in range(self.heads)]
+        return [HeadRun(_advanced(self.first, self.steps, i), 1, still) for i in range(self.heads)]
 
 
-def head_runs(placed: Collection[Placed], alike: Callable[[int], Hashable], group: int) -> list[Run]:
+def head_runs(placed: Collection[Placed], alike: Callable[[int], Hashable], group: int) -> list[HeadRun]:
     """Heads dealt into the fewest views; the heads of a view are alike: they have equally many rows."""
     straight = _lanes(placed, lambda head, start: (start, alike(head)))
     if group > 1:
@@ -347,7 +347,7 @@ def head_runs(placed: Collection[Placed], alike: Callable[[int], Hashable], grou
     return min(straight, _lanes(placed, diagonal_lane), key=len)
 
 
-def _lanes(placed: Collection[Placed], lane_of: Callable[[int, int], Hashable]) -> list[Run]:
+def _lanes(placed: Collection[Placed], lane_of: Callable[[int, int], Hashable]) -> list[HeadRun]:
     """Deal heads into lanes and cut each lane into stretches with constant steps."""
     lanes: dict[Hashable, list[Placed]] = {}
     for one in placed:
@@ -361,7 +361,7 @@ def _lanes(placed: Collection[Placed], lane_of: Callable[[int, int], Hashable]) 
                 steps = tuple(after - before for before, after in zip(first, lane[1], strict=True))
             while count < len(lane) and lane[count] == _advanced(first, steps, count):
                 count += 1
-            runs.append(Run(first, count, steps if count > 1 else alone))
+            runs.append(HeadRun(first, count, steps if count > 1 else alone))
             lane = lane[count:]
     return runs
 

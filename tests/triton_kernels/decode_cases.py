@@ -17,12 +17,12 @@ from torch import Tensor
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import few_queries
-from dilated_attention.backends.triton.few_queries import Config
+from dilated_attention.backends.triton.few_queries import DecodeConfig
 from dilated_attention.call import ON_DEVICE, Call
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
-CONFIG = Config(rows=16, keys=16, splits=3)
+CONFIG = DecodeConfig(rows=16, keys=16, splits=3)
 PATTERN = DilatedPattern.longnet([8, 16, 32], [1, 2, 4])
 BACKWARD = "sdpa, kernel: flash on CPU"
 
@@ -34,7 +34,7 @@ def run(
     *,
     is_causal: bool = True,
     padding: Tensor | None = None,
-    config: Config | None = CONFIG,
+    config: DecodeConfig | None = CONFIG,
 ) -> tuple[Tensor, Tensor]:
     positions = offset if isinstance(offset, Tensor) else None
     start = ON_DEVICE if isinstance(offset, Tensor) else offset

@@ -8,7 +8,6 @@ Legend: q, out (B, n, H, D); k, v (B, N, Hk, D); lse (B, n, H); padding (B, N), 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -22,11 +21,11 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice, choose
-from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Results
+from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
+from dilated_attention.backends.tensors import on_device, readable, span, within
 from dilated_attention.blocks import Block, Elsewhere, Plan, folds, plan
 from dilated_attention.call import ON_DEVICE, Call, sample_ends
 from dilated_attention.dropout import Dropout, row_words
@@ -92,18 +91,18 @@ class Work:
         q, k, v, padding, seed, positions = inputs
         choice = choose(call, backward)
         limits: Limits = choice.module.limits(call)
-        if limits.span is not None and not call.in_parts and all(_span(x) < limits.span for x in (q, k, v)):
+        if limits.span is not None and not call.in_parts and all(span(x) < limits.span for x in (q, k, v)):
             limits = limits._replace(span=None)  # so no view of them is too long
         if padding is not None:
             padding = padding.contiguous()
             if ends is None and call.adds_zeros:
                 ends = sample_ends(padding, call.key_start)
             padding = padding.unsqueeze(2).expand(-1, -1, k.shape[2])  # the same for each head
-        q = _readable(q, call, limits)
+        q = readable(q, call, limits)
         if not call.is_few:  # few queries read few keys: only what they see is cleaned and converted
             if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
-            k, v = (_readable(x, call, limits) for x in (k, v))
+            k, v = (readable(x, call, limits) for x in (k, v))
         if positions is None and call.start != ON_DEVICE:
             found = plan(call, folds(q, k, v), 0, visited, elsewhere)
         else:
@@ -116,18 +115,18 @@ class Work:
 
     def readable(self, x: Tensor) -> Tensor:
         """x as the backend's kernels can read it."""
-        return _readable(x, self.call, self.limits)
+        return readable(x, self.call, self.limits)
 
-    def results(self, results: Results) -> Results:
+    def results(self, results: Outputs) -> Outputs:
         """The merged results and their gradients as blocks read them, in one layout: blocks may fold samples."""
         out, lse, dout, dlse = results
-        dout, out = (_readable(x, self.call, self.limits).contiguous() for x in (dout, out))
+        dout, out = (readable(x, self.call, self.limits).contiguous() for x in (dout, out))
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
         if self.padding is not None:  # else a row in a block has a key, itself
             empty = lse == -torch.inf
             lse, dout = lse.masked_fill(empty, torch.inf), dout.masked_fill(empty.unsqueeze(-1), 0.0)
             dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
-        return Results(out, lse, dout, dlse)
+        return Outputs(out, lse, dout, dlse)
 
     # --- one block ----------------------------------------------------------------------------------------------
 
@@ -136,12 +135,12 @@ class Work:
         found: tuple[Tensor, Tensor] = self.choice.module.forward(self.choice.kernels, *self._problem(block, sources))
         return found
 
-    def attend_backward(self, block: Block, sources: Sources, results: Results) -> Gradients:
+    def attend_backward(self, block: Block, sources: Sources, results: Outputs) -> Gradients:
         """The block's share of the gradients; out and lse are the merged ones."""
         q, k, v, masking = self._problem(block, sources)
         out, lse, dout = (block.queries.of(x, self.call.group) for x in results[:3])
         dlse = None if results.dlse is None else block.queries.of(results.dlse, self.call.group)
-        dout, out = _within(dout, self.limits), _within(out, self.limits)
+        dout, out = within(dout, self.limits), within(out, self.limits)
         found: Gradients = self.choice.module.backward(self.choice.kernels, dout, q, k, v, out, lse, dlse, masking)
         return found
 
@@ -156,8 +155,8 @@ class Work:
             k, v = k.to(self.dtype), v.to(self.dtype)  # rounded as autocast rounds them in a whole call
             if padding is not None:  # 0 * NaN in a masked slot would be NaN
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
-            k, v = (_readable(x, self.call, self.limits) for x in (k, v))
-        q, k, v = (_within(x, self.limits) for x in (q, k, v))
+            k, v = (readable(x, self.call, self.limits) for x in (k, v))
+        q, k, v = (within(x, self.limits) for x in (q, k, v))
         dropout = None if self.seed is None else self._dropout(block, self.seed)
         return q, k, v, Masking(self.call.scale, block.is_causal, padding, dropout)
 
@@ -169,7 +168,7 @@ class Work:
             for at, rows in ((block.query_at, view.rows), (block.key_at, block.keys.rows))
         )
         sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
-        head = _on_device(block.head_numbers, call.device)[:, None] + call.first_head
+        head = on_device(block.head_numbers, call.device)[:, None] + call.first_head
         head = (head * call.group + torch.arange(call.group, device=call.device)).flatten()
         words = row_words(seed, block.branch, sample[:, None, None].expand_as(query), head.expand_as(query), query)
         return Dropout(call.dropout_p, *words, key)
@@ -186,7 +185,7 @@ class Work:
         starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
         real = (ends - starts).clamp(0, longest).flatten()[:, None]  # (b, 1)
         width = ends.clamp(max=longest).expand(-1, view.segments).flatten()[:, None]
-        offset = (_on_device(block.query_at, device) - block.segment) % rate
+        offset = (on_device(block.query_at, device) - block.segment) % rate
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
         zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.group, dim=1)
         return zeros.unsqueeze(1).to(self.call.exact).log()
@@ -194,7 +193,7 @@ class Work:
     # --- all blocks ---------------------------------------------------------------------------------------------
 
     def each(
-        self, blocks: Iterable[Block], sources: Sources, results: Results | None = None
+        self, blocks: Iterable[Block], sources: Sources, results: Outputs | None = None
     ) -> Iterator[tuple[Block, tuple[Tensor, ...]]]:
         """(out, lse) of each block; with ``results`` its gradients. Blocks come cut as kernels and memory want them.
 
@@ -234,10 +233,10 @@ class Work:
             heads = max(1, limit.max_bytes // max(1, self._bytes_per_head(block, backward)))
         if limits.span is not None:
             views = (block.queries.of(sources.q, self.call.group), block.keys.of(sources.k))
-            if any(_span(x) >= limits.span for x in views):
+            if any(span(x) >= limits.span for x in views):
                 steps = [limits.span // max(1, x.stride(0) * x.itemsize) for x in views]
                 batch = max(1, min(*steps, limits.batch or self.call.rows))
-                if any(_span(x[:batch]) >= limits.span for x in views):
+                if any(span(x[:batch]) >= limits.span for x in views):
                     batch = heads = 1  # rows so far apart are copied, one head at a time
         return block.cut(rows, heads, batch)
 
@@ -274,7 +273,7 @@ class Work:
                 merge_(here, here_lse, part, part_lse)
         return self.empty_result() if out is None or lse is None else (out, lse)
 
-    def backward(self, results: Results) -> Gradients:
+    def backward(self, results: Outputs) -> Gradients:
         grads: list[Tensor] = []
         around, group = self._around, self.call.group
         for block, parts in self.each(self.plan.blocks, self.own, results):
@@ -345,63 +344,6 @@ class Work:
         (x if x.device.type == "cuda" else x[:, :, first * group : end * group]).fill_(blank)
 
 
-def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call on one device."""
-    with no_autocast(call.device):
-        out, lse = Work.of(call, inputs).forward()
-    return finished(out, call, call.dtype), lse.contiguous().detach()
-
-
-def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
-    with no_autocast(call.device):
-        inputs, results, bad = without_bad_rows(inputs, results)
-        work = Work.of(call, one_layout(inputs), backward=True)
-        grads = work.backward(work.results(results))
-    return finished_grads(grads, inputs, call, bad)
-
-
-def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
-    """A result without the columns that were padded. Not a view, so that the caller may change it in place."""
-    x = x if x.shape[-1] == call.head_dim else x[..., : call.head_dim]
-    return x.to(dtype).contiguous().detach()
-
-
-def finished_grads(grads: Gradients, inputs: Inputs, call: Call, bad: Tensor | None) -> Gradients:
-    """The gradients as the caller gets them; ``bad`` as `without_bad_rows` gives it."""
-    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
-    return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
-
-
-def without_bad_rows(inputs: Inputs, results: Results) -> tuple[Inputs, Results, Tensor | None]:
-    """The same with rows that are NaN by their own query made rows without keys: they send nothing to dk and dv.
-
-    The last, (B, n, H): which rows these are, whose dq is NaN; None: there are none. Only a CPU looks for them: on
-    other devices the host would wait for the answer.
-    """
-    q, (out, lse, dout, dlse) = inputs.q, results
-    if q.device.type != "cpu" or not (bad := lse.isnan()).any():
-        return inputs, results, None
-    bad &= ~q.isfinite().all(-1)
-    q, out, dout = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out, dout))
-    dlse = None if dlse is None else dlse.masked_fill(bad, 0.0)
-    return inputs._replace(q=q), Results(out, lse.masked_fill(bad, torch.inf), dout, dlse), bad
-
-
-def one_layout(inputs: Inputs) -> Inputs:
-    """With q laid out as out and dout are, which cuDNN's backward wants: one copy here spares one per block."""
-    return inputs._replace(q=inputs.q.contiguous()) if inputs.q.device.type == "cuda" else inputs
-
-
-@contextlib.contextmanager
-def no_autocast(device: torch.device) -> Iterator[None]:
-    """Our products run in the dtype they are given; the caller's autocast was applied at the door."""
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
-
-
 def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
     """The blocks of few queries that stand at other positions in each sample; the host waits to read them."""
     assert positions is not None
@@ -421,38 +363,6 @@ def _positions(block: Block, at: tuple[int, ...], rows: int, call: Call) -> Tens
     """(b, L, h): where in the sequence rows of a block are, given the first of each head."""
     view = block.queries
     segment, row = (torch.arange(n, device=call.device) for n in (view.segments, rows))
-    first = _on_device(at, call.device).repeat_interleave(call.group)
+    first = on_device(at, call.device).repeat_interleave(call.group)
     token = first + view.segment_step * segment[:, None, None] + block.rate * row[:, None]
     return token.repeat(view.samples, 1, 1)
-
-
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers as a tensor. Evenly spaced ones, as all of a call on one device are, are counted there: a copy would
-    make the host wait, and is not allowed while a CUDA graph is captured."""
-    first, step = numbers[0], numbers[1] - numbers[0] if len(numbers) > 1 else 0
-    if all(number == first + i * step for i, number in enumerate(numbers)):
-        return first + step * torch.arange(len(numbers), device=device)
-    return torch.tensor(numbers, device=device)
-
-
-def _readable(x: Tensor, call: Call, limits: Limits) -> Tensor:
-    """x as the kernels can read it: the dtype computed in and a unit last stride; on CUDA also 16-byte aligned rows
-    and no stride of 0, from which cuDNN's backward gives wrong gradients."""
-    x = x.to(call.computed)
-    if x.shape[-1] % limits.pad:
-        x = F.pad(x, (0, -x.shape[-1] % limits.pad))
-    readable = x.stride(-1) == 1
-    if x.device.type == "cuda":
-        steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-        readable &= x.data_ptr() % 16 == 0 and all(step and step * x.itemsize % 16 == 0 for step in steps)
-    return x if readable else x.clone(memory_format=torch.contiguous_format)
-
-
-def _span(x: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    return x.itemsize * sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
-
-
-def _within(x: Tensor, limits: Limits) -> Tensor:
-    """x, copied where a kernel could not count from its first element to its last."""
-    return x if limits.span is None or _span(x) < limits.span else x.contiguous()

@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     positions: Tensor | None = None  # (B,) each sample's first query among the keys, where few queries give a tensor
 
 
-class Results(NamedTuple):
+class Outputs(NamedTuple):
     """What the backward pass is given besides: the merged results, and their gradients."""
 
     out: Tensor  # (B, n, H, D)

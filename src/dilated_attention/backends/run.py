@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import blockwise
+from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs
+from dilated_attention.backends.tensors import finished, finished_grads, no_autocast, one_layout, without_bad_rows
 from dilated_attention.call import Call
 
 
@@ -17,16 +18,22 @@ def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if choice.is_whole:
         found: tuple[Tensor, Tensor] = choice.module.forward_call(call, inputs)
         return found
-    return blockwise.forward(call, inputs)
+    with no_autocast(call.device):
+        out, lse = Work.of(call, inputs).forward()
+    return finished(out, call, call.dtype), lse.contiguous().detach()
 
 
 def backward(
     call: Call, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     """The gradients of q, k and v from those of out and lse; None: nothing depends on it."""
-    results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+    results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
     choice = choose(call, backward=True)
     if choice.is_whole:
         found: Gradients = choice.module.backward_call(call, inputs, results)
         return found
-    return blockwise.backward(call, inputs, results)
+    with no_autocast(call.device):
+        inputs, results, bad = without_bad_rows(inputs, results)
+        work = Work.of(call, one_layout(inputs), backward=True)
+        grads = work.backward(work.results(results))
+    return finished_grads(grads, inputs, call, bad)

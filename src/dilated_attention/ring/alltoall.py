@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Sources, Work
-from dilated_attention.backends.problem import Gradients, Results
+from dilated_attention.backends.problem import Gradients, Outputs
 from dilated_attention.blocks import Block, View
 from dilated_attention.distributed.transport import Pending, Transport
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -93,7 +93,7 @@ class AllToAll:
                 merge_(block.queries.of(out, self.group), block.queries.of(lse, self.group), here, here_lse)
         return out, lse, kept
 
-    def backward(self, results: Results, kept: list[Tensor] | None) -> Gradients:
+    def backward(self, results: Outputs, kept: list[Tensor] | None) -> Gradients:
         """dq, dk, dv of this rank's rows. ``kept``: q, k, v of the segments computed here; None: they travel again."""
         tensors, fields = [results.lse, results.dout, results.out], self.fields.rows
         if results.dlse is not None:  # a column more
@@ -110,7 +110,7 @@ class AllToAll:
             sources = Sources(*(segment[of_rows:] or [next(waiting) for _ in self.fields.inputs]))
             if kept is not None and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
                 sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
-            here = Results(out, lse, dout, dlse[0] if dlse else None)
+            here = Outputs(out, lse, dout, dlse[0] if dlse else None)
             computed[bundle] = self.compute(bundle, sources, here)
         home = self.send_back("hop 2 of the backward alltoall", self.fields.gradients, computed)
         for bundle, packed in home.items():
@@ -120,7 +120,7 @@ class AllToAll:
                     block.queries.of(grad, group).add_(block.home.of(part))
         return grads
 
-    def compute(self, bundle: Bundle, sources: Sources, results: Results | None = None) -> list[Tensor]:
+    def compute(self, bundle: Bundle, sources: Sources, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients, as they go home."""
         channel, heads = bundle.channel, len(bundle.channel.heads)
         rows = sources.q.shape[1]
@@ -213,7 +213,7 @@ class AllToAll:
     # --- results home -------------------------------------------------------------------------------------------
 
     def send_back(self, name: str, fields: Fields, results: Segments) -> Segments:
-        """Results (B, L, heads, ...) of the segments computed here for those of this rank's rows, packed."""
+        """Outputs (B, L, heads, ...) of the segments computed here for those of this rank's rows, packed."""
         me, shards = self.rank, self.shards
         found: Segments = {}
         messages: dict[int, list[Tensor]] = {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Sources, Work
-from dilated_attention.backends.problem import Results
+from dilated_attention.backends.problem import Outputs
 from dilated_attention.blocks import Block
 from dilated_attention.distributed.transport import Pending, Transport
 from dilated_attention.merge import merge_
@@ -187,7 +187,7 @@ class Exchange:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def backward(self, results: Results, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, results: Outputs, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows. ``kept``: the messages of the forward pass; None: they travel again.
 
         What other ranks' rows add is summed in float32 for each channel, and added once: like one more branch.
@@ -239,7 +239,7 @@ class Exchange:
                 visit(part, parts[part])
             yield messages
 
-    def visit_backward(self, dq: Tensor, results: Results, part: Part, packed: Tensor) -> Tensor:
+    def visit_backward(self, dq: Tensor, results: Outputs, part: Part, packed: Tensor) -> Tensor:
         """Add to the channel's dq, packed; give the part's dK and dV, packed."""
         sums = torch.empty(self.size(part, self.sum_fields), dtype=torch.uint8, device=packed.device)
         dk_all, dv_all = packing.unpack(sums, self.sum_fields, self.rows(part))

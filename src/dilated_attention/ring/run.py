@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dilated_attention.autograd import is_mapped, refuse_second_derivative
-from dilated_attention.backends import blockwise
+from dilated_attention.backends import tensors
 from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_total_length
 from dilated_attention.distributed.agreement import Asked, ask, refusal
@@ -288,7 +288,7 @@ class _Parallel(torch.autograd.Function):
         agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
         call, inputs = agreed.call, Inputs(q, k, v, padding, seed)
-        with blockwise.no_autocast(call.device), agreed.transport.closed_on_error():
+        with tensors.no_autocast(call.device), agreed.transport.closed_on_error():
             ends = agreed.ends(padding)
             work = agreed.work(inputs, ends)
             exchanger = agreed.exchanger(work)
@@ -297,7 +297,7 @@ class _Parallel(torch.autograd.Function):
                 out, lse = work.forward()
             else:
                 out, lse, kept = exchanger.forward(agreed.wants_gradients and not agreed.link.use_checkpointing)
-            out, lse = blockwise.finished(out, call, call.dtype), lse.contiguous().detach()
+            out, lse = tensors.finished(out, call, call.dtype), lse.contiguous().detach()
         ctx.save_for_backward(q, k, v, padding, seed, ends, out, lse, *kept)
         ctx.agreed = agreed
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
@@ -311,22 +311,22 @@ class _Parallel(torch.autograd.Function):
         check_transforms(dout, dlse)
         with torch.no_grad():
             dlse = ctx.agreed.agree_on_backward(dlse, lse)
-            results = Results(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+            results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
             grads = _backward(ctx.agreed, inputs, results, ends, kept)
         if torch.is_grad_enabled():
             grads = refuse_second_derivative(grads, dout, dlse, q, k, v)
         return (*grads, None, None, None)
 
 
-def _backward(agreed: Agreed, inputs: Inputs, results: Results, ends: Tensor | None, kept: list[Tensor]) -> Gradients:
+def _backward(agreed: Agreed, inputs: Inputs, results: Outputs, ends: Tensor | None, kept: list[Tensor]) -> Gradients:
     call = agreed.call
-    with blockwise.no_autocast(call.device), agreed.transport.closed_on_error():
-        inputs, results, bad = blockwise.without_bad_rows(inputs, results)
-        work = agreed.work(blockwise.one_layout(inputs), ends, backward=True)
+    with tensors.no_autocast(call.device), agreed.transport.closed_on_error():
+        inputs, results, bad = tensors.without_bad_rows(inputs, results)
+        work = agreed.work(tensors.one_layout(inputs), ends, backward=True)
         results = work.results(results)
         exchanger = agreed.exchanger(work)
         if exchanger is None:
             grads = work.backward(results)
         else:
             grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
-        return blockwise.finished_grads(grads, inputs, call, bad)
+        return tensors.finished_grads(grads, inputs, call, bad)

@@ -72,7 +72,7 @@ class Tally:
         self.pairs = torch.zeros(ranks, dtype=torch.float64)  # of a query and a key
 
 
-class Lists:
+class Ragged:
     """Lists of given sizes, laid end to end."""
 
     def __init__(self, sizes: Tensor) -> None:
@@ -98,8 +98,8 @@ class Columns:
     low: Tensor  # (C,) the first head,
     heads: Tensor  # (C,) and how many
     channel: Tensor  # (C,)
-    channels: Lists  # of ranks
-    entries: Lists  # of each column
+    channels: Ragged  # of ranks
+    entries: Ragged  # of each column
     rank: Tensor  # (E,)
     rows: Tensor  # (E,) of one head
 
@@ -113,7 +113,7 @@ class Columns:
         cuts = torch.unique(torch.cat((segment * len(offsets), segment * len(offsets) + cut)))
         segment, low = cuts // len(offsets), cuts % len(offsets)
         heads = torch.where(low.roll(-1) > 0, low.roll(-1), len(offsets)) - low
-        every = Lists(sizes[segment])
+        every = Ragged(sizes[segment])
         piece = (sizes.cumsum(0) - sizes)[segment][every.line] + every.place
         shift = (rate - 1 - offsets)[low][every.line]
         rows = (end[piece] + shift) // rate - (begin[piece] + shift) // rate
@@ -130,8 +130,8 @@ class Columns:
         number = torch.randint(-(2**63), 2**63 - 1, rank.shape, generator=torch.Generator().manual_seed(0))
         sums, channel = torch.unique(every.sums(number[piece] * there)[shared], return_inverse=True)
         members = members[shared]
-        channels = Lists(torch.zeros_like(sums).scatter_(0, channel, members))
-        return cls(low[shared], heads[shared], channel, channels, Lists(members), rank[piece[there]], rows[there])
+        channels = Ragged(torch.zeros_like(sums).scatter_(0, channel, members))
+        return cls(low[shared], heads[shared], channel, channels, Ragged(members), rank[piece[there]], rows[there])
 
 
 def count(spread: Spread) -> tuple[Tally, Tally, Tally]:
@@ -217,11 +217,11 @@ def _deal(spread: Spread, branch: int, columns: Columns, offsets: Tensor, order:
     # Heads are dealt one by one; where a channel has one column only, in as many lots as members get some.
     of_channel = torch.zeros_like(members).index_add_(0, channel, columns.heads)
     is_single = (columns.heads == of_channel[channel]) & (not apart)
-    lots = Lists(torch.where(is_single, torch.minimum(members[channel], columns.heads), columns.heads))
+    lots = Ragged(torch.where(is_single, torch.minimum(members[channel], columns.heads), columns.heads))
     head = columns.low[lots.line] + lots.place
     by_channel = (channel[lots.line] * every + order[head]).argsort()
     head, column = head[by_channel], lots.line[by_channel]
-    dealt = Lists(torch.zeros_like(members).index_add_(0, channel, lots.sizes))
+    dealt = Ragged(torch.zeros_like(members).index_add_(0, channel, lots.sizes))
     size, heads, many = (x[dealt.line] for x in (members, of_channel, dealt.sizes))
     begin, end = heads * dealt.place // many, heads * (dealt.place + 1) // many
     member = (((begin + 1) * size - 1) // heads + branch) % size  # where heads are few, another one in each branch
@@ -235,7 +235,7 @@ def _deal(spread: Spread, branch: int, columns: Columns, offsets: Tensor, order:
         entries.line[entry] * (every + 1) + heads, return_inverse=True, return_counts=True
     )
     column, heads = alike // (every + 1), alike % (every + 1)
-    parts = Lists(entries.sizes[column])
+    parts = Ragged(entries.sizes[column])
     part = entries.first[column][parts.line] + parts.place
     rank, rows, target = columns.rank[part], columns.rows[part] * heads[parts.line], columns.rank[entry]
     kept = parts.first[index] + entries.place[entry]  # the part that need not travel

@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dilated_attention.backends.blockwise import Sources, Work, finished, no_autocast
+from dilated_attention.backends.blockwise import Sources, Work
+from dilated_attention.backends.tensors import finished, no_autocast
 from dilated_attention.blocks import Block, Placed, View, head_runs
 from dilated_attention.call import Call
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import rows_at_offset
-from dilated_attention.streaming.stream import Rows, Stream, rows_of
+from dilated_attention.streaming.stream import HeldRows, Stream, rows_of
 
 
 class AtOnce(Stream):
@@ -27,7 +28,7 @@ class AtOnce(Stream):
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
         super().__init__(call, deliver, *limits)
         self.kept = [  # k and v of each branch
-            [Rows(call, (len(one.heads), call.head_dim), call.dtype, rows_of(one, one.length)) for _ in range(2)]
+            [HeldRows(call, (len(one.heads), call.head_dim), call.dtype, rows_of(one, one.length)) for _ in range(2)]
             for one in self.branches
         ]
 

@@ -80,7 +80,7 @@ def stream(
 def _outputs(
     chunks: Iterator[Chunk], asked: Call, enable_gqa: bool, max_bytes: int | None, num_tokens: int | None
 ) -> Iterator[Tensor]:
-    outputs, index, tokens = Outputs(), 0, 0
+    outputs, index, tokens = OutputQueue(), 0, 0
     work: Stream | None = None
     for chunk in chunks:
         query, key, value = _checked(index, chunk, asked.pattern, enable_gqa)
@@ -105,7 +105,7 @@ def _outputs(
         yield outputs.finished.popleft()
 
 
-def _begun(call: Call, outputs: Outputs, max_bytes: int | None, num_tokens: int | None) -> Stream:
+def _begun(call: Call, outputs: OutputQueue, max_bytes: int | None, num_tokens: int | None) -> Stream:
     work = (AtOnce if call.is_causal else Window)(call, outputs.deliver, max_bytes, num_tokens)
     if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
         reasons = choose.unsupported_by_name(call._replace(in_parts=True))
@@ -152,7 +152,7 @@ def _any_mode() -> Iterator[None]:
         yield
 
 
-class Outputs:
+class OutputQueue:
     """Results, which come in the order of the tokens, dealt to the chunks that wait for them."""
 
     def __init__(self) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention import autograd
-from dilated_attention.backends.blockwise import Work, no_autocast
+from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.tensors import no_autocast
 from dilated_attention.call import Call
 from dilated_attention.pattern import Branch, DilatedPattern
 
@@ -97,7 +98,7 @@ class Stream:
         return self.call._replace(pattern=pattern, first_head=one.first, total_heads=self.call.kv_heads)
 
 
-class Rows:
+class HeldRows:
     """Rows of one tensor, (B, n, ...), in one piece: more come at the end, the first ones go."""
 
     def __init__(self, call: Call, sizes: Sequence[int], dtype: torch.dtype, most: int) -> None:

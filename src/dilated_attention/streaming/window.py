@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilated_attention.call import Call
 from dilated_attention.merge import merge_
-from dilated_attention.streaming.stream import Rows, Stream
+from dilated_attention.streaming.stream import HeldRows, Stream
 
 
 class Window(Stream):
@@ -24,11 +24,11 @@ class Window(Stream):
         self.base = 0
         self.done = [0] * len(self.branches)  # where each branch's first segment begins that is not yet computed
         most, row, key_row = self.most_tokens(), (call.heads, call.head_dim), (call.kv_heads, call.head_dim)
-        self.inputs = [Rows(call, sizes, call.dtype, most) for sizes in (row, key_row, key_row)]
-        self.out, self.lse = (Rows(call, sizes, call.exact, most) for sizes in (row, row[:1]))
+        self.inputs = [HeldRows(call, sizes, call.dtype, most) for sizes in (row, key_row, key_row)]
+        self.out, self.lse = (HeldRows(call, sizes, call.exact, most) for sizes in (row, row[:1]))
 
     @property
-    def held(self) -> list[Rows]:
+    def held(self) -> list[HeldRows]:
         return [*self.inputs, self.out, self.lse] if self.straddles else self.inputs
 
     def most_tokens(self, num_tokens: int | None = None) -> int:

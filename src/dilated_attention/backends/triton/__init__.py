@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.call import ON_DEVICE, Call
 
@@ -115,7 +115,7 @@ def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return whole_call.forward(call, inputs, trains)
 
 
-def backward_call(call: Call, inputs: Inputs, results: Results) -> Gradients:
+def backward_call(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     from dilated_attention.backends.triton import whole_call
 
     return whole_call.backward(call, inputs, results)

@@ -25,7 +25,7 @@ from dilated_attention.pattern import Branch
 PROGRAMS_PER_PROCESSOR = 8  # wanted: each has a short chain of loads, and many of them hide one another's latency
 
 
-class Config(NamedTuple):
+class DecodeConfig(NamedTuple):
     """The sizes of tiles, how often keys are split, and how a program is compiled."""
 
     rows: int
@@ -35,7 +35,7 @@ class Config(NamedTuple):
     stages: int = 2
 
 
-def forward(call: Call, inputs: Inputs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse). k and v may have another dtype than q."""
     q, k, v, padding, _, positions = inputs
     samples, queries, heads, dim = q.shape
@@ -74,7 +74,7 @@ def forward(call: Call, inputs: Inputs, config: Config | None = None) -> tuple[T
     return out, lse
 
 
-def configure(call: Call) -> Config:
+def configure(call: Call) -> DecodeConfig:
     """Key tiles of at most 16 KiB, split so far that all processors have work, but not beyond single tiles."""
     block_dim = max(16, triton.next_power_of_2(call.head_dim))
     wanted_rows = call.group * call.queries
@@ -84,7 +84,7 @@ def configure(call: Call) -> Config:
     programs = triton.cdiv(wanted_rows, rows) * call.kv_heads * call.samples
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(call.device), programs)
     splits = max(1, min(wanted, _most_tiles(call.pattern.dealt(call.held.total), call.queries, call.keys, keys)))
-    return Config(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
+    return DecodeConfig(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
 
 
 def _most_tiles(branches: tuple[Branch, ...], queries: int, tokens: int, keys: int) -> int:

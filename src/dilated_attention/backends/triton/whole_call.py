@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import Gradients, Inputs, Results
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.launch import Launch, Layout
@@ -57,7 +57,7 @@ def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Ten
     return out if prepared.dtype is q.dtype else out.to(q.dtype), lse
 
 
-def backward(call: Call, inputs: Inputs, results: Results) -> Gradients:
+def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     q, k, v, dout = _readable(inputs.q), _readable(inputs.k), _readable(inputs.v), _readable(results.dout)
     dlse = None if results.dlse is None else results.dlse.resolve_neg()
     if not call.rows:

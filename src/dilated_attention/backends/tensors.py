@@ -1,0 +1,90 @@
+"""What the tensors of a call need before kernels read them, and its results after.
+
+Legend: q, out (B, n, H, D); k, v (B, N, Hk, D); lse (B, n, H).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dilated_attention.backends.problem import Gradients, Inputs, Limits, Outputs
+from dilated_attention.call import Call
+
+
+@contextlib.contextmanager
+def no_autocast(device: torch.device) -> Iterator[None]:
+    """Our products run in the dtype they are given; the caller's autocast was applied at the door."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def readable(x: Tensor, call: Call, limits: Limits) -> Tensor:
+    """x as the kernels can read it: the dtype computed in and a unit last stride; on CUDA also 16-byte aligned rows
+    and no stride of 0, from which cuDNN's backward gives wrong gradients."""
+    x = x.to(call.computed)
+    if x.shape[-1] % limits.pad:
+        x = F.pad(x, (0, -x.shape[-1] % limits.pad))
+    readable = x.stride(-1) == 1
+    if x.device.type == "cuda":
+        steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+        readable &= x.data_ptr() % 16 == 0 and all(step and step * x.itemsize % 16 == 0 for step in steps)
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def within(x: Tensor, limits: Limits) -> Tensor:
+    """x, copied where a kernel could not count from its first element to its last."""
+    return x if limits.span is None or span(x) < limits.span else x.contiguous()
+
+
+def span(x: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    return x.itemsize * sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
+
+
+def one_layout(inputs: Inputs) -> Inputs:
+    """With q laid out as out and dout are, which cuDNN's backward wants: one copy here spares one per block."""
+    return inputs._replace(q=inputs.q.contiguous()) if inputs.q.device.type == "cuda" else inputs
+
+
+def without_bad_rows(inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs, Tensor | None]:
+    """The same with rows that are NaN by their own query made rows without keys: they send nothing to dk and dv.
+
+    The last, (B, n, H): which rows these are, whose dq is NaN; None: there are none. Only a CPU looks for them: on
+    other devices the host would wait for the answer.
+    """
+    q, (out, lse, dout, dlse) = inputs.q, results
+    if q.device.type != "cpu" or not (bad := lse.isnan()).any():
+        return inputs, results, None
+    bad &= ~q.isfinite().all(-1)
+    q, out, dout = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out, dout))
+    dlse = None if dlse is None else dlse.masked_fill(bad, 0.0)
+    return inputs._replace(q=q), Outputs(out, lse.masked_fill(bad, torch.inf), dout, dlse), bad
+
+
+def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    """A result without the columns that were padded. Not a view, so that the caller may change it in place."""
+    x = x if x.shape[-1] == call.head_dim else x[..., : call.head_dim]
+    return x.to(dtype).contiguous().detach()
+
+
+def finished_grads(grads: Gradients, inputs: Inputs, call: Call, bad: Tensor | None) -> Gradients:
+    """The gradients as the caller gets them; ``bad`` as `without_bad_rows` gives it."""
+    dq, dk, dv = (finished(grad, call, x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
+    return dq if bad is None else dq.masked_fill(bad.unsqueeze(-1), torch.nan), dk, dv
+
+
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The numbers as a tensor. Evenly spaced ones, as all of a call on one device are, are counted there: a copy would
+    make the host wait, and is not allowed while a CUDA graph is captured."""
+    first, step = numbers[0], numbers[1] - numbers[0] if len(numbers) > 1 else 0
+    if all(number == first + i * step for i, number in enumerate(numbers)):
+        return first + step * torch.arange(len(numbers), device=device)
+    return torch.tensor(numbers, device=device)
