@@ -15,10 +15,14 @@ class Docstrings(Extension):
 
 
 def as_markdown(text: str) -> str:
-    text = re.sub(r":(?:class|func):`(\w+)`", r"[`\1`][dilated_attention.\1]", text)
+    text = re.sub(
+        r":(?:class|func):`(\w+)`", r"[`\1`][dilated_attention.\1]", text
+    )
     text = re.sub(r":meth:`(\w+)`", r"`\1`", text)
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
-    prose, *others = re.split(r"(`+[^`]+`+)", text)  # code spans at every second place
+    prose, *others = re.split(
+        r"(`+[^`]+`+)", text
+    )  # code spans at every second place
     others[1::2] = [_times(part) for part in others[1::2]]
     return "".join([_times(prose), *others])
 

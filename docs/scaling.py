@@ -7,11 +7,30 @@ import sys
 from pathlib import Path
 
 from dilated_attention import DilatedPattern, plan_cost
-from dilated_attention.ring.cost import EXCHANGES, LINKS, PlanCost, duration, size
+from dilated_attention.ring.cost import (
+    EXCHANGES,
+    LINKS,
+    PlanCost,
+    duration,
+    size,
+)
 
 SHORTEST, HEADS, DIM = 2048, 12, 64
-ROWS = [(20, 8), (20, 64), (24, 64), (24, 256), (27, 256), (27, 1024), (30, 1024)]  # log2 of the tokens, ranks
-COLOURS = {"ring": "#5d9bd0", "allgather": "#1f4e79", "alltoall": "#d07f2e", "naive ring": "#9a9a96"}
+ROWS = [
+    (20, 8),
+    (20, 64),
+    (24, 64),
+    (24, 256),
+    (27, 256),
+    (27, 1024),
+    (30, 1024),
+]  # log2 of the tokens, ranks
+COLOURS = {
+    "ring": "#5d9bd0",
+    "allgather": "#1f4e79",
+    "alltoall": "#d07f2e",
+    "naive ring": "#9a9a96",
+}
 
 
 def cost(tokens: int, ranks: int) -> PlanCost:
@@ -19,7 +38,9 @@ def cost(tokens: int, ranks: int) -> PlanCost:
     lengths = [SHORTEST]
     while lengths[-1] < tokens:
         lengths.append(2 * lengths[-1])
-    pattern = DilatedPattern.longnet(lengths, [length // SHORTEST for length in lengths])
+    pattern = DilatedPattern.longnet(
+        lengths, [length // SHORTEST for length in lengths]
+    )
     return plan_cost(pattern, tokens, ranks, num_heads=HEADS, head_dim=DIM)
 
 
@@ -31,7 +52,9 @@ def table() -> str:
     ]
     for power, ranks in ROWS:
         found = cost(2**power, ranks)
-        ring, allgather, alltoall = (found.exchanges[name] for name in EXCHANGES)
+        ring, allgather, alltoall = (
+            found.exchanges[name] for name in EXCHANGES
+        )
         cells = [
             f"2^{power}", f"{ranks:,}", size(ring.bytes_received_max), duration(ring.seconds),
             duration(allgather.seconds), size(alltoall.bytes_received_max), duration(alltoall.seconds), found.best,
@@ -46,29 +69,45 @@ def draw() -> None:
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
-    mpl.rcParams.update({"svg.hashsalt": "dilated attention", "svg.fonttype": "none", "font.size": 9})
-    figure, axes = plt.subplots(2, 3, figsize=(8, 5), sharex=True, sharey="row", layout="constrained")
+    from pictures import DARK, LINES, adapt, settings
+
+    mpl.rcParams.update({**settings(), "font.size": 9})
+    figure, axes = plt.subplots(
+        2, 3, figsize=(8, 5), sharex=True, sharey="row", layout="constrained"
+    )
     powers = range(20, 31)
     for (top, bottom), ranks in zip(axes.T, (8, 64, 1024), strict=True):
         costs = [cost(2**power, ranks) for power in powers]
         for name, colour in COLOURS.items():
             if name == "naive ring":
-                received, seconds = [x.naive_ring_bytes for x in costs], [x.naive_ring_seconds for x in costs]
+                received, seconds = (
+                    [x.naive_ring_bytes for x in costs],
+                    [x.naive_ring_seconds for x in costs],
+                )
             else:
                 received = [x.exchanges[name].bytes_received_max for x in costs]
                 seconds = [x.exchanges[name].seconds for x in costs]
             dashes = "--" if name == "allgather" else "-"
-            top.plot(powers, received, dashes, color=colour, label=name)  # ring and allgather: one line on the other
+            top.plot(
+                powers, received, dashes, color=colour, label=name
+            )  # ring and allgather: one line on the other
             bottom.plot(powers, seconds, dashes, color=colour, label=name)
         top.set(yscale="log", title=f"{ranks:,} ranks")
-        bottom.set(yscale="log", xlabel="tokens", xticks=[20, 25, 30], xticklabels=["2^20", "2^25", "2^30"])
+        bottom.set(
+            yscale="log",
+            xlabel="tokens",
+            xticks=[20, 25, 30],
+            xticklabels=["2^20", "2^25", "2^30"],
+        )
         for axis in (top, bottom):
-            axis.grid(color="#e4e4e0", linewidth=0.6)
+            axis.grid(color=LINES, linewidth=0.6)
             axis.minorticks_off()
     axes[0, 0].set_ylabel("bytes received by a rank")
     axes[1, 0].set_ylabel("modelled seconds, forward")
     axes[0, 0].legend(fontsize=8, frameon=False)
-    figure.savefig(Path(__file__).with_name("scaling.svg"), metadata={"Date": None})
+    file = Path(__file__).with_name("scaling.svg")
+    figure.savefig(file, metadata={"Date": None})
+    adapt(file, {**DARK, COLOURS["allgather"]: "#c4e7ff"})
 
 
 if __name__ == "__main__":
