@@ -118,7 +118,7 @@ def test_one_head_of_head_groups_is_told_what_it_costs() -> None:
     [
         ({"tokens": 0}, "tokens must be 1 or more, got 0"),
         ({"tokens": 1.5}, "tokens must be a whole number"),
-        ({"heads": 0}, "0 query heads cannot be shared"),
+        ({"heads": 0}, "heads must be 1 or more, got 0"),
         ({"kv_heads": 5}, "12 query heads cannot be shared evenly by 5"),
         ({"rule": "short"}, "unknown rule 'short'"),
         ({"head_dim": 0}, "head_dim must be 1 or more"),

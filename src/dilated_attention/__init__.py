@@ -17,7 +17,8 @@ from dilated_attention.nn import (
     RingDilatedAttentionV2Collective,
     RingMultiheadDilatedAttention,
 )
-from dilated_attention.pattern import DilatedAttentionWarning, DilatedPattern
+from dilated_attention.notice import DilatedAttentionWarning
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring.cost import plan_cost
 from dilated_attention.streaming import stream
 

@@ -87,7 +87,7 @@ def explain(
     asked = Call(pattern, is_causal, scale, checked_probability(dropout_p), backend, in_parts=ranks > 1)
     call = asked.of(query, key, key_padding_mask, start)
     choice = choose(call)
-    # positions that a tensor holds are not read: the last ones stand for them
+    # positions that a tensor holds are not read: the last ones are used instead
     placed = call._replace(start=call.keys - call.queries) if start == ON_DEVICE else call
     rows = plan(placed).row_counts() or {call.queries}
     return Explanation(cast(Backend, choice.name), choice.describe(rows), why_not(choice, call), _backward(call, rows))

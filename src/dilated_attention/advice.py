@@ -27,8 +27,8 @@ CHEAPER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 class Speed:
     """Of the link between ranks and of a rank, for modelled times."""
 
-    latency: float = LINKS["nccl"][0]  # seconds a hop
-    bandwidth: float = LINKS["nccl"][1]  # bytes a second
+    latency: float = LINKS["nccl"][0]  # seconds per hop
+    bandwidth: float = LINKS["nccl"][1]  # bytes per second
     flops_per_second: float = 400e12
 
 
@@ -120,8 +120,8 @@ def suggest(
     ``memory``: bytes of one rank that the call may take; without room for training, ``changes`` says what would fit.
     """
     workload = Workload(whole_number("tokens", tokens), heads, head_dim, kv_heads, ranks, batch, dtype, is_causal)
-    DilatedPattern.of(rule, [tokens], [1]).check_heads(heads, kv_heads)  # before heads are dealt to branches
-    pattern, ratio = _geometric(tokens, rule, kv_heads or heads)
+    pattern = pattern_for(tokens, heads, rule, kv_heads)
+    ratio = pattern.dilation_rates[1] if len(pattern.branches) > 1 else 1
     cost = workload.cost(pattern)
     need = Need.of(cost, cost.best)
     fits = None if memory is None else need.training <= memory
@@ -135,20 +135,27 @@ def suggest(
     return Suggestion(pattern, tuple(reasons), workload, cost, need, fits, changes)
 
 
-def _geometric(tokens: int, rule: Rule, kv_heads: int) -> tuple[DilatedPattern, int]:
+def pattern_for(tokens: int, heads: int, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
+    """The pattern that `suggest` suggests."""
+    tokens, heads = whole_number("tokens", tokens), whole_number("heads", heads)
+    DilatedPattern.of(rule, [tokens], [1]).check_heads(heads, kv_heads)
+    return _geometric(tokens, rule, kv_heads or heads)
+
+
+def _geometric(tokens: int, rule: Rule, kv_heads: int) -> DilatedPattern:
     """Equal rows in every segment: w grows by a ratio from 2048 to N or more, and r with it."""
     most = MAX_BRANCHES
     if rule == "head_groups":  # a head runs one branch only: two heads to a branch, where there are that many
         most = min(kv_heads, max(2, kv_heads // 2))
     if tokens <= ROWS or most == 1:
-        return DilatedPattern.of(rule, [tokens], [1]), 1
+        return DilatedPattern.of(rule, [tokens], [1])
     ratio = 2
     while ROWS * ratio ** (most - 1) < tokens:
         ratio *= 2
     rates = [1]
     while ROWS * rates[-1] < tokens:
         rates.append(rates[-1] * ratio)
-    return DilatedPattern.of(rule, [ROWS * rate for rate in rates], rates), ratio
+    return DilatedPattern.of(rule, [ROWS * rate for rate in rates], rates)
 
 
 def _segments(pattern: DilatedPattern, ratio: int, workload: Workload) -> Iterator[str]:
@@ -179,7 +186,7 @@ def _segments(pattern: DilatedPattern, ratio: int, workload: Workload) -> Iterat
         yield "the branch of rate 1 covers every row of every head: no output is left at 0"
     if not workload.is_causal and _appends_zeros(pattern, tokens, kv_heads):
         yield (
-            f"torchscale fills up segments with zero keys and attends to them, as {tokens:,} is no multiple of all: "
+            f"torchscale fills up segments with zero keys and attends to them: {tokens:,} is not a multiple of all, so "
             f"take a multiple of {max(w for w in widths if w <= tokens or w == widths[0]):,}, or attend causally"
         )
     yield f"keys that a row of a head sees, on average: {workload.pairs(pattern) / tokens / workload.heads:,.0f}"

@@ -23,7 +23,7 @@ DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
 class Call(NamedTuple):
     """All about a call that is not a tensor; hashable, so that plans, choices and launches are found by it.
 
-    The queries stand at the positions [start, start + queries) of a sequence of ``total`` tokens, the keys at
+    The queries are at the positions [start, start + queries) of a sequence of ``total`` tokens, the keys at
     [key_start, key_start + keys). A whole call has the same for both; a rank has a shard, and few queries have a place
     among all keys.
     """

@@ -16,7 +16,8 @@ from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.blockwise import outside
 from dilated_attention.backends.choose import NAMES, Backend
 from dilated_attention.call import ON_DEVICE
-from dilated_attention.pattern import DilatedPattern, warn
+from dilated_attention.notice import warn
+from dilated_attention.pattern import DilatedPattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

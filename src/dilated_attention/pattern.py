@@ -9,39 +9,20 @@ Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H 
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, SupportsIndex, get_args
+from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import torch
+
+from dilated_attention.notice import warn
 
 Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 MAX_BRANCHES = 64
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
-
-
-class DilatedAttentionWarning(UserWarning):
-    """Warns of a call or pattern that is exact, and probably not what was meant.
-
-    The text names the cure. Python shows it once for each line of code that does it.
-
-    Examples:
-        >>> import warnings
-        >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # for those who mean it
-        >>> pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # another package takes the rates first
-    """
-
-
-def warn(text: str) -> None:
-    """Warn at the line of the caller's code, so that Python shows it once for each such line."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("dilated_attention", "torch"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, DilatedAttentionWarning, stacklevel=level)
 
 
 def rows_at_offset(length: int, dilation: int, offset: int) -> int:
@@ -146,6 +127,34 @@ class DilatedPattern:
         """Heads are divided among branches; all heads of branch i share offset i mod r; a shorter last segment."""
         return cls.of("head_groups", segment_lengths, dilation_rates)
 
+    @classmethod
+    def suggest(cls, tokens: int, heads: int, *, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
+        """Suggests a pattern for a length, as ``dilated-attention suggest`` does.
+
+        Every segment has 2048 rows, and the longest one spans the sequence. `dilated_attention.advice.suggest` also
+        gives the reasons, and what the pattern costs.
+
+        Examples:
+            >>> da.DilatedPattern.suggest(tokens=8192, heads=12)
+            DilatedPattern.longnet(segment_lengths=[2048, 4096, 8192], dilation_rates=[1, 2, 4])
+        """
+        tools = importlib.import_module("dilated_attention.advice")  # above this file, so found only when asked for
+        found: DilatedPattern = tools.pattern_for(tokens, heads, rule, kv_heads)
+        return found
+
+    def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
+        """Draws which keys each query sees, as a matplotlib figure for a notebook.
+
+        By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
+        where heads are divided. ``options``: ``is_causal``, ``head``, ``query``, ``window``, ``kv_heads``, ``ranks``.
+
+        Examples:
+            >>> figure = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True)
+            >>> figure.savefig("pattern.png")  # doctest: +SKIP
+        """
+        tools = importlib.import_module("dilated_attention.show")
+        return tools.figure(self, num_tokens, num_heads, **options)
+
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
         """The (segment length, dilation rate) pairs."""
@@ -208,7 +217,7 @@ class DilatedPattern:
     ) -> tuple[int, ...]:
         """The tokens that ``query`` sees in (query) head ``head``, sorted; one seen by m branches stands m times.
 
-        Torchscale's appended zero keys are no tokens: :meth:`zero_keys` counts them.
+        Torchscale's appended zero keys are not tokens: :meth:`zero_keys` counts them.
         """
         seen: list[int] = []
         for branch, first, length, offset in self._branches_of(query, head, num_tokens, num_heads, num_kv_heads):

@@ -164,7 +164,7 @@ class Pool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"cannot send {function!r} and its arguments to the ranks ({error}): they must be picklable, "
-                "and functions and classes stand at the top level of a module"
+                "and functions and classes are at the top level of a module"
             ) from error
         start = time.monotonic()
         self._out_of_step = True  # until every rank has answered, also if interrupted

@@ -170,7 +170,7 @@ def run_sharded(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> tuple[Results, list[FakeTransport]]:
-    """As `run`, with the sequence cut into shards of these lengths, one a rank, the ranks being threads."""
+    """As `run`, with the sequence cut into shards of these lengths, one per rank; the ranks are threads."""
     asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, in_parts=True)
 
     def rank(transport: FakeTransport) -> Results:

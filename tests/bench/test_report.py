@@ -129,11 +129,11 @@ def test_every_measurement_is_a_line_with_its_figures() -> None:
             assert line[name] == ("" if one[name] is None else str(one[name]))
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "\t=1", "\n-1"])
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "\t=1", "\n-1", "=1\r=2"])
 def test_no_text_is_a_formula(text: str) -> None:
     results = copy()
     results["measurements"][0]["implementation"] = text
-    assert lines(results)[0]["implementation"] == f"'{text}"
+    assert lines(results)[0]["implementation"] == "'" + text.replace("\r", "\\r")
 
 
 def test_numbers_and_plain_text_are_left_alone() -> None:

@@ -29,6 +29,8 @@ from dilated_attention.cli.arguments import bandwidth, count, counts, latency, s
         ("2G", 2**31),
         ("1T", 2**40),
         ("1e9", 10**9),
+        ("1B", 10**9),
+        ("1,000,000", 10**6),
         ("1E+9", 10**9),
         ("2.5e3", 2500),
         ("1e3k", 1024000),
@@ -45,7 +47,7 @@ def test_tokens(text: str, number: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "k", "x", "1B", "1GB", "0", "-1", "1.5", "0.3k", "1e-3", "nan", "inf", "1e", "1e999", "1e1000000000", "1,5",
+    ["", "k", "x", "1,00", "1GB", "0", "-1", "1.5", "0.3k", "1e-3", "nan", "inf", "1e", "1e999", "1e1000000000", "1,5",
      "--", "1 2", "2^-1", "^3", "0^2", "１", "1e5e5", "1__e", "0x10", "9" * 5000 + "q"],
 )  # fmt: skip
 def test_what_is_no_number_of_tokens(text: str) -> None:
@@ -87,9 +89,7 @@ def test_several() -> None:
         ("24GiB", 24 * 2**30),
         ("24 gib", 24 * 2**30),
         ("0.5TB", 5 * 10**11),
-        ("100", 100),
         ("100B", 100),
-        ("1e9", 10**9),
         ("16MiB", 2**24),
         ("1kB", 1000),
         ("1PB", 10**15),
@@ -99,7 +99,7 @@ def test_sizes(text: str, number: int) -> None:
     assert size("--memory", text) == number
 
 
-@pytest.mark.parametrize("text", ["", "GB", "80 Gigs", "-1GB", "0", "0.1B", "80GB/s"])
+@pytest.mark.parametrize("text", ["", "GB", "80 Gigs", "-1GB", "0", "0.1B", "80GB/s", "80", "1e9"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="--memory must be"):
         size("--memory", text)
@@ -117,7 +117,6 @@ def test_what_is_no_size(text: str) -> None:
         ("400Gbps", 50e9),
         ("1GiB/s", 2.0**30),
         ("8Kibit/s", 1024),
-        ("5e10", 5e10),
     ],
 )
 def test_bandwidths(text: str, number: float) -> None:
@@ -125,7 +124,7 @@ def test_bandwidths(text: str, number: float) -> None:
     assert bandwidth("--bandwidth", text) == number
 
 
-@pytest.mark.parametrize("text", ["", "50gb", "50 GB per s", "0", "-1GB", "1iB", "1PiB/h"])
+@pytest.mark.parametrize("text", ["", "50gb", "50 GB per s", "0", "-1GB", "1iB", "1PiB/h", "50", "5e10"])
 def test_what_is_no_bandwidth(text: str) -> None:
     with pytest.raises(ValueError, match="--bandwidth must be"):
         bandwidth("--bandwidth", text)
@@ -140,7 +139,6 @@ def test_what_is_no_bandwidth(text: str) -> None:
         ("0.2ms", 2e-4),
         ("5ns", 5e-9),
         ("1s", 1),
-        ("1e-5", 1e-5),
         ("0", 0),
     ],
 )

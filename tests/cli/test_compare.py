@@ -93,8 +93,8 @@ def test_folders(run: Any, results: Results, tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_one_line(refused: Any, files: Any, tmp_path: Path) -> None:
     good, other = files(lambda after: after.pop("schema"))
-    assert "b.json is no results file" in refused("compare", good, other)
-    assert "b.json is no results file" in refused("compare", other, good)
+    assert "b.json is not a results file" in refused("compare", good, other)
+    assert "b.json is not a results file" in refused("compare", other, good)
     assert "cannot read" in refused("compare", good, tmp_path / "none.json")
     assert "cannot read" in refused("compare", good, tmp_path)
     assert "threshold must be a ratio" in refused("compare", good, good, "--threshold", "0.9")

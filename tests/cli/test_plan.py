@@ -85,8 +85,8 @@ def test_what_fits(run: Any) -> None:
         (["-w", "1k", "-r", "1", "--head-dim", "0"], "head_dim must be 1 or more"),
         (["-w", "1k", "-r", "1", "--batch", "-3"], "batch must be 1 or more"),
         (["-w", "1k", "-r", "1", "--dtype", "int8"], "--dtype must be one of"),
-        (["-w", "1k", "-r", "1", "--memory", "lots"], "--memory must be a size such as 80GB"),
-        (["-w", "1k", "-r", "1", "--bandwidth", "0"], "--bandwidth must be more than 0"),
+        (["-w", "1k", "-r", "1", "--memory", "lots"], "--memory must be a size with its unit, such as 80GB"),
+        (["-w", "1k", "-r", "1", "--bandwidth", "0GB/s"], "--bandwidth must be more than 0"),
         (["-w", "1k", "-r", "1", "--latency", "soon"], "--latency must be a time"),
         (["-w", "1k", "-r", "1", "--ranks", "0"], "--ranks must be a whole number"),
         (["-w", "2^60", "-r", "1"], "at most 2**48"),
@@ -103,5 +103,5 @@ def test_what_fits_is_judged_with_the_same_speeds(run: Any) -> None:
     needs = {name: Need.of(cost, name).training for name in EXCHANGES}
     assert cost.best == "allgather"
     assert needs["alltoall"] < needs["ring"] < needs["allgather"]
-    line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--latency", "1s", "--memory", needs["alltoall"])
+    line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--latency", "1s", "--memory", f"{needs['alltoall']}B")
     assert "training fits with exchange='alltoall' instead of 'allgather'" in run(*line).out

@@ -46,6 +46,6 @@ def test_what_cannot_be_is_one_line(refused: Any, results: dict[str, Any], tmp_p
     assert "two lines.json" in refused("report", tmp_path / "two\nlines.json")
     file = tmp_path / "other.json"
     file.write_text('{"runs": []}')
-    assert "is no results file" in refused("report", file)
+    assert "is not a results file" in refused("report", file)
     file.write_text(json.dumps(results))
     assert "cannot write into" in refused("report", file, "--out", file / "below")

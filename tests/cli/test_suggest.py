@@ -46,7 +46,7 @@ def test_one_device(run: Any) -> None:
         (["-n", "0"], "-n must be a whole number"),
         (["-n", "2^60"], "tokens must be at most 2**48"),
         (["-n", "1k", "--rule", "x"], "unknown rule 'x'"),
-        (["-n", "1k", "--heads", "0"], "0 query heads"),
+        (["-n", "1k", "--heads", "0"], "--heads"),
         (["-n", "1k", "--memory", "-1GB"], "--memory must be at least one byte"),
     ],
 )

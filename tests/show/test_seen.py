@@ -132,10 +132,11 @@ def test_a_window_of_a_long_sequence_shows_single_pairs() -> None:
             assert bool(count) >= (key in near)
 
 
-def test_borders_of_segments_fall_on_edges_where_that_costs_few_cells() -> None:
+def test_cells_are_in_step_with_segments_and_rates() -> None:
     assert edges(0, 10**6, 64, [2048, 4096]) == (*range(0, 10**6, 16384), 10**6)
     assert edges(0, 8192, 64, [2048, 4096]) == (*range(0, 8192, 128), 8192)
-    assert len(edges(0, 8193, 64, [2048])) - 1 == 64  # 256 tokens a cell would leave half of the cells unused
+    assert len(edges(0, 8193, 64, [2048])) - 1 == 33  # 256 tokens per cell: 129 would be out of step
+    assert edges(0, 64, 24, [16, 64, 1, 4]) == (*range(0, 64, 4), 64)  # in step with the rate, too
     assert edges(3, 8, 64, [2048]) == (3, 4, 5, 6, 7, 8)
 
 

@@ -345,7 +345,7 @@ class Work:
 
 
 def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
-    """The blocks of few queries that stand at other positions in each sample; the host waits to read them."""
+    """The blocks of few queries at positions of their own in each sample; the host waits to read them."""
     assert positions is not None
     blocks: list[Block] = []
     for sample, at in enumerate(positions.tolist()):

@@ -1,4 +1,4 @@
-"""Every implementation held against the oracle, then measured: `dilated-attention bench`.
+"""Every implementation checked against the oracle, then measured: `dilated-attention bench`.
 
 What is asked and who is asked: `setting`, `subject`, `implementations` (with `baselines`, `multihead`, `over_ranks`).
 One measurement: `run` (check, clock), `memory`, `probes`, `runners` (here or over ranks), `compare` (all of it in one

@@ -67,7 +67,7 @@ def _over_heads(results: Results) -> Claim:
     if not found:
         return _not_measured(claim, claimed)
     error, limit = float(found[0]["errors"]["out"]), float(found[0]["limits"]["out"])
-    how = "held against the float64 oracle before any clock"
+    how = "checked against the float64 oracle before any timing"
     if error <= limit:
         return Claim(claim, claimed, f"out is off by {error:.1e}, allowed {limit:.1e}", "yes", how)
     ours = f"it attends over heads, not tokens: out is off by {error:.1e}, allowed {limit:.1e}; it gets no time"

@@ -45,7 +45,7 @@ class Comparison:
         self.results, self.progress, self.limit_ms = results, progress, limit_ms
         self._expected: dict[Any, Expected] = {}
         self._checks: dict[Any, Check | str] = {}  # a str is why there is none
-        self._pace: dict[Any, float] = {}  # milliseconds a FLOP, of the latest setting
+        self._pace: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
         for record in results["measurements"]:  # of a run that goes on
             if record["ms"] is not None:
                 self._pace[_pace_key(record)] = record["ms"]["median"] / record["flops"]

@@ -1,4 +1,4 @@
-"""Everything that is compared: the yardstick, ours, and the baselines, each with the oracle it is held against.
+"""Everything that is compared: the yardstick, ours, and the baselines, each with the oracle it is checked against.
 
 Legend: query, key, value (B, N, H, D); x (B, N, E) with E = H * D for the modules that project.
 """

@@ -1,4 +1,4 @@
-"""Where a number comes from: machine, versions, commit and command. A number without these is no result."""
+"""Where a number comes from: machine, versions, commit and command. A number without these is not a result."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _on_cpu(
     torch.set_num_threads(threads)
     give_back_at_once()
     small = build(setting.checks()[0])
-    for one in directions:  # libraries that load late and threads that start late are no part of a call
+    for one in directions:  # libraries that load late and threads that start late are not part of a call
         call_of(small, one)()
     cap_memory(limit)
     subject = build(setting)

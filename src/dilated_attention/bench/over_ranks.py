@@ -42,7 +42,7 @@ def why_not(name: str, setting: Setting) -> str | None:
 
 
 def alone(name: str, setting: Setting, **options: Any) -> Subject:
-    """The same on one device and the whole sequence: what the ranks together are held against."""
+    """The same on one device and the whole sequence: what the ranks together are checked against."""
     name = name.partition(",")[0]
     if name in (MESH, "RingMultiheadDilatedAttention"):
         return multihead.ours(nn.MultiheadDilatedAttention, setting)

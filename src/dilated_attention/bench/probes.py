@@ -75,7 +75,7 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
     """The most that a call held beyond what was there before it, its results included; None on a CPU."""
     if device.type != "cuda":
         return None
-    call()  # what is allocated once and stays is no part of it
+    call()  # what is allocated once and stays is not part of it
     torch.cuda.synchronize()
     gc.collect()  # what would else be freed in between would count against what the call takes
     torch.cuda.reset_peak_memory_stats()

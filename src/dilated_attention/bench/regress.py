@@ -11,16 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-SCHEMA = 1  # what is read here; a test holds it against what is written
-Record = dict[str, Any]
-MEASURED_BY = (
-    "suite", "implementation", "kind", "rule", "ranks", "samples", "tokens", "heads", "head_dim", "lengths", "rates",
-    "dtype", "causal", "direction",
-)  # fmt: skip
-CHECKED_BY = ("implementation", "kind", "rule", "ranks", "dtype", "causal")
+from dilated_attention.bench import results
+from dilated_attention.bench.results import Record
+
+MEASURED_BY, CHECKED_BY = tuple(results.MEASURED_BY), tuple(results.WHAT)
 MACHINE = ("device", "cpu", "cores", "threads", "system")
 FEWEST_REPEATS = 3
 TOO_SLOW = "too slow to be timed"
@@ -72,45 +67,13 @@ class Regression:
         return any(x.is_worse for x in self.changes) or any(x.is_worse for x in self.verdicts)
 
 
-def load(path: Path) -> Record:
-    """A results file, or the one in a folder; ValueError if it is none."""
-    file = path / "results.json" if path.is_dir() else path
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:  # neither UTF-8 nor JSON
-        raise ValueError(f"{file} is no results file, as it is no JSON: {error}") from error
-    if not isinstance(found, dict) or "schema" not in found:
-        raise ValueError(f"{file} is no results file: it does not say its schema; `dilated-attention bench` writes one")
-    if found["schema"] != SCHEMA:
-        raise ValueError(
-            f"{file} has schema {found['schema']!r}, and this version reads {SCHEMA}: use the one that wrote it"
-        )
-    if not isinstance(found.get("machine"), dict):
-        raise ValueError(f"{file} is no results file: it does not say on which machine it was made")
-    _check_records(file, found, "measurements", (*MEASURED_BY, "status", "ms", "peak_bytes"))
-    _check_records(file, found, "checks", (*CHECKED_BY, "verdict"))
-    return found
-
-
-def _check_records(file: Path, found: Record, part: str, names: Sequence[str]) -> None:
-    records = found.get(part)
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{file} is no results file: {part} must be a list of records")
-    for index, record in enumerate(records):
-        missing = [name for name in names if name not in record]
-        if missing:
-            raise ValueError(f"{file} is no results file: {part}[{index}] has no {', '.join(missing)}")
-
-
 def compare(before: Record, after: Record, threshold: float = 1.05) -> Regression:
     """``threshold``: the ratio from which a change counts, more than 1."""
     if not 1 < threshold < float("inf"):
         raise ValueError(f"threshold must be a ratio of more than 1, such as 1.05, got {threshold}")
     origins = tuple(_origins(before["machine"], after["machine"]))
-    measured = [_by_key(results["measurements"], MEASURED_BY) for results in (before, after)]
-    checked = [_by_key(results["checks"], CHECKED_BY) for results in (before, after)]
+    measured = [_by_key(found["measurements"], MEASURED_BY) for found in (before, after)]
+    checked = [_by_key(found["checks"], CHECKED_BY) for found in (before, after)]
     both = [(one, measured[1][key]) for key, one in measured[0].items() if key in measured[1]]
     verdicts = [(one, checked[1][key]) for key, one in checked[0].items() if key in checked[1]]
     return Regression(

@@ -47,7 +47,7 @@ def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], 
 
 
 def table(measurements: Iterable[dict[str, Any]]) -> str:
-    """The measurements as CSV, one a line. Figures stand only where the status is "measured"."""
+    """The measurements as CSV, one per line. There are figures only where the status is "measured"."""
     written = io.StringIO()
     rows = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
     rows.writeheader()
@@ -62,8 +62,9 @@ def _cell(value: Any) -> Any:
         return " ".join(map(str, value))
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str) and value.lstrip().startswith(FORMULA):
-        return f"'{value}"
+    if isinstance(value, str):
+        value = value.replace("\r", "\\r")  # csv leaves it as it is, and a spreadsheet begins a line there
+        return f"'{value}" if value.lstrip().startswith(FORMULA) else value
     return value
 
 

@@ -60,7 +60,7 @@ class Check:
         return "wrong gradients" if self.right("out") else "wrong"
 
     def worse(self, other: Check) -> Check:
-        """Of two checks the larger errors, each with the limit it was held against."""
+        """Of two checks the larger errors, each with its limit."""
         taken = {name: max((self, other), key=lambda check: check.share(name)) for name in self.errors}
         return Check(
             {name: check.errors[name] for name, check in taken.items()},

@@ -15,7 +15,7 @@ from torch import Tensor
 from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.testing import make_qkv
 
-CHECK_CUT = 16  # segments are this much shorter where implementations are held against the oracle,
+CHECK_CUT = 16  # segments are this much shorter where implementations are checked against the oracle,
 CHECK_TOKENS = 512  # and tokens at most so many, as the oracle is quadratic
 
 
@@ -47,7 +47,7 @@ class Setting:
         return str(self.dtype).removeprefix("torch.")
 
     def checks(self) -> list[Setting]:
-        """Where implementations are held against the oracle: odd in every way, and this setting made smaller."""
+        """Where implementations are checked against the oracle: odd in every way, and this setting made smaller."""
         odd = replace(self, tokens=275, lengths=(37, 64, 201), rates=(1, 2, 5))
         lengths = tuple(max(1, w // CHECK_CUT) for w in self.lengths)
         small = replace(self, tokens=max(1, min(self.tokens // CHECK_CUT, CHECK_TOKENS)), lengths=lengths)

@@ -19,10 +19,9 @@ from dilated_attention.bench import machine
 from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.compare import Comparison, Progress
 from dilated_attention.bench.probes import ceilings
+from dilated_attention.bench.results import SCHEMA
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import DIRECTIONS, Implementation
-
-SCHEMA = 1
 
 
 class Watch(Progress, Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from dilated_attention.bench.results import escaped
 from dilated_attention.cli.arguments import Refused
 
 OPTIONAL = ("typer", "rich", "matplotlib", "numpy")  # what the extra `bench` installs
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, sys.argv's by default; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and (stream.encoding or "").lower() not in ("utf-8", "utf8"):
-            stream.reconfigure(errors="replace")  # a µ that cannot be printed is no reason to stop
+            stream.reconfigure(errors="replace")  # a µ that cannot be printed must not stop a command
     try:
         from dilated_attention.cli.app import run
 
@@ -29,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = name.partition(".")[0]
         if name not in OPTIONAL:
             raise
-        return _refuse(f'this needs {name}: pip install "dilated-attention[bench]"' if error.name else str(error))
+        return _refuse(f'this needs {name}: pip install ".[bench]" from a clone' if error.name else str(error))
 
 
 def _refuse(message: str) -> int:
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    print("error:", escaped(" ".join(message.split())), file=sys.stderr)
     return 2

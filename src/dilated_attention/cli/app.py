@@ -36,7 +36,10 @@ for command in (bench, report, compare, show, suggest, plan, doctor):
 def _options(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Exact dilated attention: measure it, look at its patterns, plan it on many devices."""
+    """Exact dilated attention: measure it, draw its patterns, plan it on many devices.
+
+    Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
+    """
     if version:
         print(NAME, dilated_attention.__version__)
         raise typer.Exit

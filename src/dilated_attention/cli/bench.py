@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dilated_attention.bench import machine, regress
+from dilated_attention.bench import machine, results
 from dilated_attention.cli import arguments
 from dilated_attention.cli.output import console, print_written
 from dilated_attention.cli.progress import watching
@@ -20,27 +20,39 @@ INTERRUPTED = 130  # as a shell has it for a program ended by Ctrl-C
 
 def bench(
     suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"With commas or again: {NAMES}.  [default: quick]")
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Comma-separated, or repeat the option: {NAMES}.  [default: quick]"),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; cuda where there is one.")
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if there is one."
+        ),
     ] = "",
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE,...", help="The first is the main one; by device if not given.")
+        str,
+        typer.Option(
+            metavar="DTYPE,...",
+            help="Comma-separated dtypes; the first is the main one. The default depends on the device.",
+        ),
     ] = "",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For results.json and the report.")] = Path("report"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for results.json and the report.")] = Path(
+        "report"
+    ),
     seconds: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Of timing in each setting, shared by all.  [default: 6, on CUDA 2]"),
+        typer.Option(metavar="S", help="Seconds of timing per setting, shared by all.  [default: 6, on CUDA 2]"),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
-    commit: Annotated[str | None, typer.Option(help="The commit to record, where this copy has no .git.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted run in --out.")] = False,
+    commit: Annotated[str | None, typer.Option(help="The commit to record if this copy has no .git.")] = None,
 ) -> int:
     """Check and time every implementation.
 
-    Each is held against the oracle; those that are right are timed, and a report is written. Results are on disk after
-    every setting; an interrupted run keeps them and makes its report. The exit code is 1 when one of this library's
-    implementations is wrong, however fast it is, and 130 when the run was interrupted.
+    Each one is checked against the oracle. Those that are right are timed, and a report is written. Results are saved
+    after every setting, so an interrupted run keeps them and still makes its report. The exit code is 1 if one of this
+    library's implementations is wrong, and 130 if the run was interrupted.
+
+    Example: dilated-attention bench --suite quick --out report
     """
     # here and not above: it takes a while, and needs matplotlib, which other commands do without
     from dilated_attention.bench import session
@@ -86,7 +98,7 @@ def interrupted(file: Path) -> dict[str, Any]:
     """The results of a run to go on with."""
     if not file.exists():
         raise ValueError(f"--resume needs the results of an interrupted run, and there is no {file}")
-    return regress.load(file)
+    return results.load(file, whole=True)
 
 
 class Kept:

@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dilated_attention.bench.regress import Change, Regression, load
+from dilated_attention.bench.regress import Change, Regression
 from dilated_attention.bench.regress import compare as compare_results
+from dilated_attention.bench.results import load
 from dilated_attention.cli import arguments
 from dilated_attention.cli.output import console, print_table
 from dilated_attention.cli.tables import STYLES, name_of, setting
@@ -23,13 +24,17 @@ HELP = "A results.json, or a folder that holds one."
 def compare(
     before: Annotated[Path, typer.Argument(metavar="BEFORE", help=HELP)],
     after: Annotated[Path, typer.Argument(metavar="AFTER", help=HELP)],
-    threshold: Annotated[float, typer.Option(metavar="RATIO", help="Smaller changes are not called changes.")] = 1.05,
+    threshold: Annotated[
+        float, typer.Option(metavar="RATIO", help="The smallest ratio that counts as a change.")
+    ] = 1.05,
 ) -> int:
-    """What changed between two results files.
+    """Compare two results files.
 
-    Says what became slower, faster, wrong or right, what is in one file only, and where the two come from. A change
-    of time counts where the ratio of the medians passes the threshold and the quartiles of the two leave out that
-    nothing changed. The exit code is 1 if something became slower, wrong or too large for the memory, else 0.
+    It says what became slower, faster, wrong or right, what is in only one of the files, and where they come from. A
+    change of time counts if the ratio of the medians passes the threshold and the quartiles do not overlap. The exit
+    code is 1 if something became slower, wrong or too large for the memory, else 0.
+
+    Example: dilated-attention compare before/results.json report
     """
     with arguments.refusing():
         found = compare_results(load(before), load(after), threshold)

@@ -54,10 +54,12 @@ class Case:
 
 
 def doctor() -> int:
-    """What is here, and whether it works.
+    """Say what is installed, and check that it works.
 
-    Versions, devices, which kernels run and why others do not, and ten seconds of checks against the oracle. The
-    exit code is 1 if a check fails. The output is made to be pasted into a bug report.
+    It lists versions and devices, says which kernels run and why others do not, and checks results against the oracle
+    for ten seconds. The exit code is 1 if a check fails. Paste the output into a bug report.
+
+    Example: dilated-attention doctor
     """
     screen = console()
     for title, lines in (("versions", versions()), ("devices", devices()), ("kernels", kernels())):

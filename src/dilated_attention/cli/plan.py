@@ -26,15 +26,23 @@ def plan(
     dtype: options.Dtype = "bfloat16",
     causal: options.Causal = False,
     memory: options.Memory = None,
-    latency: Annotated[str, typer.Option(metavar="TIME", help="Of a hop between ranks: 10us, 0.2ms.")] = "10us",
-    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Into a rank: 50GB/s (bytes), 400Gbit/s.")] = "50GB/s",
-    flops_per_second: Annotated[str, typer.Option(metavar="SPEED", help="Of a device: 400T, 4e14.")] = "400T",
+    latency: Annotated[
+        str, typer.Option(metavar="TIME", help="Latency of a hop between ranks, such as 10us or 0.2ms.")
+    ] = "10us",
+    bandwidth: Annotated[
+        str, typer.Option(metavar="RATE", help="Bandwidth into a rank, such as 50GB/s (bytes) or 400Gbit/s.")
+    ] = "50GB/s",
+    flops_per_second: Annotated[
+        str, typer.Option(metavar="SPEED", help="Speed of a device, such as 400T or 4e14.")
+    ] = "400T",
 ) -> None:
-    """What a call on many devices will cost.
+    """Count what a call on many devices will cost.
 
-    What it sends, holds and computes with each exchange, before there is a machine to run it. Bytes, hops and
-    operations are exact. Times are a model: hops times latency plus bytes over bandwidth, and operations over
-    speed. With --memory also what to change if training does not fit; each change was counted again.
+    It says what the call sends, holds and computes with each exchange, before there is a machine to run it. Bytes,
+    hops and operations are exact. Times are a model: hops times latency plus bytes over bandwidth, and operations over
+    speed. With --memory it also says what to change if training does not fit.
+
+    Example: dilated-attention plan -n 1M -w 2k,16k,128k,1M -r 1,8,64,512 --ranks 8
     """
     with arguments.refusing():
         pattern = options.pattern(rule, segment_lengths, dilation_rates)

@@ -9,7 +9,7 @@ import typer
 
 from dilated_attention.bench import machine
 from dilated_attention.bench.claims import conclusions
-from dilated_attention.bench.regress import load
+from dilated_attention.bench.results import load
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, print_written
 
@@ -18,15 +18,17 @@ def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results.json, or a folder that holds one.")],
     out: options.Out = None,
     conclude: Annotated[
-        bool, typer.Option("--conclude", help="Also draw the conclusions anew, and write results.json with them.")
+        bool, typer.Option("--conclude", help="Draw the conclusions again, and write them to results.json.")
     ] = False,
 ) -> None:
     """Make the report of a results file again.
 
-    With --conclude also what follows from its measurements: the answer, the recommendations, the verdicts on claims.
+    With --conclude it also draws the conclusions again: the answer, the recommendations, the verdicts on claims.
+
+    Example: dilated-attention report report
     """
     with arguments.refusing():
-        found = load(results)
+        found = load(results, whole=True)
         folder = arguments.writable(out or (results if results.is_dir() else results.parent))
     from dilated_attention.bench.report import write_report  # needs matplotlib, which other commands do without
 

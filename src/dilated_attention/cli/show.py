@@ -21,27 +21,37 @@ def show(
     rule: options.Rule = "longnet",
     heads: options.Heads = 8,
     kv_heads: options.KvHeads = None,
-    head: Annotated[str | None, typer.Option(metavar="H", help="Draw this head alone, counted from 0.")] = None,
-    query: Annotated[str | None, typer.Option(metavar="N", help="Also what this token sees, counted from 0.")] = None,
+    head: Annotated[str | None, typer.Option(metavar="H", help="Draw only this head, counted from 0.")] = None,
+    query: Annotated[
+        str | None, typer.Option(metavar="N", help="Also list what this token sees, counted from 0.")
+    ] = None,
     window: Annotated[
-        str | None, typer.Option(metavar="FROM:TO", help="Draw these tokens only, counted as -n: 0:4k.")
+        str | None, typer.Option(metavar="FROM:TO", help="Draw only these tokens, for example 0:4k.")
     ] = None,
     causal: options.Causal = False,
-    ranks: Annotated[str | None, typer.Option(metavar="P", help="Also what travels among so many devices,")] = None,
-    exchange: Annotated[
-        str | None, typer.Option(metavar="NAME", help="by ring, allgather, alltoall or auto,  [default: ring]")
+    ranks: Annotated[
+        str | None, typer.Option(metavar="P", help="Also show what this many devices send to each other.")
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(metavar="D", help="with rows of this size,  [default: 64]")] = None,
+    exchange: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How they send: ring, allgather, alltoall or auto.  [default: ring]"),
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(metavar="D", help="Dimension of a head, for the bytes sent.  [default: 64]")
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="in this dtype.  [default: bfloat16]")
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="The dtype, for the bytes sent.  [default: bfloat16]")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write an .html, .svg or .png file instead.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write an .html, .svg or .png file instead of text."),
     ] = None,
 ) -> None:
-    """Who sees whom: a picture of a pattern.
+    """Draw who sees whom: a picture of a pattern.
 
-    The tokens that each head sees, what a single token sees and reaches, and what travels among devices.
+    It shows the tokens that each head sees, what a single token sees and reaches, and what devices send to each other.
+
+    Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
     """
     from dilated_attention import show as pictures
 
@@ -50,19 +60,23 @@ def show(
             raise ValueError("--exchange, --head-dim and --dtype say what travels: they need --ranks")
         if output is not None:
             arguments.file("-o", output, (".html", ".svg", ".png"))
+        number = arguments.count("-n", tokens)
+        span = None if window is None else arguments.span("--window", window)
+        drawn = number if span is None else span[1] - span[0]
         view = pictures.View.of(
             options.pattern(rule, segment_lengths, dilation_rates),
-            arguments.count("-n", tokens),
+            number,
             heads,
             kv_heads=kv_heads,
             is_causal=causal,
             head=None if head is None else arguments.count("--head", head, least=0),
             query=None if query is None else arguments.count("--query", query, least=0),
-            window=None if window is None else arguments.span("--window", window),
+            window=span,
             ranks=None if ranks is None else arguments.count("--ranks", ranks),
             exchange=exchange or "ring",
             head_dim=64 if head_dim is None else head_dim,
             dtype=arguments.dtype("--dtype", dtype or "bfloat16"),
+            cells=pictures.MOST_CELLS if output is not None and drawn <= pictures.MOST_CELLS else 64,
         )
     screen = console()
     if output is None:

@@ -23,9 +23,11 @@ def suggest(
     causal: options.Causal = False,
     memory: options.Memory = None,
 ) -> None:
-    """Segments and rates for a length, and why.
+    """Suggest segments and rates for a length, and say why.
 
-    A line of Python to paste, the reasons, what it costs, and, where --memory is too little, what would fit.
+    It prints a line of Python to paste, the reasons, and the cost. If --memory is too little, it says what would fit.
+
+    Example: dilated-attention suggest -n 1M --heads 12 --memory 80GB
     """
     with arguments.refusing():
         found = advice.suggest(

@@ -22,10 +22,11 @@ from dilated_attention.ring.traffic import Spread, Tally, count
 # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
 # and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
 EXCHANGES: tuple[Route, ...] = ROUTES
-# Seconds a hop and bytes a second: round figures of today's machines, not measurements. Others count as the first.
+# Seconds per hop and bytes per second: round figures of today's machines, not measurements. Others count as the first.
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
 # An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
 MOST_HELD = 2
+MOST_RANKS = 2**17  # that are counted, in seconds; each rank has numbers of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,8 @@ def plan_cost(
         dtype: what is computed in, and so what travels: float32 for half precision on a CPU without AMX. Likewise
             ``head_dim`` is what the kernels see: on CUDA the next multiple of 8.
         has_padding: whether there is a key_padding_mask.
-        latency, bandwidth: seconds a hop and bytes a second into one rank. A hop counts once, however many messages
-            it has.
+        latency, bandwidth: seconds per hop, and bytes per second into one rank. A hop counts once, however many
+            messages it has.
         flops_per_second: how fast a rank computes, for ``compute_seconds`` only.
 
     Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that first compare their
@@ -193,6 +194,8 @@ def fastest_exchange(call: Call, shards: Shards, backend: str) -> Route:
 
 def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     """Cut evenly, unless the length of every shard is given."""
+    if ranks > MOST_RANKS:
+        raise ValueError(f"at most {MOST_RANKS:,} ranks are counted, got {ranks:,}: ask for fewer")
     if lengths is None:
         return Shards.even(tokens, ranks)
     shortest = min(lengths, default=0)

@@ -8,7 +8,6 @@ cell off the diagonal is a product of two numbers of rows, and five numbers for 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -74,22 +73,16 @@ def _alone(rows: int, is_causal: bool) -> int:
     return rows * (rows + 1) // 2 if is_causal else rows * rows
 
 
-def edges(start: int, stop: int, cells: int, segment_lengths: Sequence[int]) -> tuple[int, ...]:
+def edges(start: int, stop: int, cells: int, numbers: Sequence[int]) -> tuple[int, ...]:
     """Where a picture of the tokens [start, stop) is cut: into stretches of one size, the last may be shorter.
 
-    At most ``cells`` of them, and not many fewer where that lets borders of segments fall on edges.
+    At most ``cells`` of them, and down to half as many where that puts them in step with all ``numbers``, the segment
+    lengths and rates: a cell that is out of step with a rate would show a moiré that is not there.
     """
     size = -(-(stop - start) // cells)
-    common = math.gcd(*segment_lengths)
-    fitting = -(-size // common) * common if size > common else min(x for x in _divisors(common) if x >= size)
-    if 3 * fitting <= 4 * size and start % fitting == 0:
-        size = fitting
+    powers = (1 << (size - 1).bit_length(), 3 << max(0, (size - 1).bit_length() - 1))
+    for fitting in sorted({size, *powers, *(x for x in numbers if size <= x <= 2 * size)}):
+        if fitting <= 2 * size and start % fitting == 0 and all(x % fitting == 0 or fitting % x == 0 for x in numbers):
+            size = fitting
+            break
     return (*range(start, stop, size), stop)
-
-
-def _divisors(number: int) -> Iterator[int]:
-    """Those that a power of two divides out of the number: enough for lengths that people choose, and few."""
-    yield number
-    while number % 2 == 0:
-        number //= 2
-        yield number

@@ -35,6 +35,12 @@ STEPS = 24  # shades of a share
 SOFT = "#58616b"
 
 
+def drawn(view: View) -> Figure:
+    """For a notebook."""
+    with mpl.rc_context(SETTINGS):
+        return picture(view)
+
+
 def save_picture(view: View, file: Path) -> None:
     with mpl.rc_context(SETTINGS):
         write(picture(view), file)

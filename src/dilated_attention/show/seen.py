@@ -72,7 +72,7 @@ class View:
         pattern.check_heads(heads, kv_heads)
         start, stop = window or (0, tokens)
         _check(tokens, heads, query, head, start, stop)
-        cuts = edges(start, stop, cells, pattern.segment_lengths)
+        cuts = edges(start, stop, cells, (*pattern.segment_lengths, *pattern.dilation_rates))
         kinds = kinds_of(pattern, tokens, heads, kv_heads, is_causal, query, cuts)
         together = [
             Covering(width, rate, frozenset(kind.offsets[i] for kind in kinds) - {None})  # type: ignore[arg-type]

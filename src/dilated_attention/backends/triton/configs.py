@@ -66,7 +66,7 @@ def head_dim_class(head_dim: int) -> int:
 
 
 def key(kernel: str, size: int, causal: bool, form: str, short: bool = False) -> str:
-    """What a kernel's tile, or the choice for a direction, stands under in the table."""
+    """The name of a kernel's tile, or of the choice for a direction, in the table."""
     words = (kernel, str(size), "causal" if causal else "", form, "short" if short else "")
     return " ".join(filter(None, words))
 

@@ -240,7 +240,7 @@ def _correctness(checks: list[dict[str, Any]]) -> Html:
     columns = ["implementation", "verdict", "dtype", "out", "worst gradient", "errors"]
     return (
         f'<p class="lead"><b>{exact} of {len(checks)} checks are exact.</b> Each error is the largest distance from '
-        "the float64 oracle, and stands before the limit it is held to. Whatever is wrong gets no time.</p>"
+        "the float64 oracle, followed by its limit. Whatever is wrong is not timed.</p>"
         + _table("Correctness", columns, rows, "stack tall", [3, 4])
     )
 

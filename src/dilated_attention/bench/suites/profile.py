@@ -102,7 +102,7 @@ def path(call: Call) -> list[str]:
         if len(chain) > len(deepest):
             deepest = chain
 
-    call()  # what is done once, as planning, is no part of the path
+    call()  # what is done once, as planning, is not part of the path
     before = sys.getprofile()
     sys.setprofile(look)
     try:
