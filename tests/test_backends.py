@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import ModuleType
 from typing import Any
 
 import pytest

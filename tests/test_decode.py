@@ -13,7 +13,6 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import run, sdpa, triton
 from dilated_attention.backends.choose import choose

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.autograd import forward_ad
+
 from dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference, testing
 from dilated_attention.backends import aten, sdpa
 from tests.cases import leaves
@@ -28,7 +29,9 @@ def test_a_vanishing_scale_when_causal(backend: str, dtype: torch.dtype) -> None
 def test_rows_without_keys_send_nothing_back_whatever_they_are_sent(backend: str, bad: float) -> None:
     given = leaves(*testing.make_qkv(1, 24, 2, 4))
     mask = (torch.arange(24) < 9).unsqueeze(0)  # left padding: causal rows before it see nothing
-    results = dilated_attention(*given, PATTERN, is_causal=True, key_padding_mask=mask, backend=backend, return_lse=True)
+    results = dilated_attention(
+        *given, PATTERN, is_causal=True, key_padding_mask=mask, backend=backend, return_lse=True
+    )
     empty = results[1] == -math.inf
     assert empty.any()
     dout, dlse = (torch.randn_like(x) for x in results)

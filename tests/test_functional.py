@@ -361,7 +361,9 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, dropout_p: 
 def test_autocast_is_the_cast_and_nothing_else(backend: str, queries: int) -> None:
     """Forward, and gradients in the dtype of the inputs. Of few queries the cache is not converted as a whole."""
     q, k, v = testing.make_qkv(2, 20, 4, 8)
-    given, low = (leaves(q[:, :queries].to(dtype), k.to(dtype), v.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    given, low = (
+        leaves(q[:, :queries].to(dtype), k.to(dtype), v.to(dtype)) for dtype in (torch.float32, torch.bfloat16)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = dilated_attention(*given, PATTERN, backend=backend, return_lse=True)
         assert explain(*given, PATTERN).backend == "sdpa"

@@ -355,9 +355,6 @@ def test_a_backend_that_cannot_run_says_so(pattern: DilatedPattern, is_causal: b
         next(da.stream([like(tokens=8)], pattern, backend="sdpa", **options))
 
 
-
-
-
 def test_a_segment_that_does_not_fit_names_its_bytes() -> None:
     """Before anything is computed; and in the limit it fits."""
     nested, straddling = (DilatedPattern.longnet([125, w, 1000], [1, 2, 4]) for w in (500, 300))
