@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dilated_attention as da
+from dilated_attention.nn import masks
 from dilated_attention.testing import error
 
 E, H, N, B = 24, 4, 13, 3
 PATTERN = da.DilatedPattern.longnet([4, 8], [1, 2])
+GROUPS = da.DilatedPattern.head_groups([4, 8], [1, 2])
 CLASSES = [da.MultiheadDilatedAttention, da.ImprovedMultiheadDilatedAttention, da.RingMultiheadDilatedAttention]
 TWO = [*itertools.product((True, False), (True, False))]
 BY_CLASS = pytest.mark.parametrize("cls", CLASSES)
@@ -58,14 +60,13 @@ def test_a_pattern_instead_of_two_lists(cls: Any) -> None:
     first = () if "Multihead" not in cls.__name__ else (E, H)
     assert cls(*first, pattern=PATTERN).pattern == cls(*first, [4, 8], [1, 2], rule="longnet").pattern == PATTERN
     assert cls(*first, pattern=PATTERN, rule="longnet").pattern == PATTERN
-    wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    for lists, options, kind, match in (
         ((), {}, ValueError, "no pattern: give segment_lengths and dilation_rates, or pattern="),
         (([4],), {}, ValueError, "no pattern: give"),
         (([4], [1]), {"pattern": PATTERN}, ValueError, "beside pattern=.*: give the lists or the pattern"),
         ((), {"pattern": PATTERN, "rule": "torchscale"}, ValueError, "rule='torchscale' beside pattern"),
         ((), {"pattern": "longnet"}, TypeError, "pattern must be a DilatedPattern, got str"),
-    ]
-    for lists, options, kind, match in wrong:
+    ):
         with pytest.raises(kind, match=match):
             cls(*first, *lists, **options)
 
@@ -101,21 +102,22 @@ def test_fewer_key_heads_and_both_layouts(cls: Any, kv_heads: int | None, batch_
 
 
 def test_wrong_layouts_and_heads_are_refused() -> None:
-    module = make(CLASSES[0], batch_first=False)
-    with pytest.raises(
-        ValueError, match=r"must all be \(tokens, batch, 24\) or all \(tokens, 24\), got query \(13, 3, 2"
+    module, x = make(CLASSES[0], batch_first=False), tokens().transpose(0, 1)
+    shapes = r"must all be \(tokens, batch, 24\) or all \(tokens, 24\), got query \(13, 3, 2"
+    for inputs, mask, kind, match in (
+        (x[..., 1:], None, ValueError, shapes),
+        (x, torch.zeros(N, B, dtype=torch.bool), ValueError, r"must be \(3, 13\) like the tokens, got \(13, 3\)"),
+        (x, [[False] * N] * B, TypeError, "key_padding_mask must be a tensor, got list"),
     ):
-        module(tokens().transpose(0, 1)[..., 1:])
-    with pytest.raises(ValueError, match=r"key_padding_mask must be \(3, 13\) like the tokens, got \(13, 3\)"):
-        module(tokens().transpose(0, 1), key_padding_mask=torch.zeros(N, B, dtype=torch.bool))
-    with pytest.raises(TypeError, match="key_padding_mask must be a tensor, got list"):
-        module(tokens().transpose(0, 1), key_padding_mask=[[False] * N] * B)
-    with pytest.raises(ValueError, match="4 query heads cannot be shared evenly by 3 key/value heads"):
-        make(CLASSES[0], num_kv_heads=3)
-    with pytest.raises(ValueError, match="head_groups deals 2 branches to 1 key/value heads"):
-        da.MultiheadDilatedAttention(E, H, [4, 8], [1, 2], num_kv_heads=1)
-    with pytest.raises(TypeError, match="batch_first must be True or False, got 0"):
-        make(CLASSES[0], batch_first=0)
+        with pytest.raises(kind, match=match):
+            module(inputs, key_padding_mask=mask)
+    for options, kind, match in (
+        ({"num_kv_heads": 3}, ValueError, "4 query heads cannot be shared evenly by 3 key/value heads"),
+        ({"pattern": GROUPS, "num_kv_heads": 1}, ValueError, "head_groups deals 2 branches to 1 key/value heads"),
+        ({"batch_first": 0}, TypeError, "batch_first must be True or False, got 0"),
+    ):
+        with pytest.raises(kind, match=match):
+            make(CLASSES[0], **options)
 
 
 # --- the causal mask --------------------------------------------------------------------------------------------
@@ -137,17 +139,11 @@ def test_the_causal_mask_says_what_is_causal_says(kind: str) -> None:
         module(tokens(), attn_mask=causal_mask(kind)[..., :-1, :-1], is_causal=True)
 
 
-def test_other_kinds_of_attn_mask_are_refused() -> None:
-    module = make(CLASSES[0])
-    with pytest.raises(TypeError, match=r"attn_mask must be bool or float, got torch\.int64"):
-        module(tokens(), attn_mask=causal_mask("bool").long(), is_causal=True)
-    with pytest.raises(TypeError, match="attn_mask must be a tensor, got list"):
-        module(tokens(), attn_mask=causal_mask("bool").tolist(), is_causal=True)
-
-
-def test_a_long_mask_is_taken_at_its_word() -> None:
-    from dilated_attention.nn import masks
-
+def test_other_kinds_of_attn_mask_are_refused_and_a_long_one_is_taken_at_its_word() -> None:
+    module, mask = make(CLASSES[0]), causal_mask("bool")
+    for wrong, match in ((mask.long(), r"bool or float, got torch\.int64"), (mask.tolist(), "a tensor, got list")):
+        with pytest.raises(TypeError, match=f"attn_mask must be {match}"):
+            module(tokens(), attn_mask=wrong, is_causal=True)
     masks.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(5000, 5000), True, 5000, 1)
     with pytest.raises(ValueError, match="not the causal mask"):
         masks.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(4096, 4096), True, 4096, 1)
