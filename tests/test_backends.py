@@ -1,12 +1,8 @@
-"""Backends on single dense problems, against attention written out; and how one is chosen.
-
-Legend as in `backends.problem`: q, out (b, L, h, D); k, v (b, L, hk, D); lse, dlse (b, L, h).
-"""
+"""Tiles of the eager backend, what torch's kernels cannot do, and how a backend is chosen."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -17,92 +13,14 @@ from dilated_attention import DilatedPattern, dilated_attention, explain, testin
 from dilated_attention.backends import choose, eager, sdpa
 from dilated_attention.backends.problem import Limits, Masking
 from dilated_attention.call import Call, accumulate_dtype, compute_dtype
-from tests.cases import leaves
 
 BACKENDS = {"sdpa": sdpa, "eager": eager}
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
 CPU = torch.device("cpu")
 
 
-def call_for(x: Tensor, *, causal: bool = False, padding: bool = False, dropout: bool = False) -> Call:
-    mask = torch.zeros(x.shape[:2], dtype=torch.bool) if padding else None
-    return Call(PATTERN, causal, dropout_p=0.5 if dropout else 0.0).of(x, x, mask, 0)
-
-
-def written_out(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bihj", q, k) * masking.scale
-    if masking.is_causal:
-        position = torch.arange(q.shape[1])
-        scores = scores.masked_fill((position > position[:, None])[None, :, None], -math.inf)
-    if masking.padding is not None:
-        padding = masking.padding.repeat_interleave(group, 2).transpose(1, 2)
-        scores = scores.masked_fill(padding[:, None], -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
-    return torch.einsum("bihj,bjhd->bihd", weights, v), lse
-
-
-def dilated(samples: int, rows: int, heads: int, dim: int, seed: int) -> Tensor:
-    """A strided view such as blocks are: every third row and every second head of something larger."""
-    generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(samples, 3 * rows, 2 * heads, dim, generator=generator, dtype=torch.float64)
-    return whole[:, 1::3, ::2]
-
-
-PROBLEMS = [*itertools.product(BACKENDS, (1, 2, 3, 33), ((1, 1), (4, 4), (6, 2)), (False, True), ("none", "some"))]
-PROBLEMS += [(name, 9, (4, 4), False, "by head") for name in BACKENDS]
-
-
-@pytest.mark.parametrize(("name", "rows", "heads", "is_causal", "mask"), PROBLEMS, ids=str)
-def test_one_dense_problem(name: str, rows: int, heads: tuple[int, int], is_causal: bool, mask: str) -> None:
-    """On a diagonal of offsets the heads of one problem see different tokens, so their padding may differ."""
-    module = BACKENDS[name]
-    q, dout = (dilated(3, rows, heads[0], 8, seed) for seed in (0, 3))
-    k, v = (dilated(3, rows, heads[1], 8, seed) for seed in (1, 2))
-    padding = None
-    if mask != "none":
-        hidden = torch.rand(3, rows, heads[1], generator=torch.Generator().manual_seed(rows)) < 0.4
-        hidden[0] = True
-        padding = hidden if mask == "by head" else hidden[..., :1].expand(-1, -1, heads[1])
-    masking = Masking(0.3, is_causal, padding)
-    inputs = leaves(q, k, v)
-    out, lse = written_out(*inputs, masking)
-    empty = lse == -math.inf
-
-    asked = call_for(q, causal=is_causal, padding=padding is not None)
-    got, got_lse = module.forward(module.kernels(asked, False), q, k, v, masking)
-    assert testing.error(got, out.detach()) < 1e-12
-    assert testing.error(got_lse, lse.detach()) < 1e-12
-    assert (got[empty] == 0).all()
-
-    send = dout[..., 0].masked_fill(empty, 0.0)
-    expected = torch.autograd.grad((out, lse.masked_fill(empty, 0.0)), inputs, (dout, send))
-    given = lse.detach().masked_fill(empty, math.inf)  # as a backward is given it
-    grads = module.backward(module.kernels(asked, True), dout, q, k, v, out.detach(), given, send, masking)
-    for grad, wanted in zip(grads, expected, strict=True):
-        assert testing.error(grad, wanted) < 1e-12
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_backward_takes_merged_out_and_lse(name: str) -> None:
-    """Two halves of the keys, each given the out and lse of all of them, give the gradients of all of them."""
-    module = BACKENDS[name]
-    q, dout = dilated(2, 6, 2, 4, 0), dilated(2, 6, 2, 4, 5)
-    k, v = dilated(2, 12, 2, 4, 1), dilated(2, 12, 2, 4, 2)
-    masking = Masking(0.5)
-    inputs = leaves(q, k, v)
-    out, lse = written_out(*inputs, masking)
-    expected = torch.autograd.grad(out, inputs, dout)
-    kernels = module.kernels(call_for(q), True)
-    halves = [
-        module.backward(kernels, dout, q, k[:, part], v[:, part], out.detach(), lse.detach(), None, masking)
-        for part in (slice(0, 6), slice(6, 12))
-    ]
-    assert testing.error(halves[0][0] + halves[1][0], expected[0]) < 1e-12
-    for i in (1, 2):
-        assert testing.error(torch.cat([half[i] for half in halves], 1), expected[i]) < 1e-12
+def call_for(x: Tensor, *, dropout: bool = False) -> Call:
+    return Call(PATTERN, dropout_p=0.5 if dropout else 0.0).of(x, x, None, 0)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -1,4 +1,4 @@
-"""The (out, lse) monoid against softmax over unions of keys; the laws themselves are in test_properties."""
+"""The (out, lse) monoid: its laws, and softmax over unions of keys."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from dilated_attention import testing
 from dilated_attention.merge import add_zero_keys_, merge_
 
 INF = math.inf
@@ -39,8 +42,25 @@ def test_merging_parts_is_one_softmax_over_all_keys(cuts: tuple[int, ...], size:
         torch.testing.assert_close(lse, expected_lse, rtol=1e-14, atol=1e-12)
 
 
+LSE = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([0.0, -INF]))
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(st.lists(st.tuples(LSE, st.floats(-10, 10)), min_size=3, max_size=3))
+def test_merge_is_a_commutative_monoid(pairs: list[tuple[float, float]]) -> None:
+    a, b, c, identity = (
+        (torch.tensor([0.0 if lse == -INF else value]).double(), torch.tensor(lse).double())
+        for lse, value in [*pairs, (-INF, 0.0)]
+    )
+    for got in (merged(a, merged(b, c)), merged(c, b, a), merged(b, a, c), merged(identity, a, b, identity, c)):
+        for x, y in zip(got, merged(a, b, c), strict=True):
+            assert testing.error(x, y) < 1e-12
+    for got in (merged(a, identity), merged(identity, a)):
+        assert all(map(torch.equal, got, a)), "not a bit changes"
+
+
 def test_nothing_merged_with_nothing_is_nothing() -> None:
-    """Merged with anything else it changes no bit: that is in test_properties."""
+
     empty = torch.zeros(2, 3), torch.full((2,), -INF)
     assert all(map(torch.equal, merged(empty, empty), empty))
 

@@ -218,14 +218,21 @@ def dense_state(separate: bool, bias: bool = True) -> tuple[nn.MultiheadAttentio
 @BY_CLASS
 @pytest.mark.parametrize(("separate", "bias"), TWO)
 def test_state_dicts_of_multihead_attention_load(cls: Any, separate: bool, bias: bool) -> None:
+    """And one segment of all tokens is its attention."""
     dense, state = dense_state(separate, bias)
     names = list(state)
     ours = cls(E, H, [N], [1], rule="longnet", bias=bias, layer_norm=False, dtype=torch.float64)
     model = nn.ModuleDict({"attention": ours})
     result = model.load_state_dict({f"attention.{name}": x for name, x in state.items()}, strict=True)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert error(ours(tokens())[0], dense(tokens(), tokens(), tokens(), need_weights=False)[0]) <= 1e-12
     assert list(state) == names, "the caller's state dict is not changed"
+    ignored = torch.arange(N).expand(B, N) > 9
+    as_float = torch.zeros(B, N, dtype=torch.float64).masked_fill(ignored, -torch.inf)
+    for is_causal, mask, part in itertools.product((False, True), (None, ignored, as_float), (slice(None), 0)):
+        x, given = tokens()[part], None if mask is None else mask[part]
+        theirs = {"attn_mask": causal_mask("float" if mask is as_float else "bool") if is_causal else None}
+        expected = dense(x, x, x, given, need_weights=False, is_causal=is_causal, **theirs)[0]
+        assert error(ours(x, x, x, given, need_weights=False, is_causal=is_causal)[0], expected) <= 1e-12
 
 
 @BY_CLASS

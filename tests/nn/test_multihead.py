@@ -14,12 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dilated_attention import (
-    ImprovedMultiheadDilatedAttention,
-    MultiheadDilatedAttention,
-    dilated_attention,
-    reference,
-)
+from dilated_attention import dilated_attention, reference
+from dilated_attention.nn import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention.testing import error
 
 CLASSES = [MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention]
@@ -51,8 +47,8 @@ def padding(samples: int, count: int) -> Tensor:
     return mask
 
 
-def as_float(mask: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill(mask, -torch.inf)
+def as_float(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
 
 
 def given(mask: Tensor | None, kind: str | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -65,23 +61,25 @@ def by_hand(
 ) -> Tensor:
     """What the module should give, in ``dtype`` (None: the parameters'), by the oracle and torch.nn.functional."""
 
-    def cast(x: Tensor | None) -> Tensor | None:
-        return x if x is None or dtype is None else x.to(dtype)
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(cast(x), cast(weight), None if bias is None else cast(bias))
+
+    def cast(x: Tensor) -> Tensor:
+        return x if dtype is None else x.to(dtype)
 
     if isinstance(module, ImprovedMultiheadDilatedAttention):
-        weights = module.qkv_proj.weight.chunk(3)
-        biases = (None,) * 3 if module.qkv_proj.bias is None else module.qkv_proj.bias.chunk(3)
+        bias = module.qkv_proj.bias
+        thirds = zip(module.qkv_proj.weight.chunk(3), [None] * 3 if bias is None else bias.chunk(3), strict=True)
     else:
-        linears = (module.q_proj, module.k_proj, module.v_proj)
-        weights, biases = [x.weight for x in linears], [x.bias for x in linears]
-    q, k, v = (
-        F.linear(cast(x), cast(w), cast(b)).unflatten(-1, (module.num_heads, module.head_dim))
-        for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        thirds = ((x.weight, x.bias) for x in (module.q_proj, module.k_proj, module.v_proj))
+    qkv = (
+        linear(x, *third).unflatten(-1, (module.num_heads, module.head_dim))
+        for x, third in zip((query, key, value), thirds, strict=True)
     )
-    out = reference.attention(q, k, v, module.pattern, dtype=dtype, **options)[0].flatten(2)
+    out = reference.attention(*qkv, module.pattern, dtype=dtype, **options)[0].flatten(2)
     if isinstance(module.norm, nn.LayerNorm):
         out = F.layer_norm(out, (E,), cast(module.norm.weight), cast(module.norm.bias), module.norm.eps)
-    return F.linear(out, cast(module.out_proj.weight), cast(module.out_proj.bias))
+    return linear(out, module.out_proj.weight, module.out_proj.bias)
 
 
 def gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tensor]:
@@ -91,11 +89,9 @@ def gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tensor]:
 
 def assert_same(module: nn.Module, got: Tensor, expected: Tensor, *inputs: Tensor, tolerance: float = 1e-12) -> None:
     """Outputs and the gradients of all inputs and parameters."""
-    assert got.shape == expected.shape
     assert error(got, expected) <= tolerance
     names = [*(f"input {i}" for i in range(len(inputs))), *(name for name, _ in module.named_parameters())]
-    pairs = zip(names, gradients(got, module, *inputs), gradients(expected, module, *inputs), strict=True)
-    for name, a, b in pairs:
+    for name, a, b in zip(names, *(gradients(x, module, *inputs) for x in (got, expected)), strict=True):
         assert error(a, b) <= tolerance, f"gradient of {name}"
 
 
@@ -176,26 +172,6 @@ def test_is_the_function_and_drops_in_training(cls: Any) -> None:
     assert error(seeded(1), by_hand(module, x, x, x)) <= 1e-12
 
 
-@BOTH
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("mask", "shape"), [(None, (2, 9)), ("bool", (2, 9)), ("float", (2, 9)), ("float", (9,))])
-def test_one_full_segment_is_multihead_attention(cls: Any, is_causal: bool, mask: str | None, shape: Any) -> None:
-    dense = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
-    module = make(cls, segment_lengths=[9], dilation_rates=[1], layer_norm=False)
-    with torch.no_grad():
-        for ours, name in ((0, "weight"), (1, "bias")):
-            getattr(dense, f"in_proj_{name}").copy_(torch.cat([third[ours] for third in module._inputs()]))
-            getattr(dense.out_proj, name).copy_(getattr(module.out_proj, name))
-    x = tokens(*shape)
-    ignored = None if mask is None else padding(x.numel() // (9 * E), 9)
-    causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64) if is_causal else None
-    as_torch = given(ignored, "float", shape)
-    expected, _ = dense(x, x, x, as_torch, need_weights=False, attn_mask=causal, is_causal=is_causal)
-    ours = given(ignored, mask, shape)
-    got, _ = module(x, x, x, ours, need_weights=False, attn_mask=None, is_causal=is_causal)
-    assert error(got, expected) <= 1e-12
-
-
 # --- parameters -------------------------------------------------------------------------------------------------
 
 
@@ -203,9 +179,8 @@ def test_one_full_segment_is_multihead_attention(cls: Any, is_causal: bool, mask
 def test_attributes(cls: Any) -> None:
     module = cls(E, H, LENGTHS, RATES, dropout=0.25, rule="torchscale", backend="eager")
     assert (module.embed_dim, module.num_heads, module.head_dim, module.dropout) == (E, H, E // H, 0.25)
-    shown = repr(module)
     for part in ("embed_dim=20", "num_heads=4", "torchscale", "[4, 8]", "[1, 2]", "dropout=0.25", "backend='eager'"):
-        assert part in shown
+        assert part in repr(module)
 
 
 @BOTH
@@ -240,21 +215,14 @@ def test_one_seed_gives_both_the_same_parameters() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dtype_and_device_of_the_parameters(cls: Any, dtype: torch.dtype) -> None:
-    module = cls(E, H, LENGTHS, RATES, device="cpu", dtype=dtype)
-    assert {parameter.dtype for parameter in module.parameters()} == {dtype}
-    assert module(tokens(2, 9).to(dtype))[0].dtype == dtype
-
-
-@BOTH
-def test_shapes_on_the_meta_device(cls: Any) -> None:
-    module = cls(E, H, LENGTHS, RATES, device="meta")
-    assert all(parameter.is_meta for parameter in module.parameters())
-    x = torch.empty(2, 9, E, device="meta")
-    for mask in (None, torch.empty(2, 9, device="meta"), torch.empty(2, 9, device="meta", dtype=torch.bool)):
-        out = module(x, key_padding_mask=mask)[0]
-        assert (out.shape, out.device.type) == ((2, 9, E), "meta")
+def test_shapes_and_dtypes_on_the_meta_device(cls: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        module = cls(E, H, LENGTHS, RATES, device="meta", dtype=dtype)
+        assert {(parameter.is_meta, parameter.dtype) for parameter in module.parameters()} == {(True, dtype)}
+        x, mask = torch.empty(2, 9, E, device="meta", dtype=dtype), torch.empty(2, 9, device="meta")
+        for given_mask in (None, mask, mask.bool()):
+            out = module(x, key_padding_mask=given_mask)[0]
+            assert (out.shape, out.dtype, out.device.type) == ((2, 9, E), dtype, "meta")
 
 
 @BOTH
@@ -356,12 +324,13 @@ def test_copies_and_pickles(cls: Any) -> None:
 # --- inside PyTorch's layers ------------------------------------------------------------------------------------
 
 
-def encoder_layer(cls: Any, norm_first: bool = False, dropout: float = 0.0, **options: Any) -> Any:
+def encoder_layer(cls: Any, norm_first: bool = False, **options: Any) -> Any:
+    """Of PyTorch's own attention without a class."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(
-        E, H, 16, dropout=dropout, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    layer: Any = nn.TransformerEncoderLayer(
+        E, H, 16, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64
     )
-    layer.self_attn = make(cls, **options)
+    layer.self_attn = layer.self_attn if cls is None else make(cls, **options)
     return layer
 
 
@@ -379,59 +348,32 @@ def layer_by_hand(layer: Any, x: Tensor, **options: Any) -> Tensor:
     return layer.norm2(x + feed(x))
 
 
-@BOTH
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_encoder_layer(cls: Any, norm_first: bool, is_causal: bool, padded: bool) -> None:
-    layer = encoder_layer(cls, norm_first)
-    x = tokens(2, 13).requires_grad_()
-    mask = padding(2, 13) if padded else None
-    options: dict[str, Any] = {"src_key_padding_mask": mask, "is_causal": is_causal}
-    expected = layer_by_hand(layer, x, is_causal=is_causal, key_padding_mask=mask)
-    assert_same(layer, layer.train()(x, **options), expected, x)
-    assert_same(layer, layer.eval()(x, **options), expected, x)
-    with torch.no_grad():  # only now would PyTorch take its dense shortcut
-        assert error(layer(x, **options), expected) <= 1e-12
-    with torch.inference_mode():
-        assert error(layer(x.detach(), **options), expected) <= 1e-12
-
-
 @pytest.mark.parametrize("guard", ["in_proj_bias", "_qkv_same_embed_dim", "in_proj_weight"])
 def test_each_guard_alone_keeps_the_dense_shortcut_away(guard: str) -> None:
     """PyTorch may change the order in which it looks at these; any one of them must do."""
     dense = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
-    open_gates = {
-        "in_proj_bias": dense.in_proj_bias,
-        "in_proj_weight": dense.in_proj_weight,
-        "_qkv_same_embed_dim": True,
-        "merge_masks": dense.merge_masks,
-    }
-    unguarded = type("Unguarded", (MultiheadDilatedAttention,), open_gates)
+    gates = {name: getattr(dense, name) for name in ("in_proj_bias", "in_proj_weight", "merge_masks")}
+    unguarded = type("Unguarded", (MultiheadDilatedAttention,), gates | {"_qkv_same_embed_dim": True})
     guarded = type("Guarded", (unguarded,), {guard: getattr(MultiheadDilatedAttention, guard)})
-    x = tokens(2, 13)
-    results = []
+    x, results = tokens(2, 13), []
     for cls in (guarded, unguarded):
         layer = encoder_layer(cls).eval()
         with torch.no_grad():
             results.append(error(layer(x), layer_by_hand(layer, x)))
     assert results[0] <= 1e-12
     assert results[1] > 1e-3, "without guards the shortcut runs: this test sees it"
+    with pytest.raises(TypeError, match="has no in_proj_weight: use q_proj"):
+        F.linear(x, make(MultiheadDilatedAttention).in_proj_weight)
 
 
 @BOTH
-@pytest.mark.parametrize("replaced", ["before", "after"])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_encoder(cls: Any, replaced: str, padded: bool, is_causal: bool) -> None:
+@pytest.mark.parametrize(("replaced", "norm_first"), [("before", False), ("before", True), ("after", False)])
+@pytest.mark.parametrize(("padded", "is_causal"), TWO)
+def test_encoder(cls: Any, replaced: str, norm_first: bool, padded: bool, is_causal: bool) -> None:
     """Replaced after the encoder was built, only in_proj_weight keeps it from handing over nested tensors."""
-    torch.manual_seed(0)
-    layer: Any = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
-    if replaced == "before":
-        layer.self_attn = make(cls)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        encoder = nn.TransformerEncoder(layer, 2)
+        encoder = nn.TransformerEncoder(encoder_layer(cls if replaced == "before" else None, norm_first), 2)
     if replaced == "after":
         assert encoder.use_nested_tensor
         for each in encoder.layers:
@@ -444,17 +386,17 @@ def test_encoder(cls: Any, replaced: str, padded: bool, is_causal: bool) -> None
     options: dict[str, Any] = {"src_key_padding_mask": mask, "is_causal": is_causal}
     assert_same(encoder, encoder.train()(x, **options), expected, x, tolerance=1e-11)
     assert_same(encoder, encoder.eval()(x, **options), expected, x, tolerance=1e-11)
-    with torch.no_grad():
+    with torch.no_grad():  # only now would PyTorch take its dense shortcut
         assert error(encoder(x, **options), expected) <= 1e-11
+    with torch.inference_mode():
+        assert error(encoder(x.detach(), **options), expected) <= 1e-11
 
 
 @BOTH
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused(cls: Any) -> None:
     """A dense first layer makes nn.TransformerEncoder hand nested tensors to the dilated one behind it."""
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(E, H, 16, batch_first=True, dtype=torch.float64), 2
-    ).eval()
+    encoder = nn.TransformerEncoder(encoder_layer(None), 2).eval()
     encoder.layers[1].self_attn = make(cls)
     with torch.no_grad(), pytest.raises(ValueError, match="enable_nested_tensor=False"):
         encoder(tokens(2, 13), src_key_padding_mask=padding(2, 13))
@@ -472,12 +414,6 @@ def test_encoder_layer_on_a_gpu(cls: Any, backend: str) -> None:
     with torch.no_grad():
         out = layer(x.bfloat16(), src_key_padding_mask=mask)
     assert error(out, expected) < 0.05  # a few rounding steps; dense attention would be off by much more
-
-
-def test_in_proj_weight_cannot_be_used() -> None:
-    module = make(MultiheadDilatedAttention)
-    with pytest.raises(TypeError, match="has no in_proj_weight: use q_proj"):
-        F.linear(tokens(2, 9), module.in_proj_weight)
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------
