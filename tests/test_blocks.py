@@ -237,42 +237,6 @@ def test_a_view_is_a_view_and_writes_no_element_twice(call: Call, fold: bool) ->
             assert set(elements) <= everywhere
 
 
-@FEW
-@given(calls(), st.booleans())
-def test_first_blocks_come_first_and_never_overlap(call: Call, fold: bool) -> None:
-    work = plan(call, fold)
-    x = ids(call.samples, call.queries, call.kv_heads, fold)
-    written: set[int] = set()
-    later_heads: set[int] = set()
-    for block in work.blocks:
-        elements = block.queries.of(x).reshape(-1).tolist()
-        heads = {place(number, call.queries, call.kv_heads)[2] for number in elements}
-        if block.is_first:
-            assert not written.intersection(elements), "a first block overwrites what another one wrote"
-            assert not later_heads & heads, "a first block of a head comes after one that merges into it"
-            written.update(elements)
-        else:
-            later_heads |= heads
-    missing = set(x.reshape(-1).tolist()) - written
-    bare = {place(number, call.queries, call.kv_heads)[2] for number in missing}
-    assert bare <= set(range(*work.bare))
-    # Filling rows that need none is only a waste, and happens at most where a segment is a single token.
-    is_whole, one_token = call.queries == call.total, call.total == 1 or 1 in call.pattern.segment_lengths
-    assert one_token or not is_whole or work.bare == ((min(bare), max(bare) + 1) if bare else (0, 0))
-
-
-@FEW
-@given(calls(), st.booleans())
-def test_covers_means_the_whole_tensor_in_order(call: Call, fold: bool) -> None:
-    x = ids(call.samples, call.queries, call.kv_heads, fold)
-    for block in plan(call, fold).blocks:
-        view = block.queries.of(x)
-        if block.covers(call):
-            assert torch.equal(view.reshape(x.shape), x)
-        elif block.rate == 1:  # a block with r > 1 may cover a short sequence and is simply merged
-            assert view.numel() < x.numel() or not torch.equal(view.reshape(x.shape), x)
-
-
 def test_strides_that_no_element_uses_stay_within_64_bits() -> None:
     view = View(0, 1, 0, 1, 2**48, 1, 2**48, 0, 1, 1, 0)
     assert view.of(torch.zeros(1, 4, 1, 2**16)).shape == (1, 1, 1, 2**16)

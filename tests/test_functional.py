@@ -156,9 +156,8 @@ def test_explain_computes_nothing_and_names_what_runs(options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mask_is_not_modified_and_may_be_expanded(backend: str) -> None:
-    qkv = testing.make_qkv(3, 20, 4, 8, dtype=torch.float64)
-    mask = (torch.arange(20) > 14).expand(3, -1)
+def test_a_mask_may_be_expanded(backend: str) -> None:
+    qkv, mask = testing.make_qkv(3, 20, 4, 8, dtype=torch.float64), (torch.arange(20) > 14).expand(3, -1)
     testing.check(qkv, PATTERN, key_padding_mask=mask, backend=backend)
     assert mask[0].tolist() == [i > 14 for i in range(20)]
 
@@ -252,30 +251,26 @@ def test_one_node_and_five_saved_tensors(dtype: torch.dtype, branches: int) -> N
     assert len(saved) == 5 + 2, "a mask and a seed are all that is saved besides"
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_recorded(context) -> None:
+def test_without_gradients_nothing_is_recorded() -> None:
     qkv = leaves(*testing.make_qkv(2, 20, 4, 8))
-    with context():
-        out, lse = dilated_attention(*qkv, PATTERN, return_lse=True)
-    assert out.grad_fn is lse.grad_fn is None
-    assert not out.requires_grad
-    assert torch.equal(out, dilated_attention(*qkv, PATTERN))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out, lse = dilated_attention(*qkv, PATTERN, return_lse=True)
+        assert out.grad_fn is lse.grad_fn is None
+        assert not out.requires_grad
+        assert torch.equal(out, dilated_attention(*qkv, PATTERN))
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_gradients_of_only_some_inputs(wanted: tuple[int, ...]) -> None:
+def test_gradients_of_only_some_inputs_and_of_one_given_three_times() -> None:
     qkv = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)
     dout = torch.randn(2, 20, 4, 8, dtype=torch.float64)
     expected = testing.oracle(qkv, PATTERN, dout)
-    inputs = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(qkv)]
-    dilated_attention(*inputs, PATTERN).backward(dout)
-    for i, (x, grad) in enumerate(zip(inputs, (expected.dq, expected.dk, expected.dv), strict=True)):
-        assert testing.error(x.grad, grad) < 1e-12 if i in wanted else x.grad is None
-
-
-def test_one_tensor_as_query_key_and_value() -> None:
-    x = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)[0].requires_grad_()
-    dout = torch.randn(2, 20, 4, 8, dtype=torch.float64)
+    for wanted in ((0,), (1,), (2,), (0, 2)):
+        inputs = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(qkv)]
+        dilated_attention(*inputs, PATTERN).backward(dout)
+        for i, (x, grad) in enumerate(zip(inputs, (expected.dq, expected.dk, expected.dv), strict=True)):
+            assert testing.error(x.grad, grad) < 1e-12 if i in wanted else x.grad is None
+    (x,) = leaves(qkv[0])
     (grad,) = torch.autograd.grad(dilated_attention(x, x, x, PATTERN), x, dout)
     expected = testing.oracle((x, x, x), PATTERN, dout)
     assert testing.error(grad, expected.dq + expected.dk + expected.dv) < 1e-12
@@ -521,22 +516,16 @@ def op_arguments(name: str, layout: str = "contiguous") -> tuple[Any, ...]:
     q, k, v = testing.make_qkv(2, 21, 4, 8, kv_heads=2, layout=layout)
     mask = torch.arange(21).expand(2, -1) > 17 if call.pattern is TORCHSCALE else None
     seed = torch.tensor(1234567890123) if call.drops else None
-    if not name.startswith("few"):
-        return q, k, v, [mask, seed, None], *call.packed(0)
-    on_device = name == "few_on_device"
-    positions, start = (torch.tensor([2, 9]), -1) if on_device else (None, 5)
-    return q[:, :3], k, v, [mask, seed, positions], *call.packed(start)
-
-
-@pytest.mark.parametrize("name", OP_CASES)
-def test_a_call_is_read_as_it_was_written(name: str) -> None:
-    assert unpacked(*OP_CASES[name].packed(5)) == (OP_CASES[name], 5)
+    positions = torch.tensor([2, 9]) if name == "few_on_device" else None
+    start = {"few": 5, "few_on_device": -1}.get(name, 0)
+    return q[:, :3] if name.startswith("few") else q, k, v, [mask, seed, positions], *call.packed(start)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(zip(OP_CASES, itertools.cycle(("transposed", "contiguous")))))
 def test_opcheck_forward(name: str, layout: str) -> None:
+    assert unpacked(*OP_CASES[name].packed(5)) == (OP_CASES[name], 5), "a call is read as it was written"
     q, k, v, *rest = op_arguments(name, layout)
-    torch.library.opcheck(OPS.forward.default, (*(x.detach().requires_grad_() for x in (q, k, v)), *rest))
+    torch.library.opcheck(OPS.forward.default, (*leaves(q, k, v), *rest))
 
 
 @pytest.mark.parametrize(

@@ -194,15 +194,12 @@ def test_frozen_with_slots_and_checked_again_when_replaced() -> None:
 class Index:
     """A whole number that is no int, as other libraries have them."""
 
-    def __init__(self, value: int) -> None:
-        self.value = value
-
     def __index__(self) -> int:
-        return self.value
+        return 2
 
 
 def test_any_iterable_of_whole_numbers_will_do() -> None:
-    pattern = DilatedPattern.longnet((2**i for i in (2, 3)), [Index(1), Index(2)])
+    pattern = DilatedPattern.longnet((2**i for i in (2, 3)), [1, Index()])
     assert pattern == ONE
     assert pattern.branches == ((4, 1), (8, 2))
     assert all(type(number) is int for branch in pattern.branches for number in branch)
@@ -266,31 +263,26 @@ def test_head_groups_with_fewer_heads_than_branches() -> None:
     assert pattern.check_heads(6, 3) == 2
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (2, 4), (4, 0), (0, 4), (-4, 2)])
-def test_heads_that_cannot_be_shared(heads: int, kv_heads: int) -> None:
-    with pytest.raises(ValueError, match=f"{heads} query heads cannot be shared evenly by {kv_heads} key/value heads"):
-        ONE.check_heads(heads, kv_heads)
+def test_heads_that_cannot_be_shared() -> None:
+    for heads, kv_heads in ((4, 3), (2, 4), (4, 0), (0, 4), (-4, 2)):
+        with pytest.raises(ValueError, match=f"{heads} query heads cannot be shared evenly by {kv_heads} key/value"):
+            ONE.check_heads(heads, kv_heads)
 
 
-@pytest.mark.parametrize(("query", "head"), [(-1, 0), (8, 0), (0, -1), (0, 4)])
-def test_keys_of_a_row_that_is_not_there(query: int, head: int) -> None:
-    pattern = DilatedPattern.torchscale([4, 8], [1, 2])
-    for question in (pattern.keys, pattern.zero_keys):
-        with pytest.raises(ValueError, match=rf"no row \(query {query}, head {head}\) among 8 tokens and 4 heads"):
-            question(query, head, num_tokens=8, num_heads=4)
+def test_keys_of_a_row_that_is_not_there() -> None:
+    for query, head in ((-1, 0), (8, 0), (0, -1), (0, 4)):
+        for question in (ONE.keys, ONE.zero_keys):
+            with pytest.raises(ValueError, match=rf"no row \(query {query}, head {head}\) among 8 tokens and 4 heads"):
+                question(query, head, num_tokens=8, num_heads=4)
 
 
-WRONG_COUNTS = [
-    {"num_tokens": -1}, {"num_tokens": 2.5}, {"num_heads": 0}, {"num_heads": -4}, {"num_kv_heads": 3},
-    {"num_kv_heads": -1}, {"head_dim": -8}, {"head_dim": 0},
-]  # fmt: skip
+WRONG_COUNTS = {"num_tokens": (-1, 2.5), "num_heads": (0, -4), "num_kv_heads": (3, -1), "head_dim": (-8, 0)}
 
 
-@pytest.mark.parametrize("wrong", WRONG_COUNTS, ids=str)
 @pytest.mark.parametrize("name", ["pairs", "flops", "saved_bytes"])
-def test_wrong_counts_are_refused(name: str, wrong: dict[str, Any]) -> None:
-    counts = {"num_tokens": 64, "num_heads": 4, "head_dim": 8} | wrong
-    if name == "pairs" and counts.pop("head_dim") != 8:
-        pytest.skip("it takes no head_dim")
-    with pytest.raises((TypeError, ValueError), match=next(iter(wrong)) + " must be|cannot be shared evenly"):
-        getattr(DilatedPattern.longnet([4], [1]), name)(**counts)
+def test_wrong_counts_are_refused(name: str) -> None:
+    counts = {"num_tokens": 64, "num_heads": 4} | ({} if name == "pairs" else {"head_dim": 8})
+    for which, values in WRONG_COUNTS.items():
+        for value in values if which in counts or which == "num_kv_heads" else ():
+            with pytest.raises((TypeError, ValueError), match=f"{which} must be|cannot be shared evenly"):
+                getattr(ONE, name)(**counts | {which: value})

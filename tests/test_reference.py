@@ -1,4 +1,4 @@
-"""The oracle against still plainer code: loops over keys, and the released recipe with really padded tensors."""
+"""The oracle against still plainer code: loops over keys. test_golden has outputs of the released code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dilated_attention import DilatedPattern, reference, testing
 from dilated_attention.pattern import RULES
@@ -47,47 +46,6 @@ def test_row_by_row(rule: str, lengths, rates, is_causal: bool, heads: int, kv_h
         expected, expected_lse = one_row(q[b, i, h], k[b, :, kv], v[b, :, kv], keys, zeros, scale)
         torch.testing.assert_close(out[b, i, h], expected, rtol=0, atol=1e-13)
         torch.testing.assert_close(lse[b, i, h], expected_lse, rtol=0, atol=1e-13)
-
-
-def padded_recipe(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern) -> Tensor:
-    """Torchscale's rule by really appending zero rows: to whole segments, then to whole steps of the rate.
-
-    A branch's result and weight per row are mixed by their softmax denominators. Tensors (B, N, H, D).
-    """
-    samples, tokens, heads, dim = q.shape
-    total = q.new_zeros(samples, tokens, heads, dim)
-    weight = q.new_zeros(samples, tokens, heads)
-    for width, rate in pattern.branches:
-        width = min(width, tokens)
-        segments = -(-tokens // width)
-        filled = -(-width // rate) * rate
-        cut = [
-            F.pad(F.pad(x, (0, 0, 0, 0, 0, segments * width - tokens)).unflatten(1, (segments, width)),
-                  (0, 0, 0, 0, 0, filled - width))
-            for x in (q, k, v)
-        ]  # fmt: skip
-        for head in range(heads):
-            offset = head // -(-heads // rate)
-            rows = [x[:, :, offset::rate, head] for x in cut]  # (B, segments, rows, D)
-            scores = rows[0] @ rows[1].transpose(-1, -2) / math.sqrt(dim)
-            part = q.new_zeros(samples, segments, filled, dim)
-            part_weight = q.new_zeros(samples, segments, filled)
-            part[:, :, offset::rate] = scores.softmax(-1) @ rows[2]
-            part_weight[:, :, offset::rate] = scores.exp().sum(-1)
-            part, part_weight = (x[:, :, :width].flatten(1, 2)[:, :tokens] for x in (part, part_weight))
-            total[:, :, head] += part * part_weight.unsqueeze(-1)
-            weight[:, :, head] += part_weight
-    return total / weight.masked_fill(weight == 0, 1.0).unsqueeze(-1)
-
-
-@pytest.mark.parametrize("tokens", [1, 5, 8, 13, 24])
-@pytest.mark.parametrize(("lengths", "rates"), PATTERNS)
-def test_torchscale_equals_attention_on_padded_tensors(tokens: int, lengths, rates) -> None:
-    pattern = DilatedPattern.torchscale(lengths, rates)
-    for heads in (1, 4, 6):
-        qkv = testing.make_qkv(2, tokens, heads, 3, dtype=torch.float64)
-        out, _ = reference.attention(*qkv, pattern)
-        torch.testing.assert_close(out, padded_recipe(*qkv, pattern), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("rule", RULES)
