@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, reference
-from dilated_attention.pattern import MAX_BRANCHES, RULES, rows_at_offset
+from dilated_attention.pattern import MAX_BRANCHES, RULES
 
 PATTERNS = [
     ([4, 8], [1, 2]),
@@ -115,17 +115,6 @@ def test_questions_against_brute_force(
     assert torch.equal(pattern.coverage(tokens, heads, num_kv_heads=kv_heads), covered)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_saved_bytes_are_those_of_the_tensors(dtype: torch.dtype) -> None:
-    lse_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-    for (heads, kv_heads), branches in itertools.product(HEADS, (1, 3)):
-        tensors = [torch.empty(11, count, 6, dtype=dtype) for count in (heads, heads, kv_heads, kv_heads)]
-        lse = torch.empty(11, heads, dtype=lse_dtype)
-        pattern = DilatedPattern.longnet([4, 8, 16][:branches], [1, 2, 4][:branches])
-        saved = pattern.saved_bytes(11, heads, 6, num_kv_heads=kv_heads, dtype=dtype)
-        assert saved == sum(x.nbytes for x in (*tensors, lse))
-
-
 def test_counts_without_kv_heads_or_tokens() -> None:
     pattern = DilatedPattern.torchscale([4, 8], [1, 2])
     assert pattern.pairs(9, 4) == pattern.pairs(9, 4, num_kv_heads=4)
@@ -136,29 +125,6 @@ def test_counts_without_kv_heads_or_tokens() -> None:
     assert pattern.coverage(0, 4).shape == (0, 4)
     with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -1"):
         pattern.coverage(-1, 4)
-
-
-def test_rows_at_offset() -> None:
-    for length, rate in itertools.product(range(12), range(1, 7)):
-        for offset in range(rate):
-            assert rows_at_offset(length, rate, offset) == sum(p % rate == offset for p in range(length))
-
-
-def test_head_groups_deal_every_head_to_one_branch() -> None:
-    pattern = DilatedPattern.head_groups([2, 4, 8], [1, 2, 4])
-    for heads in range(3, 14):
-        groups = [list(pattern.heads(branch, heads)) for branch in range(3)]
-        assert [head for group in groups for head in group] == list(range(heads))
-        sizes = [len(group) for group in groups]
-        assert sizes == sorted(sizes, reverse=True)
-        assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_offsets_lie_below_the_rate(rule: str) -> None:
-    for rate, heads in itertools.product(range(1, 9), range(1, 9)):
-        pattern = DilatedPattern(rule, (8,), (rate,))
-        assert all(0 <= pattern.offset(0, head, heads) < rate for head in range(heads))
 
 
 # --- a value object ---------------------------------------------------------------------------------------------

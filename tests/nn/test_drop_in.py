@@ -157,25 +157,7 @@ def test_it_compiles_with_a_causal_mask() -> None:
     assert error(got, module(tokens(), is_causal=True)[0]) <= 1e-12
 
 
-# --- PyTorch's layers -------------------------------------------------------------------------------------------
-
-
-@BY_CLASS
-@pytest.mark.parametrize(("batch_first", "training"), TWO)
-def test_an_encoder_with_its_causal_mask(cls: Any, batch_first: bool, training: bool) -> None:
-    torch.manual_seed(0)
-    layer: Any = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
-    layer.self_attn = make(cls, batch_first=batch_first)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
-    expected = x = tokens()
-    for each in encoder.layers:
-        expected = each.norm1(expected + by_function(each.self_attn, *[expected] * 3, is_causal=True))
-        expected = each.norm2(expected + each.linear2(F.relu(each.linear1(expected))))
-    mask = nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)
-    with torch.set_grad_enabled(training):
-        for options in ({"mask": mask, "is_causal": True}, {"mask": mask}):  # without a word it finds out itself
-            got = encoder(x if batch_first else x.transpose(0, 1), **options)
-            assert error(got if batch_first else got.transpose(0, 1), expected) <= 1e-11
+# --- a layer of PyTorch's; encoders are in test_multihead ---------------------------------------------------------
 
 
 @BY_CLASS

@@ -324,13 +324,12 @@ def test_copies_and_pickles(cls: Any) -> None:
 # --- inside PyTorch's layers ------------------------------------------------------------------------------------
 
 
-def encoder_layer(cls: Any, norm_first: bool = False, **options: Any) -> Any:
+def encoder_layer(cls: Any, norm_first: bool = False, batch_first: bool = True, **options: Any) -> Any:
     """Of PyTorch's own attention without a class."""
     torch.manual_seed(0)
-    layer: Any = nn.TransformerEncoderLayer(
-        E, H, 16, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64
-    )
-    layer.self_attn = layer.self_attn if cls is None else make(cls, **options)
+    sizes: dict[str, Any] = {"dim_feedforward": 16, "dropout": 0.0, "dtype": torch.float64}
+    layer: Any = nn.TransformerEncoderLayer(E, H, batch_first=batch_first, norm_first=norm_first, **sizes)
+    layer.self_attn = layer.self_attn if cls is None else make(cls, batch_first=batch_first, **options)
     return layer
 
 
@@ -367,13 +366,17 @@ def test_each_guard_alone_keeps_the_dense_shortcut_away(guard: str) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("replaced", "norm_first"), [("before", False), ("before", True), ("after", False)])
+@pytest.mark.parametrize(
+    ("replaced", "norm_first", "batch_first"),
+    [("before", False, True), ("before", True, True), ("before", False, False), ("after", False, True)],
+)
 @pytest.mark.parametrize(("padded", "is_causal"), TWO)
-def test_encoder(cls: Any, replaced: str, norm_first: bool, padded: bool, is_causal: bool) -> None:
+def test_encoder(cls: Any, replaced: str, norm_first: bool, batch_first: bool, padded: bool, is_causal: bool) -> None:
     """Replaced after the encoder was built, only in_proj_weight keeps it from handing over nested tensors."""
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        encoder = nn.TransformerEncoder(encoder_layer(cls if replaced == "before" else None, norm_first), 2)
+        layer = encoder_layer(cls if replaced == "before" else None, norm_first, batch_first)
+        encoder = nn.TransformerEncoder(layer, 2)
     if replaced == "after":
         assert encoder.use_nested_tensor
         for each in encoder.layers:
@@ -383,13 +386,18 @@ def test_encoder(cls: Any, replaced: str, norm_first: bool, padded: bool, is_cau
     expected = x
     for each in encoder.layers:
         expected = layer_by_hand(each, expected, is_causal=is_causal, key_padding_mask=mask)
-    options: dict[str, Any] = {"src_key_padding_mask": mask, "is_causal": is_causal}
-    assert_same(encoder, encoder.train()(x, **options), expected, x, tolerance=1e-11)
-    assert_same(encoder, encoder.eval()(x, **options), expected, x, tolerance=1e-11)
-    with torch.no_grad():  # only now would PyTorch take its dense shortcut
-        assert error(encoder(x, **options), expected) <= 1e-11
-    with torch.inference_mode():
-        assert error(encoder(x.detach(), **options), expected) <= 1e-11
+
+    def run(**options: Any) -> Tensor:
+        out = encoder(x if batch_first else x.transpose(0, 1), src_key_padding_mask=mask, **options)
+        return out if batch_first else out.transpose(0, 1)
+
+    assert_same(encoder.train(), run(is_causal=is_causal), expected, x, tolerance=1e-11)
+    assert_same(encoder.eval(), run(is_causal=is_causal), expected, x, tolerance=1e-11)
+    causal = nn.Transformer.generate_square_subsequent_mask(13, dtype=torch.float64) if is_causal else None
+    for context in (torch.no_grad, torch.inference_mode):  # only now would PyTorch take its dense shortcut
+        for options in ({"is_causal": is_causal}, {"mask": causal, "is_causal": is_causal}, {"mask": causal}):
+            with context():  # of a mask without a word it finds out itself
+                assert error(run(**options), expected) <= 1e-11
 
 
 @BOTH
