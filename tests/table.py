@@ -80,7 +80,7 @@ PATHS = {
     ),
     "long": Path(
         {
-            **RULED, "pattern": ("nested", "odd", "gigapath"), "tokens": (1000, 1025), "heads": ("one", "grouped"),
+            **RULED, "pattern": ("nested", "odd", "gigapath"), "tokens": (400, 1025), "heads": ("one", "grouped"),
             "samples": (1,), "mask": ("none", "random", "right"), "backend": ("sdpa", "eager"),
             "dtype": ("f64", "f32", "bf16", "f16"),
         },
@@ -102,6 +102,7 @@ PATHS = {
     "stream": Path(
         {
             **CALL, "mask": ("none",), "dlse": (False,), "tokens": (5, 53, 97), "backend": ("sdpa", "eager"),
+            "dtype": ("f64", "f32", "bf16", "f16"),
             "cuts": ("ones", "whole", "halves", "some", "with empty ones"),
         },
         ("rule", "is_causal", "pattern", "cuts"),

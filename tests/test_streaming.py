@@ -14,20 +14,17 @@ from torch import Tensor
 
 import dilated_attention as da
 from dilated_attention import DilatedPattern, reference, testing
-from dilated_attention.pattern import RULES
 from tests.cases import Recorder
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 
 NESTED = ((4, 8, 16), (1, 2, 4))
 STRADDLING = ((5, 7, 12), (1, 2, 3))
-PATTERNS = {
-    "nested": NESTED,
-    "straddling": STRADDLING,
-    "rates do not divide": ((8, 16), (3, 5)),
-    "longer than the stream": ((8, 12, 500), (2, 1, 7)),
-    "one": ((10,), (3,)),
-}
+PATTERNS = {"nested": NESTED, "straddling": STRADDLING, "rates do not divide": ((8, 16), (3, 5)), "one": ((10,), (3,))}
+BOTH = pytest.mark.parametrize("is_causal", [False, True])
+TWO = pytest.mark.parametrize(
+    "pattern", [DilatedPattern.longnet(*NESTED), DilatedPattern.longnet(*STRADDLING)], ids=repr
+)
 CUTS = {
     "one by one": [1] * 53,
     "primes": [2, 3, 5, 7, 11, 13, 12],
@@ -41,28 +38,16 @@ def cut(qkv: Iterable[Tensor], lengths: list[int]) -> list[Chunk]:
     return list(zip(q, k, v, strict=True))
 
 
-def check(qkv: Chunk, pattern: DilatedPattern, lengths: list[int], **options: Any) -> None:
-    """By the rule of `testing`; the table of cases has many more."""
-    outputs = list(da.stream(cut(qkv, lengths), pattern, enable_gqa=True, **options))
-    assert [(x.shape[1], x.dtype) for x in outputs] == [(n, qkv[0].dtype) for n in lengths]
-    is_causal, allowed = options.get("is_causal", False), testing.TOLERANCE.get(qkv[0].dtype)
-    expected, _ = reference.attention(*qkv, pattern, is_causal=is_causal)
-    if allowed is None:
-        plain, _ = reference.attention(*qkv, pattern, is_causal=is_causal, dtype=None)
-        allowed = 2 * testing.plain_error(plain, expected, qkv[0].dtype)
-    assert testing.error(torch.cat(outputs, 1), expected) <= allowed
-
-
 # --- the numbers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("modes", [(True, False), (False, True), (True, False, False, True)], ids=str)
-@pytest.mark.parametrize("cuts", ["one by one", "primes", "with empty ones", "across periods"])
-@pytest.mark.parametrize("name", ["nested", "straddling"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_chunks_are_taken_in_any_mode(is_causal: bool, name: str, cuts: str, modes: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("cuts", CUTS)
+@TWO
+@BOTH
+def test_chunks_are_taken_in_any_mode(is_causal: bool, pattern: DilatedPattern, cuts: str, modes: Any) -> None:
     """What is held from chunk to chunk may not be an inference tensor: it could not be written to outside that mode."""
-    qkv, pattern = testing.make_qkv(2, 53, 6, 4, dtype=torch.float64), DilatedPattern.longnet(*PATTERNS[name])
+    qkv = testing.make_qkv(2, 53, 6, 4, dtype=torch.float64)
     chunks = ((q.clone(), k.clone(), v.clone()) for q, k, v in cut(qkv, CUTS[cuts]))  # made in the mode of the moment
     outputs, outs, turns = da.stream(chunks, pattern, is_causal=is_causal), [], itertools.cycle(modes)
     for _ in CUTS[cuts]:
@@ -73,16 +58,7 @@ def test_chunks_are_taken_in_any_mode(is_causal: bool, name: str, cuts: str, mod
     assert testing.error(torch.cat([x.clone() for x in outs], 1), expected) <= testing.TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["nested", "straddling", "longer than the stream"])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    """Parts are merged in float32, so half precision is no further from the oracle than in one call."""
-    for is_causal, rule in itertools.product((False, True), RULES[:2]):
-        qkv = testing.make_qkv(1, 53, 6, 8, kv_heads=3, dtype=dtype)
-        check(qkv, DilatedPattern(rule, *PATTERNS[name]), CUTS["primes"], is_causal=is_causal)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
+@BOTH
 def test_autocast_is_that_of_the_whole(is_causal: bool) -> None:
     q, k, v = testing.make_qkv(1, 40, 3, 8)
     pattern = DilatedPattern.torchscale(*STRADDLING)
@@ -155,9 +131,9 @@ def test_what_is_held(name: str) -> None:
     assert least <= max(held_while_streaming(pattern, chunk, count, **options)) <= most
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["nested", "straddling"])
-def test_chunks_are_let_go_at_once(name: str, is_causal: bool) -> None:
+@BOTH
+@TWO
+def test_chunks_are_let_go_at_once(pattern: DilatedPattern, is_causal: bool) -> None:
     alive: list[weakref.ref[Tensor]] = []
 
     def chunks() -> Iterator[Chunk]:
@@ -168,25 +144,24 @@ def test_chunks_are_let_go_at_once(name: str, is_causal: bool) -> None:
             yield chunk
             del chunk
 
-    for out in da.stream(chunks(), DilatedPattern.longnet(*PATTERNS[name]), is_causal=is_causal):
+    for out in da.stream(chunks(), pattern, is_causal=is_causal):
         assert not any(ref() is not None for ref in alive[:-3]), "an earlier chunk is still there"
         assert out.untyped_storage().nbytes() == out.numel() * out.itemsize, "an output holds more than itself"
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["nested", "straddling"])
-def test_chunks_may_be_overwritten_and_are_not_written_to(name: str, is_causal: bool) -> None:
+@BOTH
+@TWO
+def test_chunks_may_be_overwritten_and_are_not_written_to(pattern: DilatedPattern, is_causal: bool) -> None:
     qkv = testing.make_qkv(2, 60, 3, 8, dtype=torch.float64)
-    pattern = DilatedPattern.longnet(*PATTERNS[name])
-    buffers = [torch.empty_like(x[:, :10]) for x in qkv]
+    buffers = tuple(torch.empty_like(x[:, :10]) for x in qkv)
 
     def chunks() -> Iterator[Chunk]:
-        for start in range(0, 60, 10):
-            for buffer, x in zip(buffers, qkv, strict=True):
-                buffer.copy_(x[:, start : start + 10])
-            yield tuple(buffers)
-            for buffer, x in zip(buffers, qkv, strict=True):
-                assert torch.equal(buffer, x[:, start : start + 10])
+        for chunk in cut(qkv, [10] * 6):
+            for buffer, x in zip(buffers, chunk, strict=True):
+                buffer.copy_(x)
+            yield buffers
+            assert all(map(torch.equal, buffers, chunk))
+            for buffer in buffers:
                 buffer.fill_(torch.nan)
 
     got = torch.cat(list(da.stream(chunks(), pattern, is_causal=is_causal)), 1)
@@ -204,7 +179,7 @@ def calls(outputs: Iterator[Tensor]) -> list[tuple[str, list[int]]]:
     return [(name, [x.data_ptr() for x in tensors[:3]]) for name, tensors in recorder.ran]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@BOTH
 @pytest.mark.parametrize(("name", "length"), [("nested", 64), ("straddling", 420)])
 def test_whole_periods_are_one_call_where_they_lie(name: str, length: int, is_causal: bool) -> None:
     chunks = cut(testing.make_qkv(2, 3 * length, 3, 4), [0, length, 2 * length])
@@ -225,9 +200,9 @@ def test_an_unaligned_chunk_is_copied_at_its_ends_only() -> None:
 # --- when it answers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["nested", "straddling", "one", "rates do not divide"])
-@pytest.mark.parametrize("cuts", ["primes", "one by one", "with empty ones", "across periods"])
+@BOTH
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("cuts", CUTS)
 def test_outputs_come_as_soon_as_they_are_known(name: str, cuts: str, is_causal: bool) -> None:
     """That is with the chunk in which the last segment of the last token ends."""
     lengths, pattern = CUTS[cuts], DilatedPattern.longnet(*PATTERNS[name])
@@ -253,18 +228,16 @@ def test_outputs_come_as_soon_as_they_are_known(name: str, cuts: str, is_causal:
         assert given == latest + 1
 
 
-def test_the_consumer_keeps_its_modes() -> None:
-    qkv = testing.make_qkv(1, 53, 3, 4)
-
+@BOTH
+def test_the_consumer_keeps_its_modes(is_causal: bool) -> None:
     def chunks() -> Iterator[Chunk]:
-        for chunk in cut(qkv, CUTS["primes"]):
+        for chunk in cut(testing.make_qkv(1, 53, 3, 4), CUTS["primes"]):
             assert torch.is_grad_enabled()
             yield chunk
 
-    for is_causal in (False, True):
-        for out in da.stream(chunks(), DilatedPattern.longnet(*STRADDLING), is_causal=is_causal):
-            assert torch.is_grad_enabled()
-            assert not out.requires_grad
+    for out in da.stream(chunks(), DilatedPattern.longnet(*STRADDLING), is_causal=is_causal):
+        assert torch.is_grad_enabled()
+        assert not out.requires_grad
 
 
 def test_nothing_is_asked_for_before_an_output_is() -> None:
@@ -321,7 +294,7 @@ def like(**changes: Any) -> Chunk:
         (tuple(x.to("meta") for x in like()), ValueError, "torch.float32 on meta"),
     ],
 )
-@pytest.mark.parametrize("is_causal", [False, True])
+@BOTH
 def test_a_chunk_that_is_not_like_the_first(chunk: Any, error: type[Exception], says: str, is_causal: bool) -> None:
     outputs = da.stream([like(tokens=8), chunk], GOOD, is_causal=is_causal, enable_gqa=True)
     assert next(outputs).shape == (1, 8, 4, 4)
@@ -375,9 +348,8 @@ def test_a_segment_that_does_not_fit_names_its_bytes() -> None:
         assert len(list(da.stream(chunks, pattern, max_bytes=size // 8, num_tokens=20, **options))) == 1
 
 
-def test_a_segment_larger_than_the_machine_is_refused_by_default() -> None:
-    pattern = DilatedPattern.longnet([2**48], [1])
-    for is_causal in (False, True):
-        with pytest.raises(ValueError, match=r"would take \d[\d,]+ bytes"):
-            next(da.stream([like()], pattern, is_causal=is_causal, enable_gqa=True))
-        check(like(tokens=30), pattern, [10, 20], is_causal=is_causal, num_tokens=30)
+@BOTH
+def test_a_segment_larger_than_the_machine_is_refused_by_default(is_causal: bool) -> None:
+    """The table has streams of such segments, and of as many tokens as are told."""
+    with pytest.raises(ValueError, match=r"would take \d[\d,]+ bytes"):
+        next(da.stream([like()], DilatedPattern.longnet([2**48], [1]), is_causal=is_causal, enable_gqa=True))
