@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
-from dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference, testing
+from dilated_attention import DilatedPattern, dilated_attention, reference, testing
 from dilated_attention.backends import aten, sdpa
 from tests.cases import leaves
 
@@ -44,14 +43,6 @@ def test_rows_without_keys_send_nothing_back_whatever_they_are_sent(backend: str
     assert all(map(torch.equal, got, wanted))
 
 
-def test_forward_mode_is_refused_not_ignored() -> None:
-    q, k, v = testing.make_qkv(1, 9, 2, 4)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        dilated_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, PATTERN)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: dilated_attention(q, x, v, PATTERN), (k,), (k,))
-
-
 def test_explain_tells_of_blocks_that_the_first_kernel_does_not_take() -> None:
     kernels = (aten.cudnn(), aten.flash("FA3"))
     assert sdpa.describe(kernels, {2, 7}) == "cudnn"
@@ -78,16 +69,6 @@ def test_numbers_that_strides_cannot_hold(number: int) -> None:
     for lists in (([number], [1]), ([8], [number])):
         with pytest.raises(ValueError, match=r"at most 2\*\*48"):
             DilatedPattern.longnet(*lists)
-
-
-def test_multihead_refuses_before_it_projects(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = MultiheadDilatedAttention(8, 2, [4], [1])
-    monkeypatch.setattr(module, "_project", lambda *x: pytest.fail("it projected first"))
-    x = torch.randn(2, 9, 8)
-    with pytest.raises(ValueError, match="needs equal lengths"):
-        module(x, x[:, :5], x[:, :5])
-    with pytest.raises(ValueError, match="key_padding_mask must be"):
-        module(x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("queries", [4, 2])

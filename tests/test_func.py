@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 from dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention, testing
 from dilated_attention.pattern import RULES
@@ -172,8 +173,11 @@ def test_second_and_forward_derivatives_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         grad(lambda q: grad(of_query)(q).sum())(q)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        hessian(of_query)(q)
+    for transform in (hessian(of_query), lambda q: jvp(of_query, (q,), (q,))):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            transform(q)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        attend(q, k, forward_ad.make_dual(v, v))
 
 
 def transforms_over_ranks() -> list[str]:

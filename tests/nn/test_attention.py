@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -74,17 +73,17 @@ def test_dropout_is_for_training(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("use_tf32", [True, False])
 def test_use_tf32_leaves_the_process_alone(use_tf32: bool) -> None:
-    def settings() -> tuple[Any, ...]:
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        return (
-            torch.get_float32_matmul_precision(),
-            matmul.fp32_precision,
-            cudnn.fp32_precision,
-            cudnn.conv.fp32_precision,
-            cudnn.rnn.fp32_precision,
-            torch.backends.fp32_precision,
-            torch.backends.mkldnn.matmul.fp32_precision,
+    def settings() -> list[str]:
+        cudnn = torch.backends.cudnn
+        places = (
+            torch.backends,
+            torch.backends.cuda.matmul,
+            cudnn,
+            cudnn.conv,
+            cudnn.rnn,
+            torch.backends.mkldnn.matmul,
         )
+        return [torch.get_float32_matmul_precision(), *(place.fp32_precision for place in places)]
 
     restore = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if use_tf32 else "high")  # not what the module might want to set
@@ -103,11 +102,7 @@ def test_use_tf32_leaves_the_process_alone(use_tf32: bool) -> None:
 def test_copies_and_pickles(cls: Any) -> None:
     module = cls(LENGTHS, RATES, rule="longnet", backend="eager").eval()
     qkv = testing.make_qkv(2, 13, 4, 8)
-    saved = io.BytesIO()
-    torch.save(module, saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=False)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(other) is cls
         assert not other.training
         assert repr(other) == repr(module)
@@ -115,8 +110,7 @@ def test_copies_and_pickles(cls: Any) -> None:
     assert module.state_dict() == {}
 
 
-@BOTH
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("cls", "dropout"), [(DilatedAttention, 0.0), (ImprovedDilatedAttention, 0.5)])
 def test_compiles_as_one_graph(cls: Any, dropout: float) -> None:
     module = cls(LENGTHS, RATES)
     module.dropout = dropout

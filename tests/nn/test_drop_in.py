@@ -149,14 +149,6 @@ def test_other_kinds_of_attn_mask_are_refused_and_a_long_one_is_taken_at_its_wor
         masks.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(4096, 4096), True, 4096, 1)
 
 
-def test_it_compiles_with_a_causal_mask() -> None:
-    torch._dynamo.reset()
-    module = make(CLASSES[0])
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    got = compiled(tokens(), attn_mask=causal_mask("float"), is_causal=True)[0]
-    assert error(got, module(tokens(), is_causal=True)[0]) <= 1e-12
-
-
 # --- a layer of PyTorch's; encoders are in test_multihead ---------------------------------------------------------
 
 

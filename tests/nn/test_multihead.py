@@ -187,8 +187,8 @@ def test_attributes(cls: Any) -> None:
 def test_initial_values(cls: Any) -> None:
     torch.manual_seed(0)
     module = cls(128, 4, LENGTHS, RATES, gamma_init=0.5)
-    (q, k, v), out = module._inputs(), (module.out_proj.weight, module.out_proj.bias)
-    for (weight, bias), gain in ((q, 1.0), (k, 1.0), (v, 0.5), (out, 0.5)):
+    out = module.out_proj.weight, module.out_proj.bias
+    for (weight, bias), gain in zip((*module._inputs(), out), (1.0, 1.0, 0.5, 0.5), strict=True):
         deviation = gain * (2 / (128 + 128)) ** 0.5
         assert abs(weight.std().item() / deviation - 1) < 0.03  # 128**2 draws: 0.03 is more than five sigma
         assert weight.abs().max() > 3 * deviation, "normal, not uniform"
@@ -427,15 +427,18 @@ def test_encoder_layer_on_a_gpu(cls: Any, backend: str) -> None:
 # --- torch.compile ----------------------------------------------------------------------------------------------
 
 
-@BOTH
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("cls", "training"), zip(CLASSES, (True, False), strict=True))
 def test_compiles_as_one_graph(cls: Any, training: bool) -> None:
-    """In which a float mask is checked, too."""
+    """In which masks are checked, too."""
     torch._dynamo.reset()
     module = make(cls, dropout=0.3).train(training)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x, mask = tokens(2, 13).requires_grad_(), padding(2, 13)
-    for options in ({}, {"is_causal": True}, {"key_padding_mask": mask}, {"key_padding_mask": as_float(mask)}):
+    causal = nn.Transformer.generate_square_subsequent_mask(13, dtype=torch.float64)
+    for options in (
+        {}, {"is_causal": True}, {"attn_mask": causal, "is_causal": True},
+        {"key_padding_mask": mask}, {"key_padding_mask": as_float(mask)},
+    ):  # fmt: skip
         outputs = []
         for each in (module, compiled):
             torch.manual_seed(0)
@@ -445,16 +448,15 @@ def test_compiles_as_one_graph(cls: Any, training: bool) -> None:
         compiled(x, key_padding_mask=as_float(mask) - 1.0)
 
 
-@BOTH
-def test_encoder_layer_compiles_as_one_graph(cls: Any) -> None:
+def test_encoder_layer_compiles_as_one_graph() -> None:
     torch._dynamo.reset()
-    layer = encoder_layer(cls)
+    layer = encoder_layer(ImprovedMultiheadDilatedAttention)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, mask = tokens(2, 13).requires_grad_(), padding(2, 13)
-    assert_same(layer, compiled(x, src_key_padding_mask=mask), layer(x, src_key_padding_mask=mask), x)
+    expected = layer_by_hand(layer, x, key_padding_mask=mask)
+    assert_same(layer, compiled(x, src_key_padding_mask=mask), expected, x)
     layer.eval()
     with torch.no_grad():
-        expected = layer_by_hand(layer, x, key_padding_mask=mask)
         assert error(compiled(x, src_key_padding_mask=mask), expected) <= 1e-12
 
 
@@ -490,7 +492,9 @@ def test_constructor_errors(cls: Any, options: dict[str, Any], kind: type[Except
 
 @BOTH
 def test_errors_of_the_call(cls: Any) -> None:
+    """Before it projects."""
     module = make(cls)
+    module._project = lambda *_: pytest.fail("it projected first")
     x, mask = tokens(2, 9), padding(2, 9)
     causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
     wrong_mask = as_float(mask)
