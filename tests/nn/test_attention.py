@@ -74,15 +74,8 @@ def test_dropout_is_for_training(module: nn.Module) -> None:
 @pytest.mark.parametrize("use_tf32", [True, False])
 def test_use_tf32_leaves_the_process_alone(use_tf32: bool) -> None:
     def settings() -> list[str]:
-        cudnn = torch.backends.cudnn
-        places = (
-            torch.backends,
-            torch.backends.cuda.matmul,
-            cudnn,
-            cudnn.conv,
-            cudnn.rnn,
-            torch.backends.mkldnn.matmul,
-        )
+        every, cudnn = torch.backends, torch.backends.cudnn
+        places = (every, every.cuda.matmul, every.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn)
         return [torch.get_float32_matmul_precision(), *(place.fp32_precision for place in places)]
 
     restore = torch.get_float32_matmul_precision()
