@@ -79,7 +79,8 @@ def test_fewer_key_heads_and_both_layouts(cls: Any, kv_heads: int | None, batch_
     assert [len(x) for x in weights] == [E, *[E * (kv_heads or H) // H] * 2]
     padding = torch.zeros(B, N, dtype=torch.bool)
     padding[1, 9:] = True
-    for inputs in ([tokens()] * 3, [tokens(1), tokens(2), tokens(2)], [tokens(1), tokens(2), tokens(3)]):
+    a, b, c = (tokens(seed) for seed in (1, 2, 3))
+    for inputs in ((a, a, a), (a, b, b), (a, b, a), (a, a, b), (a, b, c)):
         leaves = {id(x): x.clone().requires_grad_() for x in inputs}
         given = [leaves[id(x)] for x in inputs]
         expected = by_function(module, *given, is_causal=True, key_padding_mask=padding)
@@ -89,8 +90,8 @@ def test_fewer_key_heads_and_both_layouts(cls: Any, kv_heads: int | None, batch_
         assert error(got, expected) <= 1e-12
         wanted = [*leaves.values(), *module.parameters()]
         grads = (torch.autograd.grad(x.square().sum(), wanted, retain_graph=True) for x in (got, expected))
-        for a, b in zip(*grads, strict=True):
-            assert error(a, b) <= 1e-11
+        for ours, theirs in zip(*grads, strict=True):
+            assert error(ours, theirs) <= 1e-11
     unbatched = module(tokens()[0], key_padding_mask=padding[1])[0]
     assert error(unbatched, by_function(module, *[tokens()[:1]] * 3, key_padding_mask=padding[1:2])[0]) <= 1e-12
     twin = cls(E, H, pattern=PATTERN, num_kv_heads=kv_heads, dtype=torch.float64)
