@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.testing import Results
@@ -50,7 +52,7 @@ class Case:
     is_causal: bool
     pattern: str
     tokens: int
-    heads: str = "several"  # one, several, or grouped: several query heads share one of key and value
+    heads: str = "several"  # one, several, many, or grouped: several query heads share one of key and value
     samples: int = 2
     head_dim: int = 4
     dtype: str = "f64"
@@ -99,7 +101,7 @@ class Case:
             return self.own_heads
         draw, least = self.draw("heads"), len(PATTERNS[self.pattern][0]) if self.rule == "head_groups" else 1
         most = 2 if INTERPRETED else 5  # the interpreter takes milliseconds a tile
-        kv_heads = max(least, 1 if self.heads == "one" else draw.randint(2, most))
+        kv_heads = max(least, {"one": 1, "many": 16}.get(self.heads) or draw.randint(2, most))
         return kv_heads * (draw.randint(2, min(3, most)) if self.heads == "grouped" else 1), kv_heads
 
     def qkv(self) -> tuple[Tensor, ...]:
@@ -241,6 +243,37 @@ class Case:
     def check(self, got: Results) -> None:
         plain = None if DTYPES[self.dtype] in testing.TOLERANCE else self.expected(dtype=None)
         testing.assert_exact(got, self.expected(), plain)
+
+
+# --- helpers of many tests --------------------------------------------------------------------------------------
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def finite(lse: Tensor) -> Tensor:
+    """0 for rows without keys, through which no gradient comes."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+class Recorder(TorchDispatchMode):
+    """The operators that run, views left out, each with the tensors that it takes and gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[str, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            self.ran.append((func.name(), tensors))
+        return result
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.ran]
 
 
 def strided(kind: str, shape: torch.Size, draws: torch.Generator, dtype: torch.dtype) -> Tensor:

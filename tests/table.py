@@ -72,13 +72,17 @@ OURS = {**KERNEL, **ON_GPU, "dtype": ("bf16", "f16", "f32"), "tokens": (17, 127,
 
 PATHS = {
     "function": Path(
-        {**CALL, "backend": ("sdpa", "eager", "auto"), "dout": DOUTS},
+        {
+            **CALL, "backend": ("sdpa", "eager", "auto"), "dout": DOUTS, "head_dim": (1, 3, 8, 20),
+            "heads": ("one", "several", "grouped", "many"), "scale": (None, 0.0, 1e-46, 0.7, 1.5),
+        },
         ("rule", "is_causal", "pattern", "tokens", "mask", "backend"),
     ),
     "long": Path(
         {
-            **RULED, "pattern": ("nested", "odd", "gigapath"), "tokens": (1000, 1025), "heads": ("one", "grouped"),
-            "samples": (1,), "mask": ("none", "random", "right"), "dtype": ("f64", "f32"), "backend": ("sdpa", "eager"),
+            **RULED, "pattern": ("nested", "odd", "gigapath"), "tokens": (400, 1025), "heads": ("one", "grouped"),
+            "samples": (1,), "mask": ("none", "random", "right"), "backend": ("sdpa", "eager"),
+            "dtype": ("f64", "f32", "bf16", "f16"),
         },
     ),
     "dropout": Path(
@@ -88,7 +92,7 @@ PATHS = {
     "few": Path(
         {
             **CALL, "tokens": (17, 61, 97), "rows": ("last", "first", "inside", "many", "each", "each32"),
-            "backend": ("sdpa", "eager"),
+            "backend": ("sdpa", "eager"), "heads": ("one", "several", "grouped", "many"),
         },
         ("rule", "is_causal", "pattern", "rows", "mask"),
     ),
@@ -98,6 +102,7 @@ PATHS = {
     "stream": Path(
         {
             **CALL, "mask": ("none",), "dlse": (False,), "tokens": (5, 53, 97), "backend": ("sdpa", "eager"),
+            "dtype": ("f64", "f32", "bf16", "f16"),
             "cuts": ("ones", "whole", "halves", "some", "with empty ones"),
         },
         ("rule", "is_causal", "pattern", "cuts"),

@@ -1,13 +1,8 @@
-"""Backends on single dense problems, against attention written out; and how one is chosen.
-
-Legend as in `backends.problem`: q, out (b, L, h, D); k, v (b, L, hk, D); lse, dlse (b, L, h).
-"""
+"""Tiles of the eager backend, what torch's kernels cannot do, and how a backend is chosen."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,122 +19,15 @@ PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
 CPU = torch.device("cpu")
 
 
-def call_for(x: Tensor, *, causal: bool = False, padding: bool = False, dropout: bool = False) -> Call:
-    mask = torch.zeros(x.shape[:2], dtype=torch.bool) if padding else None
-    return Call(PATTERN, causal, dropout_p=0.5 if dropout else 0.0).of(x, x, mask, 0)
-
-
-def written_out(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bihj", q, k) * masking.scale
-    if masking.is_causal:
-        position = torch.arange(q.shape[1])
-        scores = scores.masked_fill((position > position[:, None])[None, :, None], -math.inf)
-    if masking.padding is not None:
-        padding = masking.padding.repeat_interleave(group, 2).transpose(1, 2)
-        scores = scores.masked_fill(padding[:, None], -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
-    return torch.einsum("bihj,bjhd->bihd", weights, v), lse
-
-
-def forward_of(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    asked = call_for(q, causal=masking.is_causal, padding=masking.padding is not None)
-    return module.forward(module.kernels(asked, False), q, k, v, masking)
-
-
-def dilated(samples: int, rows: int, heads: int, dim: int, seed: int) -> Tensor:
-    """A strided view such as blocks are: every third row and every second head of something larger."""
-    generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(samples, 3 * rows, 2 * heads, dim, generator=generator, dtype=torch.float64)
-    return whole[:, 1::3, ::2]
-
-
-PROBLEMS = [
-    pytest.param(*case, id="-".join(map(str, case)))
-    for case in itertools.product(BACKENDS, (1, 2, 3, 33), ((1, 1), (4, 4), (6, 2)), (False, True), ("none", "some"))
-]
-
-
-def finite_or_up(lse: torch.Tensor) -> torch.Tensor:
-    """As a backward is given it: +inf for rows without keys."""
-    return lse.masked_fill(lse == -math.inf, math.inf)
-
-
-@pytest.mark.parametrize(("name", "rows", "heads", "is_causal", "mask"), PROBLEMS)
-def test_one_dense_problem(name: str, rows: int, heads: tuple[int, int], is_causal: bool, mask: str) -> None:
-    module = BACKENDS[name]
-    q, dout = (dilated(3, rows, heads[0], 8, seed) for seed in (0, 3))
-    k, v = (dilated(3, rows, heads[1], 8, seed) for seed in (1, 2))
-    dlse = dout[..., 0]
-    padding = None
-    if mask == "some":
-        hidden = torch.rand(3, rows, 1, generator=torch.Generator().manual_seed(rows)) < 0.4
-        hidden[0] = True
-        padding = hidden.expand(-1, -1, heads[1])
-    masking = Masking(0.3, is_causal, padding)
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = written_out(*inputs, masking)
-    empty = lse == -math.inf
-
-    got, got_lse = forward_of(module, q, k, v, masking)
-    assert testing.error(got, out.detach()) < 1e-12
-    assert testing.error(got_lse, lse.detach()) < 1e-12
-    assert (got[empty] == 0).all()
-
-    send = dlse.masked_fill(empty, 0.0)
-    expected = torch.autograd.grad((out, lse.masked_fill(empty, 0.0)), inputs, (dout, send))
-    kernels = module.kernels(call_for(q, causal=is_causal, padding=padding is not None), True)
-    grads = module.backward(kernels, dout, q, k, v, out.detach(), finite_or_up(lse.detach()), send, masking)
-    for grad, wanted in zip(grads, expected, strict=True):
-        assert testing.error(grad, wanted) < 1e-12
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_different_mask_for_each_head(name: str) -> None:
-    """On a diagonal of offsets the heads of one problem see different tokens, so their padding differs."""
-    q, k, v = (dilated(2, 9, 4, 8, seed) for seed in range(3))
-    padding = torch.rand(2, 9, 4, generator=torch.Generator().manual_seed(0)) < 0.4
-    masking = Masking(0.3, False, padding)
-    got, got_lse = forward_of(BACKENDS[name], q, k, v, masking)
-    out, lse = written_out(q, k, v, masking)
-    assert testing.error(got, out) < 1e-12
-    assert testing.error(got_lse, lse) < 1e-12
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_backward_takes_merged_out_and_lse(name: str) -> None:
-    """Two halves of the keys, each given the out and lse of all of them, give the gradients of all of them."""
-    module = BACKENDS[name]
-    q, dout = dilated(2, 6, 2, 4, 0), dilated(2, 6, 2, 4, 5)
-    k, v = dilated(2, 12, 2, 4, 1), dilated(2, 12, 2, 4, 2)
-    masking = Masking(0.5)
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = written_out(*inputs, masking)
-    expected = torch.autograd.grad(out, inputs, dout)
-    kernels = module.kernels(call_for(q), True)
-    halves = [
-        module.backward(kernels, dout, q, k[:, part], v[:, part], out.detach(), lse.detach(), None, masking)
-        for part in (slice(0, 6), slice(6, 12))
-    ]
-    assert testing.error(halves[0][0] + halves[1][0], expected[0]) < 1e-12
-    for i in (1, 2):
-        assert testing.error(torch.cat([half[i] for half in halves], 1), expected[i]) < 1e-12
+def call_for(x: Tensor, *, dropout: bool = False) -> Call:
+    return Call(PATTERN, dropout_p=0.5 if dropout else 0.0).of(x, x, None, 0)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 50, 300, 5000])
-def test_tiles_change_nothing(size: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = testing.make_qkv(3, 37, 4, 8, kv_heads=2, dtype=torch.float64)
-    mask = torch.rand(3, 37, generator=torch.Generator().manual_seed(0)) < 0.3
-    monkeypatch.setattr(eager, "TILE_ELEMENTS", {"cpu": size})
-    testing.check(qkv, PATTERN, is_causal=is_causal, key_padding_mask=mask, backend="eager")
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 50, 300, 5000])
-def test_tiles_cover_every_row_once_and_stay_small(size: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_cover_every_row_once_stay_small_and_change_nothing(
+    size: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(eager, "TILE_ELEMENTS", {"cpu": size})
     q, k = torch.zeros(5, 11, 2, 1), torch.zeros(5, 11, 1, 1)
     seen = torch.zeros(5, 11, dtype=torch.int64)
@@ -149,14 +37,17 @@ def test_tiles_cover_every_row_once_and_stay_small(size: int, is_causal: bool, m
         assert keys == slice(0, rows.stop if is_causal else 11)
         assert part.shape[0] * part.shape[1] * 2 * 11 <= max(size, 2 * 11)
     assert (seen == 1).all()
+    qkv = testing.make_qkv(3, 37, 4, 8, kv_heads=2, dtype=torch.float64)
+    mask = torch.rand(3, 37, generator=torch.Generator().manual_seed(0)) < 0.3
+    testing.check(qkv, PATTERN, is_causal=is_causal, key_padding_mask=mask, backend="eager")
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 8, 20])
-def test_head_dims_that_a_kernel_must_pad(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_dims_that_a_kernel_must_pad(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA kernels want multiples of 8; the same padding, asked for on a CPU."""
     monkeypatch.setattr(sdpa, "limits", lambda call: Limits(pad=8))
-    qkv = testing.make_qkv(2, 37, 4, head_dim, kv_heads=2, dtype=torch.float64)
-    testing.check(qkv, PATTERN, backend="sdpa")
+    for head_dim in (1, 3, 8, 20):
+        qkv = testing.make_qkv(2, 37, 4, head_dim, kv_heads=2, dtype=torch.float64)
+        testing.check(qkv, PATTERN, backend="sdpa")
 
 
 def test_blocks_too_short_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,24 +60,8 @@ def test_blocks_too_short_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 # --- the choice -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_choice():
+def test_a_request_by_name_never_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     choose.choose.cache_clear()
-    yield
-    choose.choose.cache_clear()
-
-
-def test_auto_takes_the_first_that_can() -> None:
-    x = torch.zeros(1, 8, 2, 4)
-    assert choose.choose(call_for(x)).name == "sdpa"
-    assert choose.choose(call_for(x, dropout=True)).name == "eager"
-    for name in BACKENDS:
-        choice = choose.choose(call_for(x)._replace(backend=name))
-        assert choice.module is BACKENDS[name]
-        assert choice.kernels
-
-
-def test_a_request_by_name_never_gives_way(fresh_choice: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "_reasons", lambda kernel, call: ["it is Sunday", "it is raining"])
     qkv = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"'sdpa' cannot run this call: .*it is Sunday.*it is raining"):
@@ -195,11 +70,17 @@ def test_a_request_by_name_never_gives_way(fresh_choice: None, monkeypatch: pyte
     assert told.backend == "eager"
     assert told.why_not["sdpa/flash on CPU"] == ["it is Sunday", "it is raining"]
     testing.check(qkv, PATTERN)  # auto runs on
+    choose.choose.cache_clear()
 
 
-def test_every_reason_is_a_sentence() -> None:
+def test_auto_takes_the_first_that_can_and_every_reason_is_a_sentence() -> None:
     x = torch.zeros(1, 8, 2, 4)
     asked = call_for(x, dropout=True)
+    assert [choose.choose(call).name for call in (call_for(x), asked)] == ["sdpa", "eager"]
+    for name, module in BACKENDS.items():
+        choice = choose.choose(call_for(x)._replace(backend=name))
+        assert choice.module is module
+        assert choice.kernels
     reasons = sdpa.unsupported(asked, False)
     assert reasons
     assert all(len(reason.split()) > 3 for reason in reasons)
@@ -234,13 +115,10 @@ def test_rows_without_keys(is_causal: bool) -> None:
     assert Masking(1.0, is_causal).rows_without_keys(4) is None
 
 
-def test_accumulators() -> None:
+def test_accumulators_and_half_precision_where_it_is_fast() -> None:
     assert accumulate_dtype(torch.float64) is torch.float64
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert accumulate_dtype(dtype) is torch.float32
-
-
-def test_half_precision_is_computed_where_it_is_fast() -> None:
     for dtype in (torch.float64, torch.float32):
         assert compute_dtype(dtype, CPU) is dtype
     assert compute_dtype(torch.float16, CPU) is torch.float32

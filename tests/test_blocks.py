@@ -237,59 +237,6 @@ def test_a_view_is_a_view_and_writes_no_element_twice(call: Call, fold: bool) ->
             assert set(elements) <= everywhere
 
 
-@FEW
-@given(calls(), st.booleans())
-def test_first_blocks_come_first_and_never_overlap(call: Call, fold: bool) -> None:
-    work = plan(call, fold)
-    x = ids(call.samples, call.queries, call.kv_heads, fold)
-    written: set[int] = set()
-    later_heads: set[int] = set()
-    for block in work.blocks:
-        elements = block.queries.of(x).reshape(-1).tolist()
-        heads = {place(number, call.queries, call.kv_heads)[2] for number in elements}
-        if block.is_first:
-            assert not written.intersection(elements), "a first block overwrites what another one wrote"
-            assert not later_heads & heads, "a first block of a head comes after one that merges into it"
-            written.update(elements)
-        else:
-            later_heads |= heads
-    missing = set(x.reshape(-1).tolist()) - written
-    bare = {place(number, call.queries, call.kv_heads)[2] for number in missing}
-    assert bare <= set(range(*work.bare))
-    # Filling rows that need none is only a waste, and happens at most where a segment is a single token.
-    is_whole, one_token = call.queries == call.total, call.total == 1 or 1 in call.pattern.segment_lengths
-    assert one_token or not is_whole or work.bare == ((min(bare), max(bare) + 1) if bare else (0, 0))
-
-
-@FEW
-@given(calls(), st.booleans())
-def test_covers_means_the_whole_tensor_in_order(call: Call, fold: bool) -> None:
-    x = ids(call.samples, call.queries, call.kv_heads, fold)
-    for block in plan(call, fold).blocks:
-        view = block.queries.of(x)
-        if block.covers(call):
-            assert torch.equal(view.reshape(x.shape), x)
-        elif block.rate == 1:  # a block with r > 1 may cover a short sequence and is simply merged
-            assert view.numel() < x.numel() or not torch.equal(view.reshape(x.shape), x)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_values_of_any_trailing_shape(rule: Rule) -> None:
-    x = torch.randn(2, 21, 4, 3, 2)
-    for block in plan(call_of(DilatedPattern.of(rule, (8, 5), (2, 3)), 2, 21, 4)).blocks:
-        view = block.queries.of(x)
-        assert view.shape[3:] == (3, 2)
-        for part in range(6):
-            assert torch.equal(view.flatten(3)[..., part], block.queries.of(x.flatten(3)[..., part]))
-
-
-def test_writing_through_a_view_reaches_the_tensor() -> None:
-    x, pattern = torch.zeros(2, 10, 4, 3), DilatedPattern.longnet([4], [2])
-    for block in plan(call_of(pattern, 2, 10, 4)).blocks:
-        block.queries.of(x).add_(1)
-    assert torch.equal(x, pattern.coverage(10, 4)[None, :, :, None].expand_as(x).float())
-
-
 def test_strides_that_no_element_uses_stay_within_64_bits() -> None:
     view = View(0, 1, 0, 1, 2**48, 1, 2**48, 0, 1, 1, 0)
     assert view.of(torch.zeros(1, 4, 1, 2**16)).shape == (1, 1, 1, 2**16)
@@ -302,19 +249,16 @@ def blocks_of(pattern: DilatedPattern, *, fold: bool = True, **given: Any) -> tu
     return plan(call_of(pattern, **given), fold).blocks
 
 
-def test_one_block_for_a_dense_branch() -> None:
-    assert len(blocks_of(DilatedPattern.longnet([16], [1]), samples=3)) == 1
-    assert len(blocks_of(DilatedPattern.longnet([16], [1]), samples=3, tokens=70)) == 3 + 1  # per sample, and tails
-
-
-def test_heads_on_a_diagonal_share_a_block() -> None:
+def test_few_blocks() -> None:
+    dense = DilatedPattern.longnet([16], [1])
+    assert len(blocks_of(dense, samples=3)) == 1
+    assert len(blocks_of(dense, samples=3, tokens=70)) == 3 + 1  # per sample, and tails
+    # heads on a diagonal share a block
     assert len(blocks_of(DilatedPattern.longnet([16], [4]))) == 2  # heads 0-3 and 4-7, offsets 0-3
     assert len(blocks_of(DilatedPattern.longnet([16], [8]))) == 1
     assert len(blocks_of(DilatedPattern.torchscale([16], [4]))) == 2  # offsets 0, 0, 1, 1, ...: evens and odds
     assert len(blocks_of(DilatedPattern.longnet([16], [2]))) == 2  # by offset, four heads each
-
-
-def test_unfolded_samples_loop_over_the_shorter_axis() -> None:
+    # unfolded samples loop over the shorter axis
     few_segments = blocks_of(DilatedPattern.longnet([32], [1]), samples=5, fold=False)
     assert [(b.queries.samples, b.queries.segments) for b in few_segments] == [(5, 1), (5, 1)]
     few_samples = blocks_of(DilatedPattern.longnet([4], [1]), samples=2, fold=False)
@@ -345,10 +289,11 @@ def test_a_step_of_decoding_is_one_problem_per_branch() -> None:
 def test_the_densest_branch_goes_first() -> None:
     blocks = blocks_of(DilatedPattern.longnet([64, 32, 16], [4, 2, 1]))
     assert [block.rate for block in blocks] == sorted(block.rate for block in blocks)
-    assert plan(call_of(DilatedPattern.longnet([64, 16], [4, 1]))).bare == (0, 0)
-    assert plan(call_of(DilatedPattern.longnet([64, 16], [4, 2]))).bare == (0, 8)
-    assert plan(call_of(DilatedPattern.head_groups([16, 64], [1, 4]))).bare == (4, 8)
-    assert plan(call_of(DilatedPattern.head_groups([64, 16], [4, 1]))).bare == (0, 4)
+    for rule, lengths, rates, bare in (
+        ("longnet", [64, 16], [4, 1], (0, 0)), ("longnet", [64, 16], [4, 2], (0, 8)),
+        ("head_groups", [16, 64], [1, 4], (4, 8)), ("head_groups", [64, 16], [4, 1], (0, 4)),
+    ):  # fmt: skip
+        assert plan(call_of(DilatedPattern.of(rule, lengths, rates))).bare == bare
 
 
 @FEW
@@ -373,28 +318,18 @@ def test_gaps_and_rows_are_whole_segments(call: Call, fold: bool) -> None:
     assert sorted(filled) == sorted(x.reshape(-1).tolist())
 
 
-def test_a_segment_shorter_than_its_rate_has_heads_in_no_block() -> None:
-    assert not plan(call_of(DilatedPattern.longnet([4], [9]), 1, 8, 3)).fillable
-    assert not plan(call_of(DilatedPattern.longnet([16], [9]), 1, 20, 3)).fillable  # the tail
-    assert plan(call_of(DilatedPattern.longnet([16], [9]), 1, 25, 3)).fillable
-
-
-def test_merges_where_some_head_runs_several_branches() -> None:
-    for rule, merges in (("longnet", True), ("torchscale", True), ("head_groups", False)):
+def test_what_a_plan_says_of_itself() -> None:
+    for width, tokens, fillable in ((4, 8, False), (16, 20, False), (16, 25, True)):  # short segments, a short tail
+        assert plan(call_of(DilatedPattern.longnet([width], [9]), 1, tokens, 3)).fillable == fillable
+    for rule, merges in (("longnet", True), ("torchscale", True), ("head_groups", False)):  # several branches of a head
         call = call_of(DilatedPattern.of(rule, (16, 32), (1, 2)))
         assert plan(call).merges == merges
         assert plan(call, visited=True).merges
         assert not plan(call_of(DilatedPattern.of(rule, (16,), (2,)), 2, 70)).merges
-
-
-def test_nothing_to_do() -> None:
     for samples, tokens in ((0, 5), (5, 0), (0, 0)):
         assert plan(call_of(DilatedPattern.longnet([4], [2]), samples, tokens, 2)) == Plan((), (0, 0), False, False)
-
-
-def test_plans_are_cached_by_value() -> None:
     one, two = (plan(call_of(DilatedPattern.longnet(lengths, (1, 2)), 2, 19, 4)) for lengths in ((4, 8), [4, 8]))
-    assert one is two
+    assert one is two, "plans are cached by value"
 
 
 def test_folds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -11,9 +12,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import run, sdpa, triton
@@ -23,6 +21,7 @@ from dilated_attention.call import Call
 from dilated_attention.functional import attend
 from dilated_attention.pattern import RULES
 from dilated_attention.ring.run import Link
+from tests.cases import Recorder
 
 TOKENS = 61
 PATTERNS = {
@@ -68,23 +67,6 @@ def test_the_oracle_takes_rows_of_the_whole(rule: str, is_causal: bool) -> None:
             assert torch.equal(got_lse[b], lse[b, at])
 
 
-def test_many_heads_at_many_offsets() -> None:
-    """Views that go through heads and offsets at once, from the middle of a segment on."""
-    pattern = DilatedPattern.longnet([24, 40], [4, 7])
-    q, k, v = testing.make_qkv(1, TOKENS, 16, 8, dtype=torch.float64)
-    for queries, offset, is_causal in itertools.product((2, 5, 23), (3, 22, 25, 30), (False, True)):
-        testing.check((q[:, :queries], k, v), pattern, is_causal=is_causal, query_offset=offset)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_whole_segments_are_batched(rule: str, is_causal: bool) -> None:
-    """Many queries: a rest, several whole segments, a beginning; more and fewer samples than segments."""
-    for samples in (1, 2, 9):
-        q, k, v = testing.make_qkv(samples, TOKENS, 6, 8, kv_heads=3, dtype=torch.float64)
-        testing.check((q[:, :50], k, v), DilatedPattern.of(rule, [8, 13], [1, 3]), is_causal=is_causal, query_offset=5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
     q, k, v = testing.make_qkv(2, TOKENS, 4, 8, kv_heads=2, layout="fused", dtype=dtype)
@@ -99,55 +81,19 @@ def test_no_queries_no_samples_and_all_queries() -> None:
             out, lse = dilated_attention(*part, PAPER, query_offset=offset, return_lse=True)
             assert (out.shape, lse.shape) == (part[0].shape, part[0].shape[:3])
     testing.check((q, k, v), PAPER, is_causal=True, query_offset=0)
-    whole, some = (dilated_attention(q, k, v, PAPER, is_causal=True, query_offset=at) for at in (None, 0))
-    assert testing.error(some, whole) < 1e-12
-
-
-def test_scale_and_a_row_that_sees_nothing() -> None:
-    pattern = DilatedPattern.longnet([8], [2])
-    q, k, v = testing.make_qkv(1, 16, 2, 8, dtype=torch.float64)
-    testing.check((q[:, :1], k, v), pattern, scale=0.7, query_offset=9)
-    out, lse = dilated_attention(q[:, :1], k, v, pattern, query_offset=9, return_lse=True)
-    assert (out[0, 0, 0] == 0).all()  # head 0 is at offset 0, and 9 is odd
-    assert lse[0, 0].tolist()[0] == -math.inf
-    assert lse[0, 0, 1].isfinite()
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_some_of_the_heads(rule: str) -> None:
+@pytest.mark.parametrize("queries", [29, 3])
+def test_some_of_the_heads(rule: str, queries: int) -> None:
     """Tensor parallelism: offsets follow the head's number among all."""
-    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
     q, k, v = testing.make_qkv(2, 29, 8, 8, kv_heads=4, dtype=torch.float64)
-    whole = dilated_attention(q[:, :3], k, v, pattern, enable_gqa=True)
+    attention = functools.partial(dilated_attention, pattern=DilatedPattern.of(rule, [8, 16], [1, 3]), enable_gqa=True)
     parts = [
-        dilated_attention(
-            q[:, :3, 2 * at : 2 * at + 4], k[:, :, at : at + 2], v[:, :, at : at + 2], pattern,
-            enable_gqa=True, heads=(at, 4),
-        )
+        attention(q[:, :queries, 2 * at : 2 * at + 4], k[:, :, at : at + 2], v[:, :, at : at + 2], heads=(at, 4))
         for at in (0, 2)
-    ]  # fmt: skip
-    assert testing.error(torch.cat(parts, 2), whole) < 1e-12
-
-
-# --- step by step -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("step", [1, 3])
-def test_token_by_token_equals_the_whole(rule: str, step: int) -> None:
-    """A cache that grows, and one that is there from the start with anything in what is not yet filled."""
-    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
-    q, k, v = testing.make_qkv(2, 37, 4, 8, dtype=torch.float64)
-    whole = dilated_attention(q, k, v, pattern, is_causal=True)
-    caches = [torch.full_like(x, math.nan) for x in (k, v)]
-    for at in range(0, 37, step):
-        now = slice(at, min(37, at + step))
-        for cache, x in zip(caches, (k, v), strict=True):
-            cache[:, now] = x[:, now]
-        grown = dilated_attention(q[:, now], k[:, : now.stop], v[:, : now.stop], pattern, is_causal=True)
-        filled = dilated_attention(q[:, now], *caches, pattern, is_causal=True, query_offset=torch.tensor([at, at]))
-        assert testing.error(grown, whole[:, now]) < 1e-12
-        assert testing.error(filled, whole[:, now]) < 1e-12
+    ]
+    assert testing.error(torch.cat(parts, 2), attention(q[:, :queries], k, v)) < 1e-12
 
 
 # --- what is read -----------------------------------------------------------------------------------------------
@@ -171,43 +117,21 @@ def seen_rows(pattern: DilatedPattern, starts: list[int], queries: int, heads: i
 )
 def test_other_rows_may_hold_anything(rule: str, name: str, backend: str, is_causal: bool) -> None:
     pattern = DilatedPattern.of(rule, *PATTERNS[name])
-    mask = make_mask()
-    for queries, offset, padding in ((1, 40, None), (3, torch.tensor([19, 58]), None), (3, 14, mask)):
+    for queries, offset, padding in ((1, 40, None), (3, torch.tensor([19, 58]), None), (3, 14, make_mask())):
         q, k, v = testing.make_qkv(2, TOKENS, 6, 8, kv_heads=3)
-        q = q[:, :queries]
         unseen = ~seen_rows(pattern, firsts(offset, 2, queries), queries, 6, 2, is_causal)
         if padding is not None:
             unseen |= padding.unsqueeze(-1)
         assert unseen.any()
-
         options = {"query_offset": offset, "key_padding_mask": padding, "is_causal": is_causal, "backend": backend}
-
-        def attention(*qkv: Tensor, options: dict[str, Any] = options) -> Any:
-            return dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, **options)
-
+        attention = functools.partial(dilated_attention, pattern=pattern, enable_gqa=True, return_lse=True, **options)
+        dirty = (x.masked_fill(unseen.unsqueeze(-1), math.nan) for x in (k, v))
         ones = torch.ones(2, queries, 6, 8), torch.ones(2, queries, 6)
-        clean = testing.run(attention, (q, k, v), *ones)
-        k, v = (x.masked_fill(unseen.unsqueeze(-1), math.nan) for x in (k, v))
-        dirty = testing.run(attention, (q, k, v), *ones)
-        for (which, got), (_, expected) in zip(dirty.items(), clean.items(), strict=True):
-            assert torch.equal(got, expected), which
-        assert (dirty.dk[unseen] == 0).all()
-        assert (dirty.dv[unseen] == 0).all()
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operator made anew or read whole: views of a storage do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and func.namespace == "aten":
-            made = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
-            self.elements = max([self.elements, *(x.numel() for x in made)])
-        return result
+        clean, got = (testing.run(attention, (q[:, :queries], *keys), *ones) for keys in ((k, v), dirty))
+        for (which, x), (_, expected) in zip(got.items(), clean.items(), strict=True):
+            assert torch.equal(x, expected), which
+        assert (got.dk[unseen] == 0).all()
+        assert (got.dv[unseen] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -218,79 +142,37 @@ def test_no_operator_touches_the_whole_key(dtype: torch.dtype, backend: str, mas
     tokens, pattern = 20_000, DilatedPattern.longnet([128, 1024], [1, 8])
     q, k, v = testing.make_qkv(1, tokens, 2, 8, dtype=dtype)
     mask = torch.zeros(1, tokens, dtype=torch.bool) if masked else None
-    with torch.autocast("cpu", torch.bfloat16), Largest() as around:
+    with torch.autocast("cpu", torch.bfloat16), Recorder() as around:
         dilated_attention(q[:, :1], k, v, pattern, key_padding_mask=mask, backend=backend, query_offset=15_000)
-    with Largest() as inside:  # which the mode above does not see
+    with Recorder() as inside:  # which the mode above does not see
         call = Call(pattern, is_causal=True, backend=backend).of(q[:, :1], k, mask, 15_000)
         run.forward(call, Inputs(q[:, :1], k, v, mask))
-    assert 0 < around.elements <= 128 * 2 * 8
-    assert 0 < inside.elements <= 128 * 2 * 8
+    for recorder in (around, inside):
+        sizes = [x.numel() for name, tensors in recorder.ran if name.startswith("aten::") for x in tensors]
+        assert 0 < max(sizes) <= 128 * 2 * 8
 
 
 # --- around it --------------------------------------------------------------------------------------------------
 
 
-def test_autocast_converts_the_result_and_not_the_cache() -> None:
-    q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, TOKENS, 4, 8))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = dilated_attention(q[:, :3], k, v, PAPER, query_offset=9)
-    low = [x.detach().bfloat16() for x in (q[:, :3], k, v)]
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, dilated_attention(*low, PAPER, query_offset=9))
-    out.float().sum().backward()
-    for x in (q, k, v):
-        assert (x.grad.dtype, x.grad.shape) == (x.dtype, x.shape)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(("on_device", "gradients"), [(False, True), (True, False)])
-def test_compiled_in_one_graph(fresh_compiler: None, on_device: bool, gradients: bool) -> None:
+def test_compiled_in_one_graph(on_device: bool, gradients: bool) -> None:
     """Step after step the same graph, once it is known that positions change."""
+    torch._dynamo.reset()
 
     def attention(q: Tensor, k: Tensor, v: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
         return dilated_attention(q, k, v, PAPER, is_causal=True, query_offset=offset, return_lse=True)
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention, fullgraph=True, backend=counter)
-    q, k, v = (x.requires_grad_(gradients) for x in testing.make_qkv(2, TOKENS, 4, 8))
+    qkv = [x.requires_grad_(gradients) for x in testing.make_qkv(2, TOKENS, 4, 8)]
     for at in (20, 33, 34, 35):
         offset = torch.tensor([at, at + 1]) if on_device else at
-        out, lse = compiled(q[:, :2], k, v, offset)
-        expected, expected_lse = attention(q[:, :2], k, v, offset)
-        assert torch.equal(out, expected)
-        assert torch.equal(lse, expected_lse)
+        results = [call(qkv[0][:, :2], *qkv[1:], offset) for call in (compiled, attention)]
+        assert all(map(torch.equal, *results))
         if gradients:
-            got = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
-            for x, y in zip(got, torch.autograd.grad(expected.sum() + expected_lse.sum(), (q, k, v)), strict=True):
-                assert torch.equal(x, y)
+            assert all(map(torch.equal, *(torch.autograd.grad(out.sum() + lse.sum(), qkv) for out, lse in results)))
     assert counter.frame_count <= 2
-
-
-def test_fake_and_meta_tensors_know_shapes() -> None:
-    with FakeTensorMode():
-        q = torch.empty(2, 3, 12, 64, dtype=torch.bfloat16, requires_grad=True)
-        k, v = (torch.empty(2, 10**6, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-        out, lse = dilated_attention(q, k, v, PAPER, enable_gqa=True, return_lse=True)
-        (out.sum().float() + lse.sum()).backward()
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
-    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
-    q, k, v = (x.to("meta") for x in testing.make_qkv(2, 20, 4, 8))
-    offset = torch.zeros(2, dtype=torch.int64, device="meta")
-    assert dilated_attention(q[:, :3], k, v, PAPER, query_offset=offset).shape == (2, 3, 4, 8)
-
-
-def test_there_is_no_second_derivative() -> None:
-    q, k, v = (x.requires_grad_() for x in testing.make_qkv(1, 9, 2, 8))
-    out = dilated_attention(q[:, :2], k, v, PAPER)
-    (grad,) = torch.autograd.grad(out.sum(), k, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        grad.sum().backward()
 
 
 def test_explain_names_the_kernels_of_the_rows_that_blocks_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,22 +187,16 @@ def test_explain_names_the_kernels_of_the_rows_that_blocks_have(monkeypatch: pyt
 
 
 def bad_calls() -> Iterator[Any]:
-    """(name, tokens of query, options, error, match)"""
+    """(tokens of query, options, error, match)"""
     yield pytest.param(10, {}, ValueError, "query has 10 tokens and key 9: .* no more queries than keys", id="longer")
-    for at in (-1, 7, 9):
-        match = f"query_offset is {at}: 3 queries among 9 keys begin at 0 to 6"
-        yield pytest.param(3, {"query_offset": at}, ValueError, match, id=f"int{at}")
-        match = rf"query_offset\[1\] is {at}: 3 queries among 9 keys begin at 0 to 6"
-        yield pytest.param(3, {"query_offset": torch.tensor([6, at])}, ValueError, match, id=f"tensor{at}")
-    for at in (1.0, "1", True, [1, 2]):
+    for at in (-1, 7):
+        match = f"is {at}: 3 queries among 9 keys begin at 0 to 6"
+        yield pytest.param(3, {"query_offset": at}, ValueError, f"query_offset {match}", id=f"int{at}")
+        places = torch.tensor([6, at])
+        yield pytest.param(3, {"query_offset": places}, ValueError, rf"query_offset\[1\] {match}", id=f"tensor{at}")
+    for at in (1.0, True, [1, 2]):
         yield pytest.param(3, {"query_offset": at}, TypeError, "query_offset must be an int or a tensor", id=str(at))
-    for name, at in {
-        "float": torch.ones(2),
-        "bool": torch.ones(2, dtype=torch.bool),
-        "scalar": torch.tensor(1),
-        "three": torch.ones(3, dtype=torch.int64),
-        "matrix": torch.ones(2, 1, dtype=torch.int64),
-    }.items():
+    for name, at in {"float": torch.ones(2), "scalar": torch.tensor(1), "three": torch.ones(3).long()}.items():
         match = r"query_offset must be an int, or int32 or int64 of shape \(batch,\) = \(2,\), got"
         yield pytest.param(3, {"query_offset": at}, ValueError, match, id=name)
     elsewhere = torch.ones(2, dtype=torch.int64, device="meta")
@@ -329,6 +205,7 @@ def bad_calls() -> Iterator[Any]:
     yield pytest.param(3, {"key_padding_mask": short}, ValueError, r"= \(2, 9\), got \(2, 3\)", id="mask")
     match = "'sdpa' cannot run this call: .*dropout.*Use backend='auto'"
     yield pytest.param(3, {"backend": "sdpa", "dropout_p": 0.1}, ValueError, match, id="sdpa-dropout")
+    yield pytest.param(3, {"backend": "triton"}, ValueError, "'triton' cannot run this call: it runs on CUDA", id="cpu")
 
 
 @pytest.mark.parametrize(("queries", "options", "kind", "match"), [*bad_calls()])
@@ -338,6 +215,9 @@ def test_bad_calls_are_refused(queries: int, options: dict[str, Any], kind: type
     with pytest.raises(kind, match=match):
         dilated_attention(torch.zeros(2, queries, 4, 8), x, x, PAPER, **options)
     assert torch.equal(torch.get_rng_state(), state), "a refused call has drawn a random number"
+    if not isinstance(options.get("query_offset"), Tensor):  # positions on a device are read when it runs
+        with pytest.raises(kind, match=match):
+            explain(torch.zeros(2, queries, 4, 8), x, x, PAPER, **options)
 
 
 def test_the_kernel_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,28 +247,20 @@ def test_only_a_call_on_one_device_has_an_offset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "backend", "backward", "why"),
+    ("options", "backend", "why"),
     [
-        ({}, "sdpa", "sdpa, kernel: flash on CPU", "it runs on CUDA, not on cpu"),
-        ({"query_offset": 2}, "sdpa", "sdpa, kernel: flash on CPU", "it runs on CUDA"),
-        ({"dropout_p": 0.5}, "eager", "eager, kernel: matmul", "its decoding has no dropout"),
-        ({"backend": "eager"}, "eager", "eager, kernel: matmul", "it runs on CUDA"),
+        ({}, "sdpa", "it runs on CUDA, not on cpu"),
+        ({"query_offset": 2}, "sdpa", "it runs on CUDA"),
+        ({"dropout_p": 0.5}, "eager", "its decoding has no dropout"),
+        ({"backend": "eager"}, "eager", "it runs on CUDA"),
     ],
 )
-def test_explain_of_few_queries(options: dict[str, Any], backend: str, backward: str, why: str) -> None:
+def test_explain_of_few_queries(options: dict[str, Any], backend: str, why: str) -> None:
     x = torch.randn(2, 9, 4, 8)
     told = explain(x[:, :3], x, x, PAPER, **options)
     assert told.backend == backend
-    assert told.backward.startswith(backward)
+    assert told.backward.startswith({"sdpa": "sdpa, kernel: flash on CPU", "eager": "eager, kernel: matmul"}[backend])
     assert why in "; ".join(told.why_not["triton"])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         dilated_attention(x[:, :3], x, x, PAPER, **options)
     assert any("flash_attention_for_cpu" in event.key for event in profile.key_averages()) == (backend == "sdpa")
-
-
-def test_explain_refuses_what_the_call_refuses() -> None:
-    x = torch.zeros(2, 9, 4, 8)
-    with pytest.raises(ValueError, match="query_offset is 7: 3 queries among 9 keys begin at 0 to 6"):
-        explain(x[:, :3], x, x, PAPER, query_offset=7)
-    with pytest.raises(ValueError, match="backend 'triton' cannot run this call: it runs on CUDA"):
-        explain(x[:, :3], x, x, PAPER, backend="triton")

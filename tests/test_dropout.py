@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, reference, testing
+from dilated_attention import DilatedPattern, dilated_attention, testing
 from dilated_attention.backends import eager
 from dilated_attention.dropout import Dropout, mix, row_words
 
@@ -78,29 +78,15 @@ def test_keep_rate_within_five_sigma(p: float) -> None:
         assert (rate - (1 - p)).abs().max().item() < 5 * sigma
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"seed": 1}, {"seed": 1 << 32}, {"seed": -5}, {"branch": 1}, {"sample": 1}, {"head": 1}, {"head": 7, "sample": 7}],
-    ids=str,
-)
-def test_masks_of_another_seed_branch_sample_or_head_are_independent(other: dict[str, int]) -> None:
+def test_masks_of_another_seed_branch_sample_head_row_or_key_are_independent() -> None:
     p, rows = 0.3, 256
-    one = keep_mask(0, p=p, rows=rows, keys=rows)
-    two = keep_mask(**{"seed": 0, **other}, p=p, rows=rows, keys=rows)
+    one, above = keep_mask(0, p=p, rows=rows, keys=rows), torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    others = [{"seed": 1}, {"seed": 1 << 32}, {"seed": -5}, {"branch": 1}, {"sample": 1}, {"head": 1}]
+    pairs = [(one, keep_mask(**{"seed": 0, **other}, p=p, rows=rows, keys=rows)) for other in others]
+    pairs += [(one[1:], one[:-1]), (one[:, 1:], one[:, :-1]), (one[1:, 1:], one[:-1, :-1]), (one[above], one.T[above])]
     expected = p**2 + (1 - p) ** 2
-    sigma = math.sqrt(expected * (1 - expected) / one.numel())
-    assert abs(agreement(one, two) - expected) < 5 * sigma
-
-
-def test_neighbouring_rows_and_keys_are_independent() -> None:
-    kept = keep_mask(3, rows=512, keys=512)
-    for one, two in (
-        (kept[1:], kept[:-1]),
-        (kept[:, 1:], kept[:, :-1]),
-        (kept, kept.T),
-        (kept[1:, 1:], kept[:-1, :-1]),
-    ):
-        assert abs(agreement(one, two) - 0.5) < 5 * 0.5 / math.sqrt(one.numel()) + 1 / 512  # the diagonal of kept.T
+    for this, that in pairs:
+        assert abs(agreement(this, that) - expected) < 5 * math.sqrt(expected * (1 - expected) / this.numel())
 
 
 def test_a_larger_p_drops_more_of_the_same_pairs() -> None:
@@ -109,12 +95,8 @@ def test_a_larger_p_drops_more_of_the_same_pairs() -> None:
     assert not masks[-1].any()
     for more, less in itertools.pairwise(masks):
         assert not (less & ~more).any()
-
-
-@pytest.mark.parametrize(("p", "factor"), [(0.0, 1.0), (0.5, 2.0), (0.75, 4.0), (1.0, 0.0)])
-def test_factor(p: float, factor: float) -> None:
     one = torch.zeros(1, 1, 1, dtype=torch.int64)
-    assert Dropout(p, one, one, one).factor == factor
+    assert [Dropout(p, one, one, one).factor for p in (0.0, 0.5, 0.75, 1.0)] == [1.0, 2.0, 4.0, 0.0]
 
 
 def test_a_part_of_the_problem_drops_the_same_pairs() -> None:
@@ -133,11 +115,7 @@ PATTERNS = [
     DilatedPattern.torchscale([8, 20], [1, 2]),
     DilatedPattern.head_groups([8, 32], [1, 3]),
 ]
-
-
-def draw_seed() -> Tensor:
-    """As `dilated_attention` draws its own."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+BY_PATTERN = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 
 
 def call(qkv: tuple[Tensor, ...], pattern: DilatedPattern, seed: int, p: float = 0.4, **options):
@@ -145,69 +123,28 @@ def call(qkv: tuple[Tensor, ...], pattern: DilatedPattern, seed: int, p: float =
     return dilated_attention(*qkv, pattern, dropout_p=p, return_lse=True, **options)
 
 
-def weights_of(pattern: DilatedPattern, seed: int, p: float, tokens: int = 32, heads: int = 4) -> Tensor:
-    """(B, N, H, N): with the unit vectors as values, out is the matrix of dropped weights."""
-    q, k, _ = testing.make_qkv(2, tokens, heads, tokens)
-    values = torch.eye(tokens).view(1, tokens, 1, tokens).expand(2, -1, heads, -1)
-    return call((q, k, values), pattern, seed, p)[0]
-
-
 def test_exactly_the_pairs_of_the_hash_are_dropped() -> None:
-    pattern, p, seed = DilatedPattern.longnet([16], [1]), 0.4, 7
-    weights = weights_of(pattern, seed, p)
+    """With the unit vectors as values, out is the matrix of weights. Two equal branches drop a pair separately."""
+    pattern, p, seed = DilatedPattern.longnet([16, 16], [1, 1]), 0.4, 7
+    q, k, _ = testing.make_qkv(2, 32, 4, 32, dtype=torch.float64)
+    values = torch.eye(32, dtype=torch.float64).view(1, 32, 1, 32).expand(2, -1, 4, -1)
+    full, dropped = (call((q, k, values), pattern, seed, rate)[0] for rate in (0.0, p))
     torch.manual_seed(seed)
-    drawn = draw_seed().item()
-    for sample, head in ((0, 0), (1, 3)):
-        for query in range(32):
-            for key in range(query // 16 * 16, query // 16 * 16 + 16):
-                kept = python_keep(drawn, 0, sample, head, query, key, p)
-                assert (weights[sample, query, head, key] != 0).item() == kept
+    drawn = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64).item()
+    for (sample, head), query in itertools.product(((0, 0), (1, 3)), range(32)):
+        for key in range(query // 16 * 16, query // 16 * 16 + 16):
+            kept = sum(python_keep(drawn, branch, sample, head, query, key, p) for branch in range(2)) / 2
+            at = sample, query, head, key
+            assert abs(dropped[at] - full[at] * kept / (1 - p)) < 1e-12, "scaled up, or not there"
 
 
-def test_kept_weights_are_scaled_up() -> None:
-    pattern, p = DilatedPattern.longnet([16], [1]), 0.4
-    full, dropped = weights_of(pattern, 0, 0.0), weights_of(pattern, 0, p)
-    kept = dropped != 0
-    torch.testing.assert_close(dropped[kept], full[kept] / (1 - p))
-
-
-def test_the_rate_in_the_operation() -> None:
-    pattern, p = DilatedPattern.longnet([32], [1]), 0.3
-    kept = torch.cat([weights_of(pattern, seed, p).flatten() != 0 for seed in range(20)]).double()
-    assert abs(kept.mean().item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
-
-
-def test_masks_differ_between_samples_heads_and_branches() -> None:
-    weights = weights_of(DilatedPattern.longnet([32], [1]), 3, 0.5)
-    masks = (weights != 0).transpose(1, 2).flatten(0, 1)  # one per sample and head
-    for i, one in enumerate(masks):
-        for other in masks[:i]:
-            assert 0.3 < agreement(one, other) < 0.7
-
-    # two equal branches drop a pair separately: half of the pairs lose exactly one of their two counts
-    single, double = (weights_of(DilatedPattern.longnet([32] * n, [1] * n), 3, 0.5) for n in (1, 2))
-    full = weights_of(DilatedPattern.longnet([32], [1]), 0, 0.0)
-    share = (double / full).round(decimals=3)
-    assert set(share.unique().tolist()) == {0.0, 1.0, 2.0}
-    assert 0.4 < (share == 1.0).double().mean().item() < 0.6
-    assert ((single != 0) <= (share >= 1.0)).all(), "branch 0 drops the same pairs whatever comes after it"
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@BY_PATTERN
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiling_changes_nothing(pattern: DilatedPattern, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = testing.make_qkv(2, 33, 4, 8, dtype=torch.float64)
-    dout = torch.randn(2, 33, 4, 8, dtype=torch.float64)
 
     def results() -> testing.Results:
-        torch.manual_seed(5)
-        return testing.run(
-            lambda *x: dilated_attention(
-                *x, pattern, dropout_p=0.4, is_causal=is_causal, return_lse=True, backend="eager"
-            ),
-            qkv,
-            dout,
-        )
+        return testing.run(lambda *x: call(x, pattern, 5, is_causal=is_causal, backend="eager"), qkv, qkv[2])
 
     whole = results()
     for size in (1, 64, 300):
@@ -215,38 +152,21 @@ def test_tiling_changes_nothing(pattern: DilatedPattern, is_causal: bool, monkey
         testing.assert_exact(results(), whole)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_same_seed_same_result_and_another_seed_another(pattern: DilatedPattern) -> None:
-    qkv = testing.make_qkv(2, 33, 4, 8)
-    one, again, other = (call(qkv, pattern, seed)[0] for seed in (1, 1, 2))
+@BY_PATTERN
+def test_what_follows_the_seed_and_what_does_not(pattern: DilatedPattern) -> None:
+    qkv = testing.make_qkv(2, 33, 4, 8, dtype=torch.float64)
+    (one, lse), (again, _), (other, _) = (call(qkv, pattern, seed) for seed in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.allclose(one, other)
     second = dilated_attention(*qkv, pattern, dropout_p=0.4)  # the generator has moved on
     assert not torch.allclose(other, second)
 
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_lse_is_that_of_the_undropped_softmax(pattern: DilatedPattern) -> None:
-    qkv = testing.make_qkv(2, 33, 4, 8, dtype=torch.float64)
     _, expected = dilated_attention(*qkv, pattern, return_lse=True)
-    for p in (0.3, 1.0):
-        torch.testing.assert_close(call(qkv, pattern, 0, p)[1], expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_p_of_one_gives_zeros_and_no_gradients(pattern: DilatedPattern) -> None:
-    qkv = testing.make_qkv(2, 33, 4, 8)
-    got = testing.run(lambda *x: dilated_attention(*x, pattern, dropout_p=1.0), qkv, torch.randn(2, 33, 4, 8))
-    for name, x in got.items():
-        assert (x == 0).all(), name
-
-
-def test_the_mean_over_seeds_is_the_undropped_result() -> None:
-    pattern, count = DilatedPattern.longnet([8, 16], [1, 2]), 400
-    qkv = testing.make_qkv(1, 16, 2, 4, dtype=torch.float64)
-    outs = torch.stack([call(qkv, pattern, seed, 0.3)[0] for seed in range(count)])
-    sigma = outs.std(0) / math.sqrt(count)
-    assert ((outs.mean(0) - dilated_attention(*qkv, pattern)).abs() < 5 * sigma + 1e-12).all()
+    torch.testing.assert_close(lse, expected, rtol=0, atol=1e-12)  # that of the undropped softmax
+    all_dropped = testing.run(lambda *x: call(x, pattern, 0, 1.0), qkv, torch.ones_like(qkv[0]))
+    torch.testing.assert_close(all_dropped.lse, expected, rtol=0, atol=1e-12)
+    for name, x in all_dropped.items():
+        assert name == "lse" or (x == 0).all(), name
 
 
 def test_a_longer_sequence_drops_the_same_pairs() -> None:
@@ -254,19 +174,3 @@ def test_a_longer_sequence_drops_the_same_pairs() -> None:
     qkv = testing.make_qkv(2, 48, 4, 8, dtype=torch.float64)
     whole, part = (call([x[:, :n] for x in qkv], pattern, 11)[0] for n in (48, 32))
     torch.testing.assert_close(whole[:, :32], part, rtol=0, atol=1e-12)
-
-
-def test_the_oracle_drops_the_same_pairs_of_every_branch() -> None:
-    pattern = DilatedPattern.longnet([8, 16], [1, 3])
-    qkv = testing.make_qkv(2, 16, 4, 16)
-    values = torch.eye(16).view(1, 16, 1, 16).expand(2, -1, 4, -1)
-    out, _ = call((*qkv[:2], values), pattern, 4)
-    torch.manual_seed(4)
-    expected, _ = reference.attention(*qkv[:2], values, pattern, dropout_p=0.4, seed=draw_seed())
-    assert torch.equal(out != 0, expected != 0)
-
-
-def test_without_dropout_the_generator_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    dilated_attention(*testing.make_qkv(1, 8, 2, 4), DilatedPattern.longnet([4], [1]))
-    assert torch.equal(torch.get_rng_state(), before)

@@ -10,20 +10,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 from dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention, testing
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
+from tests.cases import leaves
 
 BACKENDS = ("sdpa", "eager")
-OFFSETS = {"whole": None, "few": 3, "at": torch.tensor([4, 1])}  # queries at the end, or at these positions
+MASK = torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.3
+QUERIES = pytest.mark.parametrize("queries", [None, 3])
 CLOSE = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 def make(queries: int | None = None, tokens: int = 11, samples: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = testing.make_qkv(samples, tokens, 4, 4, kv_heads=2, dtype=torch.float64)
     return q if queries is None else q[:, -queries:], k, v
+
+
+def mapped(*sizes: int, queries: int | None = None) -> list[Tensor]:
+    """q, k and v with these dimensions in front."""
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randn(*sizes, *x.shape, generator=draws, dtype=x.dtype) for x in make(queries)]
 
 
 def attention(rule: str = "longnet", **options: Any) -> Any:
@@ -38,29 +47,31 @@ def scalar(attend: Any, *qkv: Tensor) -> Tensor:
 
 
 def plain_gradients(attend: Any, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    return torch.autograd.grad(scalar(attend, *leaves), leaves)
+    return torch.autograd.grad(scalar(attend, *(given := leaves(*qkv))), given)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("where", OFFSETS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_grad_and_vjp(rule: str, backend: str, where: str, masked: bool) -> None:
-    mask = torch.rand(2, 11, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
-    offset = OFFSETS[where] if where == "at" else None
-    attend = attention(rule, backend=backend, key_padding_mask=mask, query_offset=offset, is_causal=where != "whole")
-    qkv = make(None if where == "whole" else 3)
-    got = grad(functools.partial(scalar, attend), (0, 1, 2))(*qkv)
-    CLOSE(got, plain_gradients(attend, qkv))
+@pytest.mark.parametrize(
+    ("queries", "options"),
+    [
+        (None, {}),
+        (None, {"key_padding_mask": MASK[:2]}),
+        (3, {"key_padding_mask": MASK[:2], "is_causal": True}),
+        (3, {"query_offset": torch.tensor([4, 1]), "is_causal": True}),
+    ],
+    ids=["whole", "masked", "few", "at positions"],
+)
+def test_grad_and_vjp(rule: str, backend: str, queries: int | None, options: dict[str, Any]) -> None:
+    attend, qkv = attention(rule, backend=backend, **options), make(queries)
+    CLOSE(grad(functools.partial(scalar, attend), (0, 1, 2))(*qkv), plain_gradients(attend, qkv))
     (out, lse), back = vjp(attend, *qkv)
     CLOSE((out, lse), attend(*qkv))
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    CLOSE(back((out, torch.zeros_like(lse))), torch.autograd.grad(attend(*leaves)[0], leaves, out))
+    given = leaves(*qkv)
+    CLOSE(back((out, torch.zeros_like(lse))), torch.autograd.grad(attend(*given)[0], given, out))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("queries", [None, 3])
+@pytest.mark.parametrize(("backend", "queries"), [("sdpa", None), ("eager", 3)])
 def test_jacobians(backend: str, queries: int | None) -> None:
     attend = attention(backend=backend)
     qkv = make(queries, tokens=5)
@@ -74,19 +85,17 @@ def test_jacobians(backend: str, queries: int | None) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("queries", [None, 3])
-@pytest.mark.parametrize("masked", [False, True])
-def test_gradients_of_each_sample(rule: str, queries: int | None, masked: bool) -> None:
+@QUERIES
+@pytest.mark.parametrize("mask", [None, MASK], ids=["bare", "masked"])
+def test_gradients_of_each_sample(rule: str, queries: int | None, mask: Tensor | None) -> None:
     """vmap over grad: one call whose samples are the mapped ones."""
     qkv = make(queries, samples=3)
-    mask = torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
 
-    def of_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        ignored = None if mask is None else mask[None]
+    def of_one(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        ignored = mask[0][None] if mask else None
         return scalar(attention(rule, key_padding_mask=ignored), q[None], k[None], v[None])
 
-    given = qkv if mask is None else (*qkv, mask)
-    got = vmap(grad(of_one, (0, 1, 2)))(*given)
+    got = vmap(grad(of_one, (0, 1, 2)))(*qkv, *([] if mask is None else [mask]))
     CLOSE(got, plain_gradients(attention(rule, key_padding_mask=mask), qkv))
 
 
@@ -106,11 +115,10 @@ def test_gradients_of_each_sample_in_a_module() -> None:
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, 1, None), (None, None, 3)], ids=str)
-@pytest.mark.parametrize("queries", [None, 3])
+@QUERIES
 def test_mapped_calls(in_dims: tuple[int | None, ...], queries: int | None) -> None:
     """Whatever is mapped, along any dimension."""
-    attend, generator = attention("torchscale"), torch.Generator().manual_seed(1)
-    qkv = [torch.randn(3, *x.shape, generator=generator, dtype=x.dtype) for x in make(queries)]
+    attend, qkv = attention("torchscale"), mapped(3, queries=queries)
     given = [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(qkv, in_dims, strict=True)]
     out, lse = vmap(attend, in_dims=in_dims)(*given)
     for i in range(3):
@@ -118,10 +126,9 @@ def test_mapped_calls(in_dims: tuple[int | None, ...], queries: int | None) -> N
         CLOSE((out[i], lse[i]), attend(*one))
 
 
-@pytest.mark.parametrize("queries", [None, 3])
+@QUERIES
 def test_calls_mapped_twice(queries: int | None) -> None:
-    attend, generator = attention("torchscale"), torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 3, *x.shape, generator=generator, dtype=x.dtype) for x in make(queries))
+    attend, (q, k, v) = attention("torchscale"), mapped(2, 3, queries=queries)
     out, lse = vmap(vmap(attend, in_dims=(0, 0, None)), in_dims=(0, None, 0))(q, k[0], v[:, 0])
     for i, j in itertools.product(range(2), range(3)):
         CLOSE((out[i, j], lse[i, j]), attend(q[i, j], k[0, j], v[i, 0]))
@@ -146,8 +153,7 @@ def test_mapped_dropout(randomness: str) -> None:
     CLOSE(dv.sum((1, 2, 3, 4)), out.sum((1, 2, 3, 4)))  # out is linear in v, which is 1
 
 
-@pytest.mark.parametrize("queries", [None, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "queries"), [("sdpa", None), ("eager", None), ("sdpa", 3)])
 def test_many_gradients_at_once(backend: str, queries: int | None) -> None:
     """is_grads_batched=True."""
     qkv = [x.requires_grad_() for x in make(queries)]
@@ -167,8 +173,11 @@ def test_second_and_forward_derivatives_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         grad(lambda q: grad(of_query)(q).sum())(q)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        hessian(of_query)(q)
+    for transform in (hessian(of_query), lambda q: jvp(of_query, (q,), (q,))):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            transform(q)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        attend(q, k, forward_ad.make_dual(v, v))
 
 
 def transforms_over_ranks() -> list[str]:

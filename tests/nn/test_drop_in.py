@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dilated_attention as da
+from dilated_attention.nn import masks
 from dilated_attention.testing import error
 
 E, H, N, B = 24, 4, 13, 3
 PATTERN = da.DilatedPattern.longnet([4, 8], [1, 2])
+GROUPS = da.DilatedPattern.head_groups([4, 8], [1, 2])
 CLASSES = [da.MultiheadDilatedAttention, da.ImprovedMultiheadDilatedAttention, da.RingMultiheadDilatedAttention]
 TWO = [*itertools.product((True, False), (True, False))]
 BY_CLASS = pytest.mark.parametrize("cls", CLASSES)
@@ -58,14 +60,13 @@ def test_a_pattern_instead_of_two_lists(cls: Any) -> None:
     first = () if "Multihead" not in cls.__name__ else (E, H)
     assert cls(*first, pattern=PATTERN).pattern == cls(*first, [4, 8], [1, 2], rule="longnet").pattern == PATTERN
     assert cls(*first, pattern=PATTERN, rule="longnet").pattern == PATTERN
-    wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    for lists, options, kind, match in (
         ((), {}, ValueError, "no pattern: give segment_lengths and dilation_rates, or pattern="),
         (([4],), {}, ValueError, "no pattern: give"),
         (([4], [1]), {"pattern": PATTERN}, ValueError, "beside pattern=.*: give the lists or the pattern"),
         ((), {"pattern": PATTERN, "rule": "torchscale"}, ValueError, "rule='torchscale' beside pattern"),
         ((), {"pattern": "longnet"}, TypeError, "pattern must be a DilatedPattern, got str"),
-    ]
-    for lists, options, kind, match in wrong:
+    ):
         with pytest.raises(kind, match=match):
             cls(*first, *lists, **options)
 
@@ -78,7 +79,8 @@ def test_fewer_key_heads_and_both_layouts(cls: Any, kv_heads: int | None, batch_
     assert [len(x) for x in weights] == [E, *[E * (kv_heads or H) // H] * 2]
     padding = torch.zeros(B, N, dtype=torch.bool)
     padding[1, 9:] = True
-    for inputs in ([tokens()] * 3, [tokens(1), tokens(2), tokens(2)], [tokens(1), tokens(2), tokens(3)]):
+    a, b, c = (tokens(seed) for seed in (1, 2, 3))
+    for inputs in ((a, a, a), (a, b, b), (a, b, a), (a, a, b), (a, b, c)):
         leaves = {id(x): x.clone().requires_grad_() for x in inputs}
         given = [leaves[id(x)] for x in inputs]
         expected = by_function(module, *given, is_causal=True, key_padding_mask=padding)
@@ -88,8 +90,8 @@ def test_fewer_key_heads_and_both_layouts(cls: Any, kv_heads: int | None, batch_
         assert error(got, expected) <= 1e-12
         wanted = [*leaves.values(), *module.parameters()]
         grads = (torch.autograd.grad(x.square().sum(), wanted, retain_graph=True) for x in (got, expected))
-        for a, b in zip(*grads, strict=True):
-            assert error(a, b) <= 1e-11
+        for ours, theirs in zip(*grads, strict=True):
+            assert error(ours, theirs) <= 1e-11
     unbatched = module(tokens()[0], key_padding_mask=padding[1])[0]
     assert error(unbatched, by_function(module, *[tokens()[:1]] * 3, key_padding_mask=padding[1:2])[0]) <= 1e-12
     twin = cls(E, H, pattern=PATTERN, num_kv_heads=kv_heads, dtype=torch.float64)
@@ -101,21 +103,22 @@ def test_fewer_key_heads_and_both_layouts(cls: Any, kv_heads: int | None, batch_
 
 
 def test_wrong_layouts_and_heads_are_refused() -> None:
-    module = make(CLASSES[0], batch_first=False)
-    with pytest.raises(
-        ValueError, match=r"must all be \(tokens, batch, 24\) or all \(tokens, 24\), got query \(13, 3, 2"
+    module, x = make(CLASSES[0], batch_first=False), tokens().transpose(0, 1)
+    shapes = r"must all be \(tokens, batch, 24\) or all \(tokens, 24\), got query \(13, 3, 2"
+    for inputs, mask, kind, match in (
+        (x[..., 1:], None, ValueError, shapes),
+        (x, torch.zeros(N, B, dtype=torch.bool), ValueError, r"must be \(3, 13\) like the tokens, got \(13, 3\)"),
+        (x, [[False] * N] * B, TypeError, "key_padding_mask must be a tensor, got list"),
     ):
-        module(tokens().transpose(0, 1)[..., 1:])
-    with pytest.raises(ValueError, match=r"key_padding_mask must be \(3, 13\) like the tokens, got \(13, 3\)"):
-        module(tokens().transpose(0, 1), key_padding_mask=torch.zeros(N, B, dtype=torch.bool))
-    with pytest.raises(TypeError, match="key_padding_mask must be a tensor, got list"):
-        module(tokens().transpose(0, 1), key_padding_mask=[[False] * N] * B)
-    with pytest.raises(ValueError, match="4 query heads cannot be shared evenly by 3 key/value heads"):
-        make(CLASSES[0], num_kv_heads=3)
-    with pytest.raises(ValueError, match="head_groups deals 2 branches to 1 key/value heads"):
-        da.MultiheadDilatedAttention(E, H, [4, 8], [1, 2], num_kv_heads=1)
-    with pytest.raises(TypeError, match="batch_first must be True or False, got 0"):
-        make(CLASSES[0], batch_first=0)
+        with pytest.raises(kind, match=match):
+            module(inputs, key_padding_mask=mask)
+    for options, kind, match in (
+        ({"num_kv_heads": 3}, ValueError, "4 query heads cannot be shared evenly by 3 key/value heads"),
+        ({"pattern": GROUPS, "num_kv_heads": 1}, ValueError, "head_groups deals 2 branches to 1 key/value heads"),
+        ({"batch_first": 0}, TypeError, "batch_first must be True or False, got 0"),
+    ):
+        with pytest.raises(kind, match=match):
+            make(CLASSES[0], **options)
 
 
 # --- the causal mask --------------------------------------------------------------------------------------------
@@ -137,49 +140,17 @@ def test_the_causal_mask_says_what_is_causal_says(kind: str) -> None:
         module(tokens(), attn_mask=causal_mask(kind)[..., :-1, :-1], is_causal=True)
 
 
-def test_other_kinds_of_attn_mask_are_refused() -> None:
-    module = make(CLASSES[0])
-    with pytest.raises(TypeError, match=r"attn_mask must be bool or float, got torch\.int64"):
-        module(tokens(), attn_mask=causal_mask("bool").long(), is_causal=True)
-    with pytest.raises(TypeError, match="attn_mask must be a tensor, got list"):
-        module(tokens(), attn_mask=causal_mask("bool").tolist(), is_causal=True)
-
-
-def test_a_long_mask_is_taken_at_its_word() -> None:
-    from dilated_attention.nn import masks
-
+def test_other_kinds_of_attn_mask_are_refused_and_a_long_one_is_taken_at_its_word() -> None:
+    module, mask = make(CLASSES[0]), causal_mask("bool")
+    for wrong, match in ((mask.long(), r"bool or float, got torch\.int64"), (mask.tolist(), "a tensor, got list")):
+        with pytest.raises(TypeError, match=f"attn_mask must be {match}"):
+            module(tokens(), attn_mask=wrong, is_causal=True)
     masks.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(5000, 5000), True, 5000, 1)
     with pytest.raises(ValueError, match="not the causal mask"):
         masks.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(4096, 4096), True, 4096, 1)
 
 
-def test_it_compiles_with_a_causal_mask() -> None:
-    torch._dynamo.reset()
-    module = make(CLASSES[0])
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    got = compiled(tokens(), attn_mask=causal_mask("float"), is_causal=True)[0]
-    assert error(got, module(tokens(), is_causal=True)[0]) <= 1e-12
-
-
-# --- PyTorch's layers -------------------------------------------------------------------------------------------
-
-
-@BY_CLASS
-@pytest.mark.parametrize(("batch_first", "training"), TWO)
-def test_an_encoder_with_its_causal_mask(cls: Any, batch_first: bool, training: bool) -> None:
-    torch.manual_seed(0)
-    layer: Any = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
-    layer.self_attn = make(cls, batch_first=batch_first)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
-    expected = x = tokens()
-    for each in encoder.layers:
-        expected = each.norm1(expected + by_function(each.self_attn, *[expected] * 3, is_causal=True))
-        expected = each.norm2(expected + each.linear2(F.relu(each.linear1(expected))))
-    mask = nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)
-    with torch.set_grad_enabled(training):
-        for options in ({"mask": mask, "is_causal": True}, {"mask": mask}):  # without a word it finds out itself
-            got = encoder(x if batch_first else x.transpose(0, 1), **options)
-            assert error(got if batch_first else got.transpose(0, 1), expected) <= 1e-11
+# --- a layer of PyTorch's; encoders are in test_multihead ---------------------------------------------------------
 
 
 @BY_CLASS
@@ -222,14 +193,21 @@ def dense_state(separate: bool, bias: bool = True) -> tuple[nn.MultiheadAttentio
 @BY_CLASS
 @pytest.mark.parametrize(("separate", "bias"), TWO)
 def test_state_dicts_of_multihead_attention_load(cls: Any, separate: bool, bias: bool) -> None:
+    """And one segment of all tokens is its attention."""
     dense, state = dense_state(separate, bias)
     names = list(state)
     ours = cls(E, H, [N], [1], rule="longnet", bias=bias, layer_norm=False, dtype=torch.float64)
     model = nn.ModuleDict({"attention": ours})
     result = model.load_state_dict({f"attention.{name}": x for name, x in state.items()}, strict=True)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert error(ours(tokens())[0], dense(tokens(), tokens(), tokens(), need_weights=False)[0]) <= 1e-12
     assert list(state) == names, "the caller's state dict is not changed"
+    ignored = torch.arange(N).expand(B, N) > 9
+    as_float = torch.zeros(B, N, dtype=torch.float64).masked_fill(ignored, -torch.inf)
+    for is_causal, mask, part in itertools.product((False, True), (None, ignored, as_float), (slice(None), 0)):
+        x, given = tokens()[part], None if mask is None else mask[part]
+        theirs = {"attn_mask": causal_mask("float" if mask is as_float else "bool") if is_causal else None}
+        expected = dense(x, x, x, given, need_weights=False, is_causal=is_causal, **theirs)[0]
+        assert error(ours(x, x, x, given, need_weights=False, is_causal=is_causal)[0], expected) <= 1e-12
 
 
 @BY_CLASS
