@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
+from dilated_attention.distributed.fake import FakeTransport
 from dilated_attention.testing import Results
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -212,6 +213,15 @@ class Case:
         qkv, dout, dlse, _ = self.inputs()
         self.seed()
         return testing.run(self.attention(), qkv, dout, dlse)
+
+    def on_threads(self) -> tuple[Results, list[FakeTransport]]:
+        """The ranks being threads, and what each of them sent."""
+        qkv, dout, dlse, _ = self.inputs()
+        options = {name: value for name, value in self.options().items() if name != "scale"}
+        return testing.run_sharded(
+            qkv, self.lengths(), self.the_pattern(), dout, dlse, exchange=self.exchange, seed=self.seed(),
+            use_checkpointing=self.recompute, backend=self.backend, **options,
+        )  # fmt: skip
 
     def over(self, group: Any = None, **more: Any) -> ContextParallel:
         """The ranks; the default group without one."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -11,6 +15,26 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+@contextmanager
+def noted_calls(names: Iterable[str]) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+    """The calls of these functions of torch.distributed: which, and with what."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def noted(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append((name, args))
+            return function(*args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, noted(name)))
+        yield calls
 
 
 def alive(pid: int) -> bool:

@@ -568,20 +568,22 @@ def swapped(exchange: str, reentrant: bool | None, **options: Any) -> list[Resul
     return in_order(exchange, reentrant, (1, 0) if dist.get_rank() == VICTIM else (0, 1), **options)
 
 
-def swapped_then_in_order(exchange: str, reentrant: bool | None) -> tuple[str, float, list[Results]]:
+def swapped_then_in_order(exchange: str, reentrant: bool | None, then: bool | None) -> tuple[str, float, list[Results]]:
     """A call that was called off does not count, so that later numbers still agree."""
-    right = functools.partial(in_order, exchange, reentrant, (1, 0))
+    right = functools.partial(in_order, exchange, then, (1, 0))
     error, seconds, _ = error_then(functools.partial(swapped, exchange, reentrant), right)
     odd = {"dropout_p": 2.0} if dist.get_rank() == VICTIM else {}
     return error, seconds, error_then(functools.partial(odd_call, **odd), right)[2]
 
 
-@pytest.mark.parametrize(("exchange", "reentrant"), [("ring", None), ("allgather", False), ("alltoall", True)])
+@pytest.mark.parametrize(
+    ("exchange", "reentrant", "then"), [("ring", None, False), ("allgather", False, None), ("alltoall", None, True)]
+)
 def test_every_rank_is_told_that_backward_passes_come_in_different_orders(
-    exchange: str, reentrant: bool | None
+    exchange: str, reentrant: bool | None, then: bool | None
 ) -> None:
     """An order that all ranks share is right, with checkpoints too, whose backward passes make the calls again."""
-    told = pool(P).run(swapped_then_in_order, exchange, reentrant)
+    told = pool(P).run(swapped_then_in_order, exchange, reentrant, then)
     for rank, (error, seconds, _) in enumerate(told):
         number = r"the number of the call \(all ranks must run their backward passes in one order\)"
         who = rf"is (\d+) on ranks 0, 2 and (\d+) on rank {VICTIM}"

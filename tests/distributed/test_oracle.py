@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -31,6 +29,7 @@ from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
 from tests.cases import DTYPES, EXCHANGES, Case
+from tests.over_ranks import noted_calls
 from tests.table import cover
 
 BY_EXCHANGE = pytest.mark.parametrize("exchange", EXCHANGES)
@@ -307,27 +306,13 @@ COLLECTIVES = [
 ]
 
 
-def calls_here(case: Case) -> tuple[Counter[str], set[int]]:
+def calls_here(case: Case) -> tuple[set[str], set[int]]:
     """What one forward and backward call of torch.distributed in this rank, and to whom more than 100 bytes go."""
-    calls: Counter[str] = Counter()
-    peers: set[int] = set()
-
-    def counted(name: str) -> Callable[..., Any]:
-        function = getattr(dist, name)
-
-        def wrapped(*args: Any, **options: Any) -> Any:
-            calls[name] += 1
-            if name == "batch_isend_irecv":
-                peers.update(x.peer for x in args[0] if x.op is dist.isend and x.tensor.numel() > 100)
-            return function(*args, **options)
-
-        return wrapped
-
-    with ExitStack() as stack:
-        for name in [*COLLECTIVES, "batch_isend_irecv"]:
-            stack.enter_context(mock.patch.object(dist, name, counted(name)))
+    with noted_calls([*COLLECTIVES, "batch_isend_irecv"]) as calls:
         case.on_this_rank()
-    return calls, peers
+    messages = [x for name, args in calls if name == "batch_isend_irecv" for x in args[0]]
+    peers = {x.peer for x in messages if x.op is dist.isend and x.tensor.numel() > 100}
+    return {name for name, _ in calls}, peers
 
 
 @BY_EXCHANGE
@@ -336,7 +321,7 @@ def test_a_ring_is_point_to_point_between_neighbours(exchange: str) -> None:
     assert {"all_reduce", "all_gather", "all_to_all_single", "broadcast"} <= set(COLLECTIVES)
     case = vary(pattern=DilatedPattern.torchscale([64], [1]), exchange=exchange, mask="right", own_heads=(8, 4))
     for rank, (calls, peers) in enumerate(pool(4).run(calls_here, case)):
-        assert set(calls) == {"batch_isend_irecv"}
+        assert calls == {"batch_isend_irecv"}
         assert peers == ({(rank + 1) % 4} if exchange == "ring" else {0, 1, 2, 3} - {rank})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,13 +30,7 @@ E, H, N, SAMPLES = 24, 6, 13, 4
 # four branches for six heads: with heads over two ranks, head_groups cuts through the second branch
 LENGTHS, RATES = [4, 8, 6, 32], [1, 2, 3, 1]
 RULES = ["longnet", "torchscale", "head_groups"]
-MESHES = [
-    {"data": 1, "sequence": 2},
-    {"heads": 2},
-    {"data": 2, "sequence": 2},
-    {"sequence": 2, "heads": 2},
-    {"data": 2, "sequence": 2, "heads": 2},
-]
+OF_ONE_DEVICE = ("bias", "layer_norm", "rule", "num_kv_heads")
 TOLERANCE = 1e-12
 
 
@@ -44,19 +38,18 @@ def name(axes: Any) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in axes.items())
 
 
-def ranks(axes: dict[str, int]) -> Any:
-    size = 1
-    for count in axes.values():
-        size *= count
-    return pool(size)
+def on_ranks(axes: dict[str, int], function: Any, *args: Any) -> list[Any]:
+    return pool(math.prod(axes.values()) if axes else 1).run(function, *args, axes)
 
 
 def mesh_of(axes: dict[str, int]) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def changed(module: Any) -> Any:
-    """No parameter at the value it starts with, so that none can be left out unseen; before it is split."""
+def one_device(**options: Any) -> Any:
+    """No parameter is at the value it starts with, so that none can be left out unseen."""
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(E, H, LENGTHS, RATES, dtype=torch.float64, **options)
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters()):
             generator = torch.Generator().manual_seed(index)
@@ -64,23 +57,12 @@ def changed(module: Any) -> Any:
     return module
 
 
-def one_device(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return changed(MultiheadDilatedAttention(E, H, LENGTHS, RATES, dtype=torch.float64, **options))
-
-
 def on_mesh(mesh: DeviceMesh, **options: Any) -> Any:
     """With the weights of `one_device`."""
-    torch.manual_seed(0)
     module = RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, dtype=torch.float64, **options)
-    load_whole(
-        module, one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule", "num_kv_heads") if x in options})
-    )
-    return module
-
-
-def load_whole(module: nn.Module, plain: nn.Module) -> None:
+    plain = one_device(**{x: options[x] for x in OF_ONE_DEVICE if x in options})
     set_model_state_dict(module, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    return module
 
 
 def batch(seed: int = 1) -> Tensor:
@@ -142,7 +124,7 @@ def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str
 
 def compared(mesh: DeviceMesh, options: dict[str, Any], call: dict[str, Any], padded: bool) -> dict[str, float]:
     """What differs from one device: output, loss, gradients of the input and of every parameter."""
-    one = one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule", "num_kv_heads") if x in options})
+    one = one_device(**{x: options[x] for x in OF_ONE_DEVICE if x in options})
     many = on_mesh(mesh, **options)
     whole, x = batch().requires_grad_(), part(batch(), mesh).requires_grad_()
     mask = {"key_padding_mask": padding()} if padded else {}
@@ -166,9 +148,10 @@ def compared(mesh: DeviceMesh, options: dict[str, Any], call: dict[str, Any], pa
 
 def computes_alike(axes: dict[str, int]) -> dict[str, Any]:
     mesh, wrong = mesh_of(axes), {}
-    cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [({"rule": rule}, {}, False) for rule in RULES]
-    cases += [({"rule": rule}, {"is_causal": True}, True) for rule in RULES]
-    cases += [({"parallel": ContextParallel(exchange=exchange)}, {}, True) for exchange in ROUTES]
+    cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+        ({"rule": rule, "parallel": ContextParallel(exchange=exchange)}, {"is_causal": rule != "longnet"}, True)
+        for rule, exchange in zip(RULES, ROUTES, strict=True)
+    ]
     cases += [({"layer_norm": False}, {}, False), ({"bias": False, "use_checkpointing": False}, {}, False)]
     cases += [({"num_kv_heads": 2, "rule": "longnet", "batch_first": True}, {}, True)]
     for case in cases:
@@ -178,9 +161,11 @@ def computes_alike(axes: dict[str, int]) -> dict[str, Any]:
     return wrong
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=name)
+@pytest.mark.parametrize(
+    "axes", [{"heads": 2}, {"data": 2, "sequence": 2}, {"data": 2, "sequence": 2, "heads": 2}], ids=name
+)
 def test_equals_one_device(axes: dict[str, int]) -> None:
-    assert not any(ranks(axes).run(computes_alike, axes))
+    assert not any(on_ranks(axes, computes_alike))
 
 
 def inputs() -> dict[str, float]:
@@ -194,15 +179,9 @@ def inputs() -> dict[str, float]:
     got = torch.autograd.grad(out, mine, part(upstream, mesh))
     wanted = torch.autograd.grad(expected, whole, upstream)
     found = {"out": out, "unbatched": many(mine[0][1])[0], **dict(zip("qkv", got, strict=True))}
-    parts = [part(x, mesh) for x in wanted]
-    return differences(
-        found,
-        {
-            "out": part(expected, mesh),
-            "unbatched": part(one(whole[0])[0], mesh)[1],
-            **dict(zip("qkv", parts, strict=True)),
-        },
-    )
+    whole_results = {"out": expected, "unbatched": one(whole[0])[0], **dict(zip("qkv", wanted, strict=True))}
+    parts = {key: part(x, mesh) for key, x in whole_results.items()}
+    return differences(found, parts | {"unbatched": parts["unbatched"][1]})
 
 
 def test_inputs_that_differ_and_one_without_a_batch() -> None:
@@ -250,7 +229,7 @@ def test_heads_cost_two_collectives_each_way() -> None:
 # --- dropout ----------------------------------------------------------------------------------------------------
 
 
-def drops_alike(axes: dict[str, int], seeds: str) -> dict[str, float]:
+def drops_alike(seeds: str, axes: dict[str, int]) -> dict[str, float]:
     """Each data rank against one device that has its samples and the seed of the first of its ranks."""
     mesh = mesh_of(axes)
     at = dict(zip(axes, mesh.get_coordinate() or (), strict=True))
@@ -273,10 +252,13 @@ def drops_alike(axes: dict[str, int], seeds: str) -> dict[str, float]:
     return wrong
 
 
-@pytest.mark.parametrize("seeds", ["same", "different"])
-def test_dropout_is_that_of_one_device(seeds: str) -> None:
-    assert not any(pool(4).run(drops_alike, {"sequence": 2, "heads": 2}, seeds))
-    assert not any(pool(8).run(drops_alike, {"data": 2, "sequence": 2, "heads": 2}, seeds))
+@pytest.mark.parametrize(
+    ("seeds", "axes"),
+    [("same", {"sequence": 2, "heads": 2}), ("different", {"data": 2, "sequence": 2, "heads": 2})],
+    ids=["same", "different"],
+)
+def test_dropout_is_that_of_one_device(seeds: str, axes: dict[str, int]) -> None:
+    assert not any(on_ranks(axes, drops_alike, seeds))
 
 
 # --- with what trains models ------------------------------------------------------------------------------------
@@ -312,54 +294,44 @@ def trained(how: str, axes: dict[str, int]) -> dict[str, float]:
     return wrong | differences(whole_parameters(many), after)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp flat"])
-def test_training_over_data_and_sequence_equals_one_device(how: str) -> None:
-    assert not any(pool(4).run(trained, how, {"data": 2, "sequence": 2}))
+@pytest.mark.parametrize(
+    ("how", "axes"),
+    [
+        ("ddp", {"data": 2, "sequence": 2}),
+        ("fsdp flat", {"data": 2, "sequence": 2}),
+        ("fsdp", {"data": 2, "sequence": 2, "heads": 2}),
+    ],
+    ids=["ddp", "fsdp flat", "fsdp"],
+)
+def test_training_equals_one_device(how: str, axes: dict[str, int]) -> None:
+    assert not any(on_ranks(axes, trained, how))
 
 
-@pytest.mark.parametrize("how", ["fsdp", "fsdp flat"])
-def test_training_over_all_three_axes_equals_one_device(how: str) -> None:
-    assert not any(pool(8).run(trained, how, {"data": 2, "sequence": 2, "heads": 2}))
-
-
-def recomputed(how: str, axes: dict[str, int]) -> dict[str, float]:
-    mesh = mesh_of(axes)
+def recomputed(reentrant: bool) -> dict[str, float]:
+    mesh = mesh_of({"sequence": 2, "heads": 2})
     results = []
     for wrapped in (False, True):
-        module = on_mesh(mesh, dropout=0.3)
-        call: Any = module
-        if wrapped and how == "wrapper":
-            call = checkpoint_wrapper(module)
-        elif wrapped:
-
-            def call(x: Tensor, module: nn.Module = module) -> Any:
-                return checkpoint(module, x, use_reentrant=how == "reentrant")
-
-        x = part(batch(), mesh).requires_grad_()
+        module, x = on_mesh(mesh, dropout=0.3), part(batch(), mesh).requires_grad_()
         torch.manual_seed(3 + dist.get_rank())
-        out = call(x)[0]
+        out = (checkpoint(module, x, use_reentrant=reentrant) if wrapped else module(x))[0]
         loss_of(out, mesh).backward()
-        assert x.grad is not None
         gradients = {key: averaged(value.grad, mesh) for key, value in module.named_parameters()}
         results.append({"out": out, "input": x.grad, **gradients})
-    return {
-        key: error(value, results[0][key])
-        for key, value in results[1].items()
-        if not torch.equal(value, results[0][key])
-    }
+    pairs = {key: (value, results[0][key]) for key, value in results[1].items()}
+    return {key: error(*pair) for key, pair in pairs.items() if not torch.equal(*pair)}
 
 
-@pytest.mark.parametrize("how", ["function", "reentrant", "wrapper"])
-def test_activation_checkpointing_changes_nothing(how: str) -> None:
-    assert not any(pool(4).run(recomputed, how, {"sequence": 2, "heads": 2}))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
+    assert not any(pool(4).run(recomputed, reentrant))
 
 
 # --- parameters -------------------------------------------------------------------------------------------------
 
 
-def saved(folder: str, axes: dict[str, int], shard: bool) -> None:
+def saved(folder: str, axes: dict[str, int]) -> None:
     module = on_mesh(mesh_of(axes))
-    if shard:
+    if "data" in axes:
         fully_shard(module, mesh=mesh_of(axes)["data", "sequence"])
     dcp.save(get_model_state_dict(module), checkpoint_id=folder)
 
@@ -385,13 +357,10 @@ def loaded(folder: str, axes: dict[str, int]) -> dict[str, float]:
 
 @pytest.mark.parametrize("axes", [{"sequence": 2, "heads": 2}, {"data": 2, "sequence": 2}], ids=name)
 def test_checkpoints_load_on_any_mesh(axes: dict[str, int], tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    pool(4).run(saved, folder, axes, "data" in axes)
-    for other in ({"sequence": 2}, {"heads": 2}, {"data": 1, "sequence": 2, "heads": 1}):
-        assert not any(ranks(other).run(loaded, folder, other))
-    assert not any(pool(4).run(loaded, folder, {"sequence": 2, "heads": 2}))
-    assert not any(pool(1).run(loaded, folder, {"sequence": 1}))
-    assert not any(pool(1).run(loaded, folder, {}))
+    """Of one size or of another, and on one device."""
+    on_ranks(axes, saved, str(tmp_path))
+    for other in ({"sequence": 2, "heads": 2}, {"heads": 2}, {"data": 1, "sequence": 2, "heads": 1}, {}):
+        assert not any(on_ranks(other, loaded, str(tmp_path)))
 
 
 def parameters() -> None:
@@ -469,22 +438,3 @@ def test_errors_of_the_mesh() -> None:
         assert len(said) == len(expected)
         for got, wanted in zip(said, expected, strict=True):
             assert wanted in got
-
-
-def called_off(wrong: list[int]) -> str:
-    """Some ranks give a wrong shape: all four hear of it at once, none waits."""
-    mesh = mesh_of({"sequence": 2, "heads": 2})
-    module = on_mesh(mesh, dropout=0.1)
-    x = part(batch(), mesh)
-    try:
-        module(x[..., 1:] if dist.get_rank() in wrong else x)
-    except ValueError as fault:
-        return str(fault)
-    return "nothing raised"
-
-
-@pytest.mark.parametrize("wrong", [[2, 3], [3], [0], [1, 2]], ids=str)
-def test_an_error_on_one_rank_reaches_all(wrong: list[int]) -> None:
-    own, told = "must all be (batch, tokens, 24)", "was called off on all ranks"
-    for rank, said in enumerate(pool(4).run(called_off, wrong)):
-        assert (own if rank in wrong else told) in said
