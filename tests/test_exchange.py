@@ -35,7 +35,7 @@ from tests.drawn import channels_of, drawn, few, shards_of
 # --- the engine -------------------------------------------------------------------------------------------------
 
 
-@few(120)
+@few(40)
 @given(drawn(most_ranks=12))
 def test_the_engine_against_the_oracle(case: Case) -> None:
     got, transports = case.on_threads()

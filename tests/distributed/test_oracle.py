@@ -13,17 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, explain, functional, plan_cost, testing
-from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.ring import run
@@ -159,23 +156,6 @@ def test_nothing_or_next_to_nothing(exchange: str) -> None:
 
 
 # --- how it is used ---------------------------------------------------------------------------------------------
-
-
-def recomputed_here(case: Case, reentrant: bool) -> Results:
-    """The call under torch's activation checkpointing, which makes it again in the backward pass."""
-    attention, leaves, dout, dlse = here(case)
-    torch.manual_seed(case.number + dist.get_rank())
-    out, lse = checkpoint(attention, *leaves, use_reentrant=reentrant)
-    torch.rand(dist.get_rank())  # the generator moves on: what is made again must be the same nevertheless
-    dlse = dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
-    torch.autograd.backward([out, lse], [dout, dlse])  # reentrant checkpoints refuse autograd.grad
-    return Results(out.detach(), lse.detach(), *(x.grad for x in leaves))
-
-
-@pytest.mark.parametrize(("exchange", "reentrant"), [("ring", True), ("allgather", False), ("alltoall", True)])
-def test_activation_checkpointing(exchange: str, reentrant: bool) -> None:
-    case = vary(exchange=exchange, mask="random", dropout_p=0.3)
-    testing.assert_exact(testing.joined(pool(4).run(recomputed_here, case, reentrant)), case.expected())
 
 
 def different_losses_here(case: Case) -> tuple[Tensor, ...]:
@@ -360,45 +340,7 @@ def test_bytes_and_hops_are_those_of_plan_cost(exchange: str, is_causal: bool) -
         assert both == tuple(a + b for a, b in zip(forward, back, strict=True))
 
 
-# --- verify="first" ---------------------------------------------------------------------------------------------
-
-
-def unverified_here(case: Case, calls: int) -> tuple[list[list[str]], list[Results], str]:
-    """What each call says to all ranks, its results, and the error of a call with another length."""
-    group = dist.new_group()
-    said: list[str] = []
-    post_all = GroupTransport.post_all
-
-    def noted(self: GroupTransport, name: str, message: Tensor) -> Any:
-        said.append(name)
-        return post_all(self, name, message)
-
-    words, results = [], []
-    with mock.patch.object(GroupTransport, "post_all", noted), mock.patch.object(run, "FIRST_CALLS", 8):
-        for _ in range(calls):
-            results.append(case.on_this_rank(group, verify="first"))
-            words.append(said.copy())
-            said.clear()
-        more = tuple(length + 1 for length in case.lengths())
-        longer = replace(case, own_lengths=more, tokens=sum(more))
-        try:
-            longer.on_this_rank(group, verify="first")
-        except ValueError as error:
-            return words, results, str(error)
-    return words, results, "nothing raised"
-
-
-@pytest.mark.parametrize(("exchange", "dropout_p"), [("ring", 0.3), ("allgather", 0.3), ("alltoall", 0.0)])
-def test_after_the_first_calls_nothing_is_agreed_on(exchange: str, dropout_p: float) -> None:
-    case = vary(exchange=exchange, dropout_p=dropout_p)
-    found = pool(4).run(unverified_here, case, 6)
-    agreements = ["the agreement on dilated_attention", "the agreement on the backward of dilated_attention"]
-    for rank, (words, _, error) in enumerate(found):
-        assert words == [agreements] * 4 + [["the seed"] if dropout_p else []] * 2
-        assert f"rank {rank} has {case.lengths()[rank] + 1} tokens" in error
-        assert "verify='always'" in error
-    for call in range(6):
-        testing.assert_exact(testing.joined([results[call] for _, results, _ in found]), case.expected())
+# --- what is told -----------------------------------------------------------------------------------------------
 
 
 def explained(options: dict[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 import dilated_attention
 
 SCRIPT = Path(__file__).with_name("resume_script.py")
-STEPS = 12
+STEPS = 6
 
 
 def torchrun(folder: Path, *args: object) -> subprocess.Popen[str]:

@@ -23,7 +23,7 @@ from dilated_attention.distributed.sequence import (
     shard_sequence,
 )
 from dilated_attention.ranks import pool
-from tests.over_ranks import world
+from tests.over_ranks import raised, world
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8]
 DTYPES += [torch.complex64, torch.float8_e4m3fn]
@@ -43,15 +43,6 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 def same_bits(a: Tensor, b: Tensor) -> bool:
     bits = [x.contiguous().flatten().view(torch.uint8) for x in (a, b)]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*bits)
-
-
-def fault(function: Any, *args: Any, **options: Any) -> str:
-    """What it raises, as text: an error has to arrive on every rank."""
-    try:
-        function(*args, **options)
-    except (TypeError, ValueError, IndexError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
 
 
 def cut(x: Tensor, lengths: list[int], dim: int) -> Tensor:
@@ -196,49 +187,39 @@ def test_shard_gradient_is_this_ranks_part_and_zero_elsewhere() -> None:
 # --- groups ---
 
 
-def subgroups() -> list[bool]:
-    """Ranks (1, 3) and (0, 2) at the same time: a rank of the group is not that of the world."""
-    groups = [dist.new_group(ranks) for ranks in ([1, 3], [0, 2])]
-    which = 0 if dist.get_rank() in (1, 3) else 1
-    group, rank = groups[which], [[1, 3], [0, 2]][which].index(dist.get_rank())
+def on_a_mesh() -> list[bool]:
+    """Ranks (0, 1) and (2, 3) at the same time: a rank of the group is not that of the world."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    which, group, few = square.get_local_rank("data"), square["sequence"], DeviceMesh("cpu", [0, 1])
     whole = normal(2, 7 + which, 3, seed=which)
     x = shard_sequence(whole, group).requires_grad_()
     gathered = gather_sequence(x, group)
     (gathered * (1 + dist.get_rank())).sum().backward()
     mean = sequence_mean(x.detach(), group)
-    refused = fault(shard_sequence, whole, groups[1 - which])
+    outside, not_a_line = "ValueError: this process is not a member of", "ValueError: the mesh has 2 dimensions"
     return [
-        torch.equal(x, torch.tensor_split(whole, 2, 1)[rank]),
+        process_group(group).rank() == dist.get_rank() % 2,
+        torch.equal(x, torch.tensor_split(whole, 2, 1)[dist.get_rank() % 2]),
         torch.equal(gathered, whole),
-        torch.equal(x.grad, torch.full_like(x, [6.0, 4.0][which])),
+        torch.equal(x.grad, torch.full_like(x, [3.0, 7.0][which])),
         torch.allclose(mean, whole.mean(), rtol=1e-14),
-        refused.startswith("ValueError: this process is not a member of the group"),
+        raised(process_group, few).startswith("nothing" if which == 0 else outside),
+        raised(process_group, square) == f"{not_a_line} ('data', 'sequence'): slice it: mesh['sequence']",
     ]
 
 
-def test_two_groups_at_once() -> None:
-    assert pool(4).run(subgroups) == [[True] * 5] * 4
+def test_two_groups_at_once_on_a_mesh() -> None:
+    assert pool(4).run(on_a_mesh) == [[True] * 7] * 4
 
 
-def meshes() -> list[Any]:
-    whole = normal(2, 7, 3)
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    few = DeviceMesh("cpu", [0, 1])
-    results = [
-        torch.equal(gather_sequence(shard_sequence(whole, mesh), mesh), whole) for mesh in (line, square["sequence"])
-    ]
-    results.append(process_group(square["sequence"]).rank() == dist.get_rank() % 2)
-    results.append(fault(process_group, square))
-    results.append(fault(process_group, few))
-    return results
+def in_a_group_of_others() -> str:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    return raised(shard_sequence, normal(2, 7), groups[1 - dist.get_rank()])
 
 
-def test_meshes() -> None:
-    for rank, (line, row, same_rank, square, few) in enumerate(pool(4).run(meshes)):
-        assert (line, row, same_rank) == (True, True, True)
-        assert square == "ValueError: the mesh has 2 dimensions ('data', 'sequence'): slice it: mesh['sequence']"
-        assert few.startswith("nothing" if rank < 2 else "ValueError: this process is not a member")
+def test_a_group_of_others() -> None:
+    for said in pool(2).run(in_a_group_of_others):
+        assert said.startswith("ValueError: this process is not a member of the group")
 
 
 def test_what_is_not_a_group() -> None:
@@ -255,7 +236,7 @@ X = {"shape": (2, 5, 8), "dtype": torch.float32, "requires_grad": False, "dim": 
 def refused(options: list[dict[str, Any]]) -> list[Any]:
     kinds = dict(options[dist.get_rank()])
     dim = kinds.pop("dim")
-    message = fault(gather_sequence, torch.zeros(kinds.pop("shape"), **kinds), world(), dim)
+    message = raised(gather_sequence, torch.zeros(kinds.pop("shape"), **kinds), world(), dim)
     after = gather_sequence(torch.full((1, 1), dist.get_rank()), world())  # the group is still good
     return [message, after.tolist()]
 
@@ -314,11 +295,11 @@ def test_a_rank_that_runs_no_backward_pass_is_named() -> None:
 def refused_means() -> list[str]:
     losses, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     return [
-        fault(sequence_mean, losses, world(), mask.float()),
-        fault(sequence_mean, losses, world(), mask[:, :2]),
-        fault(sequence_mean, losses.long(), world(), mask),
-        fault(sequence_mean, losses, world(), mask, gradients="mean"),
-        fault(local_positions, -1, world()),
+        raised(sequence_mean, losses, world(), mask.float()),
+        raised(sequence_mean, losses, world(), mask[:, :2]),
+        raised(sequence_mean, losses.long(), world(), mask),
+        raised(sequence_mean, losses, world(), mask, gradients="mean"),
+        raised(local_positions, -1, world()),
     ]
 
 
@@ -430,7 +411,7 @@ def on_a_gpu(backend: str) -> list[Any]:
     losses = shard_sequence(whole, group).requires_grad_()
     mean = sequence_mean(losses, group, losses > 0, gradients="sum")
     mean.backward()
-    refused = fault(gather_sequence, x.cpu(), group)
+    refused = raised(gather_sequence, x.cpu(), group)
     return [y.detach().cpu() for y in (gathered, x.grad, mean, losses.grad) if y is not None] + [refused]
 
 
