@@ -85,9 +85,8 @@ def test_memory_of_a_rank() -> None:
 # --- limits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [2**40, 2**40 - 54321])
-def test_a_trillion_tokens_on_65536_ranks(tokens: int) -> None:
-    cost = plan_cost(doubling(2**40), tokens, 65536, num_heads=2, head_dim=64)
+def test_a_trillion_tokens_on_65536_ranks() -> None:
+    cost = plan_cost(doubling(2**40), 2**40 - 54321, 65536, num_heads=2, head_dim=64)
     ring = cost.exchanges["ring"]
     assert ring.bytes_total == sum(cost._tallies["ring"].received[0].tolist())
     assert ring.bytes_received_max < cost.naive_ring_bytes / 1e6
