@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost, testing
 from dilated_attention.distributed.fake import FakeTransport
+from dilated_attention.ring.cost import PlanCost
 from dilated_attention.testing import Results
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -221,6 +222,14 @@ class Case:
         return testing.run_sharded(
             qkv, self.lengths(), self.the_pattern(), dout, dlse, exchange=self.exchange, seed=self.seed(),
             use_checkpointing=self.recompute, backend=self.backend, **options,
+        )  # fmt: skip
+
+    def cost(self, **more: Any) -> PlanCost:
+        heads, kv_heads = self.head_counts()
+        given = {"batch": self.samples, "has_padding": self.mask != "none", **more}
+        return plan_cost(
+            self.the_pattern(), self.tokens, self.ranks, num_heads=heads, num_kv_heads=kv_heads, lengths=self.lengths(),
+            head_dim=self.head_dim, dtype=DTYPES[self.dtype], is_causal=self.is_causal, **given,
         )  # fmt: skip
 
     def over(self, group: Any = None, **more: Any) -> ContextParallel:

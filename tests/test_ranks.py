@@ -26,10 +26,14 @@ DTYPES = [x for x in sorted({x for x in vars(torch).values() if isinstance(x, to
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pool]:
-    """A pool that no test may break."""
+    """A pool that no test may break. When it is closed, once or again, no rank is left."""
     with Pool(2, timeout=20.0) as ranks:
         yield ranks
         assert not ranks.broken
+        assert all(map(alive, ranks.pids))
+    assert not any(map(alive, ranks.pids))
+    assert ranks.broken
+    ranks.close()
 
 
 @dataclass
@@ -224,16 +228,6 @@ def test_a_lost_rank_is_reported_in_time_and_breaks_the_pool(way: str, error_typ
         assert not any(map(alive, ranks.pids))
 
 
-def test_peers_of_a_lost_rank_do_not_wait_for_the_timeout() -> None:
-    with Pool(2) as ranks, pytest.raises(RanksFailed, match=r"rank 1: died: the process ended with exit code 3"):
-        ranks.run(exit_before_meeting)
-
-
-def exit_before_meeting() -> float:
-    end_by("exit")
-    return rank_sum()
-
-
 def test_a_rank_that_dies_between_calls_breaks_the_pool() -> None:
     with Pool(2) as ranks:
         os.kill(ranks.pids[0], signal.SIGKILL)
@@ -243,11 +237,17 @@ def test_a_rank_that_dies_between_calls_breaks_the_pool() -> None:
             ranks.run(rank_sum)
 
 
+def exit_before_meeting() -> float:
+    end_by("exit")
+    return rank_sum()
+
+
 def test_pool_is_cached_and_made_anew_if_broken() -> None:
+    """Peers of a lost rank do not wait for the timeout."""
     first = pool(2)
     assert pool(2) is first
-    with pytest.raises(RanksFailed, match="died"):
-        first.run(end_by, "exit")
+    with pytest.raises(RanksFailed, match=r"rank 1: died: the process ended with exit code 3"):
+        first.run(exit_before_meeting)
     second = pool(2)
     assert second is not first
     assert second.run(rank_sum) == [3.0, 3.0]
@@ -255,15 +255,6 @@ def test_pool_is_cached_and_made_anew_if_broken() -> None:
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
-
-
-def test_eight_ranks_start_and_none_is_left() -> None:
-    with Pool(8) as ranks:
-        assert ranks.run(rank_sum) == [36.0] * 8
-        assert all(map(alive, ranks.pids))
-    assert not any(map(alive, ranks.pids))
-    assert ranks.broken
-    ranks.close()  # once more does no harm
 
 
 PARENT = """

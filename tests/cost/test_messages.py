@@ -15,7 +15,7 @@ from dilated_attention import DilatedPattern
 from dilated_attention.call import Call
 from dilated_attention.ring.alltoall import bundles
 from dilated_attention.ring.circulate import Messages, traffic
-from dilated_attention.ring.cost import LINKS, MOST_HELD, PlanCost, RankCost, fastest_exchange, plan_cost
+from dilated_attention.ring.cost import LINKS, MOST_HELD, RankCost, fastest_exchange
 from dilated_attention.ring.packing import Field, Fields, part_bytes
 from dilated_attention.ring.shards import Shards
 from tests.cases import DTYPES, EXCHANGES, Case
@@ -37,15 +37,6 @@ def make(
     return Case(
         "cost", 0, pattern.rule, pattern="own", tokens=sum(lengths), own_pattern=pattern, ranks=len(lengths),
         own_lengths=lengths, own_heads=(kv_heads * group, kv_heads), mask="random" if padded else "none", **given,
-    )  # fmt: skip
-
-
-def cost_of(case: Case, **more: Any) -> PlanCost:
-    heads, kv_heads = case.head_counts()
-    given = {"batch": case.samples, "has_padding": case.mask != "none", **more}
-    return plan_cost(
-        case.the_pattern(), case.tokens, case.ranks, num_heads=heads, num_kv_heads=kv_heads, head_dim=case.head_dim,
-        dtype=DTYPES[case.dtype], is_causal=case.is_causal, lengths=case.lengths(), **given,
     )  # fmt: skip
 
 
@@ -126,7 +117,7 @@ def test_every_rank_of_every_exchange(at_once: int, case: Case) -> None:
     """With 0 as counted where there are many ranks: branch by branch, even segments apart from the others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dilated_attention.ring.traffic.AT_ONCE", at_once)
-        cost = cost_of(case)
+        cost = case.cost()
         for exchange in EXCHANGES:
             ranks = [cost.of_rank(rank, exchange) for rank in range(case.ranks)]
             assert ranks == [enumerated(case, rank, exchange) for rank in range(case.ranks)], exchange
@@ -152,7 +143,7 @@ LARGE = [
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: f"{case.ranks} ranks")
 def test_many_ranks(case: Case) -> None:
-    cost, ranks = cost_of(case), case.ranks
+    cost, ranks = case.cost(), case.ranks
     for exchange in EXCHANGES:
         for rank in {0, 1, 2, ranks // 3, ranks // 2, ranks - 2, ranks - 1}:
             assert cost.of_rank(rank, exchange) == enumerated(case, rank, exchange), (exchange, rank)
@@ -167,7 +158,7 @@ def test_runs_count_the_same(exchange: str, is_causal: bool, padded: bool) -> No
     pattern, lengths = DilatedPattern.longnet([8, 20, 60], [1, 3, 4]), (13, 10, 0, 20, 17)
     given = {"head_dim": 8, "dtype": "f32", "samples": 2, "is_causal": is_causal, "padded": padded}
     case = make(pattern, lengths, 4, 2, exchange=exchange, dlse=False, **given)  # which an alltoall would send, too
-    cost = cost_of(case)
+    cost = case.cost()
     for rank, transport in enumerate(case.on_threads()[1]):
         stats, found = transport.stats, cost.of_rank(rank, exchange)
         assert stats.hops == found.hops + found.backward_hops
@@ -207,7 +198,7 @@ def segments(case: Case) -> Iterator[tuple[int, int, int, range]]:
 @few(60)
 @given(CASES)
 def test_operations(case: Case) -> None:
-    cost, (heads, kv_heads) = cost_of(case), case.head_counts()
+    cost, (heads, kv_heads) = case.cost(), case.head_counts()
     for exchange in EXCHANGES:
         pairs = computed(case, exchange)
         every = case.the_pattern().pairs(case.tokens, heads, num_kv_heads=kv_heads, is_causal=case.is_causal)
@@ -239,7 +230,7 @@ def summed(case: Case, rank: int, exchange: str) -> int:
 @few(60)
 @given(CASES)
 def test_sums_are_never_more(case: Case) -> None:
-    memory = cost_of(case).memory
+    memory = case.cost().memory
     for exchange in ("ring", "allgather"):
         most = max(summed(case, rank, exchange) for rank in range(case.ranks))
         assert most <= memory.sums[exchange]
@@ -264,7 +255,7 @@ def choice(case: Case, backend: str = "nccl") -> str:
 @given(CASES, st.sampled_from(("nccl", "gloo", "other")))
 def test_the_fastest_that_fits_is_chosen(case: Case, backend: str) -> None:
     latency, bandwidth = LINKS.get(backend, LINKS["nccl"])
-    cost = cost_of(case, batch=1, has_padding=False, latency=latency, bandwidth=bandwidth)
+    cost = case.cost(batch=1, has_padding=False, latency=latency, bandwidth=bandwidth)
     chosen = choice(case, backend)
     assert chosen == cost.best
     fits = [x for x in EXCHANGES if x == "ring" or cost.exchanges[x].held <= MOST_HELD * cost.memory.saved]

@@ -290,16 +290,6 @@ def test_peers_of_a_frozen_rank_raise_in_time() -> None:
     assert_waited(outcomes, step_of(fault.where), seconds=SHORT, within=MARGIN)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "where"),
-    list(zip(EXCHANGES, ("the call", "hop 1 of the forward", "a block of the backward"), strict=True)),
-)
-def test_a_slow_rank_is_waited_for(exchange: str, where: str) -> None:
-    outcomes = outcomes_of(call_with, Fault("slow", where, 0.3), exchange, LONG)
-    assert max(x.seconds for x in outcomes) >= 0.3
-    assert_right([x.value for x in outcomes])
-
-
 # --- an exception on one rank -----------------------------------------------------------------------------------
 
 

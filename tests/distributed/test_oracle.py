@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention import DilatedPattern, explain, functional, plan_cost, testing
+from dilated_attention import DilatedPattern, explain, functional, testing
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
-from tests.cases import DTYPES, EXCHANGES, Case
+from tests.cases import EXCHANGES, Case
 from tests.over_ranks import noted_calls
 from tests.table import cover
 
@@ -307,32 +307,19 @@ def test_a_ring_is_point_to_point_between_neighbours(exchange: str) -> None:
 
 def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
     """Hops, bytes sent, bytes received and bytes still held, after the forward and after the backward pass."""
-    link = run.Link(dist.group.WORLD, case.exchange, case.recompute)
+    link, stats = run.Link(dist.group.WORLD, case.exchange, case.recompute), []
     _, leaves, dout, _ = here(case)
-    found = []
-
-    def note() -> None:
-        stats = link.stats
-        found.append((stats.hops, stats.bytes_sent, stats.bytes_received, stats.buffer_bytes))
-
-    out, _ = functional.attend(
-        *leaves, case.the_pattern(), case.is_causal, None, 0.0, None, True, case.backend, None, link
-    )
-    note()
+    out, _ = functional.attend(*leaves, case.the_pattern(), case.is_causal, None, 0.0, None, True, "auto", None, link)
+    stats.append(replace(link.stats))
     out.backward(dout)
-    note()
-    return found
+    return [(x.hops, x.bytes_sent, x.bytes_received, x.buffer_bytes) for x in (*stats, link.stats)]
 
 
 @BY_EXCHANGE
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bytes_and_hops_are_those_of_plan_cost(exchange: str, is_causal: bool) -> None:
     case = vary(exchange=exchange, is_causal=is_causal, dtype="f32", head_dim=8)
-    heads, kv_heads = case.head_counts()
-    cost = plan_cost(
-        case.the_pattern(), case.tokens, case.ranks, num_heads=heads, num_kv_heads=kv_heads, head_dim=case.head_dim,
-        dtype=DTYPES[case.dtype], batch=case.samples, is_causal=is_causal, lengths=case.lengths(),
-    )  # fmt: skip
+    cost = case.cost()
     for rank, (forward, both) in enumerate(pool(case.ranks).run(stats_here, case)):
         there = cost.of_rank(rank, exchange)
         assert forward == (there.hops, there.bytes_sent, there.bytes_received, 0)

@@ -55,18 +55,17 @@ def cut(x: Tensor, lengths: list[int], dim: int) -> Tensor:
 def round_trips() -> list[str]:
     """Every case on one start of the ranks: what came back wrong."""
     group, P, wrong = world(), dist.get_world_size(), []
-    cases = [((2, n, 3), dim) for n in (0, 1, 2, 7, 8) for dim in (1, -2)]
-    cases += [((7, 2), 0), ((2, 3, 7), 2), ((2, 3, 7), -1), ((5,), 0), ((2, 7, 0), 1)]
-    for shape, dim in cases:
-        for dtype in DTYPES:
-            whole = tokens(*shape, dtype=dtype)
-            part = shard_sequence(whole, group, dim)
-            if not same_bits(part, torch.tensor_split(whole, P, dim)[dist.get_rank()]) or not part.is_contiguous():
-                wrong.append(f"shard {shape} {dim} {dtype}")
-            gathered = gather_sequence(part, group, dim)
-            if not same_bits(gathered, whole) or not gathered.is_contiguous():
-                wrong.append(f"gather {shape} {dim} {dtype}")
-        n = shape[dim]
+    cases: list[tuple[tuple[int, ...], int, torch.dtype]] = [((2, 7, 3), 1, dtype) for dtype in DTYPES]
+    cases += [((2, n, 3), dim, torch.float64) for n in (0, 1, 2, 8) for dim in (1, -2)]
+    others = [((7, 2), 0), ((2, 3, 7), 2), ((2, 3, 7), -1), ((5,), 0), ((2, 7, 0), 1)]
+    for shape, dim, dtype in [*cases, *((*other, torch.bfloat16) for other in others)]:
+        whole, n = tokens(*shape, dtype=dtype), shape[dim]
+        part = shard_sequence(whole, group, dim)
+        if not same_bits(part, torch.tensor_split(whole, P, dim)[dist.get_rank()]) or not part.is_contiguous():
+            wrong.append(f"shard {shape} {dim} {dtype}")
+        gathered = gather_sequence(part, group, dim)
+        if not same_bits(gathered, whole) or not gathered.is_contiguous():
+            wrong.append(f"gather {shape} {dim} {dtype}")
         if not torch.equal(local_positions(n, group), shard_sequence(torch.arange(n), group, 0)):
             wrong.append(f"positions {n}")
     return wrong
@@ -305,23 +304,6 @@ def test_means_refused() -> None:
 # --- means ---
 
 
-def token_losses(weight: Tensor, x: Tensor) -> Tensor:
-    return (x @ weight).square()
-
-
-def train(lengths: list[int], mask: Tensor | None, gradients: Any) -> tuple[Tensor, Tensor]:
-    """One step of a trainer: the loss it logs, and the parameter's gradient after it was put together over ranks."""
-    whole, weight = normal(2, sum(lengths), 3), normal(3, seed=1).requires_grad_()
-    local_mask = None if mask is None else cut(mask, lengths, 1)
-    loss = sequence_mean(token_losses(weight, cut(whole, lengths, 1)), world(), local_mask, gradients=gradients)
-    (3 * loss).backward()
-    assert weight.grad is not None
-    dist.all_reduce(weight.grad)
-    if gradients == "average":
-        weight.grad /= dist.get_world_size()
-    return loss.detach(), weight.grad
-
-
 def masked(*empty: int) -> Tensor:
     """(2, 9) bool, about half counted, and none at the positions named."""
     mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) > 0.5
@@ -340,53 +322,49 @@ MEANS = [
 ]
 
 
-@pytest.mark.parametrize(("lengths", "mask", "gradients"), MEANS, ids=lambda x: "" if isinstance(x, Tensor) else str(x))
-def test_mean_trains_as_on_one_device(lengths: list[int], mask: Tensor | None, gradients: str) -> None:
-    weight = normal(3, seed=1).requires_grad_()
-    losses = token_losses(weight, normal(2, 9, 3))
-    counted = losses.flatten() if mask is None else losses[mask]
-    expected = counted.mean() if len(counted) else losses.sum() * 0.0
-    (3 * expected).backward()
-    results = pool(len(lengths)).run(train, lengths, mask, gradients)
-    for loss, grad in results:
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=0.0)
-        torch.testing.assert_close(grad, weight.grad, rtol=1e-13, atol=0.0)
-        assert torch.equal(loss, results[0][0])
-
-
-def means(losses: Tensor, mask: Tensor | None, lengths: list[int]) -> tuple[Tensor, Tensor]:
+def means(
+    losses: Tensor, lengths: list[int], mask: Tensor | None = None, gradients: Any = "sum"
+) -> tuple[Tensor, Tensor]:
+    """The loss that a trainer logs, and what three times that sends back."""
     x = cut(losses, lengths, 1).clone().requires_grad_()
-    mean = sequence_mean(x, world(), None if mask is None else cut(mask, lengths, 1), gradients="sum")
-    mean.backward()
+    mean = sequence_mean(x, world(), None if mask is None else cut(mask, lengths, 1), gradients=gradients)
+    (3 * mean).backward()
     assert x.grad is not None
     return mean.detach(), x.grad
 
 
-def test_what_is_masked_out_reaches_nothing() -> None:
-    mask = masked(4, 5)
-    losses = normal(2, 9).masked_fill(~mask, torch.nan)
-    results = pool(3).run(means, losses, mask, [4, 2, 3])
-    assert torch.allclose(results[0][0], losses[mask].mean(), rtol=1e-14)
-    assert torch.equal(torch.cat([grad for _, grad in results], 1), mask.double() / mask.sum())
+@pytest.mark.parametrize(("lengths", "mask", "gradients"), MEANS, ids=lambda x: "" if isinstance(x, Tensor) else str(x))
+def test_mean_trains_as_on_one_device(lengths: list[int], mask: Tensor | None, gradients: str) -> None:
+    """What is masked out reaches nothing. Gradients that are averaged over the ranks count as many times more."""
+    counted = torch.ones(2, 9, dtype=torch.bool) if mask is None else mask
+    losses = normal(2, 9).masked_fill(~counted, torch.nan)
+    expected = losses[counted].mean() if counted.any() else torch.zeros((), dtype=torch.float64)
+    results = pool(len(lengths)).run(means, losses, lengths, mask, gradients)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)
+        assert torch.equal(loss, results[0][0])
+    times = 3 * (len(lengths) if gradients == "average" else 1)
+    wanted = times * counted.double() / max(1, counted.sum())
+    torch.testing.assert_close(torch.cat([grad for _, grad in results], 1), wanted, rtol=1e-14, atol=0.0)
 
 
 def test_what_is_counted_is_not_hidden() -> None:
     for value in (torch.inf, torch.nan):
         losses = torch.ones(2, 4)
         losses[0, 3] = value
-        for mean, grad in pool(2).run(means, losses, None, [2, 2]):
+        for mean, grad in pool(2).run(means, losses, [2, 2]):
             torch.testing.assert_close(mean, torch.tensor(value), equal_nan=True)
-            assert torch.equal(grad, torch.full((2, 2), 1 / 8))
+            assert torch.equal(grad, torch.full((2, 2), 3 / 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_halves_are_summed_and_returned_in_float32(dtype: torch.dtype) -> None:
     losses = normal(2, 3000, dtype=dtype).abs() + 20  # their sum is beyond float16
-    for mean, grad in pool(2).run(means, losses, None, [1000, 2000]):
+    for mean, grad in pool(2).run(means, losses, [1000, 2000]):
         assert mean.dtype == torch.float32
         assert grad.dtype == dtype
         torch.testing.assert_close(mean.double(), losses.double().mean(), rtol=1e-6, atol=0.0)
-        assert torch.equal(grad, torch.full_like(grad, 1 / 6000))
+        assert torch.equal(grad, torch.full_like(grad, 3 / 6000))
 
 
 # --- on a GPU: all ranks share the first ---
