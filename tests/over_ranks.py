@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch import nn
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def changed(module: Module) -> Module:
+    """No parameter is at the value it starts with, so that none can be left out unseen."""
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            parameter.add_(0.1 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
+    return module
 
 
 def raised(function: Callable[..., Any], *args: Any, **options: Any) -> str:

@@ -39,7 +39,7 @@ from dilated_attention.pattern import Heads
 from dilated_attention.ranks import Outcome, pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
-from tests.cases import EXCHANGES
+from tests.cases import EXCHANGES, Case
 from tests.over_ranks import alive, world
 
 P, VICTIM = 3, 1
@@ -86,25 +86,27 @@ class Fault:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Hops and blocks are met by replacing what every one of them goes through."""
-        post, passes, blocks = GroupTransport.post, {"forward": sdpa.forward, "backward": sdpa.backward}, [0]
+        """What every backward, hop and block goes through is replaced."""
+        blocks = itertools.count(1)
 
-        def watched_post(transport: GroupTransport, name: str, *args: Any, **options: Any) -> Any:
-            if name.startswith(self.where):
-                self.happen()
-            return post(transport, name, *args, **options)
+        def watched(target: Any, name: str, here: Callable[..., bool]) -> Any:
+            function = getattr(target, name)
 
-        def watched_pass(name: str, *args: Any) -> Any:
-            if self.where == f"a block of the {name}":
-                blocks[0] += 1
-                if blocks[0] == 2:
+            def call(*args: Any, **options: Any) -> Any:
+                if here(*args):
                     self.happen()
-            return passes[name](*args)
+                return function(*args, **options)
 
+            return mock.patch.object(target, name, call)
+
+        if self.where == "the call":
+            self.happen()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(GroupTransport, "post", watched_post))
-            for name in passes:
-                stack.enter_context(mock.patch.object(sdpa, name, functools.partial(watched_pass, name)))
+            stack.enter_context(watched(torch.autograd, "grad", lambda *_: self.where == "the backward"))
+            stack.enter_context(watched(GroupTransport, "post", lambda _, hop, *__: hop.startswith(self.where)))
+            for name in ("forward", "backward"):
+                mine = self.where == f"a block of the {name}"
+                stack.enter_context(watched(sdpa, name, lambda *_, mine=mine: mine and next(blocks) == 2))
             yield
 
 
@@ -119,28 +121,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern = 
     return dilated_attention.dilated_attention(query, key, value, pattern, group=group, **options)
 
 
-def whole(size: int, seed: int = 0) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The sequence of all ranks, and a gradient for it."""
-    qkv, others = (testing.make_qkv(2, TOKENS * size, 4, 8, dtype=torch.float64, seed=x) for x in (seed, seed + 1))
-    return qkv, others[0]
+def right_case(size: int, exchange: str = "ring", number: int = 0) -> Case:
+    return Case(
+        "faults", number, "longnet", False, "own", TOKENS * size, own_pattern=PATTERN, own_heads=(4, 4), head_dim=8,
+        dlse=False, ranks=size, own_lengths=(TOKENS,) * size, exchange=exchange,
+    )  # fmt: skip
 
 
 def right_call(exchange: str, timeout: float = LONG, fault: Fault = NO_FAULT, group: Any = None) -> Results:
     """Forward and backward of this rank's shard."""
     group = group or world()
-    qkv, dout = whole(group.size())
-    shard = slice(group.rank() * TOKENS, (group.rank() + 1) * TOKENS)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if fault.where == "the call":
-            fault.happen()
-        out = attend(query, key, value, group=group, exchange=exchange, timeout=timeout)
-        if fault.where == "the backward":
-            fault.happen()
-        return out
-
     with fault.armed():
-        return testing.run(attention, tuple(x[:, shard] for x in qkv), dout[:, shard])
+        return right_case(group.size(), exchange).on_this_rank(group, timeout=timeout)
 
 
 def call_with(fault: Fault, exchange: str, timeout: float, again: bool = True) -> Results:
@@ -162,15 +154,8 @@ def call_with(fault: Fault, exchange: str, timeout: float, again: bool = True) -
 # --- in the test ------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def expected(size: int, seed: int = 0) -> Results:
-    qkv, dout = whole(size, seed)
-    wanted = testing.oracle(qkv, PATTERN, dout)
-    return Results(wanted.out, None, wanted.dq, wanted.dk, wanted.dv)
-
-
-def assert_right(results: list[Results], seed: int = 0) -> None:
-    testing.assert_exact(testing.joined(results), expected(len(results), seed))
+def assert_right(results: list[Results], number: int = 0) -> None:
+    right_case(len(results), number=number).check(testing.joined(results))
 
 
 def outcomes_of(
@@ -541,16 +526,16 @@ def test_lengths_that_vary_keep_being_checked(exchange: str) -> None:
 def in_order(exchange: str, reentrant: bool | None, order: tuple[int, int], **options: Any) -> list[Results]:
     """Two calls forward, then their backward passes in ``order``; ``reentrant``: of a checkpoint around each call."""
     call = functools.partial(attend, exchange=exchange, **options)
-    shard = slice(dist.get_rank() * TOKENS, (dist.get_rank() + 1) * TOKENS)
-    leaves = [[x[:, shard].detach().requires_grad_() for x in whole(P, seed)[0]] for seed in range(2)]
-    outs = []
+    cases = [right_case(P, exchange, number) for number in range(2)]
+    shard = cases[0].shard(dist.get_rank())
+    leaves, outs = [[x[:, shard].detach().requires_grad_() for x in case.qkv()] for case in cases], []
     for some in leaves:
         with torch.no_grad():  # as an evaluation between two steps: it counts on every rank
             call(*some)
         outs.append(call(*some) if reentrant is None else checkpoint(call, *some, use_reentrant=reentrant))
-    for seed in order:
-        outs[seed].backward(whole(P, seed)[1][:, shard])
-    return [Results(outs[seed].detach(), None, *(x.grad for x in leaves[seed])) for seed in range(2)]
+    for number in order:
+        outs[number].backward(cases[number].inputs()[1][:, shard])
+    return [Results(out.detach(), None, *(x.grad for x in some)) for out, some in zip(outs, leaves, strict=True)]
 
 
 def swapped(exchange: str, reentrant: bool | None, **options: Any) -> list[Results]:
@@ -581,8 +566,8 @@ def test_every_rank_is_told_that_backward_passes_come_in_different_orders(
         assert found is not None, error
         assert found[1] != found[2]
         assert seconds < AT_ONCE
-    for seed in range(2):
-        assert_right([results[seed] for _, _, results in told], seed)
+    for number in range(2):
+        assert_right([results[number] for _, _, results in told], number)
 
 
 def unchecked(exchange: str) -> None:

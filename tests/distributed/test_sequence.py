@@ -281,24 +281,21 @@ def test_a_rank_that_runs_no_backward_pass_is_named() -> None:
         assert re.match("nothing" if rank else f"CommunicationError: {where}", told), told
 
 
-def refused_means() -> list[str]:
+def unexpected_errors() -> list[str]:
     losses, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    return [
-        raised(sequence_mean, losses, world(), mask.float()),
-        raised(sequence_mean, losses, world(), mask[:, :2]),
-        raised(sequence_mean, losses.long(), world(), mask),
-        raised(sequence_mean, losses, world(), mask, gradients="mean"),
-        raised(local_positions, -1, world()),
+    cases = [
+        (losses, mask.float(), "sum", "TypeError: mask must be bool, True = counted, got torch.float32"),
+        (losses, mask[:, :2], "sum", "ValueError: mask is (2, 2) and token_losses (2, 3): they must agree"),
+        (losses.long(), mask, "sum", "TypeError: token_losses must be floating point, got torch.int64"),
+        (losses, mask, "mean", "ValueError: gradients must be 'average' or 'sum'"),
     ]
+    said = [(wanted, raised(sequence_mean, x, world(), y, gradients=how)) for x, y, how, wanted in cases]
+    said += [("ValueError: n must be the global number of tokens, got -1", raised(local_positions, -1, world()))]
+    return [got for wanted, got in said if not got.startswith(wanted)]
 
 
-def test_means_refused() -> None:
-    kind, shape, whole, gradients, count = pool(1).run(refused_means)[0]
-    assert kind == "TypeError: mask must be bool, True = counted, got torch.float32"
-    assert shape == "ValueError: mask is (2, 2) and token_losses (2, 3): they must agree"
-    assert whole == "TypeError: token_losses must be floating point, got torch.int64"
-    assert gradients.startswith("ValueError: gradients must be 'average' or 'sum'")
-    assert count == "ValueError: n must be the global number of tokens, got -1"
+def test_means_and_positions_refused() -> None:
+    assert pool(1).run(unexpected_errors) == [[]]
 
 
 # --- means ---

@@ -36,7 +36,7 @@ from dilated_attention.backends import eager, sdpa
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
 from dilated_attention.testing import Results, error
-from tests.over_ranks import raised, world
+from tests.over_ranks import changed, raised, world
 
 B, N, H, HK, D = 2, 23, 4, 2, 4
 E = H * D
@@ -57,12 +57,7 @@ def make(cls: Any, **options: Any) -> Any:
         return cls(**options)
     if issubclass(cls, MultiheadDilatedAttention):
         torch.manual_seed(0)
-        module = cls(E, H, LENGTHS, RATES, dtype=torch.float64, **options)
-        with torch.no_grad():
-            for index, parameter in enumerate(module.parameters()):  # none at the value it starts with
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
-                parameter.add_(0.1 * noise.double())
-        return module
+        return changed(cls(E, H, LENGTHS, RATES, dtype=torch.float64, **options))
     return cls(LENGTHS, RATES, **options)
 
 
