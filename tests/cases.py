@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost, testing
+from dilated_attention.distributed.fake import FakeTransport
+from dilated_attention.ring.cost import PlanCost
 from dilated_attention.testing import Results
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -214,6 +216,23 @@ class Case:
         qkv, dout, dlse, _ = self.inputs()
         self.seed()
         return testing.run(self.attention(), qkv, dout, dlse)
+
+    def on_threads(self) -> tuple[Results, list[FakeTransport]]:
+        """The ranks being threads, and what each of them sent."""
+        qkv, dout, dlse, _ = self.inputs()
+        options = {name: value for name, value in self.options().items() if name != "scale"}
+        return testing.run_sharded(
+            qkv, self.lengths(), self.the_pattern(), dout, dlse, exchange=self.exchange, seed=self.seed(),
+            use_checkpointing=self.recompute, backend=self.backend, **options,
+        )  # fmt: skip
+
+    def cost(self, **more: Any) -> PlanCost:
+        heads, kv_heads = self.head_counts()
+        given = {"batch": self.samples, "has_padding": self.mask != "none", **more}
+        return plan_cost(
+            self.the_pattern(), self.tokens, self.ranks, num_heads=heads, num_kv_heads=kv_heads, lengths=self.lengths(),
+            head_dim=self.head_dim, dtype=DTYPES[self.dtype], is_causal=self.is_causal, **given,
+        )  # fmt: skip
 
     def over(self, group: Any = None, **more: Any) -> ContextParallel:
         """The ranks; the default group without one."""

@@ -45,7 +45,7 @@ FEW_PATTERNS = ("dense", "nested", "sparse", "odd", "rate_over_length", "ones", 
 SHARDED: dict[str, tuple[Any, ...]] = {
     **CALL,
     "pattern": FEW_PATTERNS,
-    "tokens": (1, 5, 17, 64, 83),
+    "tokens": (1, 5, 17, 64, 300),
     "mask": (*MASKS, "hidden"),
     "scale": (None,),
     "dropout_p": (0.0, 0.3),

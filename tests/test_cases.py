@@ -97,13 +97,7 @@ def run_stream(case: Case) -> Results:
 
 
 def run_threads(case: Case) -> Results:
-    qkv = case.qkv()
-    options = {name: value for name, value in case.options().items() if name != "scale"}
-    got, _ = testing.run_sharded(
-        qkv, case.lengths(), case.the_pattern(), *case.gradients(qkv[0]), exchange=case.exchange, seed=case.seed(),
-        use_checkpointing=case.recompute, backend=case.backend, **options,
-    )  # fmt: skip
-    return got
+    return case.on_threads()[0]
 
 
 @functools.cache

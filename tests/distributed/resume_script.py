@@ -20,22 +20,18 @@ from torch.nn import functional as F
 import dilated_attention as da
 
 VOCABULARY, DIM, HEADS, TOKENS, SAMPLES = 17, 16, 4, 70, 2
-PATTERN = da.DilatedPattern.longnet([16, 128], [1, 2])
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, DIM), nn.Embedding(TOKENS, DIM)
-        self.qkv, self.out, self.head = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, VOCABULARY)
+        self.head, group = nn.Linear(DIM, VOCABULARY), da.ContextParallel(timeout=30.0)
+        self.attention = da.RingMultiheadDilatedAttention(DIM, HEADS, [16, 128], [1, 2], dropout=0.1, group=group)
 
     def forward(self, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
         x = self.tokens(tokens) + self.positions(da.local_positions(TOKENS, group))
-        query, key, value = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).chunk(3, dim=2)
-        out = da.dilated_attention(
-            query, key, value, PATTERN, is_causal=True, dropout_p=0.1, group=da.ContextParallel(group, timeout=30.0)
-        )
-        return self.head(F.dropout(x + self.out(out.flatten(2)), 0.1))
+        return self.head(F.dropout(x + self.attention(x, is_causal=True)[0], 0.1))
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

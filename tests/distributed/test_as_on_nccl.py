@@ -6,109 +6,75 @@ set as NCCL has them, so that the same code runs.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, testing
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence
-from dilated_attention.distributed.transport import Transport
-from dilated_attention.functional import attend
 from dilated_attention.ranks import pool
-from dilated_attention.ring.run import FIRST_CALLS, Link
+from dilated_attention.ring import run
+from dilated_attention.testing import Results
+from tests.cases import Case
+from tests.over_ranks import noted_calls, world
 
 LENGTHS = (17, 0, 30, 9)
-CASES = list(itertools.product(["ring", "allgather", "alltoall"], [False, True], ["longnet", "torchscale"], [0.0, 0.3]))
+CHECKED, TIMES = 8, 3  # agreements, and how often each case runs, which is more calls than are checked
+CASES = [
+    Case(
+        "nccl", number, rule, is_causal, "own", sum(LENGTHS), ranks=len(LENGTHS), own_lengths=LENGTHS,
+        own_heads=(4, 2), mask="random" if rule == "torchscale" else "none", exchange=exchange, dropout_p=dropout_p,
+        own_pattern=DilatedPattern.of(rule, [8, 20, 100], [1, 2, 3]),
+    )
+    for number, (exchange, rule, is_causal, dropout_p) in enumerate([
+        ("ring", "torchscale", False, 0.0), ("ring", "longnet", True, 0.3), ("allgather", "torchscale", False, 0.3),
+        ("allgather", "longnet", True, 0.0), ("alltoall", "torchscale", True, 0.3), ("alltoall", "longnet", False, 0.0),
+    ])
+]  # fmt: skip
 
 
-@dataclass
-class LinkAsOnNccl(Link):
-    def transport(self, device: torch.device) -> Transport:
-        transport: Any = super().transport(device)
-        transport.names_peers = transport.agrees_on_host = False
-        return transport
+@contextmanager
+def as_on_nccl() -> Iterator[None]:
+    init = GroupTransport.__init__
+
+    def changed(self: GroupTransport, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.names_peers = self.agrees_on_host = False
+
+    with mock.patch.object(GroupTransport, "__init__", changed):
+        yield
 
 
-def inputs(padded: bool):
-    qkv = testing.make_qkv(2, sum(LENGTHS), 4, 8, kv_heads=2, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(qkv[0].shape, generator=generator, dtype=torch.float64)
-    dlse = torch.randn(qkv[0].shape[:3], generator=generator, dtype=torch.float64)
-    mask = torch.rand(2, sum(LENGTHS), generator=generator) < 0.3 if padded else None
-    return qkv, dout, dlse, mask
+def all_cases() -> tuple[list[Results], Counter[str]]:
+    """Every case several times over one group, with the same results; and what was called in all."""
+    group, found = dist.new_group(), []
+    names = ("all_gather", "all_to_all_single", "batch_isend_irecv")
+    with as_on_nccl(), mock.patch.object(run, "FIRST_CALLS", CHECKED), noted_calls(names) as calls:
+        for case in CASES:
+            first, *others = (case.on_this_rank(group) for _ in range(TIMES))
+            for other in others:
+                assert all(torch.equal(x, y) for (_, x), (_, y) in zip(first.items(), other.items(), strict=True))
+            found.append(first)
+    return found, Counter(name for name, _ in calls)
 
 
-def shards_of(cases: list[tuple[str, bool, str, float]]) -> tuple[list[list[torch.Tensor]], dict[str, int]]:
-    """Every case three times over one group, which is more calls than are checked; and what was called in all."""
-    counts: dict[str, int] = {}
-    for name in ("all_gather", "all_to_all_single", "batch_isend_irecv"):
-        setattr(dist, name, _counting(getattr(dist, name), name, counts))
-    rank = dist.get_rank()
-    part = slice(sum(LENGTHS[:rank]), sum(LENGTHS[: rank + 1]))
-    found = []
-    for exchange, is_causal, rule, dropout_p in cases:
-        pattern = DilatedPattern.of(rule, [8, 20, 100], [1, 2, 3])
-        qkv, dout, dlse, mask = inputs(rule == "torchscale")
-        mask = None if mask is None else mask[:, part]
-        link = LinkAsOnNccl(dist.group.WORLD, exchange)
-
-        def attention(q, k, v, pattern=pattern, c=is_causal, p=dropout_p, mask=mask, link=link):
-            torch.manual_seed(5 + dist.get_rank())  # rank 0's draw is the one that counts
-            return attend(q, k, v, pattern, c, None, p, mask, True, "auto", None, link)
-
-        shard = tuple(x[:, part] for x in qkv)
-        results = [testing.run(attention, shard, dout[:, part], dlse[:, part]) for _ in range(3)]
-        for other in results[1:]:
-            assert all(torch.equal(x, y) for (_, x), (_, y) in zip(results[0].items(), other.items(), strict=True))
-        found.append([value for _, value in results[0].items()])
-    return found, counts
-
-
-def _counting(function: Any, name: str, counts: dict[str, int]) -> Any:
-    def call(*args: Any, **options: Any) -> Any:
-        counts[name] = counts.get(name, 0) + 1
-        return function(*args, **options)
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def outcome():
-    torch.manual_seed(5)
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
-    with pool(len(LENGTHS)) as ranks:  # its own: torch.distributed is patched in there
-        return ranks.run(shards_of, CASES), seed
-
-
-@pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_it_matches_the_oracle(outcome, index: int) -> None:
-    ranks, seed = outcome
-    _, is_causal, rule, dropout_p = CASES[index]
-    got = testing.joined([testing.Results(*found[index]) for found, _ in ranks])
-    qkv, dout, dlse, mask = inputs(rule == "torchscale")
-    options = {"is_causal": is_causal, "dropout_p": dropout_p, "key_padding_mask": mask, "seed": seed}
-    pattern = DilatedPattern.of(rule, [8, 20, 100], [1, 2, 3])
-    testing.assert_exact(got, testing.oracle(qkv, pattern, dout, dlse, **options))
-
-
-def test_collectives_are_called_as_often_as_they_should(outcome) -> None:
-    ranks, _ = outcome
-    counts = [counts for _, counts in ranks]
-    assert len({count["all_to_all_single"] for count in counts}) == 1
-    # two forward and two backward in an all-to-all, one forward, and two backward, in an all-gather
-    assert counts[0]["all_to_all_single"] == 3 * 8 * (4 + 3)
-    calls = [case for case in CASES for _ in range(3)]
-    unchecked = calls[FIRST_CALLS // 2 :]  # a call is checked forward and backward
-    seeds = sum(dropout_p > 0 for _, _, _, dropout_p in unchecked)
-    ends = sum(rule == "torchscale" and not is_causal for _, is_causal, rule, _ in calls)
-    assert counts[0]["all_gather"] == FIRST_CALLS + seeds + ends
-    assert counts[1].get("batch_isend_irecv", 0) == 0  # an empty shard takes part in collectives only
+def test_it_matches_the_oracle_with_as_few_collectives_as_can_be() -> None:
+    results, counts = zip(*pool(len(LENGTHS)).run(all_cases), strict=True)
+    for case, parts in zip(CASES, zip(*results, strict=True), strict=True):
+        case.check(testing.joined(parts))
+    steps = {"ring": 0, "allgather": 3, "alltoall": 4}  # two forward and two backward, or one forward and two backward
+    assert {count["all_to_all_single"] for count in counts} == {TIMES * sum(steps[case.exchange] for case in CASES)}
+    calls = [case for case in CASES for _ in range(TIMES)]
+    seeds = sum(case.dropout_p > 0 for case in calls[CHECKED // 2 :])  # a call is checked forward and backward
+    ends = sum(case.mask != "none" and not case.is_causal for case in calls)
+    assert {count["all_gather"] for count in counts} == {CHECKED + seeds + ends}
+    assert counts[1]["batch_isend_irecv"] == 0  # an empty shard takes part in collectives only
     assert counts[0]["batch_isend_irecv"] > 0
 
 
@@ -116,7 +82,7 @@ def debugged() -> list[tuple[bool, list[int]]]:
     """Whether a step was over when it had been posted, and what came."""
     found = []
     for debug in (False, True):
-        transport = GroupTransport(dist.group.WORLD, torch.device("cpu"), 10.0, debug=debug)
+        transport = GroupTransport(world(), torch.device("cpu"), 10.0, debug=debug)
         peer = 1 - transport.rank
         message = torch.full((5,), transport.rank, dtype=torch.uint8)
         pending: Any = transport.post("a step", {peer: message}, {peer: 5})
@@ -131,16 +97,9 @@ def test_debug_waits_in_every_step() -> None:
 
 def gathered() -> tuple[torch.Tensor, torch.Tensor]:
     """The whole sequence and the gradient of this rank's shard, where the loss of rank r has the weight r + 1."""
-    init = GroupTransport.__init__
-
-    def as_on_nccl(self: GroupTransport, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        self.names_peers = self.agrees_on_host = False
-
-    lengths = [3, 0, 4]
-    x = torch.arange(14.0).view(2, 7).split(lengths, 1)[dist.get_rank()].clone().requires_grad_()
-    with mock.patch.object(GroupTransport, "__init__", as_on_nccl):
-        whole = gather_sequence(x, dist.group.WORLD)
+    x = torch.arange(14.0).view(2, 7).split([3, 0, 4], 1)[dist.get_rank()].clone().requires_grad_()
+    with as_on_nccl():
+        whole = gather_sequence(x, world())
         ((1 + dist.get_rank()) * whole).sum().backward()
     assert x.grad is not None
     return whole.detach(), x.grad

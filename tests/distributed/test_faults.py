@@ -1,7 +1,8 @@
 """What can go wrong among ranks ends in an error on every rank that lives: in time, naming who, where and what.
 
 A fault happens on one rank of a real gloo group, before the call, in a hop or in a block's computation. Where messages
-stop to come, the others say for whom they waited; where ranks make different calls, all of them say what differs.
+stop to come, the others say for whom they waited; where ranks make different calls, or one cannot make its call, all of
+them say so, and the group goes on.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import dilated_attention
-from dilated_attention import ContextParallel, DilatedPattern, testing
+from dilated_attention import ContextParallel, DilatedPattern, RingMultiheadDilatedAttention, testing
 from dilated_attention.backends import sdpa
 from dilated_attention.distributed.group import BEFORE_CLOSING, CommunicationError, GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence, sequence_mean
+from dilated_attention.nn import RingAdvancedDistributedDilatedAttention
 from dilated_attention.pattern import Heads
 from dilated_attention.ranks import Outcome, pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
+from tests.cases import EXCHANGES, Case
+from tests.over_ranks import alive, world
 
-EXCHANGES = ("ring", "allgather", "alltoall")
 P, VICTIM = 3, 1
 TOKENS = 20  # of each rank
 PATTERN = DilatedPattern.longnet([16, 100], [1, 2])  # the second segment lies on all ranks
@@ -81,64 +86,53 @@ class Fault:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Hops and blocks are met by replacing what every one of them goes through."""
-        post, passes, blocks = GroupTransport.post, {"forward": sdpa.forward, "backward": sdpa.backward}, [0]
+        """What every backward, hop and block goes through is replaced."""
+        blocks = itertools.count(1)
 
-        def watched_post(transport: GroupTransport, name: str, *args: Any, **options: Any) -> Any:
-            if name.startswith(self.where):
-                self.happen()
-            return post(transport, name, *args, **options)
+        def watched(target: Any, name: str, here: Callable[..., bool]) -> Any:
+            function = getattr(target, name)
 
-        def watched_pass(name: str, *args: Any) -> Any:
-            if self.where == f"a block of the {name}":
-                blocks[0] += 1
-                if blocks[0] == 2:
+            def call(*args: Any, **options: Any) -> Any:
+                if here(*args):
                     self.happen()
-            return passes[name](*args)
+                return function(*args, **options)
 
+            return mock.patch.object(target, name, call)
+
+        if self.where == "the call":
+            self.happen()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(GroupTransport, "post", watched_post))
-            for name in passes:
-                stack.enter_context(mock.patch.object(sdpa, name, functools.partial(watched_pass, name)))
+            stack.enter_context(watched(torch.autograd, "grad", lambda *_: self.where == "the backward"))
+            stack.enter_context(watched(GroupTransport, "post", lambda _, hop, *__: hop.startswith(self.where)))
+            for name in ("forward", "backward"):
+                mine = self.where == f"a block of the {name}"
+                stack.enter_context(watched(sdpa, name, lambda *_, mine=mine: mine and next(blocks) == 2))
             yield
 
 
 NO_FAULT = Fault("none", "nowhere")
+OF_THE_GROUP = ("group", "exchange", "use_checkpointing", "timeout", "verify")
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+def attend(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern = PATTERN, **options: Any) -> Tensor:
+    """Options are those of the function and those of ContextParallel."""
+    over = {name: options.pop(name) for name in OF_THE_GROUP if name in options}
+    group = ContextParallel(**{"timeout": LONG, **over})
+    return dilated_attention.dilated_attention(query, key, value, pattern, group=group, **options)
 
 
-def whole(size: int, **options: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The sequence of all ranks, and a gradient for it."""
-    sizes = {"samples": 2, "heads": 4, "head_dim": 8, "dtype": torch.float64, **options}
-    qkv = testing.make_qkv(sizes.pop("samples"), TOKENS * size, sizes.pop("heads"), sizes.pop("head_dim"), **sizes)
-    return qkv, testing.make_qkv(2, TOKENS * size, 4, 8, dtype=torch.float64, seed=1)[0]
+def right_case(size: int, exchange: str = "ring", number: int = 0) -> Case:
+    return Case(
+        "faults", number, "longnet", False, "own", TOKENS * size, own_pattern=PATTERN, own_heads=(4, 4), head_dim=8,
+        dlse=False, ranks=size, own_lengths=(TOKENS,) * size, exchange=exchange,
+    )  # fmt: skip
 
 
-def right_call(
-    exchange: str, timeout: float = LONG, fault: Fault = NO_FAULT, group: dist.ProcessGroup | None = None
-) -> Results:
+def right_call(exchange: str, timeout: float = LONG, fault: Fault = NO_FAULT, group: Any = None) -> Results:
     """Forward and backward of this rank's shard."""
     group = group or world()
-    qkv, dout = whole(group.size())
-    shard = slice(group.rank() * TOKENS, (group.rank() + 1) * TOKENS)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if fault.where == "the call":
-            fault.happen()
-        out = dilated_attention.dilated_attention(
-            query, key, value, PATTERN, group=ContextParallel(group, exchange=exchange, timeout=timeout)
-        )
-        if fault.where == "the backward":
-            fault.happen()
-        return out
-
     with fault.armed():
-        return testing.run(attention, tuple(x[:, shard] for x in qkv), dout[:, shard])
+        return right_case(group.size(), exchange).on_this_rank(group, timeout=timeout)
 
 
 def call_with(fault: Fault, exchange: str, timeout: float, again: bool = True) -> Results:
@@ -160,23 +154,8 @@ def call_with(fault: Fault, exchange: str, timeout: float, again: bool = True) -
 # --- in the test ------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def expected(size: int) -> Results:
-    qkv, dout = whole(size)
-    return testing.oracle(qkv, PATTERN, dout)
-
-
-def assert_right(results: list[Results]) -> None:
-    wanted = expected(len(results))
-    testing.assert_exact(testing.joined(results), Results(wanted.out, None, wanted.dq, wanted.dk, wanted.dv))
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that is dead and not yet reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def assert_right(results: list[Results], number: int = 0) -> None:
+    right_case(len(results), number=number).check(testing.joined(results))
 
 
 def outcomes_of(
@@ -222,21 +201,28 @@ def assert_waited(
     assert VICTIM in awaited
 
 
+def step_of(where: str) -> str:
+    """What the others are in: neighbours of a rank that is gone may be a step ahead or behind."""
+    if where in ("the call", "the backward"):
+        return "^the agreement on dil" if where == "the call" else "^the agreement on the backward"
+    return "of the forward" if "forward" in where else "of the (backward|gradients')"
+
+
 # --- a rank that dies or leaves ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("exchange", "where", "size"),
+    ("how", "exchange", "where", "size"),
     [
-        ("ring", "the call", P),
-        ("ring", "hop 2 of the forward", 4),
-        ("allgather", "hop 1 of the gradients'", P),
-        ("alltoall", "hop 1 of the backward", P),
+        ("exit", "ring", "the call", P),
+        ("kill", "ring", "hop 2 of the forward", 4),
+        ("kill", "allgather", "hop 1 of the gradients'", P),
+        ("kill", "alltoall", "hop 1 of the backward", P),
     ],
 )
-def test_peers_of_a_killed_rank_raise_at_once(exchange: str, where: str, size: int) -> None:
-    lost = -signal.SIGKILL
-    outcomes = outcomes_of(call_with, Fault("kill", where), exchange, LONG, lost=lost, size=size)
+def test_peers_of_a_lost_rank_raise_at_once(how: str, exchange: str, where: str, size: int) -> None:
+    lost = 3 if how == "exit" else -signal.SIGKILL
+    outcomes = outcomes_of(call_with, Fault(how, where), exchange, LONG, lost=lost, size=size)
     assert_waited(outcomes, step_of(where))
 
 
@@ -265,31 +251,10 @@ def test_the_peer_of_a_rank_killed_in_a_long_message_raises_in_time(victim_sends
     assert outcomes[0].seconds < SHORT + MARGIN
 
 
-@pytest.mark.parametrize(("exchange", "where"), [("ring", "the call"), ("alltoall", "hop 2 of the forward")])
-def test_peers_of_a_rank_that_exits_raise_at_once(exchange: str, where: str) -> None:
-    outcomes = outcomes_of(call_with, Fault("exit", where), exchange, LONG, lost=3)
-    assert_waited(outcomes, step_of(where))
-
-
-def step_of(where: str) -> str:
-    """What the others are in: neighbours of a rank that is gone may be a step ahead or behind."""
-    if where in ("the call", "the backward"):
-        return "^the agreement on dil" if where == "the call" else "^the agreement on the backward"
-    return "of the forward" if "forward" in where else "of the (backward|gradients')"
-
-
 # --- a rank that hangs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("exchange", "where"),
-    [
-        ("ring", "hop 1 of the gradients'"),
-        ("allgather", "hop 1 of the forward"),
-        ("alltoall", "the backward"),
-        ("alltoall", "hop 2 of the forward"),
-    ],
-)
+@pytest.mark.parametrize(("exchange", "where"), [("ring", "hop 1 of the gradients'"), ("alltoall", "the backward")])
 def test_peers_of_a_rank_that_hangs_raise_in_time(exchange: str, where: str) -> None:
     """It wakes up again, and learns that the others have gone."""
     outcomes = outcomes_of(call_with, Fault("hang", where, SHORT + 0.5), exchange, SHORT)
@@ -304,51 +269,41 @@ def test_peers_of_a_rank_that_hangs_raise_in_time(exchange: str, where: str) -> 
 
 def test_peers_of_a_frozen_rank_raise_in_time() -> None:
     """By a signal, with its connections open."""
-    where, patience = "hop 1 of the backward", SHORT + MARGIN + 1.0
-    outcomes = outcomes_of(call_with, Fault("freeze", where), "ring", SHORT, lost=-signal.SIGKILL, patience=patience)
+    fault, patience = Fault("freeze", "hop 1 of the forward"), SHORT + MARGIN + 1.0
+    outcomes = outcomes_of(call_with, fault, "allgather", SHORT, lost=-signal.SIGKILL, patience=patience)
     assert outcomes[VICTIM].error_type == "hung"
-    assert_waited(outcomes, step_of(where), seconds=SHORT, within=MARGIN)
-
-
-@pytest.mark.parametrize(
-    ("exchange", "where"),
-    list(zip(EXCHANGES, ("the call", "hop 1 of the forward", "a block of the backward"), strict=True)),
-)
-def test_a_slow_rank_is_waited_for(exchange: str, where: str) -> None:
-    outcomes = outcomes_of(call_with, Fault("slow", where, 0.3), exchange, LONG)
-    assert max(x.seconds for x in outcomes) >= 0.3
-    assert_right([x.value for x in outcomes])
+    assert_waited(outcomes, step_of(fault.where), seconds=SHORT, within=MARGIN)
 
 
 # --- an exception on one rank -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("exchange", "where"),
+    ("how", "exchange", "where"),
     [
-        *((exchange, f"hop 1 of the {name}") for exchange in EXCHANGES for name in ("forward", "backward")),
-        *zip(EXCHANGES, ("a block of the forward", "a block of the backward", "a block of the forward"), strict=True),
-        *((exchange, f"hop 2 of the {name}") for exchange in ("ring", "alltoall") for name in ("forward", "backward")),
-        ("allgather", "hop 1 of the gradients'"),
-        ("ring", "hop 2 of the gradients'"),
+        ("raise", "ring", "hop 1 of the forward"),
+        ("raise", "ring", "hop 2 of the backward"),
+        ("raise", "ring", "hop 2 of the gradients'"),
+        ("raise", "allgather", "hop 1 of the backward"),
+        ("raise", "allgather", "hop 1 of the gradients'"),
+        ("raise", "allgather", "a block of the backward"),
+        ("raise", "alltoall", "hop 2 of the forward"),
+        ("raise", "alltoall", "hop 1 of the backward"),
+        ("raise", "alltoall", "a block of the forward"),
+        ("out of memory", "ring", "a block of the backward"),
+        ("out of memory", "allgather", "a block of the forward"),
     ],
 )
-def test_peers_of_a_rank_that_raises_in_the_middle_raise_at_once(exchange: str, where: str) -> None:
-    outcomes = outcomes_of(call_with, Fault("raise", where), exchange, LONG)
+def test_peers_of_a_rank_that_raises_in_the_middle_raise_at_once(how: str, exchange: str, where: str) -> None:
+    outcomes = outcomes_of(call_with, Fault(how, where), exchange, LONG)
     # those who had all messages of the forward pass notice in the backward pass
     assert_waited(outcomes, f"{step_of(where)}|^the agreement on the backward")
     victim = outcomes[VICTIM]
-    assert (victim.error_type, victim.error) == ("KeyError", "'the needle'")
+    assert victim.error_type == ("KeyError" if how == "raise" else "OutOfMemoryError")
+    assert "the needle" in (victim.error or "")
     again = FAILED_BEFORE.search(victim.traceback)
     assert again is not None, victim.traceback
     assert again[2] == f"rank {VICTIM} raised an error while others waited for its messages"
-
-
-@pytest.mark.parametrize(("exchange", "where"), list(zip(EXCHANGES, ("backward", "forward", "backward"), strict=True)))
-def test_peers_of_a_rank_without_memory_raise_at_once(exchange: str, where: str) -> None:
-    outcomes = outcomes_of(call_with, Fault("out of memory", f"a block of the {where}"), exchange, LONG)
-    assert_waited(outcomes, f"of the {where}|of the gradients'|^the agreement on the backward")
-    assert outcomes[VICTIM].error_type == "OutOfMemoryError"
 
 
 @pytest.mark.parametrize("where", ["the call", "the backward"])
@@ -362,238 +317,197 @@ def test_peers_of_a_rank_that_raises_elsewhere_raise_in_time(where: str) -> None
 # --- calls that differ ------------------------------------------------------------------------------------------
 
 MANY_BRANCHES = [DilatedPattern.longnet([2**40] * 63 + [last], [2**20] * 64) for last in (2**41, 2**42)]
+SHAPE = "(batch 2, tokens, heads {}, head_dim 8)"
 
-
-@dataclass(frozen=True)
-class Argument:
-    """What the ranks are told to differ in, and the options of `odd_call` that make them so."""
-
-    field: str
-    values: tuple[str, str]
-    usual: dict[str, Any]
-    odd: dict[str, Any]
-
-
-def differing(name: str, usual: Any, odd: Any) -> Argument:
-    return Argument(name, (str(usual), str(odd)), {name: usual}, {name: odd})
-
-
-def shape(samples: int = 2, heads: int = 4, head_dim: int = 8) -> str:
-    return f"(batch {samples}, tokens, heads {heads}, head_dim {head_dim})"
-
-
-DIFFERENT = {
-    "batch": Argument("shape", (shape(), shape(samples=3)), {}, {"samples": 3}),
-    "heads": Argument("shape", (shape(), shape(heads=6)), {}, {"heads": 6}),
-    "head_dim": Argument("shape", (shape(), shape(head_dim=4)), {}, {"head_dim": 4}),
-    "key heads": Argument("key heads", ("4", "2"), {}, {"kv_heads": 2}),
-    "dtype": differing("dtype", torch.float64, torch.float32),
-    "pattern": differing("pattern", PATTERN, DilatedPattern.longnet([16, 100], [1, 4])),
-    "rule": differing("pattern", PATTERN, DilatedPattern.of("torchscale", [16, 100], [1, 2])),
-    "long pattern": differing("pattern", *MANY_BRANCHES),
-    "behind a long pattern": Argument(
-        "scale", ("0.5", "0.25"), {"pattern": MANY_BRANCHES[0], "scale": 0.5}, {"scale": 0.25}
-    ),
-    "is_causal": differing("is_causal", False, True),
-    "scale": differing("scale", 0.5, 0.25),
-    "dropout_p": differing("dropout_p", 0.1, 0.2),
-    "no dropout": differing("dropout_p", 0.1, 0.0),
-    "mask": Argument("key_padding_mask", ("not given", "given"), {}, {"mask": True}),
-    "no mask": Argument("key_padding_mask", ("given", "not given"), {"mask": True}, {"mask": False}),
-    "exchange": differing("exchange", "ring", "alltoall"),
-    "use_checkpointing": differing("use_checkpointing", True, False),
-    "gradients": Argument("gradients", ("wanted", "not wanted"), {}, {"requires_grad": False}),
-    "no_grad": Argument("gradients", ("wanted", "not wanted"), {}, {"no_grad": True}),
-    "tensor parallelism": Argument("heads", (str(Heads(0, 4, 4)), str(Heads(4, 4, 8))), {}, {"part": (4, 8)}),
+Different = tuple[str, dict[str, Any], dict[str, Any], Any, Any]  # field; usual, odd options; how their values are told
+DIFFERENT: dict[str, Different] = {
+    "shape": ("shape", {}, {"heads": 6}, SHAPE.format(4), SHAPE.format(6)),
+    "key heads": ("key heads", {}, {"kv_heads": 2}, 4, 2),
+    "long pattern": ("pattern", {"pattern": MANY_BRANCHES[0]}, {"pattern": MANY_BRANCHES[1]}, *MANY_BRANCHES),
+    "behind one": ("scale", {"pattern": MANY_BRANCHES[0], "scale": 0.5}, {"scale": 0.25}, 0.5, 0.25),
+    "mask": ("key_padding_mask", {}, {"mask": True}, "not given", "given"),
+    "no gradients": ("gradients", {}, {"requires_grad": False}, "wanted", "not wanted"),
+    "no_grad": ("gradients", {}, {"no_grad": True}, "wanted", "not wanted"),
+    "part of the heads": ("heads", {}, {"part": (4, 8)}, Heads(0, 4, 4), Heads(4, 4, 8)),
+    "backend": ("backend", {}, {"backend": "eager"}, "sdpa", "eager"),
+} | {
+    name: (name, {name: usual}, {name: odd}, usual, odd)
+    for name, usual, odd in (
+        ("dtype", torch.float64, torch.float32),
+        ("pattern", PATTERN, DilatedPattern.longnet([16, 100], [1, 4])),
+        ("is_causal", False, True),
+        ("scale", 0.5, 0.25),
+        ("dropout_p", 0.1, 0.0),
+        ("exchange", "ring", "alltoall"),
+        ("use_checkpointing", True, False),
+        ("verify", "always", "first"),
+    )
 }
 
 
 def odd_call(
-    samples: int = 2,
     heads: int = 4,
     kv_heads: int | None = None,
-    head_dim: int = 8,
     dtype: torch.dtype = torch.float64,
-    pattern: DilatedPattern = PATTERN,
     mask: bool = False,
     requires_grad: bool = True,
     no_grad: bool = False,
-    part: tuple[int, int] | None = None,
-    lengths: tuple[int, int] = (TOKENS, TOKENS),
+    part: Any = None,
+    longer_keys: int = 0,
     **options: Any,
 ) -> Tensor:
-    """A call of this rank with arguments of its own; ``lengths`` of query and key."""
-    qkv = testing.make_qkv(samples, TOKENS + 5, heads, head_dim, kv_heads=kv_heads, dtype=dtype)
-    query, key, value = (
-        x[:, :length].detach().requires_grad_(requires_grad)
-        for x, length in zip(qkv, (lengths[0], lengths[1], lengths[1]), strict=True)
-    )
-    padding = torch.zeros(samples, lengths[0], dtype=torch.bool) if mask else None
-    of_group = {name: options.pop(name) for name in ("exchange", "use_checkpointing", "timeout") if name in options}
+    """A call of this rank with arguments of its own."""
+    qkv = testing.make_qkv(2, TOKENS + 5, heads, 8, kv_heads=kv_heads, dtype=dtype)
+    lengths = (TOKENS, TOKENS + longer_keys, TOKENS + longer_keys)
+    given = [x[:, :length].detach().requires_grad_(requires_grad) for x, length in zip(qkv, lengths, strict=True)]
+    tensors = dict(zip(("query", "key", "value"), given, strict=True))
+    padding = torch.zeros(2, TOKENS, dtype=torch.bool) if mask else None
     with torch.no_grad() if no_grad else contextlib.nullcontext():
-        return dilated_attention.dilated_attention(
-            query, key, value, pattern, key_padding_mask=padding, enable_gqa=True, heads=part,
-            group=ContextParallel(world(), **{"timeout": LONG, **of_group}), **options,
-        )  # fmt: skip
+        return attend(**{**tensors, "key_padding_mask": padding, "enable_gqa": True, "heads": part, **options})
 
 
-def error_then_right_call(function: Callable[[], Any], exchange: str) -> tuple[str, float, Results]:
+def error_then(function: Callable[[], Any], right: Callable[[], Any]) -> tuple[str, float, Any]:
     """The error of the function and after how long; the right call over the same group, at once."""
     began = time.monotonic()
     try:
         function()
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         seconds = time.monotonic() - began
-        return f"{type(error).__name__}: {error}", seconds, right_call(exchange)
+        return f"{type(error).__name__}: {error}", seconds, right()
     raise AssertionError("no error")
 
 
-def call_differently(argument: Argument, exchange: str) -> tuple[str, float, Results]:
-    odd = argument.odd if dist.get_rank() == VICTIM else {}
-    options = {"exchange": exchange, **argument.usual, **odd}
-    return error_then_right_call(functools.partial(odd_call, **options), exchange)
+def call_differently(usual: dict[str, Any], odd: dict[str, Any], exchange: str) -> tuple[str, float, Results]:
+    options = {"exchange": exchange, **usual, **(odd if dist.get_rank() == VICTIM else {})}
+    return error_then(functools.partial(odd_call, **options), functools.partial(right_call, exchange))
 
 
 @pytest.mark.parametrize(("name", "exchange"), list(zip(DIFFERENT, itertools.cycle(EXCHANGES))))
 def test_every_rank_names_what_differs_and_the_group_goes_on(name: str, exchange: str) -> None:
-    ranks, argument = pool(P), DIFFERENT[name]
-    usual, odd = argument.values
-    ranks.run(right_call, exchange)
-    told = ranks.run(call_differently, argument, exchange)
+    field, usual, odd, *values = DIFFERENT[name]
+    told = pool(P).run(call_differently, usual, odd, exchange)
     for rank, (error, seconds, _) in enumerate(told):
         assert error.startswith("ValueError: the ranks do not make the same call to dilated_attention"), error
         assert f"(this is rank {rank}): " in error
-        assert f"{argument.field} is {usual} on ranks 0, 2 and {odd} on rank {VICTIM}" in error
+        assert f"{field} is {values[0]} on ranks 0, 2 and {values[1]} on rank {VICTIM}" in error
         assert seconds < AT_ONCE
     assert_right([result for _, _, result in told])
 
 
-def fastest_error(argument: Argument, exchange: str) -> float:
-    return min(call_differently(argument, exchange)[1] for _ in range(5))
+# --- calls that one rank cannot make ----------------------------------------------------------------------------
 
 
-def test_every_rank_names_what_differs_within_a_second() -> None:
-    assert max(pool(P).run(fastest_error, DIFFERENT["scale"], "ring")) < 1.0
+class Needle(float):
+    """A number that cannot be read."""
+
+    def __float__(self) -> float:
+        raise KeyError("the needle")
 
 
-def call_wrongly(options: dict[int, dict[str, Any]], exchange: str) -> tuple[str, float, Results]:
-    return error_then_right_call(
-        functools.partial(odd_call, exchange=exchange, **options.get(dist.get_rank(), {})), exchange
+def in_a_module(**given: Any) -> None:
+    module = RingMultiheadDilatedAttention(
+        16, 4, [4, 64], [1, 2], rule="longnet", dtype=torch.float64, group=ContextParallel(timeout=LONG)
     )
+    module(**{"query": torch.ones(2, 8, 16, dtype=torch.float64), **given})
+
+
+def on_a_mesh(**given: Any) -> None:
+    """The projections of this module are split over the heads axis, so that ranks meet along two axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    module = RingAdvancedDistributedDilatedAttention(
+        16, 4, [4, 64], [1, 2], mesh, rule="longnet", dtype=torch.float64, parallel=ContextParallel(timeout=LONG)
+    )
+    module(**{"query": torch.ones(2, 8, 16, dtype=torch.float64), **given})
+
+
+def wrong_then_right(function: Callable[..., Any], wrong: dict[int, dict[str, Any]]) -> tuple[str, float, None]:
+    return error_then(functools.partial(function, **wrong.get(dist.get_rank(), {})), function)
+
+
+NO_TENSOR = "TypeError: query must be a tensor, got NoneType"
+WRONG_WIDTH = ({"query": torch.ones(2, 8, 15)}, r"ValueError: query, key and value must all be \(batch, tokens, 16\)")
 
 
 @pytest.mark.parametrize(
-    ("exchange", "options", "text"),
+    ("function", "victims", "wrong", "error"),
     [
-        ("ring", {"lengths": (TOKENS, TOKENS - 1)}, "ValueError: query has 20 tokens and key 19: .*"),
-        ("allgather", {"lengths": (TOKENS, TOKENS + 1)}, "ValueError: query has 20 tokens and key 21: .*"),
-        ("alltoall", {"dtype": torch.complex64}, "TypeError: query must be float64, .* got torch.complex64"),
-        ("ring", {"dropout_p": 2.0}, r"ValueError: dropout_p must be .* got 2\.0"),
-        ("allgather", {"backend": "none"}, "ValueError: unknown backend 'none'.*"),
-        ("alltoall", {"scale": "x" * 9000}, r"ValueError: scale must be .* got 'x*(\.\.\. \(\w+\))?'?"),
+        (odd_call, (1,), {"exchange": "ring", "longer_keys": -1}, "ValueError: query has 20 tokens and key 19: "),
+        (odd_call, (0, 2), {"exchange": "ring", "longer_keys": 1}, "ValueError: query has 20 tokens and key 21: "),
+        (odd_call, (0, 1, 2), {"dtype": torch.complex64}, "TypeError: query must be float64, .* got torch.complex64"),
+        (odd_call, (1,), {"exchange": "alltoall", "dropout_p": 2.0}, r"ValueError: dropout_p must be .* got 2\.0"),
+        (odd_call, (1,), {"backend": "none"}, "ValueError: unknown backend 'none'"),
+        (odd_call, (1,), {"scale": "x" * 9000}, "ValueError: scale must be .* got 'xxxx"),
+        (odd_call, (1,), {"scale": Needle(1.0)}, "KeyError: 'the needle'"),
+        (odd_call, (1,), {"query": None}, NO_TENSOR),
+        (odd_call, (1,), {"part": 3}, "TypeError: "),
+        (in_a_module, (1,), {"query": None}, NO_TENSOR),
+        (in_a_module, (1,), {"key_padding_mask": [0]}, "TypeError: key_padding_mask must be a tensor, got list"),
+        (in_a_module, (1,), {"query": torch.ones(2, 8, 16)}, "RuntimeError: "),  # float64 is what it projects
+        (in_a_module, (0, 2), {"key": torch.ones(2, 7, 16)}, r"ValueError: key is \(2, 7, 16\) and query \(2, 8, 16\)"),
+        (on_a_mesh, (1,), {"query": None}, NO_TENSOR),
+        (on_a_mesh, (1,), {"query": torch.ones(2, 8, 16)}, "RuntimeError: "),
+        (on_a_mesh, (2,), {"is_causal": 1}, "TypeError: is_causal must be True or False, got 1"),
+        (on_a_mesh, (2, 3), *WRONG_WIDTH),
+        (on_a_mesh, (1, 2), *WRONG_WIDTH),
+        (on_a_mesh, (0,), *WRONG_WIDTH),
     ],
 )
-def test_every_rank_names_the_one_whose_arguments_are_wrong(options: dict[str, Any], text: str, exchange: str) -> None:
-    ranks = pool(P)
-    ranks.run(right_call, exchange)
-    told = ranks.run(call_wrongly, {VICTIM: options}, exchange)
-    for rank, (error, seconds, _) in enumerate(told):
-        called_off = rf"ValueError: dilated_attention was called off on all ranks \(this is rank {rank}\): "
-        wanted = text if rank == VICTIM else f"{called_off}rank {VICTIM} cannot run it: {text}"
-        assert re.fullmatch(wanted, error), error
+def test_an_error_before_the_ranks_agree_reaches_all_and_the_group_goes_on(
+    function: Callable[..., Any], victims: tuple[int, ...], wrong: dict[str, Any], error: str
+) -> None:
+    """The rank itself raises its own error unchanged: one of our checks, of a projection, or of anything else."""
+    called_off = r"ValueError: dilated_attention( over heads)? was called off on all ranks \(this is rank \d\): "
+    told = pool(4 if function is on_a_mesh else P).run(wrong_then_right, function, dict.fromkeys(victims, wrong))
+    for rank, (said, seconds, _) in enumerate(told):
+        assert re.match(error if rank in victims else rf"{called_off}.*rank \d cannot run it: {error}", said), said
         assert seconds < AT_ONCE
-    assert_right([result for _, _, result in told])
-
-
-@pytest.mark.parametrize("wrong", [(0, 2), (0, 1, 2)])
-def test_all_ranks_whose_arguments_are_wrong_are_named(wrong: tuple[int, ...]) -> None:
-    options = {rank: {"lengths": (TOKENS, TOKENS - rank - 1)} for rank in wrong}
-    told = pool(P).run(call_wrongly, options, "ring")
-    for rank, (error, seconds, _) in enumerate(told):
-        if rank in wrong:
-            assert error.startswith(f"ValueError: query has 20 tokens and key {TOKENS - rank - 1}"), error
-        else:
-            for other in wrong:
-                text = f"rank {other} cannot run it: ValueError: query has 20 tokens and key {TOKENS - other - 1}"
-                assert text in error
-        assert seconds < AT_ONCE
-    assert_right([result for _, _, result in told])
+        if rank not in victims and function is not on_a_mesh:  # along an axis of a mesh ranks have other numbers
+            assert all(f"rank {victim} cannot run it: " in said for victim in victims), said
 
 
 # --- ranks that do different things -----------------------------------------------------------------------------
 
 
-def backward_or(other: str, exchange: str, timeout: float) -> Any:
+def backward_or(other: str, timeout: float) -> Any:
     """Forward on all ranks, and then on one of them something else than the backward."""
     query = testing.make_qkv(2, TOKENS, 4, 8, dtype=torch.float64)[0].requires_grad_()
-    out = dilated_attention.dilated_attention(
-        query, query, query, PATTERN, group=ContextParallel(world(), exchange=exchange, timeout=timeout)
-    )
+    out = attend(query, query, query, exchange="ring", timeout=timeout)
     if dist.get_rank() != VICTIM:
         return out.sum().backward()
     if other == "the next call":
-        return right_call(exchange, timeout)
-    if other == "a gather":
-        return gather_sequence(out.detach(), world())
-    if other == "a mean":
-        return sequence_mean(out.detach(), world())
-    return None
-
-
-def test_a_backward_that_one_rank_does_not_run_ends_in_time() -> None:
-    outcomes = outcomes_of(backward_or, "nothing", "ring", SHORT)
-    assert_waited(outcomes, "^the agreement on the backward", seconds=SHORT, within=MARGIN, again=False)
-    assert outcomes[VICTIM].error is None
+        return right_call("ring", timeout)
+    return gather_sequence(out.detach(), world()) if other == "a gather" else sequence_mean(out.detach(), world())
 
 
 @pytest.mark.parametrize("other", ["the next call", "a gather"])
 def test_a_backward_met_by_another_call_is_named_at_once(other: str) -> None:
-    outcomes = outcomes_of(backward_or, other, "ring", LONG)
-    for x in outcomes:
+    for x in outcomes_of(backward_or, other, LONG):
         assert x.error_type == "ValueError"
-        assert "the backward of is " in (x.error or "")
         assert re.search(r"the backward of is .* on ranks 0, 2 and absent on rank 1", x.error or ""), x.error
         assert x.seconds < AT_ONCE
 
 
 def test_a_backward_met_by_another_collective_ends_in_time() -> None:
     """The collective of the other rank ends too, as its peers have gone."""
-    outcomes = outcomes_of(backward_or, "a mean", "ring", SHORT)
+    outcomes = outcomes_of(backward_or, "a mean", SHORT)
     assert_waited(outcomes, "^the agreement on the backward", seconds=SHORT, within=MARGIN, again=False)
     assert outcomes[VICTIM].error_type == "RuntimeError"
     assert outcomes[VICTIM].seconds < SHORT + MARGIN
 
 
-def check_differently(exchange: str, timeout: float) -> None:
-    """One rank stops to check its calls after the first few, which the others do not."""
-    query = testing.make_qkv(2, TOKENS, 4, 8, dtype=torch.float64)[0]
-    verify = "first" if dist.get_rank() == VICTIM else "always"
-    group = ContextParallel(world(), exchange=exchange, timeout=timeout, verify=verify)
-    for _ in range(12):
-        dilated_attention.dilated_attention(query, query, query, PATTERN, group=group)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_no_message_is_taken_for_another(exchange: str) -> None:
-    """Gloo aborts the process when a message is longer than expected."""
-    outcomes = outcomes_of(check_differently, exchange, SHORT)
-    assert [x.error_type in ("ValueError", "CommunicationError") for x in outcomes] == [True] * P, outcomes
-    assert all(x.seconds < SHORT + MARGIN for x in outcomes)
-
-
 def change_length(exchange: str, timeout: float, changes: tuple[int, ...]) -> None:
     """One rank's shard becomes longer in some calls, which the others do not know where calls are not checked."""
     query = testing.make_qkv(2, TOKENS + 4, 4, 8, dtype=torch.float64)[0]
-    group = ContextParallel(world(), exchange=exchange, timeout=timeout, verify="first")
     with mock.patch.object(run, "FIRST_CALLS", 8):
         for count in range(12):
             longer = dist.get_rank() == VICTIM and count in changes
             shard = query[:, : TOKENS + 4 if longer else TOKENS]
-            dilated_attention.dilated_attention(*[shard] * 3, PATTERN, group=group)
+            attend(shard, shard, shard, exchange=exchange, timeout=timeout, verify="first")
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", ["ring", "alltoall"])
 def test_no_message_of_another_length_is_taken(exchange: str) -> None:
+    """Gloo aborts the process when a message is longer than expected."""
     outcomes = outcomes_of(change_length, exchange, SHORT, (11,))
     assert outcomes[VICTIM].error_type == "ValueError"
     assert "verify='always'" in str(outcomes[VICTIM].error)
@@ -605,6 +519,75 @@ def test_lengths_that_vary_keep_being_checked(exchange: str) -> None:
     pool(P).run(change_length, exchange, LONG, (1, 5, 11))
 
 
+# --- backward passes in other orders ----------------------------------------------------------------------------
+# Without a number for each call, a rank would take the rows of the other call for those it waits for.
+
+
+def in_order(exchange: str, reentrant: bool | None, order: tuple[int, int], **options: Any) -> list[Results]:
+    """Two calls forward, then their backward passes in ``order``; ``reentrant``: of a checkpoint around each call."""
+    call = functools.partial(attend, exchange=exchange, **options)
+    cases = [right_case(P, exchange, number) for number in range(2)]
+    shard = cases[0].shard(dist.get_rank())
+    leaves, outs = [[x[:, shard].detach().requires_grad_() for x in case.qkv()] for case in cases], []
+    for some in leaves:
+        with torch.no_grad():  # as an evaluation between two steps: it counts on every rank
+            call(*some)
+        outs.append(call(*some) if reentrant is None else checkpoint(call, *some, use_reentrant=reentrant))
+    for number in order:
+        outs[number].backward(cases[number].inputs()[1][:, shard])
+    return [Results(out.detach(), None, *(x.grad for x in some)) for out, some in zip(outs, leaves, strict=True)]
+
+
+def swapped(exchange: str, reentrant: bool | None, **options: Any) -> list[Results]:
+    """One rank runs the second backward pass first."""
+    return in_order(exchange, reentrant, (1, 0) if dist.get_rank() == VICTIM else (0, 1), **options)
+
+
+def swapped_then_in_order(exchange: str, reentrant: bool | None, then: bool | None) -> tuple[str, float, list[Results]]:
+    """A call that was called off does not count, so that later numbers still agree."""
+    right = functools.partial(in_order, exchange, then, (1, 0))
+    error, seconds, _ = error_then(functools.partial(swapped, exchange, reentrant), right)
+    odd = {"dropout_p": 2.0} if dist.get_rank() == VICTIM else {}
+    return error, seconds, error_then(functools.partial(odd_call, **odd), right)[2]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "reentrant", "then"), [("ring", None, False), ("allgather", False, None), ("alltoall", None, True)]
+)
+def test_every_rank_is_told_that_backward_passes_come_in_different_orders(
+    exchange: str, reentrant: bool | None, then: bool | None
+) -> None:
+    """An order that all ranks share is right, with checkpoints too, whose backward passes make the calls again."""
+    told = pool(P).run(swapped_then_in_order, exchange, reentrant, then)
+    for rank, (error, seconds, _) in enumerate(told):
+        number = r"the number of the call \(all ranks must run their backward passes in one order\)"
+        who = rf"is (\d+) on ranks 0, 2 and (\d+) on rank {VICTIM}"
+        found = re.fullmatch(rf"ValueError: .*the backward of .*\(this is rank {rank}\): {number} {who}", error)
+        assert found is not None, error
+        assert found[1] != found[2]
+        assert seconds < AT_ONCE
+    for number in range(2):
+        assert_right([results[number] for _, _, results in told], number)
+
+
+def unchecked(exchange: str) -> None:
+    """After all the checks that ``verify="first"`` makes, in a group that knows no other lengths."""
+    group = dist.new_group()
+    with mock.patch.object(run, "FIRST_CALLS", 8):
+        for _ in range(9):
+            odd_call(exchange=exchange, verify="first", group=group)
+        in_order(exchange, None, (1, 0), verify="first", group=group)
+        swapped(exchange, None, verify="first", timeout=SHORT, group=group)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_without_checks_gloo_takes_no_message_of_another_call(exchange: str) -> None:
+    """Late, and at the price of the group; but no gradient is wrong. Over NCCL nothing would tell."""
+    outcomes = outcomes_of(unchecked, exchange)
+    assert [x.error_type for x in outcomes] == ["CommunicationError"] * P, outcomes
+    assert all("in swapped" in x.traceback for x in outcomes)
+
+
 # --- other groups -----------------------------------------------------------------------------------------------
 
 
@@ -612,7 +595,6 @@ def in_two_groups(fault: Fault, exchange: str, timeout: float) -> list[Results]:
     """The victim and rank 3 are one group, ranks 0 and 2 another one, which goes on after the fault."""
     groups = [dist.new_group(ranks) for ranks in ([VICTIM, 3], [0, 2])]
     mine = groups[dist.get_rank() % 2 == 0]
-    assert isinstance(mine, dist.ProcessGroup)
     results = [right_call(exchange, timeout, group=mine)]
     if dist.get_rank() % 2 == 0:
         time.sleep(0.2)
@@ -620,7 +602,7 @@ def in_two_groups(fault: Fault, exchange: str, timeout: float) -> list[Results]:
     return [right_call(exchange, timeout, fault if dist.get_rank() == VICTIM else NO_FAULT, mine)]
 
 
-@pytest.mark.parametrize(("how", "exchange"), [("raise", "allgather"), ("raise", "alltoall"), ("kill", "ring")])
+@pytest.mark.parametrize(("how", "exchange"), [("raise", "alltoall"), ("kill", "ring")])
 def test_another_group_goes_on(how: str, exchange: str) -> None:
     lost = -signal.SIGKILL if how == "kill" else None
     outcomes = outcomes_of(in_two_groups, Fault(how, "hop 1 of the backward"), exchange, LONG, lost=lost, size=4)
@@ -639,7 +621,6 @@ def survive() -> list[Results]:
         right_call("ring", LONG, Fault("kill", "hop 1 of the backward") if dist.get_rank() == VICTIM else NO_FAULT)
     except CommunicationError:
         group = dist.new_group([0, 2], use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
         return [right_call(exchange, LONG, group=group) for exchange in EXCHANGES]
     raise AssertionError("no error")
 

@@ -21,17 +21,13 @@ from dilated_attention.ring.run import attend
 HOST = torch.device("cpu")
 
 
-def test_a_buffer_is_used_again() -> None:
+def test_buffers_are_used_again_and_sizes_no_longer_used_are_let_go() -> None:
     buffers = Buffers()
     first = buffers.take(8, HOST)
     buffers.give(first)
     buffers.begin()
     assert buffers.take(8, HOST) is first
     assert buffers.take(8, HOST) is not first
-
-
-def test_buffers_of_sizes_no_longer_used_are_let_go() -> None:
-    buffers = Buffers()
     for size in range(1, 50):
         buffers.begin()
         buffers.give(buffers.take(size, HOST))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,18 +26,13 @@ from dilated_attention.context_parallel import ROUTES
 from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
+from tests.over_ranks import changed, raised
 
 E, H, N, SAMPLES = 24, 6, 13, 4
 # four branches for six heads: with heads over two ranks, head_groups cuts through the second branch
 LENGTHS, RATES = [4, 8, 6, 32], [1, 2, 3, 1]
 RULES = ["longnet", "torchscale", "head_groups"]
-MESHES = [
-    {"data": 1, "sequence": 2},
-    {"heads": 2},
-    {"data": 2, "sequence": 2},
-    {"sequence": 2, "heads": 2},
-    {"data": 2, "sequence": 2, "heads": 2},
-]
+OF_ONE_DEVICE = ("bias", "layer_norm", "rule", "num_kv_heads")
 TOLERANCE = 1e-12
 
 
@@ -44,24 +40,12 @@ def name(axes: Any) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in axes.items())
 
 
-def ranks(axes: dict[str, int]) -> Any:
-    size = 1
-    for count in axes.values():
-        size *= count
-    return pool(size)
+def on_ranks(axes: dict[str, int], function: Any, *args: Any) -> list[Any]:
+    return pool(math.prod(axes.values()) if axes else 1).run(function, *args, axes)
 
 
 def mesh_of(axes: dict[str, int]) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def changed(module: Any) -> Any:
-    """No parameter at the value it starts with, so that none can be left out unseen; before it is split."""
-    with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
-            generator = torch.Generator().manual_seed(index)
-            parameter.add_(0.1 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-    return module
 
 
 def one_device(**options: Any) -> Any:
@@ -71,16 +55,10 @@ def one_device(**options: Any) -> Any:
 
 def on_mesh(mesh: DeviceMesh, **options: Any) -> Any:
     """With the weights of `one_device`."""
-    torch.manual_seed(0)
     module = RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, dtype=torch.float64, **options)
-    load_whole(
-        module, one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule", "num_kv_heads") if x in options})
-    )
-    return module
-
-
-def load_whole(module: nn.Module, plain: nn.Module) -> None:
+    plain = one_device(**{x: options[x] for x in OF_ONE_DEVICE if x in options})
     set_model_state_dict(module, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    return module
 
 
 def batch(seed: int = 1) -> Tensor:
@@ -111,13 +89,6 @@ def loss_of(out: Tensor, mesh: DeviceMesh) -> Tensor:
     return sequence_mean(losses, mesh["sequence"]) if "sequence" in (mesh.mesh_dim_names or ()) else losses.mean()
 
 
-def reference(module: Any, x: Tensor, **options: Any) -> Tensor:
-    """One device's loss on the whole batch, after its backward pass."""
-    loss: Tensor = (module(x, **options)[0] * batch(2)).sum(-1).mean()
-    loss.backward()
-    return loss.detach()
-
-
 def averaged(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
     """What DDP and FSDP2 do: over data and sequence, and not over heads."""
     whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
@@ -140,37 +111,38 @@ def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str
 # --- the computation --------------------------------------------------------------------------------------------
 
 
-def compared(mesh: DeviceMesh, options: dict[str, Any], call: dict[str, Any], padded: bool) -> dict[str, float]:
-    """What differs from one device: output, loss, gradients of the input and of every parameter."""
-    one = one_device(**{x: options[x] for x in ("bias", "layer_norm", "rule", "num_kv_heads") if x in options})
+def compared(
+    mesh: DeviceMesh, options: dict[str, Any], call: dict[str, Any], padded: bool, count: int = 1
+) -> dict[str, float]:
+    """What differs from one device: output, gradients of the inputs (``count`` of q, k, v) and of every parameter."""
+    one = one_device(**{x: options[x] for x in OF_ONE_DEVICE if x in options})
     many = on_mesh(mesh, **options)
-    whole, x = batch().requires_grad_(), part(batch(), mesh).requires_grad_()
+    whole = [batch(seed + 3).requires_grad_() for seed in range(count)]
+    mine = [part(x, mesh).detach().requires_grad_() for x in whole]
     mask = {"key_padding_mask": padding()} if padded else {}
-    out, weights = many(x, **call, **{key: part(value, mesh) for key, value in mask.items()})
+    out, weights = many(*mine, **call, **{key: part(value, mesh) for key, value in mask.items()})
+    expected = one(*whole, **call, **mask)[0]
     assert weights is None
-    expected_out = one(whole, **call, **mask)[0]
-    loss = loss_of(out, mesh)
-    loss.backward()
-    reference(one, whole, **call, **mask)
+    loss_of(out, mesh).backward()
+    (expected * batch(2)).sum(-1).mean().backward()
+    # this rank's loss counts as one of so many in the average
     parallel = mesh.size() // (mesh["heads"].size() if "heads" in (mesh.mesh_dim_names or ()) else 1)
-    assert x.grad is not None
-    assert whole.grad is not None
-    # this rank's loss counts as one of `parallel` in the average
-    found = {"out": out, "input": x.grad / parallel}
-    wanted = {"out": part(expected_out, mesh), "input": part(whole.grad, mesh)}
+    found, wanted = {"out": out}, {"out": part(expected, mesh)}
+    for index, (x, all_of_it) in enumerate(zip(mine, whole, strict=True)):
+        found[f"input {index}"], wanted[f"input {index}"] = x.grad / parallel, part(all_of_it.grad, mesh)
     for key, parameter in many.named_parameters():
-        found[key] = averaged(parameter.grad, mesh)
-        wanted[key] = dict(one.named_parameters())[key].grad
+        found[key], wanted[key] = averaged(parameter.grad, mesh), dict(one.named_parameters())[key].grad
     return differences(found, wanted)
 
 
 def computes_alike(axes: dict[str, int]) -> dict[str, Any]:
     mesh, wrong = mesh_of(axes), {}
-    cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [({"rule": rule}, {}, False) for rule in RULES]
-    cases += [({"rule": rule}, {"is_causal": True}, True) for rule in RULES]
-    cases += [({"parallel": ContextParallel(exchange=exchange)}, {}, True) for exchange in ROUTES]
+    cases: list[tuple[Any, ...]] = [
+        ({"rule": rule, "parallel": ContextParallel(exchange=exchange)}, {"is_causal": rule != "longnet"}, True)
+        for rule, exchange in zip(RULES, ROUTES, strict=True)
+    ]
     cases += [({"layer_norm": False}, {}, False), ({"bias": False, "use_checkpointing": False}, {}, False)]
-    cases += [({"num_kv_heads": 2, "rule": "longnet", "batch_first": True}, {}, True)]
+    cases += [({"num_kv_heads": 2, "rule": "longnet", "batch_first": True}, {}, True), ({}, {}, False, 3)]
     for case in cases:
         found = compared(mesh, *case)
         if found:
@@ -178,35 +150,20 @@ def computes_alike(axes: dict[str, int]) -> dict[str, Any]:
     return wrong
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=name)
+@pytest.mark.parametrize(
+    "axes", [{"heads": 2}, {"data": 2, "sequence": 2}, {"data": 2, "sequence": 2, "heads": 2}], ids=name
+)
 def test_equals_one_device(axes: dict[str, int]) -> None:
-    assert not any(ranks(axes).run(computes_alike, axes))
+    assert not any(on_ranks(axes, computes_alike))
 
 
-def inputs() -> dict[str, float]:
-    """Unbatched, and query, key and value that are not one tensor: each gets its own gradient."""
+def unbatched() -> float:
     mesh = mesh_of({"sequence": 2, "heads": 2})
-    one, many = one_device(), on_mesh(mesh)
-    whole = [batch(seed).requires_grad_() for seed in (3, 4, 5)]
-    mine = [part(x, mesh).detach().requires_grad_() for x in whole]
-    expected, out = one(*whole)[0], many(*mine)[0]
-    upstream = batch(6)
-    got = torch.autograd.grad(out, mine, part(upstream, mesh))
-    wanted = torch.autograd.grad(expected, whole, upstream)
-    found = {"out": out, "unbatched": many(mine[0][1])[0], **dict(zip("qkv", got, strict=True))}
-    parts = [part(x, mesh) for x in wanted]
-    return differences(
-        found,
-        {
-            "out": part(expected, mesh),
-            "unbatched": part(one(whole[0])[0], mesh)[1],
-            **dict(zip("qkv", parts, strict=True)),
-        },
-    )
+    return error(on_mesh(mesh)(part(batch(), mesh)[1])[0], part(one_device()(batch())[0], mesh)[1])
 
 
-def test_inputs_that_differ_and_one_without_a_batch() -> None:
-    assert not any(pool(4).run(inputs))
+def test_one_sample_without_a_batch() -> None:
+    assert max(pool(4).run(unbatched)) <= TOLERANCE
 
 
 def inside_a_layer() -> list[float]:
@@ -250,7 +207,7 @@ def test_heads_cost_two_collectives_each_way() -> None:
 # --- dropout ----------------------------------------------------------------------------------------------------
 
 
-def drops_alike(axes: dict[str, int], seeds: str) -> dict[str, float]:
+def drops_alike(seeds: str, axes: dict[str, int]) -> dict[str, float]:
     """Each data rank against one device that has its samples and the seed of the first of its ranks."""
     mesh = mesh_of(axes)
     at = dict(zip(axes, mesh.get_coordinate() or (), strict=True))
@@ -273,10 +230,13 @@ def drops_alike(axes: dict[str, int], seeds: str) -> dict[str, float]:
     return wrong
 
 
-@pytest.mark.parametrize("seeds", ["same", "different"])
-def test_dropout_is_that_of_one_device(seeds: str) -> None:
-    assert not any(pool(4).run(drops_alike, {"sequence": 2, "heads": 2}, seeds))
-    assert not any(pool(8).run(drops_alike, {"data": 2, "sequence": 2, "heads": 2}, seeds))
+@pytest.mark.parametrize(
+    ("seeds", "axes"),
+    [("same", {"sequence": 2, "heads": 2}), ("different", {"data": 2, "sequence": 2, "heads": 2})],
+    ids=["same", "different"],
+)
+def test_dropout_is_that_of_one_device(seeds: str, axes: dict[str, int]) -> None:
+    assert not any(on_ranks(axes, drops_alike, seeds))
 
 
 # --- with what trains models ------------------------------------------------------------------------------------
@@ -298,7 +258,8 @@ def trained(how: str, axes: dict[str, int]) -> dict[str, float]:
     before = {key: value.clone() for key, value in whole_parameters(one).items()}
     wrong = {}
     for step in range(2):
-        expected = reference(one, batch(7 + step))
+        expected = (one(batch(7 + step))[0] * batch(2)).sum(-1).mean()
+        expected.backward()
         loss = loss_of(trainer(part(batch(7 + step), mesh))[0], mesh)
         loss.backward()
         mean = averaged(loss.detach(), mesh)
@@ -312,54 +273,44 @@ def trained(how: str, axes: dict[str, int]) -> dict[str, float]:
     return wrong | differences(whole_parameters(many), after)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp flat"])
-def test_training_over_data_and_sequence_equals_one_device(how: str) -> None:
-    assert not any(pool(4).run(trained, how, {"data": 2, "sequence": 2}))
+@pytest.mark.parametrize(
+    ("how", "axes"),
+    [
+        ("ddp", {"data": 2, "sequence": 2}),
+        ("fsdp flat", {"data": 2, "sequence": 2}),
+        ("fsdp", {"data": 2, "sequence": 2, "heads": 2}),
+    ],
+    ids=["ddp", "fsdp flat", "fsdp"],
+)
+def test_training_equals_one_device(how: str, axes: dict[str, int]) -> None:
+    assert not any(on_ranks(axes, trained, how))
 
 
-@pytest.mark.parametrize("how", ["fsdp", "fsdp flat"])
-def test_training_over_all_three_axes_equals_one_device(how: str) -> None:
-    assert not any(pool(8).run(trained, how, {"data": 2, "sequence": 2, "heads": 2}))
-
-
-def recomputed(how: str, axes: dict[str, int]) -> dict[str, float]:
-    mesh = mesh_of(axes)
+def recomputed(reentrant: bool) -> dict[str, float]:
+    mesh = mesh_of({"sequence": 2, "heads": 2})
     results = []
     for wrapped in (False, True):
-        module = on_mesh(mesh, dropout=0.3)
-        call: Any = module
-        if wrapped and how == "wrapper":
-            call = checkpoint_wrapper(module)
-        elif wrapped:
-
-            def call(x: Tensor, module: nn.Module = module) -> Any:
-                return checkpoint(module, x, use_reentrant=how == "reentrant")
-
-        x = part(batch(), mesh).requires_grad_()
+        module, x = on_mesh(mesh, dropout=0.3), part(batch(), mesh).requires_grad_()
         torch.manual_seed(3 + dist.get_rank())
-        out = call(x)[0]
+        out = (checkpoint(module, x, use_reentrant=reentrant) if wrapped else module(x))[0]
         loss_of(out, mesh).backward()
-        assert x.grad is not None
         gradients = {key: averaged(value.grad, mesh) for key, value in module.named_parameters()}
         results.append({"out": out, "input": x.grad, **gradients})
-    return {
-        key: error(value, results[0][key])
-        for key, value in results[1].items()
-        if not torch.equal(value, results[0][key])
-    }
+    pairs = {key: (value, results[0][key]) for key, value in results[1].items()}
+    return {key: error(*pair) for key, pair in pairs.items() if not torch.equal(*pair)}
 
 
-@pytest.mark.parametrize("how", ["function", "reentrant", "wrapper"])
-def test_activation_checkpointing_changes_nothing(how: str) -> None:
-    assert not any(pool(4).run(recomputed, how, {"sequence": 2, "heads": 2}))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
+    assert not any(pool(4).run(recomputed, reentrant))
 
 
 # --- parameters -------------------------------------------------------------------------------------------------
 
 
-def saved(folder: str, axes: dict[str, int], shard: bool) -> None:
+def saved(folder: str, axes: dict[str, int]) -> None:
     module = on_mesh(mesh_of(axes))
-    if shard:
+    if "data" in axes:
         fully_shard(module, mesh=mesh_of(axes)["data", "sequence"])
     dcp.save(get_model_state_dict(module), checkpoint_id=folder)
 
@@ -385,13 +336,10 @@ def loaded(folder: str, axes: dict[str, int]) -> dict[str, float]:
 
 @pytest.mark.parametrize("axes", [{"sequence": 2, "heads": 2}, {"data": 2, "sequence": 2}], ids=name)
 def test_checkpoints_load_on_any_mesh(axes: dict[str, int], tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    pool(4).run(saved, folder, axes, "data" in axes)
-    for other in ({"sequence": 2}, {"heads": 2}, {"data": 1, "sequence": 2, "heads": 1}):
-        assert not any(ranks(other).run(loaded, folder, other))
-    assert not any(pool(4).run(loaded, folder, {"sequence": 2, "heads": 2}))
-    assert not any(pool(1).run(loaded, folder, {"sequence": 1}))
-    assert not any(pool(1).run(loaded, folder, {}))
+    """Of one size or of another, and on one device."""
+    on_ranks(axes, saved, str(tmp_path))
+    for other in ({"sequence": 2, "heads": 2}, {"heads": 2}, {"data": 1, "sequence": 2, "heads": 1}, {}):
+        assert not any(on_ranks(other, loaded, str(tmp_path)))
 
 
 def parameters() -> None:
@@ -425,66 +373,32 @@ def test_parameters_are_those_of_one_device() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
-def refusals() -> list[str]:
-    """The first lines of what each wrong mesh raises."""
+def unexpected_errors() -> list[str]:
+    """Of each mesh, what it raises if that is not what it should."""
+    world, names = dist.group.WORLD, "('data', 'sequence', 'heads')"
     four = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sequence"))
     outside = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], mesh_dim_names=("sequence",), _init_backend=False)
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (dist.group.WORLD, {}),
-        (init_device_mesh("cpu", (4,)), {}),
-        (other, {}),
-        (four, {"data": "heads"}),
-        (init_device_mesh("cpu", (4,), mesh_dim_names=("heads",)), {}),
-        (outside, {}),
-        (None, {}),
-        (four, {"parallel": ContextParallel(dist.group.WORLD)}),
-        (four, {"parallel": dist.group.WORLD}),
+    line = functools.partial(init_device_mesh, "cpu", (4,))
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (world, {}, "TypeError: mesh must be a DeviceMesh, got"),
+        (line(), {}, f"have no names: pass mesh_dim_names, out of {names}, to init_device_mesh()"),
+        (other, {}, f"ValueError: the mesh has axes ('dp', 'sequence') and ['dp'] are none of {names}"),
+        (other, {"data": "dp"}, "nothing raised"),
+        (four, {"data": "heads"}, "ValueError: data, sequence and heads must name three axes, got 'heads', 'sequence'"),
+        (line(mesh_dim_names=("heads",)), {}, "ValueError: there are 6 key/value heads and the heads axis of the mesh"),
+        (outside, {}, "ValueError: this process is not a member of"),
+        (None, {}, "TypeError: mesh must be a DeviceMesh, got None"),
+        (
+            four,
+            {"parallel": ContextParallel(world)},
+            "ValueError: parallel has a group, and the ranks are those of the",
+        ),
+        (four, {"parallel": world}, "TypeError: parallel must be a ContextParallel, got ProcessGroup"),
     ]
-    said = []
-    for mesh, options in cases:
-        try:
-            RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, mesh, **options)
-        except (TypeError, ValueError) as fault:
-            said.append(f"{type(fault).__name__}: {fault}")
-        else:
-            said.append("nothing raised")
-    RingAdvancedDistributedDilatedAttention(E, H, LENGTHS, RATES, other, data="dp")
-    return said
+    make = functools.partial(RingAdvancedDistributedDilatedAttention, E, H, LENGTHS, RATES)
+    return [said for mesh, options, wanted in cases if wanted not in (said := raised(make, mesh, **options))]
 
 
 def test_errors_of_the_mesh() -> None:
-    expected = [
-        "TypeError: mesh must be a DeviceMesh, got",
-        "have no names: pass mesh_dim_names, out of ('data', 'sequence', 'heads'), to init_device_mesh()",
-        "ValueError: the mesh has axes ('dp', 'sequence') and ['dp'] are none of ('data', 'sequence', 'heads')",
-        "ValueError: data, sequence and heads must name three axes, got 'heads', 'sequence' and 'heads'",
-        "ValueError: there are 6 key/value heads and the heads axis of the mesh has 4 ranks: each takes equally many",
-        "ValueError: this process is not a member of",
-        "TypeError: mesh must be a DeviceMesh, got None",
-        "ValueError: parallel has a group, and the ranks are those of the mesh's axes: leave the group out",
-        "TypeError: parallel must be a ContextParallel, got ProcessGroup",
-    ]
-    for said in pool(4).run(refusals):
-        assert len(said) == len(expected)
-        for got, wanted in zip(said, expected, strict=True):
-            assert wanted in got
-
-
-def called_off(wrong: list[int]) -> str:
-    """Some ranks give a wrong shape: all four hear of it at once, none waits."""
-    mesh = mesh_of({"sequence": 2, "heads": 2})
-    module = on_mesh(mesh, dropout=0.1)
-    x = part(batch(), mesh)
-    try:
-        module(x[..., 1:] if dist.get_rank() in wrong else x)
-    except ValueError as fault:
-        return str(fault)
-    return "nothing raised"
-
-
-@pytest.mark.parametrize("wrong", [[2, 3], [3], [0], [1, 2]], ids=str)
-def test_an_error_on_one_rank_reaches_all(wrong: list[int]) -> None:
-    own, told = "must all be (batch, tokens, 24)", "was called off on all ranks"
-    for rank, said in enumerate(pool(4).run(called_off, wrong)):
-        assert (own if rank in wrong else told) in said
+    assert pool(4).run(unexpected_errors) == [[]] * 4
