@@ -56,7 +56,7 @@ SHARDED: dict[str, tuple[Any, ...]] = {
 KERNEL: dict[str, tuple[Any, ...]] = {
     **CALL,
     "pattern": ("nested", "sparse_nested", "odd", "rate_over_length", "twice", "far"),
-    "tokens": (17, 33, 37),
+    "tokens": (17, 33),
     "samples": (1, 2),
     "head_dim": (1, 16, 20, 200),
     "dtype": ("f32", "f16"),  # the interpreter knows no bfloat16
