@@ -101,8 +101,8 @@ def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> N
         ((7, 5), torch.float16, 256, ""),
         ((7, 5), torch.float32, 128, ""),
         ((7, 5), torch.float32, 129, "head_dim over 128"),  # its shared memory is small
-        ((7, 5), torch.bfloat16, 64, "compute capability .*(7, 5)"),
-        ((7, 0), torch.float16, 64, "compute capability .*(7, 0)"),
+        ((7, 5), torch.bfloat16, 64, "compute capability"),
+        ((7, 0), torch.float16, 64, "compute capability"),
         ((8, 0), torch.bfloat16, 64, ""),
         ((12, 0), torch.bfloat16, 64, ""),
     ],
@@ -118,7 +118,8 @@ def test_old_devices(
     device(*capability)
     reasons = triton.unsupported(call_for(dtype=dtype, head_dim=head_dim), False)
     assert len(reasons) == bool(words)
-    assert all(re.search(words.replace("(", r"\(").replace(")", r"\)"), reason) for reason in reasons)
+    assert all(words in reason for reason in reasons)
+    assert all(str(capability) in reason or head_dim > 64 for reason in reasons)
 
 
 def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
