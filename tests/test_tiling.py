@@ -23,7 +23,7 @@ from dilated_attention import DilatedPattern
 from dilated_attention.backends.triton import table as tables
 from dilated_attention.backends.triton.nesting import MOST_TILES, form_of, launches
 from dilated_attention.backends.triton.table import table
-from dilated_attention.backends.triton.tiling import Run, Tile, Tiling, are_nested, rows_of, tiling
+from dilated_attention.backends.triton.tiling import Run, Tile, Tiling, are_nested, tiling
 from dilated_attention.pattern import RULES, Heads
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
@@ -213,17 +213,6 @@ def test_the_whole_tiles_of_one_branch_are_one_run(rate: int, sees: str) -> None
     for length in range(1, 41):
         found = plain_tiling((40,), (rate,), 2 % rate, length, 4, 3, sees)
         assert all(not tile.plain or found.runs[tile.run].tiles == tile.plain for tile in found.tiles)
-
-
-@pytest.mark.parametrize("sees", SEES)
-def test_every_run_has_tiles_and_few_are_masked(sees: str) -> None:
-    """Nothing divides evenly here, and still at most one tile of a run's end and those on the diagonal are masked."""
-    widths, rates, own, other = (120, 360), (1, 3), 8, 4
-    found = plain_tiling(widths, rates, 1, 350, own, other, sees)
-    assert all(run.tiles > 0 and run.times in (1, 2) for run in found.runs)
-    kinds = len(rows_of(rates, 1))
-    assert all(tile.edge <= kinds * (3 + (0 if sees == "all" else own * 3 // other + 1)) for tile in found.tiles)
-    assert any(tile.plain > 10 for tile in found.tiles)
 
 
 # --- which branches go together ---------------------------------------------------------------------------------

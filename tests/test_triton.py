@@ -54,7 +54,7 @@ def test_compiled(file: str, share: str, fewest: int) -> None:
 
 @pytest.mark.slow
 def test_all_sizes_compiled() -> None:
-    assert run(f"{FOLDER}/attention_compiles.py", "-m", "slow") >= 30
+    assert run(f"{FOLDER}/attention_compiles.py", "-m", "slow") >= 18
 
 
 @pytest.mark.gpu

@@ -209,18 +209,6 @@ def test_scores_far_above_the_own_one(scores: str | float, is_causal: bool, widt
     hold_forward((q, k, v), DilatedPattern.longnet(widths, [1, 2][: len(widths)]), is_causal)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_one_row_with_scores_far_above_its_own(is_causal: bool) -> None:
-    pattern = DilatedPattern.longnet([512, 1024], [1, 2])
-    q, k, v = make_qkv(1, 1100, 2, 64, dtype=BF16)
-    before = attend(pattern, is_causal=is_causal)(q, k, v)
-    q[0, 300, 1] = -30 * k[0, 300, 1]
-    after = hold_forward((q, k, v), pattern, is_causal)
-    for x, y in zip(before, after, strict=True):
-        assert torch.equal(x[:, :, 0], y[:, :, 0])
-        assert torch.equal(x[:, 512:, 1], y[:, 512:, 1])  # the row's tile is in the first segment
-
-
 @pytest.mark.parametrize("size", [1e8, 1e20, 1e30])
 def test_large_values(size: float) -> None:
     """Sums of large values with weights far above 1 must not overflow where their mean does not."""
@@ -316,11 +304,8 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     again = run()
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    for (name, x), (_, y), (_, z), (_, w) in zip(
-        again.items(), fast.items(), run().items(), before.items(), strict=True
-    ):
-        assert torch.equal(x, y), name
-        assert torch.equal(z, w), name
+    for one, two in ((again, fast), (run(), before)):
+        assert all(torch.equal(x, y) for (_, x), (_, y) in zip(one.items(), two.items(), strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -84,16 +84,13 @@ def size(item: tuple[str, Config]) -> int:
     return (tile.rows + tile.keys) * tile.stages * int(key.split()[1])
 
 
-def compile_measured(monkeypatch: pytest.MonkeyPatch, key: str, tile: Config) -> None:
-    kernel, dim, *kind = key.split()
-    pattern = NESTED if "nested" in kind else SINGLE
-    found = compiled(monkeypatch, 90, kernel, int(dim), BRAIN, tile, pattern, is_causal="causal" in kind)
-    check(90, found)
-
-
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_the_largest_measured(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    compile_measured(monkeypatch, *max((item for item in MEASURED if item[0].startswith(f"{kernel} ")), key=size))
+    """A GPU runs them all, in test_triton_gpu."""
+    key, tile = max((item for item in MEASURED if item[0].startswith(f"{kernel} ")), key=size)
+    _, dim, *kind = key.split()
+    pattern = NESTED if "nested" in kind else SINGLE
+    check(90, compiled(monkeypatch, 90, kernel, int(dim), BRAIN, tile, pattern, is_causal="causal" in kind))
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)
@@ -142,12 +139,6 @@ def test_own_tiles_that_are_not_full_need_no_other_kernel(monkeypatch: pytest.Mo
 
 
 # --- all of them ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("key", "tile"), MEASURED)
-def test_measured(monkeypatch: pytest.MonkeyPatch, key: str, tile: Config) -> None:
-    compile_measured(monkeypatch, key, tile)
 
 
 @pytest.mark.slow

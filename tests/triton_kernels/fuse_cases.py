@@ -220,13 +220,6 @@ def test_a_state_of_no_weight_changes_no_bit() -> None:
         assert torch.equal(got_lse, lse)
 
 
-def test_equal_states_stay_as_they_are() -> None:
-    out, lse = randn(2, 5, 3, 8), randn(2, 5, 3)
-    got, got_lse = out.clone(), lse.clone()
-    fuse.merge_(got, got_lse, out, randn(2, 5, 3, seed=1))
-    assert torch.equal(got, out)
-
-
 def test_nan_and_infinity_are_not_hidden() -> None:
     """As in `merge`: an lse of NaN spreads; +inf has all the weight, and two of them have no mean."""
     values = [math.nan, INF, -INF, 0.5]
