@@ -55,20 +55,23 @@ SHARDED: dict[str, tuple[Any, ...]] = {
 }
 KERNEL: dict[str, tuple[Any, ...]] = {
     **CALL,
-    "pattern": ("nested", "sparse_nested", "backwards", "odd", "rate_over_length", "twice"),
-    "tokens": (17, 33, 37),
+    "pattern": ("nested", "sparse_nested", "odd", "rate_over_length", "twice", "far"),
+    "tokens": (17, 33),
     "samples": (1, 2),
-    "head_dim": (5, 16, 20),
+    "head_dim": (1, 16, 20, 200),
     "dtype": ("f32", "f16"),  # the interpreter knows no bfloat16
     "dropout_p": (0.0, 0.3),
-    "scale": (None,),
+    "dout": ("expanded", "strided", "cut"),
 }
 # In half precision sums of few terms cancel to nothing in the oracle alone: short sequences are for float32.
 ON_GPU = {
     "tokens": (17, 64, 129, 1000, 1025), "head_dim": (8, 64, 80, 128), "unit": (4,), "samples": (1, 2), "dout": DOUTS,
 }  # fmt: skip
 HALVES = {**CALL, **ON_GPU, "dtype": ("bf16", "f16"), "mask": ("none",), "pattern": FEW_PATTERNS}
-OURS = {**KERNEL, **ON_GPU, "dtype": ("bf16", "f16", "f32"), "tokens": (17, 127, 129, 1000, 2055)}
+OURS = {
+    **KERNEL, **ON_GPU, "dtype": ("bf16", "f16", "f32"), "tokens": (17, 127, 129, 1000, 2055),
+    "head_dim": (8, 20, 64, 80, 256),
+}  # fmt: skip
 
 PATHS = {
     "function": Path(
@@ -128,7 +131,7 @@ PATHS = {
     "triton_few": Path(
         {
             **(OURS if not INTERPRETED else KERNEL), "rows": ("last", "inside", "each", "many"), "dropout_p": (0.0,),
-            "tokens": (37,), "dlse": (False,),
+            "tokens": (37,) if INTERPRETED else (37, 509), "dlse": (False,),
         },
         on_gpu=True,
     ),

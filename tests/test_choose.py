@@ -37,12 +37,8 @@ def call_for(rows: int = 8192, *, form: str = "nested", samples: int = 1, heads:
     return plain._replace(**given)
 
 
-def preferred(call: Call, backward: bool = False) -> bool:
-    return triton.preference(call, backward)[0]
-
-
-def because(call: Call, backward: bool = False) -> str:
-    return triton.preference(call, backward)[1]
+def preferred(call: Call) -> bool:
+    return triton.preference(call, False)[0]
 
 
 def clear() -> None:
@@ -78,7 +74,6 @@ def give_table(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 257}, "up to 256, not 257"),
         ({"device": torch.device("meta")}, "it runs on CUDA, not on meta"),
-        ({"device": torch.device("cpu")}, "it runs on CUDA, not on cpu"),
     ],
 )
 def test_every_reason_is_a_sentence(
@@ -101,32 +96,30 @@ def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "runs"),
+    ("capability", "dtype", "head_dim", "words"),
     [
-        ((7, 5), torch.float16, True),
-        ((7, 5), torch.bfloat16, False),
-        ((8, 0), torch.bfloat16, True),
-        ((7, 0), torch.float16, False),
-        ((7, 0), torch.float32, False),
-        ((12, 0), torch.bfloat16, True),
+        ((7, 5), torch.float16, 256, ""),
+        ((7, 5), torch.float32, 128, ""),
+        ((7, 5), torch.float32, 129, "head_dim over 128"),  # its shared memory is small
+        ((7, 5), torch.bfloat16, 64, "compute capability"),
+        ((7, 0), torch.float16, 64, "compute capability"),
+        ((8, 0), torch.bfloat16, 64, ""),
+        ((12, 0), torch.bfloat16, 64, ""),
     ],
 )
 def test_old_devices(
-    h200: None, device: Callable[[int, int], None], capability: tuple[int, int], dtype: torch.dtype, runs: bool
+    h200: None,
+    device: Callable[[int, int], None],
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    words: str,
 ) -> None:
     device(*capability)
-    reasons = triton.unsupported(call_for(dtype=dtype), False)
-    assert (reasons == []) is runs
-    assert all("compute capability" in reason and str(capability) in reason for reason in reasons)
-
-
-def test_little_shared_memory(h200: None, device: Callable[[int, int], None]) -> None:
-    assert not triton.unsupported(call_for(dtype=torch.float32, head_dim=256), False)
-    device(7, 5)
-    assert not triton.unsupported(call_for(dtype=torch.float32, head_dim=128), False)
-    assert not triton.unsupported(call_for(dtype=torch.float16, head_dim=256), False)
-    (reason,) = triton.unsupported(call_for(dtype=torch.float32, head_dim=129), False)
-    assert "head_dim over 128" in reason
+    reasons = triton.unsupported(call_for(dtype=dtype, head_dim=head_dim), False)
+    assert len(reasons) == bool(words)
+    assert all(words in reason for reason in reasons)
+    assert all(str(capability) in reason or head_dim > 64 for reason in reasons)
 
 
 def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,26 +144,15 @@ def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("first", "rows", "expected"),
-    [(65536, 65535, False), (65536, 65536, True), (65536, 1 << 20, True), (None, 1 << 30, False), (1, 1, True)],
+    ("first", "rows", "expected"), [(65536, 65535, False), (65536, 65536, True), (None, 1 << 30, False), (1, 1, True)]
 )
 def test_thresholds(h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, rows: int, expected: bool) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": first})
     assert configs.prefers_library(CUDA, 100, True, "", False, rows) is expected
-    asked = call_for(rows, form="", head_dim=100, is_causal=True)
-    assert preferred(asked) is not expected
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"head_dim": 64}, {"causal": False}, {"form": "nested"}, {"backward": True}, {"head_dim": 200}],
-    ids=str,
-)
-def test_what_was_not_measured(h200: None, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
-    give_table(monkeypatch, library_from={"forward 128 causal": 1})
-    call = {"head_dim": 128, "causal": True, "form": "", "rows": 4096, "backward": False}
-    assert configs.prefers_library(CUDA, **call) is True
-    assert configs.prefers_library(CUDA, **{**call, **other}) is None
+    assert preferred(call_for(rows, form="", head_dim=100, is_causal=True)) is not expected
+    call = {"head_dim": 128, "causal": True, "form": "", "rows": rows, "backward": False}
+    for other in ({"head_dim": 64}, {"causal": False}, {"form": "nested"}, {"backward": True}, {"head_dim": 200}):
+        assert configs.prefers_library(CUDA, **{**call, **other}) is None  # not measured
 
 
 @pytest.mark.parametrize("form", ["dense", "apart"])
@@ -182,7 +164,7 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     assert configs.prefers_library(CUDA, **call, form="") is False
     asked = call_for(4096, form=form)
     assert not preferred(asked)
-    assert "from 4,096 rows on" in because(asked)
+    assert "from 4,096 rows on" in triton.preference(asked, False)[1]
     give_table(monkeypatch, library_from={"forward 64": 1})
     assert configs.prefers_library(CUDA, **call, form=form) is True
 
@@ -208,43 +190,37 @@ def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch:
     assert not preferred(call_for(head_dim=65))  # tiles that fit everywhere are small for it
 
 
-def test_what_the_library_does_not_take_is_ours(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_table(monkeypatch, library_from={"forward 64 nested": 1})
-    assert not preferred(call_for())
-    for given in ({"has_padding": True}, {"dropout_p": 0.5}, {"deterministic": True}):
-        assert preferred(call_for(**given))
-        assert preferred(call_for(**given, dtype=torch.float32))
-    assert not preferred(call_for(dtype=torch.float32))
-
-
-def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable[[int, int], None]) -> None:
-    half, masked = call_for(dtype=torch.float16), call_for(dtype=torch.float16, has_padding=True)
-    assert preferred(half)
-    device(7, 5)
-    assert not preferred(half)
-    assert "tensor cores" in because(half)
-    assert preferred(masked)
-
-
 @pytest.mark.parametrize(
-    ("given", "rows", "words"),
-    [
-        ({"has_padding": True}, {}, "padding mask"),
-        ({"dropout_p": 0.5}, {}, "dropout"),
-        ({"deterministic": True}, {}, "use_deterministic_algorithms"),
-        ({"dtype": torch.float32}, {}, "float32"),
-        ({}, {}, "not measured"),
-        ({}, {"forward 64 nested": None}, "at every length"),
-        ({}, {"forward 64 nested": 65536}, "from 65,536 rows on"),
+    ("given", "first", "ours", "words"),
+    [  # what the library does not take is ours
+        ({"has_padding": True}, 1, True, "padding mask"),
+        ({"dropout_p": 0.5}, 1, True, "dropout"),
+        ({"deterministic": True}, 1, True, "use_deterministic_algorithms"),
+        ({"dtype": torch.float32, "has_padding": True}, 1, True, "padding mask"),
+        ({"dtype": torch.float32}, None, False, "float32"),
+        ({}, "none", True, "not measured"),
+        ({}, None, True, "at every length"),
+        ({}, 1, False, "from 1 rows on"),
     ],
 )
 def test_every_preference_has_a_reason(
-    h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], rows: dict[str, int | None], words: str
+    h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], first: Any, ours: bool, words: str
 ) -> None:
-    give_table(monkeypatch, library_from=rows)
-    reason = because(call_for(**given))
+    give_table(monkeypatch, library_from={} if first == "none" else {"forward 64 nested": first})
+    preferred, reason = triton.preference(call_for(**given), False)
+    assert preferred is ours
     assert words in reason
     assert len(reason.split()) > 4
+
+
+def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable[[int, int], None]) -> None:
+    half = call_for(dtype=torch.float16)
+    assert preferred(half)
+    device(7, 5)
+    found, reason = triton.preference(half, False)
+    assert not found
+    assert "tensor cores" in reason
+    assert preferred(half._replace(has_padding=True))
 
 
 def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,12 +245,6 @@ def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> 
     asked = call_for()
     told = choose.why_not(choose.choose(asked), asked)
     assert told["triton"][0].startswith("it could run, but sdpa")
-
-
-def test_the_tile_named_is_the_one_that_runs(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_table(monkeypatch, tiles={"forward 64 nested": [128, 64, 4, 3], "forward 64 nested short": [64, 32, 4, 3]})
-    for rows, said in ((1 << 18, "tiles of 128 queries x 64 keys"), ((1 << 18) - 1, "tiles of 64 queries x 32 keys")):
-        assert triton.kernels(call_for(rows), False) == (said,)
 
 
 def test_auto_gives_way_where_ours_cannot_run(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,13 +294,11 @@ def test_calls_run_with_the_tile_that_explain_tells(
     launches = nesting.launches(pattern, asked.held, False, False)
     assert nesting.config("forward", asked, launches[0]) == Config(rows, 64, 4, 3)
     assert triton.kernels(asked, False) == (f"tiles of {rows} queries x 64 keys",)
-
-
-def test_every_head_dim_has_a_tile() -> None:
-    assert [configs.head_dim_class(dim) for dim in (1, 64, 65, 128, 129, 256)] == [64, 64, 128, 128, 256, 256]
-    assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.SMALL)
-    assert set(configs.DEFAULTS) == set(itertools.product(configs.KERNELS, configs.SMALL))
-    assert max(configs.SMALL) == triton.LARGEST_HEAD_DIM
+    give_table(monkeypatch, tiles={**tiles, "forward 64 nested short": [16, 32, 4, 3]}, library_from={})
+    configs.config.cache_clear()
+    for count, short in (((1 << 18) - 1, True), (1 << 18, False)):
+        (said,) = triton.kernels(asked._replace(queries=count, keys=count, total=count), False)
+        assert (said == "tiles of 16 queries x 32 keys") == (short and len(rates) == 2)
 
 
 def is_sane(tile: Config) -> bool:
@@ -340,7 +308,11 @@ def is_sane(tile: Config) -> bool:
     return sides and registers and tile.warps in (1, 2, 4, 8) and tile.stages in (1, 2, 3, 4, 5)
 
 
-def test_the_defaults_are_sane() -> None:
+def test_every_head_dim_has_a_sane_tile() -> None:
+    assert [configs.head_dim_class(dim) for dim in (1, 64, 65, 128, 129, 256)] == [64, 64, 128, 128, 256, 256]
+    assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.SMALL)
+    assert set(configs.DEFAULTS) == set(itertools.product(configs.KERNELS, configs.SMALL))
+    assert max(configs.SMALL) == triton.LARGEST_HEAD_DIM
     for tiles in (configs.DEFAULTS, configs.SMALL, configs.WITHOUT_TENSOR_CORES):
         assert all(is_sane(tile) for tile in tiles.values())
 

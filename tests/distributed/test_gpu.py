@@ -8,12 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention import (
-    DilatedPattern,
-    RingDilatedAttentionProduction,
-    dilated_attention,
-    testing,
-)
+from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, testing
 from dilated_attention.distributed.group import GroupTransport
 
 pytestmark = pytest.mark.gpu
@@ -51,13 +46,12 @@ def test_a_cap_on_memory_is_one(cap: int) -> None:
     mib = 1 << 20
 
     def peak(attention, backward: bool) -> int:
-        q, k, v = (
-            x.requires_grad_() for x in testing.make_qkv(1, 1 << 17, 16, 64, dtype=torch.bfloat16, device="cuda")
-        )
+        qkv = testing.make_qkv(1, 1 << 17, 16, 64, dtype=torch.bfloat16, device="cuda")
+        leaves = [x.requires_grad_() for x in qkv]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
-        out = attention(q, k, v)
+        out = attention(*leaves)
         if backward:
             out.backward(torch.ones_like(out))
         return (torch.cuda.max_memory_allocated() - base) // mib

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
-import os
 import threading
 import time
 import weakref
@@ -25,26 +23,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention import (
-    DilatedPattern,
-    RingDilatedAttentionProduction,
-    dilated_attention,
-    functional,
-    testing,
-)
+from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, functional, testing
 from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import Config
-from dilated_attention.backends.triton.tiling import tiling
 from dilated_attention.backends.triton.whole_call import Prepared
-from dilated_attention.pattern import RULES, Heads
 from dilated_attention.testing import Results
+from tests.cases import INTERPRETED
+from tests.on_gpu import DEVICE, gradients, hold, poisoned, same_bits
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 FULL, HALF = torch.float32, torch.float16
 DTYPES = [FULL, HALF] if INTERPRETED else [FULL, HALF, torch.bfloat16]  # the interpreter knows no bfloat16
-SEED = 0x0123456789ABCDEF
+SEED = {"seed": torch.tensor(0x0123456789ABCDEF, device=DEVICE)}
 NAN = math.nan
 
 pytestmark = [
@@ -56,10 +46,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def filled_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned():
+        assert torch.empty(4, device=DEVICE).isnan().all()
+        yield
 
 
 def make(
@@ -68,29 +57,10 @@ def make(
     return testing.make_qkv(samples, tokens, heads, dim, kv_heads=kv_heads, device=DEVICE, **given)
 
 
-def randn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def make_mask(kind: str, samples: int, tokens: int) -> Tensor | None:
-    """(B, N) bool, True = ignored: none, random, right padding, or one whole sample."""
-    if kind == "none":
-        return None
-    generator = torch.Generator().manual_seed(tokens)
-    mask = torch.rand(samples, tokens, generator=generator) < 0.4
-    if kind == "right":
-        mask = torch.arange(tokens) >= torch.randint(1, tokens, (samples, 1), generator=generator)
-    elif kind == "sample":
-        mask = (torch.arange(samples) == 0)[:, None].expand(-1, tokens)
-    return mask.to(DEVICE)
-
-
 def run(
     qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None = None, **options: Any
 ) -> Results:
     given = {"is_causal": False, "scale": None, "dropout_p": 0.0, "key_padding_mask": None, "heads": None, **options}
-    if given["dropout_p"]:
-        given["seed"] = torch.tensor(SEED, device=DEVICE)
 
     def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
         return functional.attend(*x, pattern, enable_gqa=True, backend="triton", link=None, **given)
@@ -98,45 +68,27 @@ def run(
     return testing.run(attention, qkv, dout, dlse)
 
 
-def check(
-    qkv: tuple[Tensor, ...],
-    pattern: DilatedPattern,
-    *,
-    held: tuple[int, int] | None = None,
-    times: float = 1.0,
-    **options: Any,
-) -> None:
-    """By the rule of `testing`. ``held``: only these key/value heads are given to the kernels; ``times``: so much more
-    error is allowed in float32, where scores are large."""
-    dout, dlse = randn(*qkv[0].shape).to(qkv[0].dtype), randn(*qkv[0].shape[:3], seed=2)
-    seed = {"seed": torch.tensor(SEED, device=DEVICE)} if options.get("dropout_p") else {}
-    exact = testing.oracle(qkv, pattern, dout, dlse, **options, **seed)
-    plain = None if qkv[0].dtype is FULL else testing.oracle(qkv, pattern, dout, dlse, dtype=None, **options, **seed)
-    total = qkv[1].shape[2]
-    kv = slice(*held) if held else slice(0, total)
-    group = qkv[0].shape[2] // total
-    mine = slice(kv.start * group, kv.stop * group)
-    given = {**options, "heads": (kv.start, total)} if held else options
-    part = (qkv[0][:, :, mine], qkv[1][:, :, kv], qkv[2][:, :, kv])
-    got = run(part, pattern, dout[:, :, mine], dlse[:, :, mine], **given)
-    assert exact.lse is not None
-    rows = (x[:, :, mine] for x in (exact.out, exact.lse, exact.dq))
-    wanted = Results(*rows, exact.dk[:, :, kv], exact.dv[:, :, kv])
+def check(qkv: tuple[Tensor, ...], pattern: DilatedPattern, *, times: float = 1.0, **options: Any) -> None:
+    """By the rule of `testing`. ``times``: so much more error is allowed in float32, where scores are large."""
+    dout, dlse = gradients(qkv[0])
+    got = run(qkv, pattern, dout, dlse, **options)
     if times > 1.0:
-        found = testing.errors(got, wanted)
+        found = testing.errors(got, testing.oracle(qkv, pattern, dout, dlse, **options))
         assert max(found.values()) <= times * testing.TOLERANCE[FULL], found
     else:
-        testing.assert_exact(got, wanted, plain)
+        hold(got, qkv, pattern, dout, dlse, **options)
+
+
+def same(one: Results, two: Results) -> None:
+    same_bits(*([x for _, x in found.items()] for found in (one, two)))
 
 
 # --- every kind of call -----------------------------------------------------------------------------------------
 
 
-LENGTHS = [(FULL, n, i % 2 == 0) for i, n in enumerate((1, 2, 3, 3, 16, 31, 32, 33, 63, 64, 65, 65, 129))]
+LENGTHS = [(FULL, n, i % 2 == 0) for i, n in enumerate((1, 2, 31, 32, 33, 64, 65))]
 LENGTHS += [
-    (dtype, n, (i + j) % 2 == 0)
-    for j, dtype in enumerate(DTYPES[1:])
-    for i, n in enumerate((17, 31, 33, 63, 65, 65, 127, 128, 130))
+    (dtype, n, (i + j) % 2 == 0) for j, dtype in enumerate(DTYPES[1:]) for i, n in enumerate((63, 65, 128, 130))
 ]
 
 
@@ -145,68 +97,54 @@ def test_lengths_around_tile_sizes(dtype: torch.dtype, tokens: int, is_causal: b
     check(make(tokens, 1, dtype=dtype), DilatedPattern.longnet([256], [1]), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("rows", [31, 32, 33])
 def test_segments_around_tile_sizes(rows: int) -> None:
     """So many rows of a head in each segment, the last of which is short by one."""
     check(make(4 * rows - 2, 1), DilatedPattern.longnet([2 * rows], [2]), is_causal=rows % 2 == 0)
 
 
-@pytest.mark.parametrize(
-    ("dim", "dtype"), [(1, FULL), (64, FULL), (80, FULL), (200, FULL), (1, HALF), (64, HALF), (128, HALF), (200, HALF)]
-)
-def test_head_dims(dim: int, dtype: torch.dtype) -> None:
-    check(make(35, 1, dim=dim, dtype=dtype), DilatedPattern.longnet([32], [1]), is_causal=dim % 5 == 0)
+@pytest.mark.parametrize(("rule", "is_causal"), [("longnet", False), ("torchscale", True), ("head_groups", True)])
+def test_rows_without_keys(rule: str, is_causal: bool) -> None:
+    """The first launch fills them in, the second one takes that in; segments are longer than a tile."""
+    check(make(75), DilatedPattern.of(rule, [64, 50], [2, 3]), is_causal=is_causal)
 
 
-FAR = {
-    "far_longer_than_the_tokens": DilatedPattern.longnet([2**40], [1]),
-    "no_row_at_all": DilatedPattern.longnet([8], [2**40]),  # nor so many gaps as the rate says
-    "one_token_segments": DilatedPattern.longnet([1, 3], [1, 3]),
-}
-
-
-@pytest.mark.parametrize("name", FAR)
-def test_far_patterns(name: str) -> None:
-    check(make(9), FAR[name], is_causal=name == "far_longer_than_the_tokens")
-
-
-@pytest.mark.parametrize(
-    ("rule", "widths", "rates", "is_causal"),
-    [
-        ("longnet", [64, 50], [2, 3], False),
-        ("longnet", [10, 12], [3, 4], True),
-        ("torchscale", [64, 50], [2, 3], True),
-        ("torchscale", [10, 12], [3, 4], False),
-        ("head_groups", [10, 12], [3, 4], False),
-        ("head_groups", [64, 50], [2, 3], True),
-    ],
-)
-def test_rows_without_keys(rule: str, widths: list[int], rates: list[int], is_causal: bool) -> None:
-    """The first launch fills them in, the second one takes that in; segments longer and shorter than a tile."""
-    check(make(75 if widths[0] > 32 else 23), DilatedPattern.of(rule, widths, rates), is_causal=is_causal)
+def test_every_tensor_has_strides_of_its_own() -> None:
+    """Though a call before was the same but for them."""
+    pattern, qkv, other = DilatedPattern.longnet([16, 32], [1, 2]), make(19), make(19, layout="transposed")
+    check(qkv, pattern)
+    for which in range(3):
+        check((*qkv[:which], other[which], *qkv[which + 1 :]), pattern)
 
 
 def test_everything_dropped() -> None:
-    got = run(make(37), DilatedPattern.longnet([16], [1]), randn(1, 37, 2, 16), dropout_p=1.0)
+    qkv = make(37)
+    got = run(qkv, DilatedPattern.longnet([16], [1]), gradients(qkv[0])[0], dropout_p=1.0, **SEED)
     for x in (got.out, got.dq, got.dk, got.dv):
         assert (x == 0).all()
 
 
 @pytest.mark.parametrize(
-    ("rule", "held", "p"), [("longnet", (2, 4), 0.3), ("torchscale", (1, 3), 0.0), ("head_groups", (2, 4), 0.9)]
+    ("rule", "held", "options"),
+    [
+        ("longnet", (2, 4), {"dropout_p": 0.3, **SEED}),
+        ("torchscale", (1, 3), {"is_causal": True}),
+        ("head_groups", (2, 4), {"dropout_p": 0.9, **SEED}),
+    ],
 )
-def test_some_of_the_heads(rule: str, held: tuple[int, int], p: float) -> None:
+def test_some_of_the_heads(rule: str, held: tuple[int, int], options: dict[str, Any]) -> None:
     """Offsets and dropout go by the head's number among all."""
-    pattern = DilatedPattern.of(rule, [20, 40], [1, 4])
-    check(make(23, 10, 5), pattern, held=held, dropout_p=p, is_causal=rule == "torchscale")
+    pattern, qkv = DilatedPattern.of(rule, [20, 40], [1, 4]), make(23, 10, 5)
+    dout, dlse = gradients(qkv[0])
+    exact = testing.oracle(qkv, pattern, dout, dlse, **options)
+    kv, mine = slice(*held), slice(2 * held[0], 2 * held[1])
+    part = tuple(x[:, :, heads] for x, heads in zip(qkv, (mine, kv, kv), strict=True))
+    got = run(part, pattern, dout[:, :, mine], dlse[:, :, mine], heads=(held[0], 5), **options)
+    wanted = zip(exact.items(), (mine, mine, mine, kv, kv), strict=True)
+    testing.assert_exact(got, Results(*(x[:, :, heads] for (_, x), heads in wanted)))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("scale", "is_causal"), [(0.0, True), (1e-3, False), (4.0, True)])
-def test_scales(scale: float, is_causal: bool) -> None:
-    check(make(35, 1), DilatedPattern.torchscale([24], [1]), scale=scale, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -214,22 +152,6 @@ def test_large_scores(is_causal: bool) -> None:
     """Up to some hundreds: nothing overflows, and the error is that of rounding them once."""
     q, k, v = make(35, 1)
     check((8 * q, 8 * k, v), DilatedPattern.longnet([32], [1]), scale=1.0, is_causal=is_causal, times=50)
-
-
-@pytest.mark.parametrize(("rule", "is_causal"), [("longnet", True), ("torchscale", False), ("head_groups", True)])
-def test_anything_may_stand_in_masked_slots(rule: str, is_causal: bool) -> None:
-    q, k, v = make(37, 2)
-    mask = make_mask("random", 1, 37)
-    assert mask is not None
-    mask[:, 30:] = True
-    dout, dlse = randn(*q.shape), randn(*q.shape[:3])
-    pattern, given = DilatedPattern.of(rule, [20, 40], [1, 3]), {"key_padding_mask": mask, "is_causal": is_causal}
-    clean = run((q, k, v), pattern, dout, dlse, **given)
-    dirty = run((q, *(x.masked_fill(mask[:, :, None, None], NAN) for x in (k, v))), pattern, dout, dlse, **given)
-    for (name, got), (_, expected) in zip(dirty.items(), clean.items(), strict=True):
-        assert torch.equal(got, expected), name
-    assert (dirty.dk[mask] == 0).all()
-    assert (dirty.dv[mask] == 0).all()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -242,21 +164,19 @@ def test_rows_without_keys_send_nothing_back(is_causal: bool) -> None:
     )
     empty = lse == -math.inf
     assert empty.any()
-    dout, dlse = randn(1, 37, 2, 16), randn(1, 37, 2)
+    dout, dlse = gradients(qkv[0])
     given: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": mask}
-    clean = run(qkv, pattern, dout.masked_fill(empty.unsqueeze(-1), 0.0), dlse, **given)
-    dirty = run(qkv, pattern, dout.masked_fill(empty.unsqueeze(-1), NAN), dlse, **given)
-    for (name, got), (_, expected) in zip(dirty.items(), clean.items(), strict=True):
-        assert torch.equal(got, expected), name
+    clean, dirty = (run(qkv, pattern, dout.masked_fill(empty.unsqueeze(-1), x), dlse, **given) for x in (0.0, NAN))
+    same(clean, dirty)
 
 
-@pytest.mark.parametrize("widths", [[8, 7], [48, 80]], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_rows_in_no_branch_are_not_read(is_causal: bool, widths: list[int]) -> None:
-    pattern, tokens = DilatedPattern.longnet(widths, [3, 5]), 29 if widths[0] == 8 else 90
+@pytest.mark.parametrize(("widths", "tokens", "is_causal"), [([8, 7], 29, True), ([48, 80], 90, False)])
+def test_rows_in_no_branch_are_not_read(widths: list[int], tokens: int, is_causal: bool) -> None:
+    pattern, qkv = DilatedPattern.longnet(widths, [3, 5]), make(tokens)
     covered = pattern.coverage(tokens, 2).to(DEVICE)
-    q, k, v, dout = (x.masked_fill(~covered[None, :, :, None], NAN) for x in (*make(tokens), randn(1, tokens, 2, 16)))
-    got = run((q, k, v), pattern, dout, randn(1, tokens, 2), is_causal=is_causal)
+    dout, dlse = gradients(qkv[0])
+    q, k, v, dout = (x.masked_fill(~covered[None, :, :, None], NAN) for x in (*qkv, dout))
+    got = run((q, k, v), pattern, dout, dlse, is_causal=is_causal)
     assert got.lse is not None
     assert torch.equal(got.lse.isfinite(), covered[None])
     assert torch.equal(got.lse == -math.inf, ~covered[None])
@@ -280,11 +200,9 @@ def test_a_nan_query_stays_in_its_row(is_causal: bool) -> None:
     assert torch.equal(got_lse, lse)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_gradients_of_out_or_of_lse_alone(rule: str) -> None:
-    qkv, pattern = make(25), DilatedPattern.of(rule, [30, 20], [2, 1])
-    dout, dlse = randn(1, 25, 2, 16), randn(1, 25, 2)
-    testing.assert_exact(run(qkv, pattern, dout), testing.oracle(qkv, pattern, dout))
+def test_gradients_of_lse_alone() -> None:
+    qkv, pattern = make(25), DilatedPattern.longnet([30, 20], [2, 1])
+    dout, dlse = gradients(qkv[0])
     leaves = [x.detach().requires_grad_() for x in qkv]
     _, lse = dilated_attention(*leaves, pattern, backend="triton", return_lse=True)
     grads = torch.autograd.grad(lse[lse > -math.inf], leaves, dlse[lse > -math.inf])
@@ -293,27 +211,11 @@ def test_gradients_of_out_or_of_lse_alone(rule: str) -> None:
         assert testing.error(got, expected) < 5e-6
 
 
-def test_gradients_in_any_layout() -> None:
-    """As sum() sends them, as a transposed copy does, and with a strided last dimension."""
-    qkv, pattern = make(25, samples=2), DilatedPattern.longnet([32], [1])
-    whole, rows = randn(2, 2, 25, 33), randn(2, 2, 25)
-    douts = (torch.ones((), device=DEVICE).expand(2, 25, 2, 16), whole.transpose(1, 2)[..., 1::2])
-    for dout, dlse in zip(douts, (rows.transpose(1, 2), randn(2, 25, 1).expand(-1, -1, 2)), strict=True):
-        testing.assert_exact(run(qkv, pattern, dout, dlse), testing.oracle(qkv, pattern, dout, dlse))
-
-
 def test_nothing_to_do() -> None:
     pattern = DilatedPattern.longnet([16], [2])
     for samples, tokens in ((0, 5), (2, 0)):
         got = run(make(tokens, samples=samples), pattern, torch.empty(samples, tokens, 2, 16, device=DEVICE))
         assert got.out.shape == got.dk.shape == (samples, tokens, 2, 16)
-
-
-def test_the_same_call_twice_is_equal_to_the_bit() -> None:
-    qkv, pattern = make(53, 2, 1), DilatedPattern.longnet([54, 50], [1, 3])
-    one, two = (run(qkv, pattern, randn(1, 53, 2, 16), randn(1, 53, 2)) for _ in range(2))
-    for (name, x), (_, y) in zip(one.items(), two.items(), strict=True):
-        assert torch.equal(x, y), name
 
 
 def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +238,7 @@ def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> 
 # --- other tiles, other tables ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (16, 32), (32, 16), (64, 16), (16, 64), (64, 64)])
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (32, 16), (16, 64), (64, 64)])
 def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     monkeypatch.setattr(nesting, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
@@ -358,34 +260,8 @@ def test_tables_in_64_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(launch, "table", wide)
     check(make(53, 2, 1), DilatedPattern.longnet([40, 80], [1, 2]), is_causal=is_causal)
-    check(make(37, 2), DilatedPattern.torchscale([32], [2]), is_causal=is_causal, dropout_p=0.3)
+    check(make(37, 2), DilatedPattern.torchscale([32], [2]), is_causal=is_causal, dropout_p=0.3, **SEED)
     assert seen == [torch.int64] * 6
-
-
-def test_a_table_is_as_wide_as_it_must_be() -> None:
-    (nests,) = nesting.launches(DilatedPattern.longnet([2048], [4]), Heads(0, 2, 2), False, False)
-    fixed: dict[str, Any] = {
-        "nests": nests, "samples": 1, "group": 1, "own": 64, "other": 32, "sees": "all",
-        "device": torch.device("cpu"),
-    }  # fmt: skip
-    for tokens, stride, dtype in (
-        (4096, 2**31 // 256 - 1, torch.int32),
-        (4096, 2**31 // 256, torch.int64),  # the last row of a tile is 64 * 4 tokens away
-        (2**31 - 2048, 64, torch.int32),
-        (2**31, 64, torch.int64),
-    ):
-        found = launch.table(**fixed, tokens=tokens, widest_stride=stride)
-        assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}
-
-
-def test_a_table_has_two_runs_to_spare() -> None:
-    """A kernel reads ahead of the run it is in."""
-    pattern, device = DilatedPattern.longnet([24, 48], [1, 2]), torch.device("cpu")
-    (nests,) = nesting.launches(pattern, Heads(0, 2, 2), False, False)
-    for sees in ("all", "earlier", "later"):
-        found = launch.table(nests, 1, 53, 1, 16, 16, sees, 64, device)
-        parts = [tiling((24, 48), (1, 2), (0, 1), length, 16, 16, sees) for length in (48, 5)]
-        assert len(found.runs) // 5 >= sum(len(part.runs) for part in parts) + 2
 
 
 class Shifted:
@@ -416,11 +292,9 @@ WHOLE = {  # one launch
 
 @pytest.mark.parametrize(
     ("name", "is_causal", "size"),
-    [
-        (name, (i + j) % 2 == 0, size)
-        for (i, name), (j, size) in itertools.product(enumerate(WHOLE), enumerate((1.0, 40.0)))
-    ],
-)
+    [("nested", True, 40.0), ("gaps", False, 40.0), ("zero_keys", True, 40.0), ("head_groups", False, 40.0),
+     ("nested", False, 1.0), ("zero_keys", False, 1.0)],
+)  # fmt: skip
 def test_without_a_running_maximum(name: str, is_causal: bool, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights relative to the row's own key; where one is beyond 2^100 the tile starts over with the maximum."""
     shifted = Shifted()
@@ -453,11 +327,11 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
     assert len(made) == 1
     call(21)
     assert len(made) == len(CACHE) == 2
-    monkeypatch.setattr(CACHE, "most_bytes", 8 * each)
-    for tokens in range(22, 60):
+    monkeypatch.setattr(CACHE, "most_bytes", 4 * each)
+    for tokens in range(22, 29):
         call(tokens)
-        assert len(CACHE) <= 8
-        assert CACHE.nbytes(device) <= 8 * each
+        assert len(CACHE) <= 4
+        assert CACHE.nbytes(device) <= 4 * each
         made.clear()
         call(tokens - 1)  # the oldest go, not the last ones
         assert not made
@@ -482,7 +356,7 @@ def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyP
     """A call that is ours only because it must repeat, or no other kernel is on, is the library's again afterwards."""
     ours, launched = launch.Launch.__call__, []
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *x: launched.append(1) or ours(self, *x))
-    leaves = [x.requires_grad_() for x in make(40)]
+    leaves = [x.requires_grad_() for x in make(17, 1)]
 
     def launches() -> int:
         launched.clear()
@@ -500,7 +374,7 @@ def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyP
 def test_a_backward_pass_goes_by_the_flags_of_its_own_time() -> None:
     """It repeats every bit if the flag says so by then, whatever it said in the forward pass."""
     torch.use_deterministic_algorithms(False)
-    leaves = [x.requires_grad_() for x in make(40)]
+    leaves = [x.requires_grad_() for x in make(17, 1)]
     out = dilated_attention(*leaves, DilatedPattern.longnet([16], [1]))
     assert len(CACHE) == 0
     torch.use_deterministic_algorithms(True)
@@ -523,7 +397,7 @@ def prepared_launches(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launch]:
 
 def test_another_scale_makes_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = prepared_launches(monkeypatch)
-    qkv = [x.requires_grad_() for x in make(70)]
+    qkv = [x.requires_grad_() for x in make(20, 1)]
     counts = []
     for scale in (0.1, 0.2, 0.3):
         pattern = DilatedPattern.longnet([16, 32], [1, 2])
@@ -571,33 +445,33 @@ def test_what_is_dropped_is_free_only_when_the_device_was_waited_for(monkeypatch
     assert all(one() is None for one in alive)
 
 
-@pytest.mark.parametrize("which", range(4))
-def test_a_sign_that_is_still_to_be_turned(which: int) -> None:
+def test_a_sign_that_is_still_to_be_turned() -> None:
     """Kernels read the numbers that lie in memory."""
-    tensors = [*make(40), make(40)[1]]
-    turned = list(tensors)
-    turned[which] = torch._neg_view(-tensors[which])
-    assert turned[which].is_neg()
-    results = []
-    for *qkv, dout in (tensors, turned):
-        leaves = [x.detach().requires_grad_() for x in qkv]
+
+    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
         out = dilated_attention(*leaves, DilatedPattern.longnet([16], [1]), backend="triton")
-        results.append((out, *torch.autograd.grad(out, leaves, dout)))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        return out, *torch.autograd.grad(out, leaves, tensors[3])
+
+    tensors = [*make(17, 1), make(17, 1)[1]]
+    expected = results(*tensors)
+    for which, x in enumerate(tensors):
+        turned = torch._neg_view(-x)
+        assert turned.is_neg()
+        same_bits(results(*tensors[:which], turned, *tensors[which + 1 :]), expected)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "dropout_p"), [(dtype, 0.3 * (dtype is FULL)) for dtype in DTYPES])
 def test_tiles_in_which_all_scores_are_minus_infinity(dtype: torch.dtype, dropout_p: float) -> None:
     """Such keys weigh nothing, also where a row's first keys are all like that."""
-    query, key, value = make(128, dtype=dtype)
+    query, key, value = make(128, 1, dtype=dtype)
     query[..., 0] = 1.0
     key[:, :100, :, 0] = -torch.inf
-    pattern, dout = DilatedPattern.longnet([128], [1]), randn(*query.shape).to(dtype)
-    seed = {"seed": torch.tensor(SEED, device=DEVICE)} if dropout_p else {}
-    oracle = functools.partial(testing.oracle, (query, key, value), pattern, dout, dropout_p=dropout_p, **seed)
+    qkv, pattern, dout = (query, key, value), DilatedPattern.longnet([128], [1]), gradients(query)[0]
+    options = {"dropout_p": dropout_p, **SEED} if dropout_p else {}
+    oracle = functools.partial(testing.oracle, qkv, pattern, dout, **options)
     exact, plain = oracle(), oracle(dtype=None)
     assert exact.out.isfinite().all()
     limit = testing.TOLERANCE[FULL] if dtype is FULL else 2 * testing.plain_error(plain.out, exact.out, dtype)
-    got = run((query, key, value), pattern, dout, dropout_p=dropout_p)  # gradients are NaN in the formula too: 0 * inf
+    got = run(qkv, pattern, dout, **options)  # gradients are NaN in the formula too: 0 * inf
     assert testing.error(got.out, exact.out) <= limit

@@ -1,13 +1,14 @@
-"""The decoding kernel in Triton's interpreter, on a CPU, where the table of cases leaves something out. Run by
-test_triton in a process of its own: TRITON_INTERPRET is read when triton is imported.
+"""The decoding kernel against the oracle, where the table of cases leaves something out: sizes, splits, bad numbers.
+Run by test_triton in a process of its own: in Triton's interpreter on a CPU (TRITON_INTERPRET is read when triton is
+imported), and on a GPU if there is one.
 
-The interpreter takes milliseconds a program, so heads, samples and splits are few here; tests on a GPU have more.
+The interpreter takes milliseconds a program, so heads, samples and splits are few here.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 from typing import Any
 
 import pytest
@@ -19,12 +20,10 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import few_queries
 from dilated_attention.backends.triton.few_queries import DecodeConfig
 from dilated_attention.call import ON_DEVICE, Call
-
-assert os.environ.get("TRITON_INTERPRET") == "1"
+from tests.on_gpu import DEVICE
 
 CONFIG = DecodeConfig(rows=16, keys=16, splits=3)
 PATTERN = DilatedPattern.longnet([8, 16, 32], [1, 2, 4])
-BACKWARD = "sdpa, kernel: flash on CPU"
 
 
 def run(
@@ -61,24 +60,26 @@ def check(qkv: tuple[Tensor, ...], pattern: DilatedPattern, offset: int | Tensor
 
 
 def make(queries: int, tokens: int, heads: int = 2, kv_heads: int = 2, dim: int = 8, **options: Any) -> Any:
-    q, k, v = testing.make_qkv(options.pop("samples", 1), tokens, heads, dim, kv_heads=kv_heads, **options)
+    samples = options.pop("samples", 1)
+    q, k, v = testing.make_qkv(samples, tokens, heads, dim, kv_heads=kv_heads, device=DEVICE, **options)
     return q[:, :queries], k, v
 
 
-@pytest.mark.parametrize(("rule", "is_causal"), [("longnet", True), ("torchscale", False)])
-def test_the_public_function_runs_it(rule: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def positions(*values: int) -> Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def test_the_public_function_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward; and backward on PyTorch's kernels, from this one's out and lse."""
     ran: list[int] = []
     forward = few_queries.forward
     monkeypatch.setattr(few_queries, "forward", lambda *args: ran.append(1) or forward(*args))
-    pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
-    qkv = make(2, 37, 4)
-    testing.check(qkv, pattern, is_causal=is_causal, query_offset=torch.tensor([15]))
+    pattern, qkv = DilatedPattern.torchscale([8, 16], [1, 3]), make(2, 37, 4)
+    testing.check(qkv, pattern, query_offset=positions(15))
     assert len(ran) == 1
-    out = dilated_attention(*qkv, pattern, enable_gqa=True, is_causal=is_causal, query_offset=9, backend="triton")
+    out = dilated_attention(*qkv, pattern, enable_gqa=True, query_offset=9, backend="triton")
     assert len(ran) == 2
-    exact, _ = reference.attention(*qkv, pattern, is_causal=is_causal, query_offset=9)
-    assert testing.error(out, exact) < 5e-6
+    assert testing.error(out, reference.attention(*qkv, pattern, query_offset=9)[0]) < 5e-6
     leaf = qkv[0].detach().requires_grad_()
     with pytest.raises(ValueError, match="'triton' cannot run this call: its decoding has no backward pass"):
         dilated_attention(leaf, *qkv[1:], pattern, enable_gqa=True, backend="triton")
@@ -86,7 +87,7 @@ def test_the_public_function_runs_it(rule: str, is_causal: bool, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("rows", "dtype"),
-    [(rows, (torch.float32, torch.float16)[i % 2]) for i, rows in enumerate((1, 15, 16, 16, 17, 127, 128, 128, 129))],
+    [(1, torch.float32), (15, torch.float16), (16, torch.float32), (17, torch.float16), (129, torch.float32)],
 )
 def test_numbers_of_rows(rows: int, dtype: torch.dtype) -> None:
     """As many keys as fill a tile, one fewer, one more; the last query sees so many."""
@@ -94,28 +95,16 @@ def test_numbers_of_rows(rows: int, dtype: torch.dtype) -> None:
     check(make(1, rows, dtype=dtype), pattern, rows - 1, config=CONFIG._replace(keys=128 if rows > 100 else 16))
 
 
-@pytest.mark.parametrize("queries", [15, 16, 17, 33])
+@pytest.mark.parametrize("queries", [16, 17])
 def test_numbers_of_queries(queries: int) -> None:
     """Tiles of queries: full, not quite, one more; with two queries a group, and with branches they sit out."""
     check(make(queries, 41, 4), DilatedPattern.longnet([16, 64], [1, 3]), 5, is_causal=False)
 
 
-@pytest.mark.parametrize(("lengths", "rates"), [([1, 3], [1, 3]), ([8], [5]), ([1, 2], [2, 3])], ids=str)
-def test_single_rows_and_none(lengths: list[int], rates: list[int]) -> None:
-    for offset, is_causal in ((0, True), (18, False)):
-        check(make(5, 23, 3, 3), DilatedPattern.longnet(lengths, rates), offset, is_causal=is_causal)
-
-
-@pytest.mark.parametrize("splits", [1, 2, 5, 20])
-def test_any_number_of_splits(splits: int) -> None:
+@pytest.mark.parametrize(("splits", "is_causal"), [(1, True), (2, False), (7, True)])
+def test_any_number_of_splits(splits: int, is_causal: bool) -> None:
     """Fewer and more than there are tiles; one launch or two."""
-    for is_causal in (False, True):
-        check(make(2, 61), PATTERN, 57, is_causal=is_causal, config=CONFIG._replace(splits=splits))
-
-
-@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float32), (20, torch.float16), (40, torch.float32)])
-def test_head_dims(dim: int, dtype: torch.dtype) -> None:
-    check(make(1, 29, dim=dim, dtype=dtype), PATTERN, 28)
+    check(make(2, 61), PATTERN, 57, is_causal=is_causal, config=CONFIG._replace(splits=splits))
 
 
 def test_the_cache_may_have_another_dtype() -> None:
@@ -131,11 +120,10 @@ def test_other_rows_may_hold_anything(rule: str, is_causal: bool) -> None:
     """Also rows that are ignored; and what one head sees and another does not."""
     pattern = DilatedPattern.of(rule, [8, 16], [2, 3])
     q, k, v = make(2, 37, 2)
-    mask = torch.rand(1, 37, generator=torch.Generator().manual_seed(1)) < 0.3
-    seen = torch.zeros(37, 2, dtype=torch.bool)
-    for i in range(2):
-        for head in range(2):
-            seen[list(pattern.keys(18 + i, head, num_tokens=37, num_heads=2, is_causal=is_causal)), head] = True
+    mask = (torch.rand(1, 37, generator=torch.Generator().manual_seed(1)) < 0.3).to(DEVICE)
+    seen = torch.zeros(37, 2, dtype=torch.bool, device=DEVICE)
+    for i, head in itertools.product(range(2), range(2)):
+        seen[list(pattern.keys(18 + i, head, num_tokens=37, num_heads=2, is_causal=is_causal)), head] = True
     unseen = ~seen | mask[0].unsqueeze(1)
     poisoned = [x.masked_fill(unseen[None, :, :, None], math.nan) for x in (k, v)]
     given: dict[str, Any] = {"is_causal": is_causal, "padding": mask}
@@ -161,7 +149,7 @@ def test_a_row_does_not_see_what_its_neighbour_sees() -> None:
 def test_rows_outside_the_keys_see_nothing(offset: int, is_causal: bool) -> None:
     """Positions on the device cannot be checked without waiting for it."""
     q, k, v = make(3, 37, samples=2)
-    out, lse = run((q, k, v), PATTERN, torch.tensor([20, offset]), is_causal=is_causal)
+    out, lse = run((q, k, v), PATTERN, positions(20, offset), is_causal=is_causal)
     exact, _ = reference.attention(q, k, v, PATTERN, query_offset=20, is_causal=is_causal, scale=0.3)
     assert testing.error(out[0], exact[0]) < 5e-6
     for i in range(3):
@@ -174,7 +162,7 @@ def test_rows_outside_the_keys_see_nothing(offset: int, is_causal: bool) -> None
 
 def test_nothing_to_see_and_nothing_to_do() -> None:
     q, k, v = make(2, 37)
-    everything = torch.ones(1, 37, dtype=torch.bool)
+    everything = torch.ones(1, 37, dtype=torch.bool, device=DEVICE)
     for splits in (1, 3):
         out, lse = run((q, k, v), PATTERN, 20, padding=everything, config=CONFIG._replace(splits=splits))
         assert (out == 0).all()
@@ -183,24 +171,16 @@ def test_nothing_to_see_and_nothing_to_do() -> None:
     assert (out.shape, lse.shape) == ((1, 0, 2, 8), (1, 0, 2))
 
 
-def test_the_same_call_twice_is_equal_to_the_bit() -> None:
-    qkv = make(2, 61)
-    for one, two in zip(run(qkv, PATTERN, 57), run(qkv, PATTERN, 57), strict=True):
-        assert torch.equal(one, two)
-
-
 def test_unwritten_memory_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     make_empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: make_empty(*args, **kwargs).fill_(math.nan))
-    for rows in (2, 17):
-        qkv = make(rows, 61)
-        check(qkv, DilatedPattern.longnet([8, 32], [2, 4]), 40, config=CONFIG._replace(splits=9))
+    check(make(17, 61), DilatedPattern.longnet([8, 32], [2, 4]), 40, config=CONFIG._replace(splits=5))
 
 
 def test_the_sizes_chosen_fit() -> None:
     """Splits fill the device and leave no program without a tile to hope for."""
     q, k, _ = make(1, 4096, heads=4, kv_heads=2, dim=64)
-    call = Call(PATTERN, True).of(q, k, None, 4095)
+    call = Call(PATTERN, True).of(q, k, None, 4095)._replace(device=torch.device("cpu"))
     chosen = few_queries.configure(call)
     assert (chosen.rows, chosen.keys) == (16, 64)
     assert chosen.splits == min(few_queries.PROGRAMS_PER_PROCESSOR // 2, 3)  # one tile per branch, "one processor" here
@@ -209,29 +189,22 @@ def test_the_sizes_chosen_fit() -> None:
     assert (wide.rows, wide.keys, wide.warps) == (32, 16, 8)  # as much as fits into the shared memory of every GPU
 
 
-def test_a_pattern_far_longer_than_the_keys() -> None:
-    pattern = DilatedPattern.longnet([5, 2**48], [1, 2**48])
-    check(make(3, 23), pattern, 17)
-    check(make(3, 23), DilatedPattern.torchscale([5, 2**48], [1, 2**40]), 17, is_causal=False)
-
-
 def test_explain_says_so() -> None:
-    x = testing.make_qkv(2, 100, 4, 16)[0]
-    for options in ({}, {"backend": "triton"}, {"query_offset": torch.tensor([3, 90])}):
+    x = make(100, 100, 4, 4, 16, samples=2)[0]
+    for options in ({}, {"backend": "triton"}, {"query_offset": positions(3, 90)}):
         told = explain(x[:, :2], x, x, PATTERN, **options)
         assert (told.backend, told.kernel) == ("triton", "one launch for few queries")
-        assert told.backward == ("none: its decoding has no backward pass" if "backend" in options else BACKWARD)
+        assert told.backward.startswith("none: its decoding has no" if "backend" in options else "sdpa, kernel: ")
     told = explain(x[:, :65], x, x, PATTERN)
     assert told.backend == "sdpa"
     assert "up to 64 queries" in told.why_not["triton"][0]
-    told = explain(x[:, :65], x, x, PATTERN, backend="sdpa")
-    assert told.why_not["triton"] == ["it could run, but sdpa (flash on CPU) was chosen"]
+    (reason,) = explain(x[:, :65], x, x, PATTERN, backend="sdpa").why_not["triton"]
+    assert reason.startswith("it could run, but sdpa (")
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_a_sign_that_is_still_to_be_turned(which: int) -> None:
-    qkv = list(testing.make_qkv(1, 40, 2, 16))
-    given = [x[:, -1:] if i == 0 else x for i, x in enumerate(qkv)]
+def test_a_sign_that_is_still_to_be_turned() -> None:
+    given = make(1, 40)
     expected = dilated_attention(*given, PATTERN, backend="triton")
-    given[which] = torch._neg_view(-given[which])
-    assert torch.equal(dilated_attention(*given, PATTERN, backend="triton"), expected)
+    for which, x in enumerate(given):
+        turned = (*given[:which], torch._neg_view(-x), *given[which + 1 :])
+        assert torch.equal(dilated_attention(*turned, PATTERN, backend="triton"), expected)

@@ -87,9 +87,7 @@ def launch(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "a_step": {"dtype": torch.bfloat16, "pattern": PAPER, "queries": 1, "dim": 64},
     "grouped": {"dtype": torch.float16, "pattern": PAPER, "queries": 5, "dim": 80, "group": 4, "on_device": True},
-    "one_head": {"dtype": torch.bfloat16, "pattern": PAPER, "queries": 1, "dim": 128, "kv_heads": 1, "group": 8},
     "zeros": {"dtype": torch.bfloat16, "pattern": ODD, "queries": 3, "dim": 64, "is_causal": False, "masked": True},
     "widest": {"dtype": torch.float32, "pattern": PAPER, "queries": 64, "dim": 256, "tokens": 4096},
     "wide": {"dtype": torch.float16, "pattern": PAPER, "queries": 64, "dim": 129, "tokens": 4096},
@@ -100,15 +98,11 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
-        ("a_step", 90),
         ("grouped", 75),
-        ("one_head", 86),
         ("zeros", 80),
         ("widest", 75),
         ("widest", 86),  # the least shared memory beside that
-        ("widest", 90),
         ("wide", 75),
-        ("wide", 86),
         ("one_launch", 90),
     ],
 )
