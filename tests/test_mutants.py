@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutants.mutants import MUTANTS, tests_of
+from tests.mutants import mutants
+from tests.mutants.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,7 +17,7 @@ def test_every_mutant_can_be_put_in() -> None:
 
 
 def test_the_tests_named_for_a_mutant_are_there() -> None:
-    for test in {test for one in MUTANTS for test in tests_of(one)}:
+    for test in {test for one in MUTANTS for test in mutants.tests_of(one)}:
         file, _, function = test.removeprefix("interpreted:").partition("@")[0].partition("::")
         assert (ROOT / file).exists(), test
         assert not function or f"def {function}(" in (ROOT / file).read_text(), test
