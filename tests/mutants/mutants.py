@@ -235,7 +235,8 @@ MUTANTS = [
     M("nested-though-rates-do-not-divide", "Branches share a table though a rate does not divide a segment.",
       "backends/triton/tiling.py", " and all(width % rates[-1] == 0 for width in widths)", ""),
     M("one-table-with-dropout", "With dropout, branches share a table and drop the same pairs.",
-      "backends/triton/nesting.py", "if groups and not alone and", "if groups and"),
+      "backends/triton/nesting.py", "if groups and not alone and", "if groups and",
+      tests=("tests/test_choose.py", "tests/test_tiling.py", *ATTENTION)),
     M("a-tail-too-early", "The table of the tail begins one period too early.",
       "backends/triton/table.py", "[(whole * width, tail, 1)]", "[((whole - 1) * width, tail, 1)]"),
     # --- the attention kernels ----------------------------------------------------------------------------------
@@ -291,7 +292,8 @@ MUTANTS = [
     M("kernel-gradients-replaced", "The gradients of a later launch replace those of earlier ones.",
       "backends/triton/backward.py", "x += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)", "x += 0.0"),
     M("kernel-empty-rows-send-back", "A row without keys sends NaN to keys and values.",
-      "backends/triton/backward.py", "dout = tl.where((lse == float(\"inf\"))[:, None], 0.0, dout)", "dout = dout"),
+      "backends/triton/backward.py", "dout = tl.where((lse == float(\"inf\"))[:, None], 0.0, dout)", "dout = dout",
+      tests=(f"{CASES}test_rows_without_keys_send_nothing_back", *ATTENTION)),
     # --- the other kernels --------------------------------------------------------------------------------------
     M("splits-merged-without-weights", "The parts of a split are added up without their weights.",
       "backends/triton/few_queries_kernel.py", "tl.sum(weight[:, None] * out, 0)", "tl.sum(out, 0)"),
@@ -421,7 +423,8 @@ MUTANTS = [
     M("heads-of-the-first-rank", "Every rank of a heads axis runs the pattern of the first heads.",
       "nn/mesh.py", "self.first = mesh.get_local_rank() * (num_heads // mesh.size())", "self.first = 0"),
     M("seed-of-each-heads-rank", "Ranks with other heads of the same tokens drop by seeds of their own.",
-      "nn/mesh.py", "dist.broadcast(first, group=self.group, group_src=0)", "pass"),
+      "nn/mesh.py", "dist.broadcast(first, group=self.group, group_src=0)", "pass",
+      tests=(f"{MESH}::test_dropout_is_that_of_one_device",)),
     # --- what matters on a CUDA device ---------------------------------------------------------------------------
     M("eager-sums-in-half", "The eager backend rounds its result to half precision before it is merged.",
       "backends/eager.py", "out = torch.empty(q.shape, dtype=exact, device=q.device)",
