@@ -42,7 +42,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/dilated_attention")
 COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 INTERPRETED = "interpreted:"
-OPTIONS = ("-p", "no:cacheprovider", "--color=no", "-m", "not gpu", "-x", "-v", "--tb=short")
+OPTIONS = ("-p", "no:cacheprovider", "--color=no", "-x", "-v", "--tb=short")
+WITHOUT_A_GPU = ("-m", "not gpu")  # in the interpreter, paths of a GPU run as well
 WRONG_CODE = 99  # pytest has codes from 0 to 5
 NO_TESTS = 5
 Map = dict[str, dict[str, list[int]]]
@@ -57,16 +58,31 @@ class Outcome(NamedTuple):
 
 
 class Order:
-    """A pytest plugin: some tests of each file first, of each function one after the other; ``runs`` says which."""
+    """A pytest plugin: some tests of each file first, of each function one after the other; ``runs`` says which.
 
-    def __init__(self, runs: Callable[[str], bool]) -> None:
-        self.runs = runs
+    ``paths``: of the table of cases, no others are made; empty: all.
+    """
+
+    def __init__(self, runs: Callable[[str], bool], paths: frozenset[str] = frozenset()) -> None:
+        self.runs, self.paths = runs, paths
+
+    def pytest_pycollect_makemodule(self, module_path: Path) -> None:
+        if self.paths and module_path.name == "test_cases.py":
+            from tests.table import PATHS
+
+            for name in set(PATHS) - self.paths:
+                del PATHS[name]
+
+    def wanted(self, test: str) -> bool:
+        if self.paths and test.startswith("tests/test_cases.py::"):
+            return "::test_against_the_oracle[" in test and self.runs(test)
+        return self.runs(test)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         files: dict[Path, dict[str, list[pytest.Item]]] = {}
         for item in items:
-            if self.runs(item.nodeid):
+            if self.wanted(item.nodeid):
                 files.setdefault(item.path, {}).setdefault(item.nodeid.split("[")[0], []).append(item)
         spread = []
         for functions in files.values():
@@ -113,9 +129,12 @@ class Tree:
         self, tests: Sequence[str], interpreted: bool, order: Order, limit: float, patience: float
     ) -> Outcome:  # fmt: skip
         self.log.write_text("")
+        files = dict.fromkeys(test.partition("@")[0] for test in tests)
+        paths = frozenset(path for test in tests for path in test.partition("@")[2].split(",") if path)
+        options = (*OPTIONS, *(() if interpreted else WITHOUT_A_GPU), *files)
         process = os.fork()  # torch is imported already, and nothing of the library
         if process == 0:
-            self.become_pytest([*OPTIONS, *tests], order, interpreted)
+            self.become_pytest([*options], Order(order.runs, paths), interpreted)
         try:
             ended, code, spent = _wait(process, self.log, limit, patience)
         finally:
@@ -231,11 +250,15 @@ def write(path: Path, table: dict[str, Any]) -> None:
     new.replace(path)
 
 
+def _is_interpreted(test: str) -> bool:
+    return test.startswith("tests/triton_kernels/") or "::test_against_the_oracle[triton" in test
+
+
 def check_killers(tree: Tree, table: dict[str, Any]) -> None:
     """Every test that noticed a mutant passes on the code as it is."""
     killers = {one["by"] for one in table["mutants"].values() if one["ended"] in ("failed", "hung")}
     for interpreted in (False, True):
-        ids = sorted(one for one in killers if "::" in one and ("_cases.py" in one) == interpreted)
+        ids = sorted(one for one in killers if "::" in one and _is_interpreted(one) == interpreted)
         if ids:
             found = tree.run(ids, interpreted, Order(lambda test: True), 3600, 600)
             assert found.ended == "passed", f"on the code as it is, {found.by} {found.ended}"

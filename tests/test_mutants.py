@@ -1,0 +1,23 @@
+"""The list of small faults stays in step with the code: each can be put in, and the tests named for it are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.mutants import mutants
+from tests.mutants.mutants import MUTANTS
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_mutant_can_be_put_in() -> None:
+    found = {one.name: (ROOT / "src/dilated_attention" / one.file).read_text().count(one.old) for one in MUTANTS}
+    assert found == {one.name: 1 for one in MUTANTS}
+    assert len(found) == len(MUTANTS)
+
+
+def test_the_tests_named_for_a_mutant_are_there() -> None:
+    for test in {test for one in MUTANTS for test in mutants.tests_of(one)}:
+        file, _, function = test.removeprefix("interpreted:").partition("@")[0].partition("::")
+        assert (ROOT / file).exists(), test
+        assert not function or f"def {function}(" in (ROOT / file).read_text(), test
