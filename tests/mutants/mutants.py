@@ -239,7 +239,7 @@ MUTANTS = [
       "backends/triton/nesting.py", "if groups and not alone and", "if groups and",
       tests=("tests/test_choose.py", "tests/test_tiling.py", *ATTENTION)),
     M("a-tail-too-early", "The table of the tail begins one period too early.",
-      "backends/triton/table.py", "[(whole * width, tail, 1)]", "[((whole - 1) * width, tail, 1)]"),
+      "backends/triton/table.py", "[(whole * width, tail, 1)]", "[((whole - 1) * width, tail, 1)]", tests=ATTENTION),
     # --- the attention kernels ----------------------------------------------------------------------------------
     M("continue-ignored", "A later launch forgets what earlier ones found.",
       "backends/triton/whole_call.py", "tile, index > 0, fills(nests, index))", "tile, False, fills(nests, index))"),
@@ -412,7 +412,8 @@ MUTANTS = [
       "ring/cost.py", "if name == \"ring\" or held[name] <= MOST_HELD * memory.saved]", "]"),
     # --- what users may pass ------------------------------------------------------------------------------------
     M("float-padding-mask-accepted", "A padding mask of floats is taken for one of bools.",
-      "checks.py", "    if mask.dtype != torch.bool:\n", "    if mask.dtype == torch.int64:\n"),
+      "checks.py", "    if mask.dtype != torch.bool:\n", "    if mask.dtype == torch.int64:\n",
+      tests=("tests/test_functional.py::test_bad_input_is_refused", "tests/test_functional.py")),
     M("autocast-rounds-float64", "Under autocast, float64 is computed in half precision.",
       "checks.py", "if x.dtype in DTYPES and x.dtype != torch.float64 else x.dtype",
       "if x.dtype in DTYPES else x.dtype"),
