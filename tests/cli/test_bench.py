@@ -71,6 +71,19 @@ def test_options_reach_the_run(run: Any, fake: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_a_second_run_keeps_the_first_and_says_what_changed(
+    run: Any, fake: Any, results: Results, tmp_path: Path
+) -> None:
+    fake(complete)
+    run("bench", "--out", tmp_path)
+    before = (tmp_path / "results.json").read_bytes()
+    out = run("bench", "--out", tmp_path).out
+    assert (tmp_path / "previous.json").read_bytes() == before
+    assert "compared with the run before" in out
+    assert " same" in out
+    assert out.rstrip().endswith("index.html")
+
+
 def test_the_names_of_suites_are_those_that_there_are(run: Any) -> None:
     assert NAMES.split(", ") == list(session.SUITES)
 

@@ -18,7 +18,7 @@ from dilated_attention.bench.memory import OutOfMemory, ran_out
 from dilated_attention.bench.regress import EXPECTED
 from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import BOTH, Implementation, least_work
+from dilated_attention.bench.subject import BOTH, DIRECTIONS, Implementation, least_work
 
 FAR, FAILED = "wrong at full length", "failed"
 # what an implementation may end with without ending the run: torch's errors are RuntimeErrors
@@ -46,6 +46,7 @@ class Comparison:
         self._expected: dict[Any, Expected] = {}
         self._checks: dict[Any, Check | str] = {}  # a str is why there is none
         self._pace: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
+        self._told: set[tuple[str, str, bool]] = set()  # whose verdict was said
         for record in results["measurements"]:  # of a run that goes on
             if record["ms"] is not None:
                 self._pace[_pace_key(record)] = record["ms"]["median"] / record["flops"]
@@ -70,6 +71,7 @@ class Comparison:
                 records |= {(one.name, way): record for way, record in found.items()}
                 for way, measure in self._prepare(one, setting, found, timed=seconds is not None).items():
                     measures[one.name, way] = measure
+                self._tell_verdict(one, setting, found)
             self._time(measures, records, implementations, setting, seconds or 0.0)
         finally:  # also of a run that is interrupted: what is known, and nothing of what was still to come
             known = [record for record in records.values() if record["status"] != UNKNOWN]
@@ -190,6 +192,22 @@ class Comparison:
                     self._timed(setting, records[key], Timing.of(had))
         for name in by_name.keys() - begun:  # those that are not timed have had their turn too
             self.progress.step(f"{setting}: {name} is not timed")
+        for name in by_name:
+            times = [f"{way.replace('_', ' + ')} {records[name, way]['ms']['median']:,.3g} ms"
+                     for way in DIRECTIONS if (records.get((name, way)) or {}).get("ms")]  # fmt: skip
+            if times:
+                self.progress.say(f"{setting.tokens:,} tokens, {name}: {', '.join(times)}")
+
+    def _tell_verdict(self, one: Implementation, setting: Setting, records: dict[str, dict[str, Any]]) -> None:
+        """When it is first known. What cannot run here is not told: it is in the results."""
+        known = (one.name, setting.dtype_name, setting.causal)
+        if known in self._told or all(record["status"] == "skipped" for record in records.values()):
+            return
+        self._told.add(known)
+        verdicts = (x for x in self.results["checks"] if _identity(one).items() <= x.items())
+        verdict = next((x["verdict"] for x in verdicts if x["dtype"] == setting.dtype_name), "")
+        if verdict:
+            self.progress.say(f"{one.name}: {verdict}")
 
     def _timed(self, setting: Setting, record: dict[str, Any], timing: Timing) -> None:
         seconds = timing.median / 1000

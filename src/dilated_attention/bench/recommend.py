@@ -202,41 +202,47 @@ def answer(results: Results) -> str:
 
 
 def _first(measurements: Sequence[Record]) -> str:
-    """Training with heads dealt to branches, against dense attention and against the best of the other right ways."""
+    """Training under the rule head_groups, beside dense attention and the best other exact implementation."""
     at: dict[tuple[str, ...], dict[str, Record]] = defaultdict(dict)
     for record in measurements:
         wanted = record["suite"] in SUITES and record["direction"] == BOTH and not record["causal"]
         if wanted and record["samples"] == 1 and record["status"] == "measured" and record["ms"]:
             key = ("suite", "tokens", "heads", "head_dim", "lengths", "rates", "dtype")
             at[tuple(str(record[name]) for name in key)].setdefault(record["implementation"], record)
-    dense: dict[int, float] = {}
-    others: dict[int, tuple[float, str]] = {}
+    dense: dict[int, tuple[Record, Record]] = {}
+    others: dict[int, tuple[Record, Record]] = {}
     known = {record["implementation"] for record in measurements}
     name = next((name for name in OURS if name in known), OURS[0])
     for found in at.values():
         if name not in found:
             continue
-        mine, tokens = found[name]["ms"]["median"], found[name]["tokens"]
+        mine, tokens = found[name], found[name]["tokens"]
         if DENSE in found:
-            dense.setdefault(tokens, found[DENSE]["ms"]["median"] / mine)
+            dense.setdefault(tokens, (mine, found[DENSE]))
         same = [x for x in found.values() if not x["ours"] and (x["rule"], x["kind"]) == ("head_groups", "baseline")]
         if same:
-            best = min(same, key=lambda x: float(x["ms"]["median"]))
-            others.setdefault(tokens, (best["ms"]["median"] / mine, best["implementation"]))
+            others.setdefault(tokens, (mine, min(same, key=lambda x: float(x["ms"]["median"]))))
     if not dense:
         return "The speed of `dilated_attention` beside dense attention was not measured in this run."
-    said = f"In training, with heads dealt to branches, `dilated_attention` takes {_times(dense[max(dense)])}"
-    said += f" the time of dense attention, another operation, at {max(dense):,} tokens"
+    said = (
+        f"In training, `dilated_attention` is {_compared(*dense[max(dense)])} dense attention (another operation) at "
+    )
+    said += f"{max(dense):,} tokens"
     if others:
-        factor, best_name = others[max(others)]
-        said += f", and at {max(others):,} {_times(factor)} that of the best of the others, `{best_name}`"
-    slower = [n for n, factor in dense.items() if factor < 1]
-    return said + (f"; at {max(slower):,} tokens dense attention was still faster." if slower else ".")
+        mine, best = others[max(others)]
+        said += f", and {_compared(mine, best)} the best other exact implementation, `{best['implementation']}`, at "
+        said += f"{max(others):,} tokens"
+    slower = [tokens for tokens, (mine, other) in dense.items() if mine["ms"]["median"] > other["ms"]["median"]]
+    return said + (f". At {max(slower):,} tokens dense attention is still faster." if slower else ".")
 
 
-def _times(factor: float) -> str:
-    """How the time of ours is to that of what takes ``factor`` times as long."""
-    return f"1/{short(factor)} of" if factor >= 1 else f"{short(1 / factor)} times"
+def _compared(mine: Record, other: Record) -> str:
+    """How fast ours is beside another; where quartiles overlap neither is faster."""
+    (low, high), (other_low, other_high) = spread(mine), spread(other)
+    if low <= other_high and other_low <= high:
+        return "about as fast as"
+    factor = other["ms"]["median"] / mine["ms"]["median"]
+    return f"{short(factor)} times as fast as" if factor >= 1 else f"{short(1 / factor)} times slower than"
 
 
 def _second(checks: Sequence[Record]) -> str:

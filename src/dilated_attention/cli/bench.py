@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +10,15 @@ import torch
 import typer
 
 from dilated_attention.bench import machine, results
+from dilated_attention.bench.regress import compare
 from dilated_attention.cli import arguments
+from dilated_attention.cli.compare import summary
 from dilated_attention.cli.output import console, print_written
 from dilated_attention.cli.progress import watching
 from dilated_attention.cli.tables import is_ours_wrong, print_results
 
 NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, all"
+PREVIOUS = "previous.json"
 INTERRUPTED = 130  # as a shell has it for a program ended by Ctrl-C
 
 
@@ -71,7 +75,7 @@ def bench(
         before = interrupted(out / "results.json") if resume else None
         if before is not None:
             session.check_continues(before, suites, where, dtypes)
-    kept = Kept(out / "results.json")
+    kept = Kept(out / "results.json", aside=None if resume else out / PREVIOUS)
     is_interrupted = False
     try:
         with watching() as watch:
@@ -90,7 +94,10 @@ def bench(
     print_results(screen, kept.results)
     for line in left_out:
         screen.print(line, soft_wrap=True)
-    print_written(screen, out, [kept.file, *files])
+    if kept.last is not None:
+        screen.print(f"compared with the run before, which is now {out / PREVIOUS}:", soft_wrap=True)
+        screen.print(summary(compare(kept.last, kept.results)))
+    print_written(screen, out, [*files[:-1], kept.file, files[-1]])  # the page last: that is what to open
     return INTERRUPTED if is_interrupted else int(is_ours_wrong(kept.results))
 
 
@@ -102,15 +109,20 @@ def interrupted(file: Path) -> dict[str, Any]:
 
 
 class Kept:
-    """The results so far, in memory and on disk."""
+    """The results so far, in memory and on disk. Those of the run before are put aside when the first ones come."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, aside: Path | None = None) -> None:
+        self.file, self.aside = file, aside
         self.results: dict[str, Any] | None = None
+        self.last: dict[str, Any] | None = None  # of the run before, if it can be read
 
-    def save(self, results: dict[str, Any]) -> None:
-        self.results = results
-        machine.write_json(self.file, results)
+    def save(self, found: dict[str, Any]) -> None:
+        if self.results is None and self.aside is not None and self.file.exists():
+            with contextlib.suppress(ValueError):  # not results of ours: kept, and not compared
+                self.last = results.load(self.file)
+            self.file.replace(self.aside)
+        self.results = found
+        machine.write_json(self.file, found)
 
     def interrupt(self) -> None:
         if self.results is not None:

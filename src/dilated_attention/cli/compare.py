@@ -69,8 +69,13 @@ def _print(screen: Console, found: Regression) -> None:
             f"{change.before['suite']}: {setting(change.before)}: {name_of(change.before)}, {_direction(change.before)}"
         )
         screen.print(Text(f"{change.verdict}: {where}{times}", "bold red"), soft_wrap=True)
+    screen.print(summary(found))
+
+
+def summary(found: Regression) -> str:
+    """How many of each kind of change."""
     count = Counter(change.verdict for change in found.changes)
-    screen.print(", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common")
+    return ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common"
 
 
 def _groups(changes: Iterable[Change]) -> dict[str, list[Change]]:

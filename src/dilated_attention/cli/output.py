@@ -36,12 +36,10 @@ def print_table(screen: Console, title: str, columns: Sequence[str], rows: Itera
 
 
 def print_written(screen: Console, folder: Path, files: Iterable[Path]) -> None:
-    """Each file of the folder; those below it by number."""
-    below: Counter[Path] = Counter()
-    for file in dict.fromkeys(files):
+    """Those below the folder by number, then each file of the folder."""
+    files = list(dict.fromkeys(files))
+    for where, number in Counter(file.parent for file in files if file.parent != folder).items():
+        screen.print(f"written: {number} files in {where}", soft_wrap=True)
+    for file in files:
         if file.parent == folder:
             screen.print(f"written: {file}", soft_wrap=True)
-        else:
-            below[file.parent] += 1
-    for where, number in below.items():
-        screen.print(f"written: {number} files in {where}", soft_wrap=True)

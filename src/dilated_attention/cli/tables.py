@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from dilated_attention.bench.series import with_ranks
 from dilated_attention.cli.output import print_table
 from dilated_attention.ring.cost import size
 
@@ -45,7 +46,7 @@ def print_results(screen: Console, results: Record) -> None:
         print_table(screen, "all of them", columns, map(_in_matrix, results["matrix"]))
     screen.print()
     if results["answer"]:
-        screen.print(Text(results["answer"], "bold"), soft_wrap=True)
+        screen.print(Text(results["answer"].replace("`", ""), "bold"))
     if not results["complete"]:
         screen.print("The run was interrupted: this is what it had until then.")
 
@@ -71,8 +72,7 @@ def wrong(results: Record) -> Iterator[Text]:
 
 
 def name_of(record: Record) -> str:
-    ranks = f", {record['ranks']} ranks" if record["ranks"] != 1 else ""
-    return f"{record['implementation']}{ranks}"
+    return with_ranks(str(record["implementation"]), record["ranks"])
 
 
 def setting(record: Record) -> str:
@@ -99,12 +99,14 @@ def _settings(measurements: Iterable[Record]) -> dict[tuple[str, str], list[Reco
 
 
 def _rows(records: Iterable[Record], verdicts: dict[tuple[Any, ...], str]) -> Iterator[Sequence[str | Text]]:
-    """One an implementation, both directions in it."""
+    """One per implementation, with both directions."""
     found: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         found.setdefault(_checked(record), {})[record["direction"]] = record
     for key, ways in found.items():
         some = [ways.get(way) for way in DIRECTIONS]
+        if all(one is None or one["status"] == "skipped" for one in some):  # it cannot run here; the report says why
+            continue
         peaks = [one["peak_bytes"] for one in some if one is not None and one["peak_bytes"] is not None]
         verdict = verdicts.get(key, "")
         one = next(iter(ways.values()))
