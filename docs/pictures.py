@@ -24,7 +24,7 @@ SERIES = {  # implementation: (name, colour, dark colour, where its name is besi
     "dense SDPA": ("dense attention", "#8c959f", "#9198a1", (-8, 2)),
     "FlexAttention": ("FlexAttention, same mask", "#bf8700", "#d4a72c", (2, 8)),
     "copy and gather, slicing": (
-        "best other exact implementation",
+        "copy rows out and back, in PyTorch",
         "#bc4c00",
         "#f0883e",
         (-2, 8),
