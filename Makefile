@@ -15,6 +15,10 @@ STAMP := $(VENV)/.stamp
 bench: $(STAMP) ## check and time every implementation, report in report/ (the default)
 	$(PY) -m dilated_attention bench $(ARGS)
 
+# tensors of tests are small: threads would only wait for one another
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export OPENBLAS_NUM_THREADS = 1
+
 test: $(STAMP) ## run the tests, less the slow ones
 	$(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
