@@ -34,7 +34,7 @@ COLOURS = {
 
 
 def cost(tokens: int, ranks: int) -> PlanCost:
-    """Segments double from 2048 to the whole sequence, each with 2048 rows a head."""
+    """Segments double from 2048 to the whole sequence, each with 2048 rows per head."""
     lengths = [SHORTEST]
     while lengths[-1] < tokens:
         lengths.append(2 * lengths[-1])

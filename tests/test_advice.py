@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, plan_cost
-from dilated_attention.advice import MOST_RANKS, ROWS, Change, Need, Workload, amount, in_words, suggest, what_fits
+from dilated_attention.advice import MOST_TRIED, ROWS, Change, Need, Workload, amount, in_words, suggest, what_fits
 from dilated_attention.pattern import RULES
 from dilated_attention.ring.cost import EXCHANGES
 from dilated_attention.testing import check, make_qkv
@@ -258,7 +258,7 @@ def test_words() -> None:
     ]
     first, last = in_words(need, 5 * 10**9, ())
     assert first.endswith("nor does inference, with 6 GB")
-    assert f"up to {MOST_RANKS:,}" in last
+    assert f"up to {MOST_TRIED:,}" in last
 
 
 def test_amounts() -> None:

@@ -19,7 +19,7 @@ ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enou
 # What blocks under way and kernels take beyond what `plan_cost` counts. Measured on an H200, bfloat16: 5 % more in the
 # forward pass and 26 % in the backward pass (benchmarks/results/ring.json, which a test holds this against).
 FORWARD_MORE, BACKWARD_MORE = 1.1, 1.3
-MOST_RANKS = 2**16
+MOST_TRIED = 2**16  # ranks, where more of them might help
 CHEAPER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
 
@@ -299,7 +299,7 @@ def _cheaper(dtype: torch.dtype) -> list[torch.dtype]:
 
 def _more_ranks(workload: Workload) -> list[int]:
     """2, 3, 4, 6, 8, 12 ... times as many, as far as there are tokens for all."""
-    most = min(workload.tokens, MOST_RANKS)
+    most = min(workload.tokens, MOST_TRIED)
     many = (factor << i for i in range(most.bit_length()) for factor in (2, 3))
     return [workload.ranks * x for x in many if workload.ranks * x <= most]
 
@@ -330,7 +330,7 @@ def in_words(need: Need, memory: int, changes: tuple[Change, ...]) -> Iterator[s
     for change in changes:
         yield f"training fits with {change.text}: {size(change.needed)}"
     if not changes:
-        yield f"no number of ranks up to {MOST_RANKS:,}, exchange, batch or dtype was found with which it fits"
+        yield f"no number of ranks up to {MOST_TRIED:,}, exchange, batch or dtype was found with which it fits"
 
 
 def amount(number: float) -> str:

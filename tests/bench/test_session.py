@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -61,6 +62,8 @@ def test_results_are_saved_after_every_step_and_carry_what_a_number_needs(tmp_pa
     assert [len(x["measurements"]) for x in saved] == [4, 6, 6]
     assert [x["complete"] for x in saved] == [False, False, True]
     assert watch.total == len(watch.steps) == 6
+    assert watch.said[:2] == ["head_groups, sdpa: exact", "attention over heads: wrong"]  # as it becomes known
+    assert re.fullmatch(r"\d+ tokens, head_groups, sdpa: forward \S+ ms, forward \+ backward \S+ ms", watch.said[2])
     assert results["machine"]["commit"] == "abc"
     assert results["ceilings"][0]["dtype"] == "float32"
     assert len(results["claims"]) == 12

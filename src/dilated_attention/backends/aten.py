@@ -129,7 +129,8 @@ def _cudnn_forward(x: Dense) -> Result:
 def _cudnn_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
     if not x.causal and x.k.shape[1] % 128 == 64:
         # cuDNN 9.19 scores the rows that would fill its last tile of 128 keys with 0: of a very low lse, exp(0 - lse)
-        # overflows, and dq is NaN. Keys that do not fill up 64 it does mask, so each half is a call.
+        # overflows, and dq is NaN. It masks rows that fill up a tile of 64, so each
+        # half of the keys is a call of its own.
         halves = zip(x.k.chunk(2, 1), x.v.chunk(2, 1), strict=True)
         parts = [_cudnn_backward(x._replace(k=k, v=v), out, lse, dout) for k, v in halves]
         dq, dk, dv = zip(*parts, strict=True)

@@ -16,9 +16,10 @@ import torch
 from dilated_attention.bench import memory, over_ranks, runners
 from dilated_attention.bench.memory import OutOfMemory, ran_out
 from dilated_attention.bench.regress import EXPECTED
+from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import BOTH, DIRECTIONS, Implementation, least_work
+from dilated_attention.bench.subject import BOTH, Implementation, least_work
 
 FAR, FAILED = "wrong at full length", "failed"
 # what an implementation may end with without ending the run: torch's errors are RuntimeErrors
@@ -148,11 +149,10 @@ class Comparison:
 
     def _judge(self, one: Implementation, setting: Setting, verdict: str | None = None, why: str = "") -> None:
         """The verdict as a record; one for each dtype, causal or not, of the worst that was found."""
-        identity = {**_identity(one), "dtype": setting.dtype_name, "causal": setting.causal}
-        check = self._found(one, setting)
-        before = next((x for x in self.results["checks"] if identity.items() <= x.items()), None)
+        check, before = self._found(one, setting), self._checked(one, setting)
         if before is None:
-            self.results["checks"].append({**identity, "verdict": "", "errors": {}, "limits": {}, "why": ""})
+            nothing = {"verdict": "", "errors": {}, "limits": {}, "why": ""}
+            self.results["checks"].append({**_checked_as(one, setting), **nothing})
             before = self.results["checks"][-1]
         elif before["verdict"] in (FAR, FAILED):
             return
@@ -201,13 +201,16 @@ class Comparison:
     def _tell_verdict(self, one: Implementation, setting: Setting, records: dict[str, dict[str, Any]]) -> None:
         """When it is first known. What cannot run here is not told: it is in the results."""
         known = (one.name, setting.dtype_name, setting.causal)
-        if known in self._told or all(record["status"] == "skipped" for record in records.values()):
+        check = self._checked(one, setting)
+        if check is None or known in self._told or all(x["status"] == "skipped" for x in records.values()):
             return
         self._told.add(known)
-        verdicts = (x for x in self.results["checks"] if _identity(one).items() <= x.items())
-        verdict = next((x["verdict"] for x in verdicts if x["dtype"] == setting.dtype_name), "")
-        if verdict:
-            self.progress.say(f"{one.name}: {verdict}")
+        self.progress.say(f"{one.name}: {check['verdict']}")
+
+    def _checked(self, one: Implementation, setting: Setting) -> dict[str, Any] | None:
+        """The record of its check in this dtype, causal or not."""
+        what = _checked_as(one, setting).items()
+        return next((x for x in self.results["checks"] if what <= x.items()), None)
 
     def _timed(self, setting: Setting, record: dict[str, Any], timing: Timing) -> None:
         seconds = timing.median / 1000
@@ -254,6 +257,10 @@ def _failed(records: dict[str, dict[str, Any]], error: BaseException) -> dict[st
 
 def _identity(one: Implementation) -> dict[str, Any]:
     return {"implementation": one.name, "kind": one.kind, "ours": one.ours, "rule": one.rule, "ranks": one.ranks}
+
+
+def _checked_as(one: Implementation, setting: Setting) -> dict[str, Any]:
+    return {**_identity(one), "dtype": setting.dtype_name, "causal": setting.causal}
 
 
 def _pace_key(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -45,7 +45,6 @@ TIME = _a("a finite number of more than 0", int, float, test=lambda value: math.
 ERROR = _a("a number", int, float, str, test=lambda value: not isinstance(value, str) or _is_number(value))
 CELL = _a("a text or a number", str, int, float, bool, type(None))
 FIGURE = _or_none(NUMBER)
-Spec = Check | list[Any] | dict[str, Any] | tuple[Any, ...]
 
 TIMES = {"median": TIME, "lower": TIME, "upper": TIME, "repeats": COUNT}
 WHAT = {"implementation": TEXT, "kind": TEXT, "rule": TEXT, "ranks": COUNT, "dtype": TEXT, "causal": FLAG}

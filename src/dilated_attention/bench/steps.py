@@ -19,9 +19,9 @@ from dilated_attention.bench import machine
 from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.compare import Comparison, Progress
 from dilated_attention.bench.probes import ceilings
-from dilated_attention.bench.results import SCHEMA
+from dilated_attention.bench.results import DIRECTIONS, SCHEMA
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import DIRECTIONS, Implementation
+from dilated_attention.bench.subject import Implementation
 
 
 class Watch(Progress, Protocol):

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.run import Attention
 from dilated_attention.bench.setting import Setting
 from dilated_attention.pattern import DilatedPattern
 
-DIRECTIONS = FORWARD, BOTH = "forward", "forward_backward"
+FORWARD, BOTH = DIRECTIONS
 PROJECTIONS = 4  # q, k, v and out
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.series import with_ranks
 from dilated_attention.cli.output import print_table
 from dilated_attention.ring.cost import size
@@ -19,7 +20,6 @@ STYLES = {
     "skipped": "dim", "same": "dim", "unclear": "yellow",
 }  # fmt: skip
 LEGEND = "times: median (quartiles); memory: most beyond the inputs, of forward + backward where that was run"
-DIRECTIONS = ("forward", "forward_backward")
 
 
 def print_results(screen: Console, results: Record) -> None:

@@ -213,7 +213,7 @@ class AllToAll:
     # --- results home -------------------------------------------------------------------------------------------
 
     def send_back(self, name: str, fields: Fields, results: Segments) -> Segments:
-        """Outputs (B, L, heads, ...) of the segments computed here for those of this rank's rows, packed."""
+        """Results (B, L, heads, ...) of the segments computed here for those of this rank's rows, packed."""
         me, shards = self.rank, self.shards
         found: Segments = {}
         messages: dict[int, list[Tensor]] = {}

@@ -26,7 +26,7 @@ EXCHANGES: tuple[Route, ...] = ROUTES
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
 # An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
 MOST_HELD = 2
-MOST_RANKS = 2**17  # that are counted, in seconds; each rank has numbers of its own
+MOST_COUNTED = 2**17  # ranks, each of which has numbers of its own: more would take minutes and gigabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ def fastest_exchange(call: Call, shards: Shards, backend: str) -> Route:
 
 def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     """Cut evenly, unless the length of every shard is given."""
-    if ranks > MOST_RANKS:
-        raise ValueError(f"at most {MOST_RANKS:,} ranks are counted, got {ranks:,}: ask for fewer")
+    if ranks > MOST_COUNTED:
+        raise ValueError(f"at most {MOST_COUNTED:,} ranks are counted, got {ranks:,}: ask for fewer")
     if lengths is None:
         return Shards.even(tokens, ranks)
     shortest = min(lengths, default=0)

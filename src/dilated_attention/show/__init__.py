@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.show.save import save
+from dilated_attention.show.save import needing_matplotlib, save
 from dilated_attention.show.seen import View
 from dilated_attention.show.text import text
 
@@ -23,7 +23,8 @@ MOST_CELLS = 512  # down and across; up to so many tokens each has a cell of its
 
 def figure(pattern: DilatedPattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
     """A matplotlib figure of a pattern; ``options`` are those of `View.of`."""
-    from dilated_attention.show.picture import drawn  # needs matplotlib
+    with needing_matplotlib("a figure needs", "or print the text of `dilated-attention show`"):
+        from dilated_attention.show.picture import drawn
 
     tokens = min(max(pattern.segment_lengths), MOST_CELLS) if tokens is None else tokens
     if heads is None:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dilated_attention.show.page import page
 from dilated_attention.show.seen import View
+
+
+@contextmanager
+def needing_matplotlib(what: str, instead: str) -> Iterator[None]:
+    """Around the import of what draws: say what to do where it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = f"{what} {error.name}, which is not installed: pip install matplotlib, {instead}"
+        raise ModuleNotFoundError(text) from error
 
 
 def save(view: View, file: Path) -> None:
@@ -14,12 +26,8 @@ def save(view: View, file: Path) -> None:
     if suffix == ".html":
         file.write_text(page(view), encoding="utf-8")
     elif suffix in (".png", ".svg"):
-        try:
+        with needing_matplotlib(f"{file.name} needs", "or save a .html"):
             from dilated_attention.show.picture import save_picture
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{file.name} needs {error.name}, which is not installed: pip install matplotlib, or save a .html"
-            ) from error
         save_picture(view, file)
     else:
         raise ValueError(f"cannot save {file.name!r}: give it a name that ends in .html, .png or .svg")
