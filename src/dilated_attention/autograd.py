@@ -23,6 +23,7 @@ from dilated_attention.backends.problem import Gradients, Inputs
 from dilated_attention.call import Call, accumulate_dtype, unpacked
 
 INPUTS, SEED = len(Inputs._fields), Inputs._fields.index("seed")
+NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
 
 
 def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
@@ -39,21 +40,23 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
     return run.forward(whole, inputs)
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Whether nobody looks on: no compiler, no dispatch mode, no transform, no subclass, no device without data."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return False
     for x in tensors:  # noqa: SIM110 - a short call notices what a generator costs
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta:
+        if x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
             return False
     return True
 
 
 def is_mapped(*gradients: Tensor | None) -> bool:
     """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+    return torch._C._are_functorch_transforms_active() or any(_is_batched(x) for x in gradients)
+
+
+def _is_batched(x: Tensor | None) -> bool:
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 @dataclass(slots=True)  # not a tuple, which torch.func would take apart
@@ -63,7 +66,8 @@ class Direct:
     call: Call
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return run.forward(self.call.now(inputs.q), inputs)
+        is_mapped = inputs.q.shape[0] != self.call.samples  # by vmap, which gives more samples
+        return run.forward(self.call.now(inputs.q) if is_mapped else self.call, inputs)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         return run.backward(self.call.now(inputs.q), inputs, out, lse, dout, dlse)
@@ -131,14 +135,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     saved, way = ctx.saved_tensors, ctx.way
-    given = [x for x in (dout, dlse) if x is not None]
-    if isinstance(way, Direct) and (torch.is_grad_enabled() or not is_plain(*given)):
-        grads = Backward.apply(*saved, dout, dlse, way)  # type: ignore[no-untyped-call]
-    else:
-        if isinstance(way, Direct) and is_mapped(*given):  # with is_grads_batched=True: torch loops over the op
+    if isinstance(way, Direct):
+        if torch.is_grad_enabled() or not is_plain(dout, dlse):
+            return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
+        if _is_batched(dout) or _is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
             way = Registered(None, way.call.packed(way.call.start))
-        grads = way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
-    return (*grads, *(None,) * (INPUTS - 2))
+    return (*way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse), *NO_GRADIENTS)
 
 
 class Backward(torch.autograd.Function):
