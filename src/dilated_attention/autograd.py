@@ -81,7 +81,8 @@ class Registered:
     packed: tuple[Any, ...]  # as of `Call.packed`
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return _below_autograd(self.keyset, *inputs[:3], list(inputs[3:]), *self.packed)
+        op = torch.ops.dilated_attention.forward.default
+        return _below_autograd(op, self.keyset, *inputs[:3], list(inputs[3:]), *self.packed)  # type: ignore[no-any-return]
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         saved = [*inputs, out, lse]
@@ -165,7 +166,7 @@ class Backward(torch.autograd.Function):
         return _mapped(Backward, info.batch_size, in_dims, given)
 
 
-def refuse_second_derivative(grads: Sequence[Tensor], *others: Tensor | None) -> tuple[Tensor, ...]:
+def refuse_second_derivative(grads: Gradients, *others: Tensor | None) -> Gradients:
     """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
     return _Refusing.apply(*grads, *others)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -240,26 +241,38 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *p
     return run.backward(call.of(inputs.q, inputs.k, inputs.padding, start), inputs, out, lse, dout, dlse)
 
 
-def _below_autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
+def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        op = torch.ops.dilated_attention.forward.default
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)  # type: ignore[no-any-return]
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)
 
 
-def _autograd(
+def _autograd_forward(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any
 ) -> tuple[Tensor, Tensor]:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
+    way = Registered(keyset, packed)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        way = Registered(keyset, packed)
         return Attention.apply(query, key, value, *others, way)  # type: ignore[no-untyped-call, no-any-return]
     if is_plain(query, key, value):
         return _forward(query, key, value, others, *packed)
-    return _below_autograd(keyset, query, key, value, others, *packed)
+    return way.forward(Inputs(query, key, value, *others))
 
 
-_library.impl("forward", _autograd, "Autograd", with_keyset=True)
+def _autograd_backward(
+    keyset: Any, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any
+) -> Gradients:
+    """The same for the backward pass; whoever differentiates it gets an error."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (dout, dlse, *saved))
+    if is_plain(dout, dlse, *saved[:3]) and not wanted:
+        return _backward(dout, dlse, saved, *packed)
+    op = torch.ops.dilated_attention.backward.default
+    grads: Gradients = _below_autograd(op, keyset, dout, dlse, saved, *packed)
+    return refuse_second_derivative(grads, dout, dlse, *saved) if wanted else grads
+
+
+_library.impl("forward", _autograd_forward, "Autograd", with_keyset=True)
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _autograd_backward, "Autograd", with_keyset=True)
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 
 
@@ -273,10 +286,3 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any
 
 torch.library.register_fake("dilated_attention::forward", _fake_forward, lib=_library)
 torch.library.register_fake("dilated_attention::backward", _fake_backward, lib=_library)
-
-
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(NOT_TWICE)
-
-
-torch.library.register_autograd("dilated_attention::backward", _no_second_derivative, lib=_library)
