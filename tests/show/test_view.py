@@ -80,6 +80,18 @@ def test_the_keys_it_lists_are_those_of_the_pattern(query: int, causal: bool) ->
         assert counted == len(pattern.keys(query, head, **size)) + pattern.zero_keys(query, head, **size), view
 
 
+def test_the_size_of_a_cell_is_that_of_whole_ones() -> None:
+    assert View(DilatedPattern.longnet([64], [4]), 1024, 4, window=(60, 130), cells=4).cell_size == 32
+    assert View(LONGNET, 8, 2).cell_size == 1
+
+
+def test_levels_are_what_they_say() -> None:
+    """Shares of 1, 1/4, 1/9, 1/64 and 1/81, and an empty cell."""
+    for rate, level in ((1, 0), (2, 1), (3, 2), (8, 3), (9, 4)):
+        (picture,) = View(DilatedPattern.longnet([1440], [rate]), 2880, 1, cells=2).pictures()
+        assert picture.levels().tolist() == [[level, 5], [5, level]]
+
+
 def test_heads_that_are_not_drawn_are_counted() -> None:
     view = View(DilatedPattern.longnet([64], [16]), 64, 32)
     pictures = view.pictures()

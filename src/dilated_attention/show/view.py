@@ -6,6 +6,7 @@ tokens between two edges of the picture; a cell is the queries of one stretch wi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -19,7 +20,8 @@ from dilated_attention.show import counts
 
 Colour = Literal["share", "branch"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
-LEVELS = {"100 %": 1.0, "25 % or more": 1 / 4, "6 % or more": 1 / 16, "1.6 % or more": 1 / 64, "less than 1.6 %": 0.0}
+# A rate r leaves 1/r² of the pairs. So the shades differ for the rates 1, 2, 4 and 8.
+LEVELS = {"all": 1.0, "1/4 or more": 1 / 4, "1/16 or more": 1 / 16, "1/64 or more": 1 / 64, "less than 1/64": 0.0}
 MOST_CELLS = 512  # down and across: up to so many tokens each is a cell
 OVERVIEW = 128  # cells of more tokens, down and across
 MOST_KINDS, MOST_PICTURES = 64, 8  # kinds of heads that are looked at, and different pictures of them
@@ -114,11 +116,9 @@ class View:
     def left_out(self, drawn: Sequence[Picture]) -> list[str]:
         """A sentence about the heads that are in none of these pictures."""
         rest = sum(len(kind.heads) for kind in self.kinds) - sum(len(picture.heads) for picture in drawn)
-        return (
-            [f"{_many(rest, 'more head')} {'is' if rest == 1 else 'are'} not drawn: name one to see it."]
-            if rest
-            else []
-        )
+        if not rest:
+            return []
+        return [f"{_many(rest, 'more head')} {'is' if rest == 1 else 'are'} not drawn: name one to see it."]
 
     def _picture(self, kind: Kind) -> Picture:
         best = torch.zeros(len(self.edges) - 1, len(self.edges) - 1, dtype=torch.float64)
@@ -133,7 +133,7 @@ class View:
     @property
     def cell_size(self) -> int:
         """Tokens of a stretch; the first and the last may have fewer."""
-        return self.edges[1] - self.edges[0] if len(self.edges) < 3 else self.edges[-2] - self.edges[-3]
+        return max(stop - start for start, stop in itertools.pairwise(self.edges))
 
     @property
     def borders(self) -> list[int]:
@@ -173,9 +173,8 @@ class View:
 
     def facts(self) -> list[str]:
         """Which rows get no output, what the query sees, and what else the picture needs to be understood."""
-        kinds = self.kinds[:MOST_PICTURES]
         said: dict[str, list[int]] = {}
-        for kind in kinds:
+        for kind in self.kinds[:MOST_KINDS]:
             said.setdefault(self._coverage(kind), []).extend(kind.heads)
             if self.query is not None:
                 said.setdefault(f"query {self.query:,} sees {self._keys(kind, self.query)}.", []).extend(kind.heads)
