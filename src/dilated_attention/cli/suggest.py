@@ -62,5 +62,4 @@ def commands(found: advice.Suggestion, memory: str | None) -> list[list[str]]:
     if work.ranks > 1:
         rows += ["--ranks", str(work.ranks)]
     costs = [*rows, "--batch", str(work.batch), *([] if memory is None else ["--memory", memory])]
-    travels = [*rows, "--exchange", found.costs.best] if work.ranks > 1 else []
-    return [["dilated-attention", "plan", *shape, *costs], ["dilated-attention", "show", *shape, *travels]]
+    return [["dilated-attention", "plan", *shape, *costs], ["dilated-attention", "show", *shape]]
