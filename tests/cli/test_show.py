@@ -53,7 +53,7 @@ def test_a_terminal_gets_colours_and_its_width(run: Any, monkeypatch: pytest.Mon
     [
         (["--query", "8192"], "there is no query 8192 among 8192 tokens"),
         (["--head", "8"], "there is no head 8 among 8"),
-        (["--query", "-1"], "--query must be a whole number"),
+        (["--query", "-1"], "'--query': '-1' is not a whole number"),
         (["--exchange", "ring"], "they need --ranks"),
         (["--head-dim", "3"], "they need --ranks"),
         (["--ranks", "2", "--exchange", "star"], "unknown exchange 'star'"),

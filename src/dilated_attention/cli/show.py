@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,16 +21,22 @@ def show(
     rule: options.Rule = "longnet",
     heads: options.Heads = 8,
     kv_heads: options.KvHeads = None,
-    head: Annotated[str | None, typer.Option(metavar="H", help="Draw only this head, counted from 0.")] = None,
+    head: Annotated[
+        int | None,
+        typer.Option(parser=options.index, metavar="H", help="Draw only this head, counted from 0."),
+    ] = None,
     query: Annotated[
-        str | None, typer.Option(metavar="N", help="Also list what this token sees, counted from 0.")
+        int | None,
+        typer.Option(parser=options.index, metavar="N", help="Also list what this token sees, counted from 0."),
     ] = None,
     window: Annotated[
-        str | None, typer.Option(metavar="FROM:TO", help="Draw only these tokens, for example 0:4k.")
+        Any,
+        typer.Option(parser=options.span, metavar="FROM:TO", help="Draw only these tokens, for example 0:4k."),
     ] = None,
     causal: options.Causal = False,
     ranks: Annotated[
-        str | None, typer.Option(metavar="P", help="Also show what this many devices send to each other.")
+        int | None,
+        typer.Option(parser=options.count, metavar="P", help="Also show what this many devices send to each other."),
     ] = None,
     exchange: Annotated[
         str | None,
@@ -60,19 +66,17 @@ def show(
             raise ValueError("--exchange, --head-dim and --dtype say what travels: they need --ranks")
         if output is not None:
             arguments.file("-o", output, (".html", ".svg", ".png"))
-        number = arguments.count("-n", tokens)
-        span = None if window is None else arguments.span("--window", window)
-        drawn = number if span is None else span[1] - span[0]
+        drawn = tokens if window is None else window[1] - window[0]
         view = pictures.View.of(
             options.pattern(rule, segment_lengths, dilation_rates),
-            number,
+            tokens,
             heads,
             kv_heads=kv_heads,
             is_causal=causal,
-            head=None if head is None else arguments.count("--head", head, least=0),
-            query=None if query is None else arguments.count("--query", query, least=0),
-            window=span,
-            ranks=None if ranks is None else arguments.count("--ranks", ranks),
+            head=head,
+            query=query,
+            window=window,
+            ranks=ranks,
             exchange=exchange or "ring",
             head_dim=64 if head_dim is None else head_dim,
             dtype=arguments.dtype("--dtype", dtype or "bfloat16"),
