@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING, cast
 
 from dilated_attention.cli import arguments, options
@@ -40,20 +39,22 @@ def suggest(
     screen = console()
     screen.print(str(found), soft_wrap=True)
     screen.print("\nto see its costs and a picture of it:")
-    for command in commands(found):
+    for words in commands(found):
+        one_line = "    " + " ".join(words)
         # a shell joins lines that end in a backslash
-        screen.print(" \\\n        ".join(textwrap.wrap(command, 90, initial_indent="    ", break_on_hyphens=False)))
+        screen.print(one_line if len(one_line) <= 100 else "    " + " \\\n        ".join(words), soft_wrap=True)
 
 
-def commands(found: Suggestion) -> list[str]:
-    """What to type to see the costs and the pattern."""
+def commands(found: Suggestion) -> list[list[str]]:
+    """What to type to see the costs and the pattern, cut where it may be broken into lines."""
     work, pattern = found.workload, found.pattern
     lengths, rates = (",".join(map(str, numbers)) for numbers in (pattern.segment_lengths, pattern.dilation_rates))
-    shape = f"-n {work.tokens} -w {lengths} -r {rates} --rule {pattern.rule} --heads {work.heads}"
+    heads = f"--rule {pattern.rule} --heads {work.heads}"
     if work.kv_heads is not None:
-        shape += f" --kv-heads {work.kv_heads}"
+        heads += f" --kv-heads {work.kv_heads}"
     if work.is_causal:
-        shape += " --causal"
+        heads += " --causal"
+    shape = [f"-n {work.tokens}", f"-w {lengths}", f"-r {rates}", heads]
     dtype = str(work.dtype).removeprefix("torch.")
     costs = f"--head-dim {work.head_dim} --dtype {dtype} --batch {work.batch} --ranks {work.ranks}"
-    return [f"dilated-attention plan {shape} {costs}", f"dilated-attention show {shape}"]
+    return [["dilated-attention plan", *shape, costs], ["dilated-attention show", *shape]]
