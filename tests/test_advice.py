@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,14 @@ ONE_DEVICE = [
 ]  # fmt: skip
 PATTERN = DilatedPattern.longnet([2048, 2**20], [1, 64])
 lengths = st.one_of(st.integers(1, 10_000), st.integers(1, 2**40), st.integers(0, 40).map(lambda power: 2**power))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    """The numbers are the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
 
 
 # --- the pattern --------------------------------------------------------------------------------------------------
@@ -158,10 +168,14 @@ def test_memory_of_one_gpu_is_what_was_measured_and_not_much_more(
         assert (call.device.type, call.queries, call.keys) == ("cuda", run["tokens"], run["tokens"])
         return SimpleNamespace(is_whole=call.is_causal or OWN[run["rule"]][backward])
 
+    pattern = DilatedPattern.of(run["rule"], run["lengths"], run["rates"])
+    workload = Workload(run["tokens"], run["heads"], run["head_dim"], is_causal=run["causal"])
+    over_ranks = replace(workload, ranks=2)
+    blockwise = over_ranks.need(over_ranks.cost(pattern))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(advice, "choose", choose)
-    workload = Workload(run["tokens"], run["heads"], run["head_dim"], is_causal=run["causal"])
-    need = workload.need(workload.cost(DilatedPattern.of(run["rule"], run["lengths"], run["rates"])))
+    assert over_ranks.need(over_ranks.cost(pattern)) == blockwise, "our own kernels run on one device only"
+    need = workload.need(workload.cost(pattern))
     qkv = 3 * run["tokens"] * run["heads"] * run["head_dim"] * 2
     if run["direction"] == "forward":
         assert qkv + run["peak_bytes"] <= 1.001 * need.inference <= 1.01 * (qkv + run["peak_bytes"])
@@ -229,6 +243,7 @@ def test_more_ranks_than_tokens_are_not_suggested() -> None:
     one_each = most.need(most.cost(dense)).training
     assert [x.workload.ranks for x in suggest(Workload(64, 1, 8), memory=one_each).changes] == [64]
     assert suggest(Workload(64, 1, 8), memory=one_each - 1).changes == ()
+    assert all(x.workload.ranks <= 64 for x in suggest(Workload(64, 1, 8, ranks=3), memory=one_each).changes)
 
 
 def test_verdicts() -> None:
