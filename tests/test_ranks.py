@@ -20,8 +20,10 @@ import dilated_attention
 from dilated_attention.ranks import Pool, RanksFailed, pool
 from tests.over_ranks import alive
 
-DTYPES = [x for x in sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-          if not str(x).startswith("torch.q")]  # fmt: skip
+DTYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int64,
+    torch.int32, torch.uint16, torch.uint8, torch.bool,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,6 @@ def end_by(way: str) -> int:
 def test_results_come_by_rank_from_ranks_that_stay(pair: Pool) -> None:
     first, second = pair.pids
     assert pair.run(describe, "a", 2) == [(0, 2, 1, first, ("a", 2)), (1, 2, 1, second, ("a", 2))]
-    per_rank = pair.run(describe, "a", per_rank=[(10,), (20, 30)])
-    assert per_rank == [(0, 2, 1, first, ("a", 10)), (1, 2, 1, second, ("a", 20, 30))]
     assert os.getpid() not in pair.pids
     assert pair.run(rank_sum) == [3.0, 3.0]  # the group spans the ranks
     assert pair.run(apply, echo, Box(Box(1))) == [Box(Box(1))] * 2  # functions and classes of this file
@@ -125,31 +125,31 @@ def test_results_come_by_rank_from_ranks_that_stay(pair: Pool) -> None:
         assert 0.1 <= x.seconds < 10
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_tensors_of_every_dtype_come_back_bit_equal(pair: Pool) -> None:
+def test_tensors_come_back_as_they_were(pair: Pool) -> None:
     raw = {x: torch.randint(0, 2 if x == torch.bool else 256, (6 * x.itemsize,), dtype=torch.uint8) for x in DTYPES}
     tensors = [bits.view(dtype).view(2, 3) for dtype, bits in raw.items()]
-    for back in pair.run(echo, tensors):
+    leaf, shared, large = torch.nn.Parameter(torch.randn(3)), torch.randn(4), torch.randn(3, 1000, 1000)
+    strided = [
+        torch.randn(2, 2, dtype=torch.complex64).conj(),
+        torch.empty(0, 3),
+        large.transpose(0, 2),
+        large[1:, ::7],
+    ]
+    for back, parameter, sparse, both, others in pair.run(
+        echo, (tensors, leaf, torch.eye(3).to_sparse(), [shared, shared[1:]], strided)
+    ):
         for one, tensor in zip(back, tensors, strict=True):
             assert (one.dtype, one.shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(one.view(torch.uint8), tensor.view(torch.uint8)), one.dtype
-
-
-def test_other_tensors_come_back(pair: Pool) -> None:
-    leaf, shared, large = torch.nn.Parameter(torch.randn(3)), torch.randn(4), torch.randn(3, 1000, 1000)
-    plain = [torch.randn(2, 2, dtype=torch.complex64).conj(), torch.empty(0, 3), large.transpose(0, 2), large[1:, ::7]]
-    for parameter, sparse, both, others in pair.run(
-        echo, (leaf, torch.eye(3).to_sparse(), [shared, shared[1:]], plain)
-    ):
         assert isinstance(parameter, torch.nn.Parameter)
         assert parameter.requires_grad
         assert torch.equal(parameter, leaf)
         assert torch.equal(sparse.to_dense(), torch.eye(3))
         both[0].fill_(7.0)
         assert (both[1] == 7.0).all()
-        for back, tensor in zip(others, plain, strict=True):
-            assert torch.equal(back, tensor)
-            assert back.stride() == tensor.stride()
+        for one, tensor in zip(others, strided, strict=True):
+            assert torch.equal(one, tensor)
+            assert one.stride() == tensor.stride()
 
 
 def test_bad_calls_are_refused(pair: Pool) -> None:
@@ -157,8 +157,6 @@ def test_bad_calls_are_refused(pair: Pool) -> None:
         Pool(0)
     with pytest.raises(ValueError, match=r"top level of a module"):
         pair.run(lambda: 1)
-    with pytest.raises(ValueError, match=r"one tuple for each of 2 ranks, got 1"):
-        pair.run(echo, per_rank=[(1,)])
     assert pair.run(rank_sum) == [3.0, 3.0]
 
 

@@ -1,26 +1,9 @@
 """Exact, fast dilated attention for long sequences: LongNet's operation and its family, on PyTorch."""
 
-from dilated_attention._explain import Explanation, explain
-from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.group import CommunicationError
-from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
-from dilated_attention.functional import dilated_attention
-from dilated_attention.nn import (
-    DilatedAttention,
-    ImprovedDilatedAttention,
-    ImprovedMultiheadDilatedAttention,
-    MultiheadDilatedAttention,
-    RingAdvancedDistributedDilatedAttention,
-    RingAttentionV2Simple,
-    RingDilatedAttention,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2Collective,
-    RingMultiheadDilatedAttention,
-)
-from dilated_attention.notice import DilatedAttentionWarning
-from dilated_attention.pattern import DilatedPattern
-from dilated_attention.ring.cost import plan_cost
-from dilated_attention.streaming import stream
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,6 +31,51 @@ __all__ = [
     "shard_sequence",
     "stream",
 ]
+
+
+def _is_own_command() -> bool:
+    """Whether this process is `dilated-attention` or `python -m dilated_attention`."""
+    started = sys.orig_argv[1:3]
+    return started == ["-m", __name__] or [os.path.basename(name) for name in started[:1]] == ["dilated-attention"]
+
+
+# An ordinary program gets all names at once, and the registered ops with them. Only the command waits until a name is
+# asked for: its help must come at once, and `import torch` takes seconds.
+if TYPE_CHECKING or not _is_own_command():
+    from dilated_attention._explain import Explanation, explain
+    from dilated_attention.context_parallel import ContextParallel
+    from dilated_attention.distributed.group import CommunicationError
+    from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
+    from dilated_attention.functional import dilated_attention
+    from dilated_attention.nn import (
+        DilatedAttention,
+        ImprovedDilatedAttention,
+        ImprovedMultiheadDilatedAttention,
+        MultiheadDilatedAttention,
+        RingAdvancedDistributedDilatedAttention,
+        RingAttentionV2Simple,
+        RingDilatedAttention,
+        RingDilatedAttentionProduction,
+        RingDilatedAttentionV2Collective,
+        RingMultiheadDilatedAttention,
+    )
+    from dilated_attention.notice import DilatedAttentionWarning
+    from dilated_attention.pattern import DilatedPattern
+    from dilated_attention.ring.cost import plan_cost
+    from dilated_attention.streaming.chunks import stream
+else:
+    _HOMES = (
+        "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "notice", "ring.cost",
+        "distributed.group", "distributed.sequence",
+    )  # fmt: skip
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            for home in _HOMES:
+                found = vars(importlib.import_module(f"{__name__}.{home}")).get(name)
+                if found is not None:
+                    return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,17 +1,15 @@
 """Local processes ("ranks") joined in one gloo group and kept alive between calls: for tests and benchmarks.
 
-All ranks are forked from one server process that has imported torch and done nothing else: the first pool
-takes as long as that import, the next ones a tenth of a second. A script that makes a pool needs the usual
-``if __name__ == "__main__"``. Nothing is shared with the ranks: what goes there and back is pickled through a pipe.
+All ranks are forked from one server process that has imported torch and done nothing else: the first pool takes as long
+as that import, the next ones a tenth of a second. A script that makes a pool needs the usual
+``if __name__ == "__main__"``. Ranks share nothing with their parent. What goes there and back is written by torch.save:
+functions and classes go by name, so they are at the top level of a module.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
-import functools
-import importlib.util
 import io
 import multiprocessing
 import os
@@ -19,7 +17,6 @@ import pickle
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -35,7 +32,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 GRACE = 5.0  # seconds that a call outlives the group's timeout, so that ranks can say themselves where they waited
 
@@ -83,9 +79,8 @@ class Pool:
         for rank in range(size):
             pipe, far_end = context.Pipe()
             self._pipes.append(pipe)
-            process = context.Process(
-                target=_serve, args=(far_end, str(self._stack(rank))), name=f"rank {rank} of {size}", daemon=True
-            )
+            arguments = (rank, far_end, str(self._stack(rank)))
+            process = context.Process(target=_serve, args=arguments, name=f"rank {rank} of {size}", daemon=True)
             process.start()
             self._processes.append(process)
             far_end.close()  # the rank's copy is the only one: when it dies the pipe ends
@@ -104,23 +99,16 @@ class Pool:
         return [process.pid or 0 for process in self._processes]
 
     def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        per_rank: Sequence[tuple[Any, ...]] | None = None,
-        timeout: float | None = None,
-        check: bool = True,
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None, check: bool = True
     ) -> list[Any]:
-        """``function(*args, *per_rank[rank])`` on every rank; the results by rank, Outcomes with ``check=False``.
+        """``function(*args)`` on every rank; the results by rank, or Outcomes with ``check=False``.
 
         Raises RanksFailed if any rank failed, after the others have answered or ``timeout`` has passed. The group is
         then made anew, lest the next call receive what this one sent; if a rank died or hung, the pool is closed.
         """
         if self.broken:
             raise RuntimeError("this pool is broken or closed: make a new one, or ask pool() for one")
-        if per_rank is not None and len(per_rank) != self.size:
-            raise ValueError(f"per_rank needs one tuple for each of {self.size} ranks, got {len(per_rank)}")
-        outcomes = self._call(function, args, per_rank, timeout)
+        outcomes = self._call(function, args, timeout)
         failed = any(x.error_type for x in outcomes)
         if failed and not self.broken:
             self._out_of_step = any(x.error_type for x in self._join())
@@ -148,60 +136,47 @@ class Pool:
     def _join(self) -> list[Outcome]:
         """Put the ranks in a new group. They meet in a file: no port that another process could take first."""
         self._groups += 1
-        meeting = str(self._folder / f"group-{self._groups}")
-        return self._call(_enter_group, (meeting, self.size, self.timeout), [(rank,) for rank in range(self.size)])
+        return self._call(_enter_group, (str(self._folder / f"group-{self._groups}"), self.size, self.timeout))
 
-    def _call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        per_rank: Sequence[tuple[Any, ...]] | None,
-        timeout: float | None = None,
-    ) -> list[Outcome]:
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None = None) -> list[Outcome]:
         try:
-            common = _pack((function, args))
-            own = [_pack(tuple(x)) for x in per_rank or [()] * self.size]
+            message = _pack((function, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"cannot send {function!r} and its arguments to the ranks ({error}): they must be picklable, "
                 "and functions and classes are at the top level of a module"
             ) from error
         start = time.monotonic()
+        end = start + (self.timeout + GRACE if timeout is None else timeout)
         self._out_of_step = True  # until every rank has answered, also if interrupted
-        for pipe, extra in zip(self._pipes, own, strict=True):
-            with contextlib.suppress(OSError):  # it is dead, which `_collect` will see and report
-                pipe.send_bytes(common)
-                pipe.send_bytes(extra)
-        answers = self._collect(start, self.timeout + GRACE if timeout is None else timeout)
-        self._out_of_step = any(isinstance(x, Outcome) for x in answers)
-        return [x if isinstance(x, Outcome) else Outcome(rank, **_unpack(x)) for rank, x in enumerate(answers)]
-
-    def _collect(self, start: float, timeout: float) -> list[bytes | Outcome]:
-        """Each rank's answer, or the outcome of one that gave none."""
-        answers: dict[int, bytes | Outcome] = {}
-        while waiting := [rank for rank in range(self.size) if rank not in answers]:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it is dead, which is seen below
+                pipe.send_bytes(message)
+        found: dict[int, Outcome] = {}
+        while waiting := [rank for rank in range(self.size) if rank not in found]:
             handles = [x for rank in waiting for x in (self._pipes[rank], self._processes[rank].sentinel)]
-            ready = wait(handles, max(0.0, start + timeout - time.monotonic()))
-            if not ready:
-                answers.update(self._kill(waiting, start))
+            ready = wait(handles, max(0.0, end - time.monotonic()))
             for rank in waiting:
                 if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
-                    answers[rank] = self._answer(rank, start)
-        return [answers[rank] for rank in range(self.size)]
+                    found[rank] = self._answer(rank, start)
+            if not ready:
+                found |= self._kill(waiting, time.monotonic() - start)
+        self._out_of_step = any(x.exitcode is not None for x in found.values())
+        return [found[rank] for rank in range(self.size)]
 
-    def _answer(self, rank: int, start: float) -> bytes | Outcome:
+    def _answer(self, rank: int, start: float) -> Outcome:
         with contextlib.suppress(EOFError, OSError):
             if self._pipes[rank].poll():  # a rank may die just after it has answered
-                return self._pipes[rank].recv_bytes()
+                return Outcome(rank, **_unpack(self._pipes[rank].recv_bytes()))
         process, seconds = self._processes[rank], time.monotonic() - start
         process.join(GRACE)
         code = process.exitcode
         ending = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         return Outcome(rank, None, f"the process ended with {ending}", "died", seconds, code)
 
-    def _kill(self, ranks: list[int], start: float) -> dict[int, Outcome]:
+    def _kill(self, ranks: list[int], seconds: float) -> dict[int, Outcome]:
         """End ranks that did not answer in time, having asked each where it is."""
-        seconds, outcomes = time.monotonic() - start, {}
+        outcomes = {}
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):  # it ended this moment
                 os.kill(self.pids[rank], signal.SIGUSR1)
@@ -242,11 +217,30 @@ def _end(owner: int, processes: list[BaseProcess], pipes: list[Connection], fold
     shutil.rmtree(folder, ignore_errors=True)
 
 
+# --- through the pipe -------------------------------------------------------------------------------------------
+
+
+def _pack(thing: Any) -> bytes:
+    """Tensors keep their dtypes, strides and shared storages."""
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)  # from our own process, and it holds functions
+
+
 # --- in the ranks -----------------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, stack: str) -> None:
+_rank = -1  # of this process
+
+
+def _serve(rank: int, pipe: Connection, stack: str) -> None:
     """Answer calls until the pipe ends."""
+    global _rank
+    _rank = rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     threading.Thread(target=_die_with_parent, args=(Path(stack).parent,), daemon=True).start()
     torch.set_num_threads(1)
@@ -254,10 +248,10 @@ def _serve(pipe: Connection, stack: str) -> None:
         faulthandler.register(signal.SIGUSR1, file)
         while True:
             try:
-                common, own = pipe.recv_bytes(), pipe.recv_bytes()
+                message = pipe.recv_bytes()
             except EOFError:
                 return
-            pipe.send_bytes(_perform(common, own))
+            pipe.send_bytes(_perform(message))
 
 
 def _die_with_parent(folder: Path) -> None:
@@ -269,12 +263,11 @@ def _die_with_parent(folder: Path) -> None:
     os._exit(1)
 
 
-def _perform(common: bytes, own: bytes) -> bytes:
+def _perform(message: bytes) -> bytes:
     """The fields of an Outcome, packed. SystemExit ends the rank, as it would end a program."""
     start = time.perf_counter()
     try:
-        function, args = _unpack(common)
-        args += _unpack(own)
+        function, args = _unpack(message)
         start = time.perf_counter()
         value = function(*args)
         return _pack({"value": value, "seconds": time.perf_counter() - start})
@@ -285,7 +278,7 @@ def _perform(common: bytes, own: bytes) -> bytes:
         return _pack({**report, "seconds": time.perf_counter() - start})
 
 
-def _enter_group(meeting: str, size: int, timeout: float, rank: int) -> None:
+def _enter_group(meeting: str, size: int, timeout: float) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     # The default is the address of the host's name, which on some machines is none that can be bound.
@@ -293,88 +286,4 @@ def _enter_group(meeting: str, size: int, timeout: float, rank: int) -> None:
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit)
-
-
-# --- through the pipe -------------------------------------------------------------------------------------------
-
-
-class _Pickler(pickle.Pickler):
-    """Notes the file of each module it names. Not multiprocessing's, which would pass tensors by file descriptors."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.files: dict[str, str] = {}
-
-    def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is Tensor and _is_plain(thing):  # torch's own way is slow, and fails on half of the dtypes
-            layout = (thing.storage_offset(), thing.size(), thing.stride())
-            return _tensor, (thing.untyped_storage(), thing.dtype, layout, thing.requires_grad)
-        if type(thing) is torch.UntypedStorage and thing.device.type == "cpu":
-            return _storage, (ctypes.string_at(thing.data_ptr(), thing.nbytes()),)
-        name = getattr(thing, "__module__", None)
-        file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
-        if file is not None:
-            self.files[str(name)] = file
-        return NotImplemented
-
-
-def _is_plain(x: Tensor) -> bool:
-    odd = x.is_quantized or x.is_conj() or x.is_neg()
-    return x.device.type == "cpu" and x.layout == torch.strided and not odd
-
-
-def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, layout: tuple[Any, ...], requires_grad: bool) -> Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, *layout).requires_grad_(requires_grad)
-
-
-def _storage(data: bytes) -> torch.UntypedStorage:
-    storage = torch.empty(len(data), dtype=torch.uint8).untyped_storage()
-    ctypes.memmove(storage.data_ptr(), data, len(data))
-    return storage
-
-
-class _Unpickler(pickle.Unpickler):
-    """Imports modules by file where their names lead nowhere: such are test modules that pytest has imported."""
-
-    def __init__(self, file: io.BytesIO, files: dict[str, str]) -> None:
-        super().__init__(file)
-        self.files = files
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module not in sys.modules and module in self.files:
-            _import_file(module, self.files[module])
-        if module in sys.modules:  # an ordinary import would want the packages that its name has it in
-            return functools.reduce(getattr, name.split("."), sys.modules[module])
-        return super().find_class(module, name)
-
-
-def _import_file(name: str, file: str) -> None:
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of the package it should be in
-        spec = None
-    if spec is not None and spec.origin == file:
-        return  # an ordinary import will do
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import {name} from {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-
-
-def _pack(thing: Any) -> bytes:
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(thing)
-    return pickle.dumps((pickler.files, buffer.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _unpack(message: bytes) -> Any:
-    files, data = pickle.loads(message)
-    return _Unpickler(io.BytesIO(data), files).load()
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=_rank, world_size=size, timeout=limit)

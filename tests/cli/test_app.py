@@ -15,15 +15,17 @@ import dilated_attention
 from dilated_attention.cli import main
 
 COMMANDS = ("bench", "report", "compare", "show", "suggest", "plan", "doctor")
+NO_UNICODE = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 
 
-def process(*arguments: str, code: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python *arguments``, which finds this package."""
     source = Path(dilated_attention.__file__).parents[1]
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
-    start = ["-m", "dilated_attention"] if code is None else ["-c", code]
-    command = [sys.executable, *start, *arguments]
-    variables = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True, text=True, timeout=120, encoding="utf-8",
+    )  # fmt: skip
 
 
 def test_without_a_command_it_helps(run: Any) -> None:
@@ -32,26 +34,64 @@ def test_without_a_command_it_helps(run: Any) -> None:
         assert (code, err) == (0, "")
         assert out.startswith("Usage: dilated-attention")
         assert all(re.search(rf"^  {name} .*[^.]\.$", out, re.MULTILINE) for name in COMMANDS), out
-        assert "..." not in out.replace("[ARGS]...", ""), "every command is told in a line"
+        assert "..." not in out.replace("[ARGS]...", ""), "a command's line is cut"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_helps(run: Any, command: str) -> None:
+def test_every_command_helps_with_an_example(run: Any, command: str) -> None:
     code, out, err = run(command, "-h")
     assert (code, err) == (0, "")
-    assert out == run(command, "--help").out
     assert f"Usage: dilated-attention {command}" in out
+    assert f"Example: dilated-attention {command}" in out
     assert "╭" not in out
+
+
+# The interpreter prints each module that it imports on stderr. The second way in is the script that pip installs.
+SCRIPT = "import sys; from dilated_attention.cli import main; sys.exit(main())"
+
+
+def test_help_comes_without_torch(tmp_path: Path) -> None:
+    script = tmp_path / "dilated-attention"
+    script.write_text(SCRIPT)
+    for start in (["-m", "dilated_attention"], [str(script)]):
+        for arguments in ([], *([command] for command in COMMANDS)):
+            done = process(*start, *arguments, "--help", PYTHONPROFILEIMPORTTIME="1")
+            assert done.returncode == 0, done.stderr
+            assert "Usage: dilated-attention" in done.stdout
+            assert "dilated_attention.cli.app" in done.stderr
+            assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), [*start, *arguments]
+
+
+def test_every_other_program_gets_all_names_and_the_ops_at_once(tmp_path: Path) -> None:
+    code = "import dilated_attention as da, torch; print(torch.ops.dilated_attention.forward, 'stream' in vars(da))"
+    script = tmp_path / "dilated-attention.py"
+    script.write_text(code)
+    for start in (["-c", code], [str(script)], ["-c", code, "-m", "dilated_attention"]):
+        done = process(*start)
+        assert done.stdout == "dilated_attention.forward True\n", done.stderr
+
+
+def test_in_the_command_the_names_come_when_asked_for(tmp_path: Path) -> None:
+    code = (
+        "import sys, dilated_attention as da\nassert 'torch' not in sys.modules\n"
+        "print(*(getattr(da, name).__name__ for name in da.__all__), dir(da) == sorted(da.__all__), hasattr(da, 'x'))"
+    )
+    script = tmp_path / "dilated-attention"
+    script.write_text(code)
+    done = process(str(script))
+    assert done.stdout.split() == [*dilated_attention.__all__, "True", "False"], done.stderr
 
 
 def test_how_numbers_count_is_said(run: Any) -> None:
     said = " ".join(run("plan", "-h").out.split())
     assert "64k (k, M, G and T count by 1024)" in said
     assert "80GB (1000³) or 24GiB (1024³)" in said
+    assert "[default: 10us]" in said
 
 
-def test_version(run: Any) -> None:
-    assert run("--version") == (0, f"dilated-attention {dilated_attention.__version__}\n", "")
+def test_version() -> None:
+    done = process("-m", "dilated_attention", "--version")
+    assert (done.returncode, done.stdout) == (0, f"dilated-attention {dilated_attention.__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -84,50 +124,33 @@ def test_a_fault_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["plan", "-n", "8", "-w", "4", "-r", "1"])
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_what_it_needs_it_says_what_to_install(missing: str) -> None:
-    code = (
-        f"import sys; sys.modules[{missing!r}] = None\nfrom dilated_attention.cli import main\nsys.exit(main(['-h']))"
-    )
-    done = process(code=code)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == f'error: this needs {missing}: pip install ".[bench]" from a clone\n'
-
-
-def test_what_else_is_missing_is_no_matter_of_installing() -> None:
-    code = (
-        "import sys; sys.modules['dilated_attention.advice'] = None\n"
-        "from dilated_attention.cli import main\nsys.exit(main(['-h']))"
-    )
-    done = process(code=code)
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-
-
-def test_as_a_module() -> None:
-    assert process("--version").stdout == f"dilated-attention {dilated_attention.__version__}\n"
-    done = process("suggest", "-n", "none")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: -n must be a whole number")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("missing", "code", "message"),
+    [
+        ("typer", 2, 'error: this needs typer: pip install ".[bench]" from a clone\n'),
+        ("rich", 2, 'error: this needs rich: pip install ".[bench]" from a clone\n'),
+        ("dilated_attention.cli.plan", 1, "Traceback"),  # nothing that could be installed
+    ],
+)
+def test_without_what_it_needs_it_says_what_to_install(missing: str, code: int, message: str) -> None:
+    done = process("-c", f"import sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['-h']; {SCRIPT}")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(message)
 
 
 def test_where_there_is_no_unicode_nothing_fails() -> None:
-    done = process(
-        "plan", "-n", "64k", "-w", "64k", "-r", "1", "--ranks", "4", PYTHONIOENCODING="ascii", PYTHONUTF8="0"
+    plan, show = (
+        ("plan", "-n", "64k", "-w", "64k", "-r", "1", "--ranks", "4"),
+        ("show", "-n", "64", "-w", "32", "-r", "2"),
     )
-    assert done.returncode == 0, done.stderr
-    assert "time to send" in done.stdout
-    done = process("show", "-n", "64", "-w", "32", "-r", "2", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    assert done.returncode == 0, done.stderr
-    assert "?" not in done.stdout
+    for arguments, said in ((plan, "time to send"), (show, "tokens")):
+        done = process("-m", "dilated_attention", *arguments, **NO_UNICODE)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+        assert arguments == plan or "?" not in done.stdout
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    code = (
-        "import os, sys, threading\nfrom dilated_attention.cli import main\n"
-        "r, w = os.pipe(); os.close(r); os.dup2(w, 1)\nsys.exit(main(['plan', '-n', '64', '-w', '8', '-r', '1']))"
-    )
-    done = process(code=code)
+    code = "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1)"
+    done = process("-c", f"{code}; import sys; sys.argv[1:] = ['plan', '-n', '64', '-w', '8', '-r', '1']; {SCRIPT}")
     assert "Traceback" not in done.stderr

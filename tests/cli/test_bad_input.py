@@ -22,7 +22,7 @@ PATTERN = ["-w", "2k,16k", "-r", "1,8"]
         (["show", "-n", "1M", *PATTERN, "--ranks", "1e9", "-o", "a.svg"], "1 to 64 ranks"),
         (["suggest", "-n", "1M", "--ranks", "1e6"], "at most 131,072 ranks"),
         (["suggest", "-n", "1M", "--heads", "1000000"], "--heads"),
-        (["plan", "-n", "1M", *PATTERN, "--memory", "80"], "a size with its unit"),
+        (["plan", "-n", "1M", *PATTERN, "--memory", "80"], "a size of a byte or more with its unit"),
         (["plan", "-n", "1M", *PATTERN, "--latency", "10"], "a time with its unit"),
         (["plan", "-n", "1M", *PATTERN, "--bandwidth", "50"], "50GB/s"),
         (["show", "-n", "64", *PATTERN, "-o", "x" * 300 + ".png"], "name another with -o"),

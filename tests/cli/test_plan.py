@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, plan_cost
-from dilated_attention.advice import Need
-from dilated_attention.ring.cost import EXCHANGES, duration, size
+from dilated_attention.advice import Workload
+from dilated_attention.ring.cost import EXCHANGES
+from dilated_attention.units import bytes_text, seconds_text
 
 PATTERN = ("-w", "2k,32k,1M", "-r", "1,16,512")
 SAME = DilatedPattern.longnet([2048, 32768, 2**20], [1, 16, 512])
@@ -27,11 +28,12 @@ def test_the_numbers_are_those_of_plan_cost(run: Any) -> None:
     cost = plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64)
     some = [cost.exchanges[name] for name in EXCHANGES]
     assert row(out, "hops") == [f"{x.hops} + {x.backward_hops}" for x in some] + ["7"]
-    received = [f"{size(x.bytes_received_max)} + {size(x.backward_bytes_received_max)}" for x in some]
-    assert row(out, "received")[:4] == [*received, size(cost.naive_ring_bytes)]
-    assert row(out, "time to send")[0] == f"{duration(some[0].seconds)} + {duration(some[0].backward_seconds)}"
-    assert row(out, "memory to train") == [size(Need.of(cost, name).training) for name in EXCHANGES]
-    assert row(out, "memory to infer") == [size(Need.of(cost, name).inference) for name in EXCHANGES]
+    received = [f"{bytes_text(x.bytes_received_max)} + {bytes_text(x.backward_bytes_received_max)}" for x in some]
+    assert row(out, "received")[:4] == [*received, bytes_text(cost.naive_ring_bytes)]
+    assert row(out, "time to send")[0] == f"{seconds_text(some[0].seconds)} + {seconds_text(some[0].backward_seconds)}"
+    needs = [Workload(2**20, 12, 64, ranks=8).need(cost, name) for name in EXCHANGES]
+    assert row(out, "memory to train") == [bytes_text(need.training) for need in needs]
+    assert row(out, "memory to infer") == [bytes_text(need.inference) for need in needs]
     assert f"best exchange: {cost.best}" in out
     assert "fits" not in out
 
@@ -50,10 +52,10 @@ def test_every_option_reaches_the_plan(run: Any) -> None:
     )  # fmt: skip
     ring = cost.exchanges["ring"]
     assert repr(pattern) in out
-    assert row(out, "received")[0].startswith(size(ring.bytes_received_max))
-    assert row(out, "time to send")[0] == f"{duration(ring.seconds)} + {duration(ring.backward_seconds)}"
-    assert row(out, "time to compute")[0] == duration(ring.compute_seconds)
-    assert f"kept for the backward pass: {size(cost.memory.saved)}" in out
+    assert row(out, "received")[0].startswith(bytes_text(ring.bytes_received_max))
+    assert row(out, "time to send")[0] == f"{seconds_text(ring.seconds)} + {seconds_text(ring.backward_seconds)}"
+    assert row(out, "time to compute")[0] == seconds_text(ring.compute_seconds)
+    assert f"kept for the backward pass: {bytes_text(cost.memory.saved)}" in out
 
 
 def test_one_device_sends_nothing(run: Any) -> None:
@@ -64,14 +66,18 @@ def test_one_device_sends_nothing(run: Any) -> None:
 
 
 def test_what_fits(run: Any) -> None:
+    """It is judged with the speeds that were asked for: where hops are dear, another exchange is best."""
     line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--memory")
-    need = Need.of(plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64), "alltoall")
-    assert f"training fits: {size(need.training)} of 80 GB" in run(*line, "80GB").out
-    out = run(*line, "1.2GB").out
-    assert row(out, "trains in 1.2 GB") == ["no"] * 3
-    assert f"training does not fit: it needs {size(need.training)} of 1.2 GB" in out
-    then = plan_cost(SAME, 2**20, 16, num_heads=12, head_dim=64)
-    assert f"training fits with 16 ranks instead of 8: {size(Need.of(then, then.best).training)}" in out
+    workload = Workload(2**20, 12, 64, ranks=8)
+    need = workload.need(workload.cost(SAME), "alltoall").training
+    assert f"training fits: it needs {bytes_text(need)} of 80 GiB" in run(*line, "80GiB").out
+    out = run(*line, "1GiB").out
+    assert row(out, "trains in 1 GiB") == ["no"] * 3
+    assert f"training does not fit: it needs {bytes_text(need)} of 1 GiB" in out
+    assert "training fits with 16 ranks instead of 8: " in out
+    out = run(*line, f"{need}B", "--latency", "1s").out
+    assert "best exchange: allgather" in out
+    assert f"training fits with exchange='alltoall' instead of 'allgather': {bytes_text(need)}" in out
 
 
 @pytest.mark.parametrize(
@@ -80,28 +86,18 @@ def test_what_fits(run: Any) -> None:
         (["-w", "2048,4096", "-r", "1"], "segment_lengths has 2 entries and dilation_rates 1"),
         (["-w", "1k,2k", "-r", "1,2", "--rule", "head_groups", "--heads", "1"], "2 branches to 1 key/value heads"),
         (["-w", "1k", "-r", "1", "--rule", "short"], "unknown rule 'short': use one of longnet"),
-        (["-w", "1k", "-r", "0"], "-r must be a whole number"),
+        (["-w", "1k", "-r", "0"], "'-r' / '--dilation-rates': '0' is not a whole number"),
         (["-w", "1k", "-r", "1", "--heads", "12", "--kv-heads", "5"], "12 query heads cannot be shared evenly by 5"),
-        (["-w", "1k", "-r", "1", "--head-dim", "0"], "head_dim must be 1 or more"),
-        (["-w", "1k", "-r", "1", "--batch", "-3"], "batch must be 1 or more"),
+        (["-w", "1k", "-r", "1", "--head-dim", "0"], "Invalid value for '--head-dim'"),
+        (["-w", "1k", "-r", "1", "--batch", "-3"], "Invalid value for '--batch'"),
         (["-w", "1k", "-r", "1", "--dtype", "int8"], "--dtype must be one of"),
-        (["-w", "1k", "-r", "1", "--memory", "lots"], "--memory must be a size with its unit, such as 80GB"),
-        (["-w", "1k", "-r", "1", "--bandwidth", "0GB/s"], "--bandwidth must be more than 0"),
-        (["-w", "1k", "-r", "1", "--latency", "soon"], "--latency must be a time"),
-        (["-w", "1k", "-r", "1", "--ranks", "0"], "--ranks must be a whole number"),
+        (["-w", "1k", "-r", "1", "--memory", "lots"], "'--memory': 'lots' is not a size"),
+        (["-w", "1k", "-r", "1", "--bandwidth", "0GB/s"], "'--bandwidth': '0GB/s' is not bytes per second"),
+        (["-w", "1k", "-r", "1", "--latency", "soon"], "'--latency': 'soon' is not a time"),
+        (["-w", "1k", "-r", "1", "--ranks", "0"], "'--ranks': '0' is not a whole number"),
         (["-w", "2^60", "-r", "1"], "at most 2**48"),
         (["-w", "2^48", "-r", "1", "-n", "2^48", "--head-dim", "999999"], "more than 2**62 bytes are not counted"),
     ],
 )
 def test_what_cannot_be_is_one_line(refused: Any, arguments: list[str], message: str) -> None:
     assert message in refused("plan", "-n", "4096", *arguments)
-
-
-def test_what_fits_is_judged_with_the_same_speeds(run: Any) -> None:
-    """Where hops are dear another exchange is best, and so it is that one which may be too large."""
-    cost = plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64, latency=1.0)
-    needs = {name: Need.of(cost, name).training for name in EXCHANGES}
-    assert cost.best == "allgather"
-    assert needs["alltoall"] < needs["ring"] < needs["allgather"]
-    line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--latency", "1s", "--memory", f"{needs['alltoall']}B")
-    assert "training fits with exchange='alltoall' instead of 'allgather'" in run(*line).out

@@ -29,7 +29,7 @@ def test_measurements(results: Results) -> None:
     ours = line(text, "longnet, sdpa ")
     assert "1.23 (1.11–1.48)" in ours
     assert "45.7 (41.1–54.8)" in ours
-    assert "9 MB" in ours
+    assert "8.58 MiB" in ours
     assert ours.rstrip().endswith("exact")
     ring = line(text, "RingDilatedAttention, 2 ranks")
     assert "346 (once)" in ring
@@ -39,7 +39,7 @@ def test_measurements(results: Results) -> None:
 def test_what_is_wrong_has_no_time_and_says_why(results: Results) -> None:
     text = printed(results)
     other = line(text, "gather [padded]")
-    assert other.split()[-4:] == ["3", "MB", "wrong", "gradients"]
+    assert other.split()[-4:] == ["2.86", "MiB", "wrong", "gradients"]
     assert " wrong  " in other
     said = (
         "gather [padded] (float32): wrong gradients: dq off by 2.5e-01, allowed 5.0e-06; dk off by inf, allowed 5.0e-06"

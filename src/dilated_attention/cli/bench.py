@@ -6,10 +6,9 @@ import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from dilated_attention.bench import machine, results
+from dilated_attention.bench import results
 from dilated_attention.bench.regress import compare
 from dilated_attention.cli import arguments
 from dilated_attention.cli.compare import summary
@@ -59,7 +58,9 @@ def bench(
     Example: dilated-attention bench --suite quick --out report
     """
     # here and not above: it takes a while, and needs matplotlib, which other commands do without
-    from dilated_attention.bench import session
+    import torch
+
+    from dilated_attention.bench import machine, session
     from dilated_attention.bench.report import write_report
 
     with arguments.refusing():
@@ -121,6 +122,8 @@ class Kept:
             with contextlib.suppress(ValueError):  # not results of ours: kept, and not compared
                 self.last = results.load(self.file)
             self.file.replace(self.aside)
+        from dilated_attention.bench import machine  # here, as help needs no torch
+
         self.results = found
         machine.write_json(self.file, found)
 

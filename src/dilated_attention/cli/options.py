@@ -1,51 +1,168 @@
-"""Options that several commands take, so that they are called and explained alike everywhere."""
+"""The options that several commands take, and how their numbers are read: 64k tokens, 80GB, 10us.
+
+Tokens, segment lengths and rates count by 1024, as people do who say 64k. Bytes follow their units: GB is 1000³ and
+GiB is 1024³. Sizes and times need a unit, because nobody means 80 bytes or 10 seconds per hop. Typer calls the readers
+here, and says which option is wrong. Help needs no torch, and so this file imports none.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from dilated_attention.cli import arguments
-from dilated_attention.pattern import RULES, DilatedPattern
-from dilated_attention.pattern import Rule as RuleName
+if TYPE_CHECKING:
+    from dilated_attention.pattern import DilatedPattern
+    from dilated_attention.pattern import Rule as RuleName
 
+Units = Mapping[str, int | Fraction]
+BINARY: Units = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+DECIMAL: Units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+SIZES: Units = (
+    {"b": 1}
+    | {unit + end: DECIMAL[unit] for unit in "kmgtp" for end in ("", "b")}
+    | {f"{unit}ib": BINARY[unit] for unit in "kmgt"}
+)
+MICRO = Fraction(1, 10**6)
+TIMES: Units = {
+    "s": 1,
+    "ms": Fraction(1, 10**3),
+    "us": MICRO,
+    "µs": MICRO,
+    "μs": MICRO,
+}  # the sign, and the Greek letter
+# At most forty digits and exponents of two: enough for any number here, and none that takes all memory to write out.
+NUMBER = re.compile(
+    r"\s*([0-9]{1,3}(?:,[0-9]{3})+|(?:[0-9][0-9_]{0,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,2}(?![0-9]))?)"
+    r"\s*(\S*)\s*",
+    re.IGNORECASE,
+)
+POWER = re.compile(r"\s*([0-9]{1,6})\s*(?:\^|\*\*)\s*([0-9]{1,3})\s*")
+TINY = Fraction(1, 10**99)  # more than 0
 COUNTING = "64k (k, M, G and T count by 1024), 65,536, 2^16, 1e9 or 1B"
 
+
+def count(text: str, least: int = 1) -> int:
+    """Tokens, segment lengths, dilation rates or ranks."""
+    what = f"a whole number of {least} or more, such as {COUNTING}"
+    power = POWER.fullmatch(str(text))  # typer reads defaults, too
+    number = Fraction(int(power[1]) ** int(power[2])) if power else _read(str(text), {**BINARY, "b": 10**9}, what)
+    if number.denominator != 1 or number < least:
+        raise typer.BadParameter(f"{text!r} is not {what}")
+    return int(number)
+
+
+def index(text: str) -> int:
+    """A token or a head, counted from 0."""
+    return count(text, least=0)
+
+
+def counts(text: str) -> list[int]:
+    """Several, with commas between them."""
+    return [count(part) for part in text.split(",")]
+
+
+def span(text: str) -> tuple[int, int]:
+    """From a token up to another one, which is the first outside: 0:4k."""
+    start, colon, stop = text.partition(":")
+    if not colon:
+        raise typer.BadParameter(f"{text!r} is not two numbers of tokens such as 0:4k")
+    return index(start), count(stop)
+
+
+def size(text: str) -> int:
+    """Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³."""
+    return int(_read(text, SIZES, "a size of a byte or more with its unit, such as 80GB or 24GiB", least=1))
+
+
+def bandwidth(text: str) -> float:
+    """Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits."""
+    what = "bytes per second such as 50GB/s, or bits such as 400Gbit/s, of more than 0"
+    found = re.fullmatch(r"(.*?)([kKMGT]i|[kKMGTP]|(?=[Bb]))(B|b|bit|)(?:/s|ps)?", text)
+    if not found:
+        raise typer.BadParameter(f"{text!r} is not {what}")
+    factor = (BINARY if found[2].endswith("i") else DECIMAL)[found[2][:1].lower()]
+    unit = text[found.end(1) :].lower()
+    return float(_read(text, {unit: Fraction(factor, 8 if found[3].startswith("b") else 1)}, what, least=TINY))
+
+
+def latency(text: str) -> float:
+    """Seconds: 10us, 0.2ms, 1e-5s."""
+    return float(_read(text, TIMES, "a time with its unit, such as 10us or 0.2ms"))
+
+
+def speed(text: str) -> float:
+    """Operations per second: 400T, 400TFLOPS, 4e14."""
+    units = {unit + name: factor for unit, factor in DECIMAL.items() for name in ("", "flops", "flop/s")}
+    return float(_read(text, units, "operations per second such as 400T or 4e14, of more than 0", least=TINY))
+
+
+def _read(text: str, units: Units, what: str, least: int | Fraction = 0) -> Fraction:
+    """The number times its unit, exactly. In units, case does not matter."""
+    found = NUMBER.fullmatch(text)
+    if found and found[2].lower() in units:
+        number = Fraction(re.sub("[_,]", "", found[1])) * units[found[2].lower()]
+        if number >= least:
+            return number
+    raise typer.BadParameter(f"{text!r} is not {what}")
+
+
+# --- the options ------------------------------------------------------------------------------------------------
+
+MOST_HEADS = 2**14
 Tokens = Annotated[
-    str, typer.Option("-n", "--tokens", metavar="N", help=f"Length of the sequence, written as {COUNTING}.")
+    int,
+    typer.Option(
+        "-n", "--tokens", parser=count, metavar="N", help=f"The length of the sequence, written as {COUNTING}."
+    ),
 ]
 Lengths = Annotated[
-    str, typer.Option("-w", "--segment-lengths", metavar="W,W,...", help="Segment lengths, written as -n.")
+    Sequence[int],
+    typer.Option(
+        "-w", "--segment-lengths", parser=counts, metavar="W,W,...", help="The segment lengths, written as for -n."
+    ),
 ]
 Rates = Annotated[
-    str, typer.Option("-r", "--dilation-rates", metavar="R,R,...", help="Dilation rates, one per segment length.")
+    Sequence[int],
+    typer.Option(
+        "-r", "--dilation-rates", parser=counts, metavar="R,R,...", help="The dilation rates, one per segment length."
+    ),
 ]
-Rule = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"The rule: {', '.join(RULES)}.")]
-MOST_HEADS = 2**14
-Heads = Annotated[int, typer.Option("--heads", metavar="H", min=1, max=MOST_HEADS, help="Number of query heads.")]
+Rule = Annotated[str, typer.Option("--rule", metavar="RULE", help="The rule: longnet, torchscale or head_groups.")]
+Heads = Annotated[int, typer.Option("--heads", metavar="H", min=1, max=MOST_HEADS, help="The number of query heads.")]
 KvHeads = Annotated[
     int | None,
     typer.Option(
-        "--kv-heads", metavar="H", min=1, max=MOST_HEADS, help="Number of key/value heads; --heads by default."
+        "--kv-heads", metavar="H", min=1, max=MOST_HEADS, help="The number of key/value heads; --heads by default."
     ),
 ]
-HeadDim = Annotated[int, typer.Option("--head-dim", metavar="D", help="Dimension of a head.")]
-Batch = Annotated[int, typer.Option("--batch", metavar="B", help="Number of sequences at a time.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", metavar="D", min=1, help="The dimension of one head.")]
+Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="The number of sequences at a time.")]
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="DTYPE", help="The dtype: float64, float32, bfloat16 or float16.")
 ]
-Causal = Annotated[bool, typer.Option("--causal", help="Let no query see later tokens.")]
-Ranks = Annotated[str, typer.Option("--ranks", metavar="P", help="Number of devices that share the sequence.")]
+Causal = Annotated[bool, typer.Option("--causal", help="No query sees later tokens.")]
+Ranks = Annotated[
+    int,
+    typer.Option("--ranks", parser=count, metavar="P", help="The number of devices that share the sequence."),
+]
 Memory = Annotated[
-    str | None, typer.Option("--memory", metavar="SIZE", help="Memory of one device: 80GB (1000³) or 24GiB (1024³).")
+    int | None,
+    typer.Option(
+        "--memory", parser=size, metavar="SIZE", help="The memory of one device: 80GB (1000³) or 24GiB (1024³)."
+    ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FOLDER", help="The folder to write into; that of the results by default."),
+    typer.Option("--out", metavar="FOLDER", help="The folder to write into; by default that of the results."),
 ]
 
 
-def pattern(rule: str, lengths: str, rates: str) -> DilatedPattern:
-    return DilatedPattern.of(cast(RuleName, rule), arguments.counts("-w", lengths), arguments.counts("-r", rates))
+def pattern(rule: str, lengths: Sequence[int], rates: Sequence[int]) -> DilatedPattern:
+    from dilated_attention.pattern import DilatedPattern
+
+    return DilatedPattern.of(cast("RuleName", rule), lengths, rates)

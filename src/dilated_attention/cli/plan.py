@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilated_attention.advice import Need, Speed, Workload, amount, in_words, what_fits
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, print_table
-from dilated_attention.ring.cost import PlanCost, duration, size
+from dilated_attention.units import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from dilated_attention.advice import Workload
+    from dilated_attention.ring.cost import PlanCost
 
 
 def plan(
     tokens: options.Tokens,
     segment_lengths: options.Lengths,
     dilation_rates: options.Rates,
-    ranks: options.Ranks = "1",
+    ranks: options.Ranks = 1,
     rule: options.Rule = "longnet",
     heads: options.Heads = 12,
     kv_heads: options.KvHeads = None,
@@ -27,13 +30,19 @@ def plan(
     causal: options.Causal = False,
     memory: options.Memory = None,
     latency: Annotated[
-        str, typer.Option(metavar="TIME", help="Latency of a hop between ranks, such as 10us or 0.2ms.")
+        Any,
+        typer.Option(
+            parser=options.latency, metavar="TIME", help="The latency of one hop between ranks, such as 10us or 0.2ms."
+        ),
     ] = "10us",
     bandwidth: Annotated[
-        str, typer.Option(metavar="RATE", help="Bandwidth into a rank, such as 50GB/s (bytes) or 400Gbit/s.")
+        Any,
+        typer.Option(
+            parser=options.bandwidth, metavar="RATE", help="The bandwidth into one rank: 50GB/s (bytes) or 400Gbit/s."
+        ),
     ] = "50GB/s",
     flops_per_second: Annotated[
-        str, typer.Option(metavar="SPEED", help="Speed of a device, such as 400T or 4e14.")
+        Any, typer.Option(parser=options.speed, metavar="SPEED", help="The speed of one device, such as 400T or 4e14.")
     ] = "400T",
 ) -> None:
     """Count what a call on many devices will cost.
@@ -44,67 +53,58 @@ def plan(
 
     Example: dilated-attention plan -n 1M -w 2k,16k,128k,1M -r 1,8,64,512 --ranks 8
     """
+    from dilated_attention import advice
+
     with arguments.refusing():
         pattern = options.pattern(rule, segment_lengths, dilation_rates)
-        room = None if memory is None else arguments.size("--memory", memory)
-        number_of_ranks, kind = arguments.count("--ranks", ranks), arguments.dtype("--dtype", dtype)
-        workload = Workload(
-            arguments.count("-n", tokens), heads, head_dim, kv_heads, number_of_ranks, batch, kind, causal
+        kind = arguments.dtype("--dtype", dtype)
+        workload = advice.Workload(
+            tokens, heads, head_dim, kv_heads, ranks, batch, kind, causal, latency, bandwidth, flops_per_second
         )
-        speed = Speed(
-            arguments.latency("--latency", latency),
-            arguments.bandwidth("--bandwidth", bandwidth),
-            arguments.speed("--flops-per-second", flops_per_second),
-        )
-        cost = workload.cost(pattern, speed)
+        cost = workload.cost(pattern)
     screen = console()
-    columns = [*cost.exchanges, "naive ring"] if cost.ranks > 1 else ["one device"]
-    print_table(screen, repr(pattern), ["busiest rank", *columns], _rows(cost, room))
+    columns = [*cost.exchanges, "naive ring"] if ranks > 1 else ["one device"]
+    print_table(screen, repr(pattern), ["busiest rank", *columns], _rows(cost, workload, memory))
     screen.print()
-    for line in _notes(cost):
+    lines = list(_notes(cost))
+    if memory is not None:
+        lines += advice.verdict(workload.need(cost), memory, advice.what_fits(pattern, workload, memory))
+    for line in lines:
         screen.print(line, soft_wrap=True)
-    if room is not None:
-        changes = what_fits(pattern, workload, room, speed)
-        for line in in_words(Need.of(cost, cost.best), room, changes):
-            screen.print(line, soft_wrap=True)
 
 
-def _rows(cost: PlanCost, room: int | None) -> Iterator[list[str]]:
-    """One column an exchange; of the naive ring, which sends all of K and V round, less is known."""
+def _rows(cost: PlanCost, workload: Workload, room: int | None) -> Iterator[list[str]]:
+    """One column per exchange. The naive ring, which sends all of K and V round, has fewer rows."""
+    from dilated_attention.advice import flops_text
+
     names = list(cost.exchanges) if cost.ranks > 1 else [cost.best]
-    some, needs = [cost.exchanges[name] for name in names], [Need.of(cost, name) for name in names]
-    naive = [""] if cost.ranks > 1 else []
+    some, needs = [cost.exchanges[name] for name in names], [workload.need(cost, name) for name in names]
 
-    def both(there: Iterable[str], back: Iterable[str]) -> list[str]:
-        return [f"{one} + {two}" for one, two in zip(there, back, strict=True)]
+    def both(title: str, text: Callable[[Any], str], forward: str, backward: str, naive: str = "") -> list[str]:
+        return [title, *(f"{text(getattr(x, forward))} + {text(getattr(x, backward))}" for x in some), naive]
 
     if cost.ranks > 1:
-        hops = both((f"{x.hops:,}" for x in some), (f"{x.backward_hops:,}" for x in some))
-        yield ["hops", *hops, f"{cost.naive_ring_hops:,}"]
-        received = both((size(x.bytes_received_max) for x in some), (size(x.backward_bytes_received_max) for x in some))
-        yield ["received", *received, size(cost.naive_ring_bytes)]
-        sending = both((duration(x.seconds) for x in some), (duration(x.backward_seconds) for x in some))
-        yield ["time to send", *sending, duration(cost.naive_ring_seconds)]
-        yield ["received by all ranks", *(size(x.bytes_total + x.backward_bytes_total) for x in some), *naive]
-    flops = both((amount(x.flops) for x in some), (amount(x.backward_flops) for x in some))
-    yield ["operations", *(f"{x}FLOP" for x in flops), *naive]
-    yield ["time to compute", *(duration(x.compute_seconds) for x in some), *naive]
-    if cost.ranks > 1:
-        yield ["received and held", *(size(x.held) for x in some), *naive]
-    yield ["memory to train", *(size(need.training) for need in needs), *naive]
-    yield ["memory to infer", *(size(need.inference) for need in needs), *naive]
+        yield both("hops", count_text, "hops", "backward_hops", count_text(cost.naive_ring_hops))
+        naive = bytes_text(cost.naive_ring_bytes)
+        yield both("received", bytes_text, "bytes_received_max", "backward_bytes_received_max", naive)
+        naive = seconds_text(cost.naive_ring_seconds)
+        yield both("time to send", seconds_text, "seconds", "backward_seconds", naive)
+        yield ["received by all ranks", *(bytes_text(x.bytes_total + x.backward_bytes_total) for x in some)]
+        yield ["received and held", *(bytes_text(x.held) for x in some)]
+    yield both("operations", flops_text, "flops", "backward_flops")[: len(some) + 1]
+    yield ["time to compute", *(seconds_text(x.compute_seconds) for x in some)]
+    yield ["memory to train", *(bytes_text(need.training) for need in needs)]
+    yield ["memory to infer", *(bytes_text(need.inference) for need in needs)]
     if room is not None:
-        yield [f"trains in {size(room)}", *("yes" if need.training <= room else "no" for need in needs), *naive]
+        yield [f"trains in {bytes_text(room)}", *("yes" if need.training <= room else "no" for need in needs)]
 
 
 def _notes(cost: PlanCost) -> Iterator[str]:
     memory = cost.memory
     shared = f" on {cost.ranks:,} ranks, at most {cost.tokens_per_rank:,} on one" if cost.ranks > 1 else ""
     yield f"{cost.tokens:,} tokens{shared}; two numbers are forward + backward"
-    yield (
-        f"kept for the backward pass: {size(memory.saved)} (q, k, v, out, lse); gradients: "
-        f"{size(memory.dq + memory.dk + memory.dv)}"
-    )
-    yield "memory is of this call alone, with an allowance for what kernels take; weights and other layers come on top"
+    gradients = bytes_text(memory.dq + memory.dk + memory.dv)
+    yield f"kept for the backward pass: {bytes_text(memory.saved)} (q, k, v, out, lse); gradients: {gradients}"
+    yield "memory is that of this call and its kernels; weights and other layers come on top"
     if cost.ranks > 1:
         yield f"best exchange: {cost.best}"

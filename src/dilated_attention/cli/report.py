@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from dilated_attention.bench import machine
-from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.results import load
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, print_written
@@ -30,6 +28,8 @@ def report(
     with arguments.refusing():
         found = load(results, whole=True)
         folder = arguments.writable(out or (results if results.is_dir() else results.parent))
+    from dilated_attention.bench import machine  # here, as help needs no torch
+    from dilated_attention.bench.claims import conclusions
     from dilated_attention.bench.report import write_report  # needs matplotlib, which other commands do without
 
     screen = console()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -18,19 +18,27 @@ def show(
     rule: options.Rule = "longnet",
     heads: options.Heads = 8,
     kv_heads: options.KvHeads = None,
-    head: Annotated[str | None, typer.Option(metavar="H", help="Draw only this head, counted from 0.")] = None,
+    head: Annotated[
+        int | None,
+        typer.Option(parser=options.index, metavar="H", help="Draw only this head, counted from 0."),
+    ] = None,
     query: Annotated[
-        str | None, typer.Option(metavar="N", help="Mark this token and list what it sees, counted from 0.")
+        int | None,
+        typer.Option(parser=options.index, metavar="N", help="Mark this token and list what it sees, counted from 0."),
     ] = None,
     window: Annotated[
-        str | None, typer.Option(metavar="FROM:TO", help="Draw only these tokens, for example 0:512.")
+        Any,
+        typer.Option(parser=options.span, metavar="FROM:TO", help="Draw only these tokens, for example 0:512."),
     ] = None,
     causal: options.Causal = False,
     colour: Annotated[
         str, typer.Option(metavar="WHAT", help="What colours mean in a file: share (of the pairs in a cell) or branch.")
     ] = "share",
     ranks: Annotated[
-        str | None, typer.Option(metavar="P", help="Draw the borders between the shards of P devices in a file.")
+        int | None,
+        typer.Option(
+            parser=options.count, metavar="P", help="Draw the borders between the shards of P devices in a file."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -52,19 +60,18 @@ def show(
             arguments.file("-o", output, pictures.ENDINGS)
         elif ranks is not None or colour != "share":
             raise ValueError("--ranks and --colour change what is drawn into a file: name one with -o")
-        number = arguments.count("-n", tokens)
         view = pictures.View(
             options.pattern(rule, segment_lengths, dilation_rates),
-            number,
+            tokens,
             heads,
             kv_heads=kv_heads,
             is_causal=causal,
-            head=None if head is None else arguments.count("--head", head, least=0),
-            query=None if query is None else arguments.count("--query", query, least=0),
-            window=None if window is None else arguments.span("--window", window),
-            ranks=None if ranks is None else arguments.count("--ranks", ranks),
+            head=head,
+            query=query,
+            window=window,
+            ranks=ranks,
             colour=cast(pictures.Colour, colour),
-            cells=terminal.cells_in(screen, number) if output is None else pictures.MOST_CELLS,
+            cells=terminal.cells_in(screen, tokens) if output is None else pictures.MOST_CELLS,
         )
     if output is None:
         screen.print(terminal.text(view, screen))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from dilated_attention import advice
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console
-from dilated_attention.pattern import Rule
+
+if TYPE_CHECKING:
+    from dilated_attention.advice import Suggestion
+    from dilated_attention.pattern import Rule
 
 
 def suggest(
@@ -19,47 +20,41 @@ def suggest(
     batch: options.Batch = 1,
     dtype: options.Dtype = "bfloat16",
     rule: options.Rule = "longnet",
-    ranks: options.Ranks = "1",
+    ranks: options.Ranks = 1,
     causal: options.Causal = False,
     memory: options.Memory = None,
 ) -> None:
     """Suggest segments and rates for a length, and say why.
 
-    It prints a line of Python to paste, the reasons, and the cost. If --memory is too little, it says what would fit.
+    It prints Python to paste, the reasons, and the cost. If --memory is too little, it says what would fit.
 
     Example: dilated-attention suggest -n 1M --heads 12 --memory 80GB
     """
+    from dilated_attention import advice
+
     with arguments.refusing():
-        found = advice.suggest(
-            arguments.count("-n", tokens),
-            heads=heads,
-            head_dim=head_dim,
-            rule=cast(Rule, rule),
-            ranks=arguments.count("--ranks", ranks),
-            memory=None if memory is None else arguments.size("--memory", memory),
-            dtype=arguments.dtype("--dtype", dtype),
-            kv_heads=kv_heads,
-            batch=batch,
-            is_causal=causal,
-        )
+        kind = arguments.dtype("--dtype", dtype)
+        workload = advice.Workload(tokens, heads, head_dim, kv_heads, ranks, batch, kind, causal)
+        found = advice.suggest(workload, cast("Rule", rule), memory)
     screen = console()
     screen.print(str(found), soft_wrap=True)
-    screen.print("more of it:")
-    for command in commands(found, memory):
-        screen.print("   ", shlex.join(command), soft_wrap=True)
+    screen.print("\nto see its costs and a picture of it:")
+    for words in commands(found):
+        one_line = "    " + " ".join(words)
+        # a shell joins lines that end in a backslash
+        screen.print(one_line if len(one_line) <= 100 else "    " + " \\\n        ".join(words), soft_wrap=True)
 
 
-def commands(found: advice.Suggestion, memory: str | None) -> list[list[str]]:
-    """What to type to see the costs and the pattern."""
+def commands(found: Suggestion) -> list[list[str]]:
+    """What to type to see the costs and the pattern, cut where it may be broken into lines."""
     work, pattern = found.workload, found.pattern
-    segments = ["-w", ",".join(map(str, pattern.segment_lengths)), "-r", ",".join(map(str, pattern.dilation_rates))]
-    shape = ["--rule", pattern.rule, "-n", str(work.tokens), *segments, "--heads", str(work.heads)]
+    lengths, rates = (",".join(map(str, numbers)) for numbers in (pattern.segment_lengths, pattern.dilation_rates))
+    heads = f"--rule {pattern.rule} --heads {work.heads}"
     if work.kv_heads is not None:
-        shape += ["--kv-heads", str(work.kv_heads)]
+        heads += f" --kv-heads {work.kv_heads}"
     if work.is_causal:
-        shape.append("--causal")
-    rows = ["--head-dim", str(work.head_dim), "--dtype", str(work.dtype).removeprefix("torch.")]
-    if work.ranks > 1:
-        rows += ["--ranks", str(work.ranks)]
-    costs = [*rows, "--batch", str(work.batch), *([] if memory is None else ["--memory", memory])]
-    return [["dilated-attention", "plan", *shape, *costs], ["dilated-attention", "show", *shape]]
+        heads += " --causal"
+    shape = [f"-n {work.tokens}", f"-w {lengths}", f"-r {rates}", heads]
+    dtype = str(work.dtype).removeprefix("torch.")
+    costs = f"--head-dim {work.head_dim} --dtype {dtype} --batch {work.batch} --ranks {work.ranks}"
+    return [["dilated-attention plan", *shape, costs], ["dilated-attention show", *shape]]

@@ -11,7 +11,7 @@ from rich.text import Text
 from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.series import with_ranks
 from dilated_attention.cli.output import print_table
-from dilated_attention.ring.cost import size
+from dilated_attention.units import bytes_text
 
 Record = dict[str, Any]
 STYLES = {
@@ -110,7 +110,7 @@ def _rows(records: Iterable[Record], verdicts: dict[tuple[Any, ...], str]) -> It
         peaks = [one["peak_bytes"] for one in some if one is not None and one["peak_bytes"] is not None]
         verdict = verdicts.get(key, "")
         one = next(iter(ways.values()))
-        yield [name_of(one), *map(_time, some), size(peaks[-1]) if peaks else "–", Text(verdict, _style(verdict))]
+        yield [name_of(one), *map(_time, some), bytes_text(peaks[-1]) if peaks else "–", Text(verdict, _style(verdict))]
 
 
 def _style(verdict: str) -> str:
