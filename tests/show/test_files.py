@@ -72,9 +72,13 @@ def test_a_picture(tmp_path: Path) -> None:
     save(View(PATTERN, 4096, 4, colour="branch"), tmp_path / "b.svg")
     words = re.findall(r">([^<>]+)</text>", (tmp_path / "b.svg").read_text(encoding="utf-8"))
     assert {"w=16 r=1", "w=64 r=4", "share of pairs", "all", "1/4 or more", "1,024"} <= set(words)
+    save(View(DilatedPattern.longnet([16], [8]), 16, 1, window=(1, 3)), tmp_path / "c.svg")
+    assert ">query</text>" in (tmp_path / "c.svg").read_text(encoding="utf-8"), "nothing is seen there, and drawn"
     save(SMALL, tmp_path / "c.PNG")
     assert (tmp_path / "c.PNG").read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.svg", "b.svg", "c.PNG"], "nothing half-written"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.svg", "b.svg", "c.PNG", "c.svg"], (
+        "nothing half-written"
+    )
 
 
 def test_a_page_holds_all_that_it_needs(tmp_path: Path) -> None:

@@ -101,6 +101,13 @@ def test_heads_that_are_not_drawn_are_counted() -> None:
     assert View(LONGNET, 8, 2).left_out(View(LONGNET, 8, 2).pictures()) == []
 
 
+def test_many_heads_do_not_fill_the_page_with_sentences() -> None:
+    pattern = DilatedPattern.longnet([2 * rate for rate in range(2, 40)], [*range(2, 40)])
+    facts = View(pattern, 64, 64, query=40).facts()
+    assert len(facts) == 9
+    assert facts[-1] == "More could be said about other heads: name one to read it."
+
+
 def test_borders_are_where_shards_begin() -> None:
     assert View(LONGNET, 10, 2, ranks=4).borders == [3, 6, 8]
     assert View(LONGNET, 10, 2, ranks=4, window=(3, 8)).borders == [6]

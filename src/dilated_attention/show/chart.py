@@ -62,7 +62,8 @@ def _layers(view: View, pictures: Sequence[Picture], side: int | None) -> alt.La
     gap = 0.04 * view.cell_size if len(view.edges) <= GRID + 1 else 0
     tokens: dict[str, Any] = {"domain": [view.edges[0], view.edges[-1]], "nice": False, "zero": False}
     # A list per column takes a third of the space of an object per row. As one text, Altair does not check each number.
-    columns = charts.as_json([dict(zip(COLUMNS, zip(*_rows(view, pictures), strict=True), strict=False))])
+    rows = [*_rows(view, pictures)]
+    columns = charts.as_json([{name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}])
     cells = (
         alt.Chart(alt.InlineData(columns, alt.JsonDataFormat(type="json")))
         .transform_flatten([*COLUMNS])

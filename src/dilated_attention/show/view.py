@@ -179,6 +179,8 @@ class View:
             if self.query is not None:
                 said.setdefault(f"query {self.query:,} sees {self._keys(kind, self.query)}.", []).extend(kind.heads)
         found = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items() if sentence]
+        if len(found) > MOST_PICTURES:
+            found = [*found[:MOST_PICTURES], "More could be said about other heads: name one to read it."]
         if self.ranks is not None:
             found.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
         return found
