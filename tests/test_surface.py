@@ -66,6 +66,7 @@ LAYERS = [
     "testing",
     "ranks",
     "nn",
+    "charts",
     "show",
     "advice",
     "bench",
@@ -74,8 +75,8 @@ LAYERS = [
 ]
 
 OPTIONAL = [
-    "matplotlib", "rich", "typer", "einops", "selenium", "transformers", "safetensors", "triton", "pytest",
-    "hypothesis",
+    "altair", "vl_convert", "matplotlib", "rich", "typer", "einops", "selenium", "transformers", "safetensors",
+    "triton", "pytest", "hypothesis",
 ]  # fmt: skip
 
 
@@ -217,7 +218,7 @@ def test_a_module_imports_only_what_is_above_it(module: str) -> None:
             assert LAYERS.index(other.split(".")[0]) < LAYERS.index(layer), f"{module} imports {other}"
 
 
-TOOLS = ("show", "advice", "bench", "cli", "ranks", "__main__")
+TOOLS = ("charts", "show", "advice", "bench", "cli", "ranks", "__main__")
 
 
 def test_a_backend_is_named_in_its_folder_only() -> None:

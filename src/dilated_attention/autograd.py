@@ -23,6 +23,7 @@ from dilated_attention.backends.problem import Gradients, Inputs
 from dilated_attention.call import Call, accumulate_dtype, unpacked
 
 INPUTS, SEED = len(Inputs._fields), Inputs._fields.index("seed")
+NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
 
 
 def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
@@ -39,21 +40,23 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
     return run.forward(whole, inputs)
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Whether nobody looks on: no compiler, no dispatch mode, no transform, no subclass, no device without data."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return False
     for x in tensors:  # noqa: SIM110 - a short call notices what a generator costs
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta:
+        if x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
             return False
     return True
 
 
 def is_mapped(*gradients: Tensor | None) -> bool:
     """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+    return torch._C._are_functorch_transforms_active() or any(_is_batched(x) for x in gradients)
+
+
+def _is_batched(x: Tensor | None) -> bool:
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 @dataclass(slots=True)  # not a tuple, which torch.func would take apart
@@ -63,7 +66,8 @@ class Direct:
     call: Call
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return run.forward(self.call.now(inputs.q), inputs)
+        is_mapped = inputs.q.shape[0] != self.call.samples  # by vmap, which gives more samples
+        return run.forward(self.call.now(inputs.q) if is_mapped else self.call, inputs)
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         return run.backward(self.call.now(inputs.q), inputs, out, lse, dout, dlse)
@@ -77,7 +81,8 @@ class Registered:
     packed: tuple[Any, ...]  # as of `Call.packed`
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return _below_autograd(self.keyset, *inputs[:3], list(inputs[3:]), *self.packed)
+        op = torch.ops.dilated_attention.forward.default
+        return _below_autograd(op, self.keyset, *inputs[:3], list(inputs[3:]), *self.packed)  # type: ignore[no-any-return]
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         saved = [*inputs, out, lse]
@@ -131,14 +136,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     saved, way = ctx.saved_tensors, ctx.way
-    given = [x for x in (dout, dlse) if x is not None]
-    if isinstance(way, Direct) and (torch.is_grad_enabled() or not is_plain(*given)):
-        grads = Backward.apply(*saved, dout, dlse, way)  # type: ignore[no-untyped-call]
-    else:
-        if isinstance(way, Direct) and is_mapped(*given):  # with is_grads_batched=True: torch loops over the op
+    if isinstance(way, Direct):
+        if torch.is_grad_enabled() or not is_plain(dout, dlse):
+            return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
+        if _is_batched(dout) or _is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
             way = Registered(None, way.call.packed(way.call.start))
-        grads = way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse)
-    return (*grads, *(None,) * (INPUTS - 2))
+    return (*way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse), *NO_GRADIENTS)
 
 
 class Backward(torch.autograd.Function):
@@ -163,7 +166,7 @@ class Backward(torch.autograd.Function):
         return _mapped(Backward, info.batch_size, in_dims, given)
 
 
-def refuse_second_derivative(grads: Sequence[Tensor], *others: Tensor | None) -> tuple[Tensor, ...]:
+def refuse_second_derivative(grads: Gradients, *others: Tensor | None) -> Gradients:
     """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
     return _Refusing.apply(*grads, *others)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -238,26 +241,38 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *p
     return run.backward(call.of(inputs.q, inputs.k, inputs.padding, start), inputs, out, lse, dout, dlse)
 
 
-def _below_autograd(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
+def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        op = torch.ops.dilated_attention.forward.default
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)  # type: ignore[no-any-return]
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *given)
 
 
-def _autograd(
+def _autograd_forward(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any
 ) -> tuple[Tensor, Tensor]:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
+    way = Registered(keyset, packed)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        way = Registered(keyset, packed)
         return Attention.apply(query, key, value, *others, way)  # type: ignore[no-untyped-call, no-any-return]
     if is_plain(query, key, value):
         return _forward(query, key, value, others, *packed)
-    return _below_autograd(keyset, query, key, value, others, *packed)
+    return way.forward(Inputs(query, key, value, *others))
 
 
-_library.impl("forward", _autograd, "Autograd", with_keyset=True)
+def _autograd_backward(
+    keyset: Any, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any
+) -> Gradients:
+    """The same for the backward pass; whoever differentiates it gets an error."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (dout, dlse, *saved))
+    if is_plain(dout, dlse, *saved[:3]) and not wanted:
+        return _backward(dout, dlse, saved, *packed)
+    op = torch.ops.dilated_attention.backward.default
+    grads: Gradients = _below_autograd(op, keyset, dout, dlse, saved, *packed)
+    return refuse_second_derivative(grads, dout, dlse, *saved) if wanted else grads
+
+
+_library.impl("forward", _autograd_forward, "Autograd", with_keyset=True)
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _autograd_backward, "Autograd", with_keyset=True)
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 
 
@@ -271,10 +286,3 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any
 
 torch.library.register_fake("dilated_attention::forward", _fake_forward, lib=_library)
 torch.library.register_fake("dilated_attention::backward", _fake_backward, lib=_library)
-
-
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(NOT_TWICE)
-
-
-torch.library.register_autograd("dilated_attention::backward", _no_second_derivative, lib=_library)

@@ -143,17 +143,18 @@ class DilatedPattern:
         return found
 
     def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
-        """Draws which keys each query sees, as a matplotlib figure for a notebook.
+        """Draws which keys each query sees, as an Altair chart for a notebook.
 
         By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
-        where heads are divided. ``options``: ``is_causal``, ``head``, ``query``, ``window``, ``kv_heads``, ``ranks``.
+        where heads are divided. ``options``: ``is_causal``, ``head``, ``query``, ``window``, ``kv_heads``, ``ranks``,
+        and ``colour``, which is ``"share"`` or ``"branch"``.
 
         Examples:
-            >>> figure = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True)
-            >>> figure.savefig("pattern.png")  # doctest: +SKIP
+            >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
+            >>> chart.save("pattern.png")  # doctest: +SKIP
         """
         tools = importlib.import_module("dilated_attention.show")
-        return tools.figure(self, num_tokens, num_heads, **options)
+        return tools.plot(self, num_tokens, num_heads, **options)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:

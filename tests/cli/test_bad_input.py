@@ -19,7 +19,7 @@ PATTERN = ["-w", "2k,16k", "-r", "1,8"]
     ("arguments", "match"),
     [
         (["plan", "-n", "1M", *PATTERN, "--ranks", "1e9"], "at most 131,072 ranks"),
-        (["show", "-n", "1M", *PATTERN, "--ranks", "1e9"], "at most 131,072 ranks"),
+        (["show", "-n", "1M", *PATTERN, "--ranks", "1e9", "-o", "a.svg"], "1 to 64 ranks"),
         (["suggest", "-n", "1M", "--ranks", "1e6"], "at most 131,072 ranks"),
         (["suggest", "-n", "1M", "--heads", "1000000"], "--heads"),
         (["plan", "-n", "1M", *PATTERN, "--memory", "80"], "a size of a byte or more with its unit"),

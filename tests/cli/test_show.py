@@ -1,4 +1,4 @@
-"""`show`: what is asked for reaches the picture."""
+"""`show`: what is asked for reaches the picture, and what cannot be is one line."""
 
 from __future__ import annotations
 
@@ -6,46 +6,52 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from rich.console import Console
 
 from dilated_attention import DilatedPattern
-from dilated_attention.show import View, text
+from dilated_attention.show import View, terminal
 
 LINE = ("show", "-n", "8k", "-w", "2k,4k", "-r", "1,2")
 PATTERN = DilatedPattern.longnet([2048, 4096], [1, 2])
 
 
 def test_on_the_terminal(run: Any) -> None:
-    assert run(*LINE) == (0, text(View.of(PATTERN, 8192, 8), 100), "")
+    code, out, err = run(*LINE)
+    assert (code, err) == (0, "")
+    assert out.startswith("longnet: w=2048 r=1, w=4096 r=2\n8,192 tokens, 8 heads, not causal\n")
+    assert "A cell is 128 × 128 tokens." in out
 
 
-def test_every_option_reaches_the_picture(run: Any) -> None:
-    line = ("--rule", "torchscale", "--heads", 4, "--kv-heads", 2, "--head", 0, "--query", 0, "--causal", "--ranks", 4)
-    out = run(*LINE, *line, "--exchange", "alltoall", "--head-dim", 32, "--dtype", "float32").out
+def test_a_terminal_gets_colours_and_its_width(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def console() -> Console:
+        return Console(force_terminal=True, width=70, color_system="256", highlight=False)
+
+    monkeypatch.setattr("dilated_attention.cli.show.console", console)
+    out = run(*LINE).out
+    assert "\x1b[38;5;117;48;5;117m▀" in out
+    assert f"A cell is {View(PATTERN, 8192, 8, cells=terminal.cells_in(console(), 8192)).cell_size} " in out
+
+
+def test_every_option_reaches_the_picture(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[tuple[View, Path]] = []
+    monkeypatch.setattr("dilated_attention.show.save", lambda view, file: saved.append((view, file)))
+    file = tmp_path / "a.svg"
+    what = ("--rule", "torchscale", "--heads", 4, "--kv-heads", 2, "--head", 1, "--query", "1k", "--window", "1k:2k")
+    ran = run(*LINE, *what, "--causal", "--colour", "branch", "--ranks", 4, "-o", file)
+    assert (ran.code, ran.out) == (0, f"written: {file}\n")
     pattern = DilatedPattern.torchscale([2048, 4096], [1, 2])
-    view = View.of(
-        pattern, 8192, 4, kv_heads=2, is_causal=True, query=0, head=0, ranks=4, exchange="alltoall", head_dim=32,
-        dtype=torch.float32,
-    )  # fmt: skip
-    assert out == text(view, 100)
+    expected = View(
+        pattern, 8192, 4, kv_heads=2, is_causal=True, head=1, query=1024, window=(1024, 2048), ranks=4, colour="branch"
+    )
+    assert saved == [(expected, file)]
 
 
 @pytest.mark.parametrize("ending", ["html", "svg", "png"])
 def test_into_a_file(run: Any, tmp_path: Path, ending: str) -> None:
-    file = tmp_path / "new" / f"pattern.{ending}"
-    code, out, _ = run(*LINE, "-o", file)
+    file = tmp_path / f"pattern.{ending}"
+    code, out, _ = run("show", "-n", 16, "-w", "4,16", "-r", "1,4", "--heads", 2, "-o", file)
     assert (code, out) == (0, f"written: {file}\n")
     assert file.stat().st_size > 1000
-
-
-def test_a_terminal_gets_colours_and_its_width(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
-
-    def terminal() -> Console:
-        return Console(force_terminal=True, width=70, color_system="256")
-
-    monkeypatch.setattr("dilated_attention.cli.show.console", terminal)
-    assert run(*LINE).out == text(View.of(PATTERN, 8192, 8), 70, True)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +59,22 @@ def test_a_terminal_gets_colours_and_its_width(run: Any, monkeypatch: pytest.Mon
     [
         (["--query", "8192"], "there is no query 8192 among 8192 tokens"),
         (["--head", "8"], "there is no head 8 among 8"),
-        (["--query", "-1"], "'--query': '-1' is not a whole number"),
-        (["--exchange", "ring"], "they need --ranks"),
-        (["--head-dim", "3"], "they need --ranks"),
-        (["--ranks", "2", "--exchange", "star"], "unknown exchange 'star'"),
+        (["--query", "-1"], "--query"),
+        (["--window", "4k:2k"], "give a first token and a later end"),
         (["--rule", "head_groups", "--heads", "1"], "2 branches to 1 key/value heads"),
-        (["-o", "pattern.pdf"], "-o must end in .html, .svg, .png"),
-        (["-o", "/dev/null/pattern.svg"], "cannot write into /dev/null"),
+        (["--ranks", "4"], "name one with -o"),
+        (["--colour", "branch"], "name one with -o"),
+        (["--ranks", "100", "-o", "a.svg"], "1 to 64 ranks, got 100"),
+        (["--colour", "red", "-o", "a.svg"], "unknown colour 'red'"),
+        (["-o", "pattern.pdf"], ".html, .svg, .png"),
+        (["-o", "/dev/null/pattern.svg"], "there is no folder /dev/null"),
+        (["-o", "nothere/pattern.svg"], "there is no folder nothere"),
+        (["--exchange", "ring"], "--exchange"),
     ],
 )
-def test_what_cannot_be_is_one_line(refused: Any, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_is_one_line(
+    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert message in refused(*LINE, *arguments)
+    assert not list(tmp_path.iterdir())

@@ -66,6 +66,8 @@ def file(option: str, path: Path, endings: tuple[str, ...]) -> Path:
         ) from error
     if is_folder:
         raise ValueError(f"{option} must be a file, and {path} is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}: make it, or name another file with {option}")
     writable(path.parent, option)
     return path
 

@@ -1,32 +1,46 @@
-"""Pictures of a pattern: which keys each query sees, and what follows from it.
+"""Pictures of a pattern: which keys each query sees.
 
-`View.of` counts what there is to see; `text` draws it for a terminal, `save` writes a page (.html) or a picture
-(.png, .svg). Only pictures need matplotlib.
-
-`cells`: pairs in a cell. `coverage`: rows that some branch covers. `reach`: receptive fields. `kinds`: one head.
-`travel`: what goes between ranks. `seen`: all of it. `words`: the sentences, `text`, `picture`, `page`: the drawings.
+`View` counts what there is to see, and `counts` how. `terminal` prints it, `chart` draws it, and `page` puts the chart
+on a page. `save` writes a file.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from dilated_attention import charts
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.show.save import needing_matplotlib, save
-from dilated_attention.show.seen import View
-from dilated_attention.show.text import text
+from dilated_attention.show.view import MOST_CELLS, Colour, View
 
-__all__ = ["View", "figure", "save", "text"]
+__all__ = ["ENDINGS", "MOST_CELLS", "Colour", "View", "plot", "save"]
 
-MOST_CELLS = 512  # down and across; up to so many tokens each has a cell of its own
+ENDINGS = (".html", ".svg", ".png")
 
 
-def figure(pattern: DilatedPattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
-    """A matplotlib figure of a pattern; ``options`` are those of `View.of`."""
-    with needing_matplotlib("a figure needs", "or print the text of `dilated-attention show`"):
-        from dilated_attention.show.picture import drawn
+def plot(pattern: DilatedPattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
+    """An Altair chart of a pattern; ``options`` are those of `View`."""
+    charts.library("altair")
+    from dilated_attention.show.chart import panels
 
     tokens = min(max(pattern.segment_lengths), MOST_CELLS) if tokens is None else tokens
     if heads is None:
         heads = len(pattern.branches) if pattern.dealing.is_divided else min(4, max(pattern.dilation_rates))
-    return drawn(View.of(pattern, tokens, heads, **{"cells": MOST_CELLS, **options}))
+    return panels(View(pattern, tokens, heads, **options))
+
+
+def save(view: View, file: Path) -> None:
+    """Write a page (.html) or a picture (.svg, .png)."""
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
+    charts.library("altair")
+    if ending == ".html":
+        from dilated_attention.show.page import page
+
+        content = page(view).encode()
+    else:
+        from dilated_attention.show.chart import panels
+
+        content = charts.drawn(panels(view).to_dict(), ending)
+    charts.write(file, content)

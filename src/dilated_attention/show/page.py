@@ -1,128 +1,92 @@
-"""A view as one page that needs nothing else: data, style and script are inside, and nothing is fetched.
-
-The browser may run the one script and use the one style sheet that are written here, by their hashes, and load nothing.
-Numbers that JavaScript would round are written as strings.
-"""
+"""A view as one page: script, style and data are inside, and the browser may load nothing else."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-import json
-import re
-from importlib.resources import files
 
-from dilated_attention.show import colours, words
-from dilated_attention.show.cells import BranchCells
-from dilated_attention.show.seen import View
-from dilated_attention.show.travel import Sent, Travel
+from dilated_attention import charts
+from dilated_attention.show.chart import choosable
+from dilated_attention.show.view import COLOURS, View
 
-MOST_BARS = 32  # ranks, or groups of them, that get a line of their own
+STYLE = """
+:root { color-scheme: light dark; --paper: #fff; --ink: #1f2328; --soft: #59636e; --line: #d1d9e0; }
+@media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --ink: #e6edf3; --soft: #9198a1; --line: #3d444d; } }
+body { margin: 1.5rem auto; max-width: 46rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.3rem; margin: 0; overflow-wrap: anywhere; }
+p { margin: .3rem 0; color: var(--soft); }
+#chart { display: flex; flex-direction: column-reverse; align-items: flex-start; margin: 1rem 0; }
+.vega-bindings { display: flex; flex-wrap: wrap; gap: .4rem 1.5rem; margin-bottom: .8rem; }
+.vega-bind-name { color: var(--soft); }
+.vega-bind-radio label { margin-right: .6rem; }
+select { font: inherit; max-width: 16rem; }
+#vg-tooltip-element { position: fixed; visibility: hidden; z-index: 1; padding: .4rem .6rem; pointer-events: none;
+  background: var(--paper); border: 1px solid var(--line); border-radius: 4px; font-size: .85rem; }
+#vg-tooltip-element.visible { visibility: visible; }
+#vg-tooltip-element td.key { color: var(--soft); padding-right: .6rem; }
+"""
+
+SCRIPT = """
+const { specification, captions, cells, embed } = JSON.parse(document.getElementById("data").textContent);
+const box = document.getElementById("chart"), caption = document.getElementById("caption");
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const say = (name, colour) => { caption.textContent = captions[colour]; };
+async function draw() {
+  const room = Math.min(560, box.clientWidth - 90);
+  const side = cells > room ? room : cells * Math.floor(room / cells);  // whole pixels per cell
+  const view = { fill: dark.matches ? "#161b22" : "#f5f6f8", stroke: null };
+  const legend = { layout: { bottom: { direction: "vertical", anchor: "start" } } };
+  const config = { background: "transparent", view, legend };
+  const options = { ...embed, renderer: "canvas", theme: dark.matches ? "dark" : undefined, config };
+  const result = await vegaEmbed(box, { ...specification, width: side, height: side }, options);
+  result.view.addSignalListener("colour", say);
+  window.shown = result.view;
+}
+say("colour", specification.params.find((one) => one.name === "colour").value);
+dark.addEventListener("change", draw);
+draw();
+"""
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{subtitle}</p>
+<div id="chart"></div>
+<p id="caption" aria-live="polite"></p>
+{facts}
+<p>The mouse wheel zooms, dragging moves, and a double click shows everything again.</p>
+<noscript><p>This picture is drawn by the script inside the page.</p></noscript>
+<script type="application/json" id="data">{data}</script>
+<script>{vega}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
 
 
 def page(view: View) -> str:
-    """The page as HTML."""
-    here = files("dilated_attention.show")
-    parts = {name: here.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{hashes['css']}'; script-src 'sha256-{hashes['js']}'; "
-        "base-uri 'none'; form-action 'none'"
+    data = {
+        "specification": choosable(view).to_dict(),
+        "captions": {colour: view.caption(colour) for colour in COLOURS},
+        "cells": len(view.edges) - 1,
+        "embed": charts.EMBED,
+    }
+    facts = [*view.facts(), *view.left_out(view.pictures())]
+    return PAGE.format(
+        policy=charts.policy([charts.scripts(), SCRIPT], [STYLE]),
+        title=html.escape(view.title),
+        subtitle=html.escape(view.subtitle),
+        facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
+        style=STYLE,
+        data=charts.as_json(data),
+        vega=charts.scripts(),
+        script=SCRIPT,
     )
-    data = as_json(_data(view))
-    fill = {"policy": policy, "title": html.escape(words.title(view)), "style": parts["css"], "script": parts["js"]}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: {**fill, "data": data}[found[1]], parts["html"])
-
-
-def as_json(data: object) -> str:
-    """What can stand inside a script element: nothing in it ends the element."""
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-
-
-def _exact(number: int) -> int | str:
-    return number if number < 2**53 else str(number)
-
-
-def _data(view: View) -> dict[str, object]:
-    most = len(view.pattern.branches)
-    kinds = [
-        {
-            "name": words.heads_name(kind.heads),
-            "heads": kind.heads,
-            "offsets": words.offsets(view, kind),
-            "coverage": words.coverage(kind.coverage),
-            "zeros": words.zeros(view, kind),
-            "keys": words.keys(view, kind) if view.query is not None else "",
-            "branches": [None if branch is None else _branch(branch) for branch in kind.branches],
-        }
-        for kind in view.kinds
-    ]
-    return {
-        "title": words.title(view),
-        "subtitle": words.subtitle(view),
-        "legend": words.legend(view),
-        "branches": [words.branch_name(view, branch) for branch in range(most)],
-        "edges": view.edges,
-        "causal": view.is_causal,
-        "tokens": view.tokens,
-        "heads": view.heads,
-        "head": view.head or 0,
-        "query": view.query,
-        "queryStretch": view.query_stretch,
-        "kinds": kinds,
-        "coverage": [
-            [heads, sentence, next(x.coverage.least for x in view.kinds if words.coverage(x.coverage) == sentence)]
-            for heads, sentence in words.told_once(view.kinds, [words.coverage(kind.coverage) for kind in view.kinds])
-        ],
-        "together": words.coverage(view.coverage),
-        "levels": {theme: colours.levels(most, theme) for theme in colours.RAMP},
-        "ramp": {theme: [colours.NOTHING[theme], *colours.RAMP[theme]] for theme in colours.RAMP},
-        "reach": {
-            "query": view.reach.query,
-            "title": words.reach_title(view),
-            "end": words.reach_end(view),
-            "layers": [
-                {"text": text, "cells": layer.cells}
-                for text, layer in zip(words.reach_layers(view.reach), view.reach.layers, strict=True)
-            ],
-        },
-        "travel": None if view.travel is None else _travel(view, view.travel),
-    }
-
-
-def _branch(branch: BranchCells) -> dict[str, object]:
-    return {
-        "first": branch.first,
-        "last": branch.last,
-        "front": branch.front,
-        "back": branch.back,
-        "own": [_exact(pairs) for pairs in branch.own],
-    }
-
-
-def _travel(view: View, travel: Travel) -> dict[str, object]:
-    ranks = travel.shards.ranks
-    step = 1 if ranks <= MOST_BARS else -(-ranks // MOST_BARS)
-    sums = []
-    for first in range(0, ranks, step):
-        some = travel.of_rank[first : first + step]
-        name = f"rank {first}" if len(some) == 1 else f"ranks {first}–{first + len(some) - 1}"
-        sent, received = sum(one.bytes_sent for one in some), sum(one.bytes_received for one in some)
-        sums.append([name, _exact(sent), _exact(received)])
-    lists = {"who sends": travel.sent}
-    if travel.needed != travel.sent:
-        lists["whose rows"] = travel.needed
-    return {
-        "title": words.travel_title(travel),
-        "ranks": ranks,
-        "listed": travel.is_listed,
-        "facts": words.travel_facts(travel),
-        "branches": words.travel_branches(view, travel),
-        "lists": {name: [_message(one) for one in some] for name, some in lists.items()},
-        "sums": sums,
-    }
-
-
-def _message(one: Sent) -> list[int | str]:
-    return [one.source, one.target, one.branch, _exact(one.rows), _exact(one.bytes)]

@@ -8,8 +8,10 @@ Importing this package imports no triton: it comes with the builds of torch that
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,20 +104,28 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
     return not faster, f"measured: torch's are faster from {first:,} rows on: tokens times heads, of all samples"
 
 
-def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    if call.is_few:
-        from dilated_attention.backends.triton import few_queries  # here, as triton may be missing
+@functools.cache
+def _ways() -> tuple[Any, Any]:
+    """The modules of few queries and of whole calls. They are imported late, as triton may be missing."""
+    from dilated_attention.backends.triton import few_queries, whole_call
 
-        return few_queries.forward(call, inputs)
-    from dilated_attention.backends.triton import whole_call
+    return few_queries, whole_call
+
+
+def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    few_queries, whole_call = _ways()
+    found: tuple[Tensor, Tensor]
+    if call.is_few:
+        found = few_queries.forward(call, inputs)
+        return found
 
     def trains() -> bool:
         return preference(call, True)[0] and any(x.requires_grad for x in inputs[:3])
 
-    return whole_call.forward(call, inputs, trains)
+    found = whole_call.forward(call, inputs, trains)
+    return found
 
 
 def backward_call(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
-    from dilated_attention.backends.triton import whole_call
-
-    return whole_call.backward(call, inputs, results)
+    found: Gradients = _ways()[1].backward(call, inputs, results)
+    return found

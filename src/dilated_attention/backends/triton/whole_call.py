@@ -35,7 +35,7 @@ class Prepared(NamedTuple):
 
 def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Tensor, Tensor]:
     """``trains``: whether our kernels will be asked for the backward pass; asked of calls that are new."""
-    q, k, v = _readable(inputs.q), _readable(inputs.k), _readable(inputs.v)
+    q, k, v = _readable(*inputs[:3])
     if not call.rows:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
@@ -58,7 +58,7 @@ def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Ten
 
 
 def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
-    q, k, v, dout = _readable(inputs.q), _readable(inputs.k), _readable(inputs.v), _readable(results.dout)
+    q, k, v, dout = _readable(*inputs[:3], results.dout)
     dlse = None if results.dlse is None else results.dlse.resolve_neg()
     if not call.rows:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -154,6 +154,9 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # in half the time of new_empty
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x with a unit last stride and no sign to be turned, which the kernels take for granted."""
-    return x if x.stride(-1) == 1 and not x.is_neg() else x.contiguous().resolve_neg()
+def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with a unit last stride and no sign to be turned, which the kernels take for granted."""
+    for x in tensors:
+        if x.is_neg() or x.stride(-1) != 1:
+            return tuple(x.resolve_neg() if x.stride(-1) == 1 else x.contiguous().resolve_neg() for x in tensors)
+    return tensors

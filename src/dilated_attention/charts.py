@@ -1,0 +1,79 @@
+"""Charts as files: one Vega-Lite specification becomes an .svg, a .png, or part of a page that loads nothing.
+
+Altair writes the specifications and vl-convert draws them. Both come with the extra `bench`, and nothing here is
+imported before a chart is asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# How a page draws a chart: vegaEmbed(element, specification, {...EMBED, ...}). `ast` interprets expressions, so that
+# the page needs no eval. The page brings its own style, also for tooltips, because the policy allows no other.
+EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
+
+
+def library(name: str) -> Any:
+    """The module altair, vl_convert or jinja2, or one line that says what to install."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        text = f'a chart needs {name}, which is not installed: pip install ".[bench]" from a clone'
+        raise ModuleNotFoundError(text, name=name) from error
+
+
+def drawn(specification: dict[str, Any], ending: str) -> bytes:
+    """A chart as the content of an .svg or a .png file."""
+    convert = library("vl_convert")
+    if ending == ".svg":
+        return str(convert.vegalite_to_svg(specification)).encode()
+    return bytes(convert.vegalite_to_png(specification, scale=2))
+
+
+@functools.cache
+def scripts() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, which defines window.vegaEmbed."""
+    text = str(library("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    return text.replace("</script", "<\\/script")  # inside a page it must not end its own element
+
+
+def policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
+    """The content policy of a page that may use these texts, by their hashes, and load nothing."""
+
+    def hashes(texts: Iterable[str]) -> str:
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes(scripts)}; style-src {hashes(styles)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def as_json(data: object) -> str:
+    """JSON for the inside of a script element: nothing in it ends the element."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def write(file: Path, content: bytes) -> None:
+    """The whole file or none of it, also when the program is stopped meanwhile."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=".half-written-")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        os.chmod(name, 0o644)  # mkstemp lets only the owner read
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,71 @@
+"""How many (query, key) pairs of a branch are in each cell of a picture, and how large a cell is.
+
+Queries and keys are cut by the same edges into stretches of tokens. Two different stretches share at most one segment
+of a branch: the one that holds the last token of the earlier stretch and the first token of the later one. So five
+numbers per stretch give every cell, and no work grows with the number of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, is_causal: bool) -> Tensor:
+    """(stretches of queries, stretches of keys): the share of the cell's pairs that the branch computes, 0 to 1."""
+    start, stop = torch.tensor(edges[:-1]), torch.tensor(edges[1:])
+    first, last = start // width, (stop - 1) // width
+
+    def rows(segment: Tensor) -> Tensor:
+        """How many rows of a segment are in each stretch."""
+        begin, end = (start - segment * width).clamp(min=0), (stop - segment * width).clamp(max=width)
+        return _rows_before(end, rate, offset) - _rows_before(begin, rate, offset)
+
+    def alone(count: Tensor) -> Tensor:
+        """The pairs of so many rows of one segment among themselves."""
+        return count * (count + 1) / 2 if is_causal else count * count
+
+    front, back, whole = rows(first), rows(last), _rows_before(torch.tensor(width), rate, offset)
+    inside = alone(back) + (last - first - 1) * alone(whole)
+    own = alone(front) + torch.where(last > first, inside, 0)
+    pairs = torch.where(first[:, None] == last, front[:, None] * back, 0).tril(-1)  # queries after keys
+    if not is_causal:
+        pairs = pairs + pairs.T
+    lengths = (stop - start).double()
+    return (pairs + own.diag()) / (lengths[:, None] * lengths)
+
+
+def _rows_before(token: Tensor, rate: int, offset: int) -> Tensor:
+    """How many rows a segment has before its token of this number. In float64, because squares overflow integers."""
+    return (-((offset - token) // rate)).clamp(min=0).double()
+
+
+def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Where a picture of the tokens [start, stop) is cut: each token for itself, or about ``most`` stretches.
+
+    Longer stretches are in step with ``numbers``, the segment lengths and dilation rates: of two, one divides the
+    other. A stretch that is out of step with a rate would show a moiré that the pattern does not have. Where no length
+    is in step with all of them, one is taken that is much longer or much shorter than those it does not fit, if any is.
+    """
+    if stop - start <= most:
+        return (*range(start, stop + 1),)
+    size = _cell_size(-(-(stop - start) // most), [x for x in numbers if 1 < x <= stop - start])
+    return (start, *range(start - start % size + size, stop, size), stop)
+
+
+def _cell_size(least: int, numbers: Sequence[int]) -> int:
+    """From ``least`` to twice that if it is in step with the numbers, or to four times that if nearly so."""
+
+    def misfit(size: int) -> float:
+        worst = max((min(size, x) / max(size, x) for x in numbers if size % x and x % size), default=0.0)
+        return worst if not worst and size <= 2 * least else max(worst, 1 / 16)
+
+    whole = math.lcm(*(x for x in numbers if x < least))
+    found = {least, 4 * least, whole * -(-least // whole)}
+    for x in numbers:
+        found |= {x // parts for parts in range(1, x // least + 1) if x % parts == 0}
+        found.add(x * -(-least // x))
+    return min((size for size in found if size <= 4 * least), key=lambda size: (misfit(size), size))

@@ -1,0 +1,229 @@
+"""What a picture of a pattern shows and says, as data: `chart` and `terminal` draw it.
+
+Legend: a kind is the (query) heads that have the same offset in every branch, and so see the same; a stretch is the
+tokens between two edges of the picture; a cell is the queries of one stretch with the keys of another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.ring.shards import Shards
+from dilated_attention.show import counts
+
+Colour = Literal["share", "branch"]
+COLOURS: tuple[Colour, ...] = get_args(Colour)
+# A rate r leaves 1/r² of the pairs. So the shades differ for the rates 1, 2, 4 and 8.
+LEVELS = {"all": 1.0, "1/4 or more": 1 / 4, "1/16 or more": 1 / 16, "1/64 or more": 1 / 64, "less than 1/64": 0.0}
+MOST_CELLS = 512  # down and across: up to so many tokens each is a cell
+OVERVIEW = 128  # cells of more tokens, down and across
+MOST_KINDS, MOST_PICTURES = 64, 8  # kinds of heads that are looked at, and different pictures of them
+MOST_RANKS = 64  # more borders would hide the picture
+COUNTED = 2**16  # tokens that are looked at to say which rows get an output
+
+
+class Kind(NamedTuple):
+    heads: tuple[int, ...]
+    offsets: tuple[int | None, ...]  # one per branch; None: these heads do not run it
+
+
+class Picture(NamedTuple):
+    """What the same-looking kinds look like. Of each cell, queries down and keys across: the largest share of its pairs
+    that one branch computes, from 0 to 1, and that branch; the first one, where several compute as much."""
+
+    heads: list[int]
+    share: Tensor
+    branch: Tensor
+
+    @property
+    def name(self) -> str:
+        return _heads_name(self.heads)
+
+    def levels(self) -> Tensor:
+        """Which of LEVELS each cell has; an empty one has none, so the number after the last."""
+        limits = torch.tensor([*LEVELS.values()], dtype=torch.float64)
+        return (self.share[..., None] < limits).sum(-1) + (self.share == 0)
+
+
+@dataclass(frozen=True)
+class View:
+    """A picture that was asked for; wrong questions are a ValueError."""
+
+    pattern: DilatedPattern
+    tokens: int
+    heads: int
+    kv_heads: int | None = None
+    is_causal: bool = False
+    head: int | None = None  # draw only the kind of this head
+    query: int | None = None  # mark this query, and list what it sees
+    window: tuple[int, int] | None = None  # draw the tokens [first, last)
+    ranks: int | None = None  # draw the borders between the shards of this many ranks
+    colour: Colour = "share"
+    cells: int = MOST_CELLS
+    edges: tuple[int, ...] = field(init=False)
+    kinds: tuple[Kind, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens, heads = whole_number("tokens", self.tokens), whole_number("heads", self.heads)
+        self.pattern.check_heads(heads, self.kv_heads)
+        if self.query is not None and not 0 <= self.query < tokens:
+            raise ValueError(f"there is no query {self.query} among {tokens} tokens: count from 0 to {tokens - 1}")
+        if self.head is not None and not 0 <= self.head < heads:
+            raise ValueError(f"there is no head {self.head} among {heads}: count from 0 to {heads - 1}")
+        start, stop = self.window or (0, tokens)
+        if not 0 <= start < stop <= tokens:
+            raise ValueError(f"window is [{start}, {stop}): give a first token and a later end, from 0 to {tokens}")
+        if self.ranks is not None and not 1 <= self.ranks <= MOST_RANKS:
+            raise ValueError(f"a picture shows the borders of 1 to {MOST_RANKS} ranks, got {self.ranks}")
+        if self.colour not in COLOURS:
+            raise ValueError(f"unknown colour {self.colour!r}: use one of {', '.join(COLOURS)}")
+        numbers = (*(w for w in self.pattern.segment_lengths if w < tokens), *self.pattern.dilation_rates)
+        most = self.cells if stop - start <= self.cells else min(self.cells, OVERVIEW)
+        object.__setattr__(self, "edges", counts.edges(start, stop, most, numbers))
+        object.__setattr__(self, "kinds", tuple(self._kinds()))
+
+    def _kinds(self) -> list[Kind]:
+        kv_heads = self.kv_heads or self.heads
+        group = self.heads // kv_heads
+        branches = self.pattern.dealt(kv_heads)
+        alike: dict[tuple[int | None, ...], list[int]] = {}
+        for head in range(kv_heads):
+            offsets = tuple(branch.offset(head) if head in branch.heads else None for branch in branches)
+            alike.setdefault(offsets, []).extend(range(head * group, (head + 1) * group))
+        found = [Kind(tuple(heads), offsets) for offsets, heads in alike.items()]
+        return [kind for kind in found if self.head is None or self.head in kind.heads]
+
+    def pictures(self) -> list[Picture]:
+        """The kinds to draw. Those that look the same are one picture: in large cells some do."""
+        found: list[Picture] = []
+        for kind in self.kinds[:MOST_KINDS]:
+            one = self._picture(kind)
+            alike = (old for old in found if old.share.equal(one.share) and old.branch.equal(one.branch))
+            same = next(alike, None)
+            if same is not None:
+                same.heads.extend(kind.heads)
+            elif len(found) < MOST_PICTURES:
+                found.append(one)
+        return found
+
+    def left_out(self, drawn: Sequence[Picture]) -> list[str]:
+        """A sentence about the heads that are in none of these pictures."""
+        rest = sum(len(kind.heads) for kind in self.kinds) - sum(len(picture.heads) for picture in drawn)
+        if not rest:
+            return []
+        return [f"{_many(rest, 'more head')} {'is' if rest == 1 else 'are'} not drawn: name one to see it."]
+
+    def _picture(self, kind: Kind) -> Picture:
+        best = torch.zeros(len(self.edges) - 1, len(self.edges) - 1, dtype=torch.float64)
+        which = torch.zeros_like(best, dtype=torch.long)
+        for index, ((width, rate), offset) in enumerate(zip(self.pattern.branches, kind.offsets, strict=True)):
+            if offset is not None:
+                share = counts.branch_shares(self.edges, width, rate, offset, self.is_causal)
+                which[share > best] = index
+                best = torch.maximum(best, share)
+        return Picture(list(kind.heads), best, which)
+
+    @property
+    def cell_size(self) -> int:
+        """Tokens of a stretch; the first and the last may have fewer."""
+        return max(stop - start for start, stop in itertools.pairwise(self.edges))
+
+    @property
+    def borders(self) -> list[int]:
+        """The first tokens of all ranks but the first, as far as the picture shows them."""
+        starts = Shards.even(self.tokens, self.ranks or 1).starts
+        return sorted({token for token in starts if self.edges[0] < token < self.edges[-1]})
+
+    @property
+    def branch_names(self) -> list[str]:
+        return [f"w={width} r={rate}" for width, rate in self.pattern.branches]
+
+    # --- the sentences --------------------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        names = self.branch_names
+        listed = [*names[:2], "…", names[-1]] if len(names) > 5 else names
+        return f"{self.pattern.rule}: {', '.join(listed)}"
+
+    @property
+    def subtitle(self) -> str:
+        heads = _many(self.heads, "head")
+        if self.kv_heads not in (None, self.heads):
+            heads += f" on {_many(self.kv_heads or 1, 'key/value head')}"
+        drawn = "" if self.window is None else f"; tokens {self.edges[0]:,} to {self.edges[-1] - 1:,} are drawn"
+        return f"{_many(self.tokens, 'token')}, {heads}, {'causal' if self.is_causal else 'not causal'}{drawn}"
+
+    def caption(self, colour: Colour) -> str:
+        """What the cells and their colours mean."""
+        size = self.cell_size
+        if size == 1:
+            cell = "A coloured cell is a key that the query sees."
+            return cell if colour == "share" else f"{cell} Its colour is the first branch that contains it."
+        cell = f"A cell is {size:,} × {size:,} tokens."
+        cell += " Its shade is the largest share of its pairs that one branch computes."
+        return cell if colour == "share" else f"{cell} Its colour is that branch."
+
+    def facts(self) -> list[str]:
+        """Which rows get no output, what the query sees, and what else the picture needs to be understood."""
+        said: dict[str, list[int]] = {}
+        for kind in self.kinds[:MOST_KINDS]:
+            said.setdefault(self._coverage(kind), []).extend(kind.heads)
+            if self.query is not None:
+                said.setdefault(f"query {self.query:,} sees {self._keys(kind, self.query)}.", []).extend(kind.heads)
+        found = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items() if sentence]
+        if self.ranks is not None:
+            found.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
+        return found
+
+    def _coverage(self, kind: Kind) -> str:
+        token = torch.arange(min(self.tokens, COUNTED))
+        covered = torch.zeros_like(token, dtype=torch.bool)
+        for (width, rate), offset in zip(self.pattern.branches, kind.offsets, strict=True):
+            if offset is not None:
+                covered |= token % width % rate == offset
+        if covered.all():
+            return ""
+        first = "" if len(token) == self.tokens else "the first "
+        tokens = _many(len(token), "token")
+        return f"{int(covered.sum()):,} of {first}{tokens} get an output. The others get 0."
+
+    def _keys(self, kind: Kind, query: int) -> str:
+        found = []
+        for (width, rate), offset, name in zip(self.pattern.branches, kind.offsets, self.branch_names, strict=True):
+            start = query - query % width
+            if offset is not None and (query - start) % rate == offset:
+                stop = query + 1 if self.is_causal else min(start + width, self.tokens)
+                keys = range(start + offset, stop, rate)
+                listed = [f"{key:,}" for key in (keys if len(keys) <= 8 else keys[:6])]
+                listed += [] if len(keys) <= 8 else ["…", f"{keys[-1]:,}"]
+                found.append(f"{_many(len(keys), 'key')} in {name} ({' '.join(listed)})")
+        zeros = self.pattern.zero_keys(
+            query, kind.heads[0], num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
+            is_causal=self.is_causal,
+        )  # fmt: skip
+        if zeros:
+            found.append(_many(zeros, "zero key"))
+        return ", ".join(found) or "nothing, because no branch contains it"
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def _heads_name(heads: Sequence[int]) -> str:
+    """head 3; heads 0, 4, 8; heads 0–7."""
+    heads = sorted(heads)
+    if len(heads) == 1:
+        return f"head {heads[0]}"
+    if len(heads) > 2 and heads[-1] - heads[0] + 1 == len(heads):
+        return f"heads {heads[0]}–{heads[-1]}"
+    listed = [*map(str, heads[:4]), f"… {heads[-1]}"] if len(heads) > 5 else map(str, heads)
+    return f"heads {', '.join(listed)}"

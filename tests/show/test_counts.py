@@ -1,0 +1,132 @@
+"""Every count of a picture against the pattern's own definition, pair by pair."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilated_attention import DilatedPattern
+from dilated_attention.pattern import RULES
+from dilated_attention.show import View
+from dilated_attention.show.counts import edges
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """Every rule; lengths and rates that divide nothing, or are longer than the sequence."""
+    tokens, kv_heads, group = draw(st.integers(1, 40)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    count = draw(st.integers(1, min(3, kv_heads)))
+    branch = st.tuples(st.integers(1, 45), st.integers(1, 9))
+    branches = draw(st.lists(branch, min_size=count, max_size=count))
+    pattern = DilatedPattern(draw(st.sampled_from(RULES)), *zip(*branches, strict=True))
+    start = draw(st.integers(0, tokens - 1))
+    return View(
+        pattern,
+        tokens,
+        kv_heads * group,
+        kv_heads=kv_heads,
+        is_causal=draw(st.booleans()),
+        window=(start, draw(st.integers(start + 1, tokens))),
+        cells=draw(st.integers(1, 40)),
+    )
+
+
+def seen_in_branch(view: View, branch: int, head: int, query: int) -> list[int]:
+    """The keys of a query by the words of pattern.py: same segment, and both at the head's offset."""
+    kv_heads = view.kv_heads or view.heads
+    kv_head = head // (view.heads // kv_heads)
+    width, rate = view.pattern.branches[branch]
+    if kv_head not in view.pattern.heads(branch, kv_heads):
+        return []
+    rows = [p for p in range(view.tokens) if p % width % rate == view.pattern.offset(branch, kv_head, kv_heads)]
+    in_row = [p for p in rows if p // width == query // width and (p <= query or not view.is_causal)]
+    return in_row if query in rows else []
+
+
+@given(views(), st.data())
+def test_every_cell_has_the_pairs_that_the_pattern_lists(view: View, data: st.DataObject) -> None:
+    pictures = view.pictures()
+    assert sorted(head for picture in pictures for head in picture.heads) == [*range(view.heads)]
+    picture = data.draw(st.sampled_from(pictures))
+    head = data.draw(st.sampled_from(picture.heads))
+    seen = [
+        [seen_in_branch(view, branch, head, query) for query in range(view.tokens)]
+        for branch in range(len(view.pattern.branches))
+    ]
+    for query in range(view.tokens):
+        listed = view.pattern.keys(
+            query, head, num_tokens=view.tokens, num_heads=view.heads, num_kv_heads=view.kv_heads,
+            is_causal=view.is_causal,
+        )  # fmt: skip
+        assert Counter(listed) == Counter(key for of_branch in seen for key in of_branch[query])
+    stretches = [range(*pair) for pair in itertools.pairwise(view.edges)]
+    for (i, queries), (j, keys) in itertools.product(enumerate(stretches), repeat=2):
+        shares = [
+            sum(key in keys for query in queries for key in of_branch[query]) / (len(queries) * len(keys))
+            for of_branch in seen
+        ]
+        assert picture.share[i, j].item() == pytest.approx(max(shares), rel=1e-12)
+        if max(shares):
+            assert picture.branch[i, j] == max(range(len(shares)), key=shares.__getitem__), "the first of the densest"
+
+
+LONGNET = (2048, 4096, 1, 2, 4, 6, 12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "numbers"),
+    [
+        (64, 48, (16, 64, 1, 4)),  # a third of 64 would be out of step with the rate
+        (2**16, 64, (2048, 16384, 1, 8, 64)),
+        (2**20, 128, (2048, 2**20, 1, 512)),
+        (10**9, 64, [2**i for i in range(30)]),
+        (96_000, 128, (3000, 24_000, 1, 8)),
+        (1500, 32, (750, 3, 5)),
+    ],
+)
+def test_cells_are_in_step_with_segments_and_rates(tokens: int, most: int, numbers: tuple[int, ...]) -> None:
+    cuts = edges(0, tokens, most, numbers)
+    size = cuts[1]
+    assert (cuts[0], cuts[-1]) == (0, tokens)
+    assert most / 4 - 1 <= len(cuts) - 1 <= most
+    assert {b - a for a, b in itertools.pairwise(cuts[:-1])} == {size}
+    assert all(size % x == 0 or x % size == 0 for x in numbers)
+
+
+@pytest.mark.parametrize("numbers", [LONGNET, (1010, 4004, 3, 7), (1000, 4096, 1, 3), (4096, 1, 7)])
+@pytest.mark.parametrize("most", [48, 64, 128])
+def test_what_no_cell_divides_is_nearly_in_step(numbers: tuple[int, ...], most: int) -> None:
+    size = edges(0, 2**13, most, numbers)[1]
+    for x in numbers:
+        assert size % x == 0 or x % size == 0 or min(size, x) <= max(size, x) / 16
+
+
+def test_cells_of_a_window_begin_where_segments_do() -> None:
+    cuts = edges(1000, 5096, 64, (64, 1024, 1, 4))
+    assert cuts[:3] == (1000, 1024, 1088)
+    assert cuts[-1] == 5096
+    assert edges(3, 7, 4, (4,)) == (3, 4, 5, 6, 7), "few tokens are drawn one by one"
+
+
+@pytest.mark.parametrize("tokens", [10**9, 2**48])
+def test_no_length_is_too_long(tokens: int) -> None:
+    """Squares of these overflow 64-bit integers, and nothing may have as many entries as there are tokens."""
+    pattern = DilatedPattern.longnet([2048, 2**20, tokens], [1, 512, 2**20])
+    view = View(pattern, tokens, 8)
+    (picture,) = view.pictures()
+    assert len(view.edges) <= 130
+    assert torch.all((picture.share > 0) & (picture.share <= 1))
+    assert picture.share[0, 1] == 2.0**-40, "one row in 2**20, queries and keys"
+    assert picture.branch[0].tolist() == [0] + [2] * (len(view.edges) - 2)
+
+
+def test_heads_that_look_the_same_are_one_picture() -> None:
+    pattern = DilatedPattern.longnet([16, 64], [1, 4])
+    assert [picture.heads for picture in View(pattern, 64, 8).pictures()] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [sorted(picture.heads) for picture in View(pattern, 1024, 8).pictures()] == [[*range(8)]]
+    assert [picture.heads for picture in View(pattern, 64, 8, head=6).pictures()] == [[2, 6]]

@@ -1,0 +1,126 @@
+"""What a view says: captions that follow the choice, the keys of a query, rows without output, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dilated_attention import DilatedPattern
+from dilated_attention.show import View
+
+LONGNET = DilatedPattern.longnet([4, 8], [1, 2])
+
+
+def test_the_caption_follows_cells_and_colours() -> None:
+    single, large = View(LONGNET, 8, 2), View(LONGNET, 1024, 2)
+    assert single.caption("share") == "A coloured cell is a key that the query sees."
+    assert single.caption("branch").endswith("Its colour is the first branch that contains it.")
+    assert large.caption("share").startswith("A cell is 8 × 8 tokens. Its shade is the largest share of its pairs")
+    assert "colour" not in large.caption("share")
+    assert large.caption("branch").endswith("Its colour is that branch.")
+
+
+def test_titles() -> None:
+    view = View(LONGNET, 2000, 4, kv_heads=2, is_causal=True, window=(1000, 1100))
+    assert view.title == "longnet: w=4 r=1, w=8 r=2"
+    assert view.subtitle == ("2,000 tokens, 4 heads on 2 key/value heads, causal; tokens 1,000 to 1,099 are drawn")
+    many = DilatedPattern.longnet([2**i for i in range(2, 12)], [1] * 10)
+    assert View(many, 1, 1).title == "longnet: w=4 r=1, w=8 r=1, …, w=2048 r=1"
+    assert View(many, 1, 1).subtitle == "1 token, 1 head, not causal"
+
+
+@pytest.mark.parametrize(
+    ("view", "facts"),
+    [
+        (View(LONGNET, 8, 2), []),
+        (
+            View(LONGNET, 8, 4, query=5),
+            [
+                "In heads 0, 2, query 5 sees 4 keys in w=4 r=1 (4 5 6 7).",
+                "In heads 1, 3, query 5 sees 4 keys in w=4 r=1 (4 5 6 7), 4 keys in w=8 r=2 (1 3 5 7).",
+            ],
+        ),
+        (
+            View(DilatedPattern.longnet([1000], [2]), 100, 1, query=98, is_causal=True),
+            [
+                "In head 0, 50 of 100 tokens get an output. The others get 0.",
+                "In head 0, query 98 sees 50 keys in w=1000 r=2 (0 2 4 6 8 10 … 98).",
+            ],
+        ),
+        (
+            View(DilatedPattern.head_groups([4, 8], [1, 4]), 10**9, 4, query=3),
+            [
+                "In heads 0, 1, query 3 sees 4 keys in w=4 r=1 (0 1 2 3).",
+                "In heads 2, 3, 16,384 of the first 65,536 tokens get an output. The others get 0.",
+                "In heads 2, 3, query 3 sees nothing, because no branch contains it.",
+            ],
+        ),
+        (
+            View(DilatedPattern.torchscale([8], [1]), 12, 1, query=9, ranks=4),
+            [
+                "In head 0, query 9 sees 4 keys in w=8 r=1 (8 9 10 11), 4 zero keys.",
+                "Lines are the borders between the shards of 4 ranks.",
+            ],
+        ),
+    ],
+)
+def test_facts(view: View, facts: list[str]) -> None:
+    assert view.facts() == facts
+
+
+@pytest.mark.parametrize(("query", "causal"), [(37, False), (37, True), (0, False), (49, False)])
+def test_the_keys_it_lists_are_those_of_the_pattern(query: int, causal: bool) -> None:
+    pattern = DilatedPattern.torchscale([20, 5, 40], [3, 1, 7])
+    view = View(pattern, 50, 3, query=query, is_causal=causal)
+    size: Any = {"num_tokens": 50, "num_heads": 3, "is_causal": causal}
+    for head in range(3):
+        said = " ".join(fact for fact in View(pattern, 50, 3, query=query, is_causal=causal, head=head).facts())
+        counted = sum(int(part.split()[0]) for part in said.split(" sees ")[1].split(", ") if " key" in part)
+        assert counted == len(pattern.keys(query, head, **size)) + pattern.zero_keys(query, head, **size), view
+
+
+def test_the_size_of_a_cell_is_that_of_whole_ones() -> None:
+    assert View(DilatedPattern.longnet([64], [4]), 1024, 4, window=(60, 130), cells=4).cell_size == 32
+    assert View(LONGNET, 8, 2).cell_size == 1
+
+
+def test_levels_are_what_they_say() -> None:
+    """Shares of 1, 1/4, 1/9, 1/64 and 1/81, and an empty cell."""
+    for rate, level in ((1, 0), (2, 1), (3, 2), (8, 3), (9, 4)):
+        (picture,) = View(DilatedPattern.longnet([1440], [rate]), 2880, 1, cells=2).pictures()
+        assert picture.levels().tolist() == [[level, 5], [5, level]]
+
+
+def test_heads_that_are_not_drawn_are_counted() -> None:
+    view = View(DilatedPattern.longnet([64], [16]), 64, 32)
+    pictures = view.pictures()
+    assert len(pictures) == 8
+    assert view.left_out(pictures) == ["16 more heads are not drawn: name one to see it."]
+    assert view.left_out(pictures[:1]) == ["30 more heads are not drawn: name one to see it."]
+    assert View(LONGNET, 8, 2).left_out(View(LONGNET, 8, 2).pictures()) == []
+
+
+def test_borders_are_where_shards_begin() -> None:
+    assert View(LONGNET, 10, 2, ranks=4).borders == [3, 6, 8]
+    assert View(LONGNET, 10, 2, ranks=4, window=(3, 8)).borders == [6]
+    assert View(LONGNET, 10, 2).borders == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens must be 1 or more"),
+        ({"tokens": 2**49}, "at most 2..48"),
+        ({"heads": 3, "kv_heads": 2}, "cannot be shared evenly"),
+        ({"query": 8}, "there is no query 8 among 8 tokens: count from 0 to 7"),
+        ({"head": -1}, "there is no head -1 among 2"),
+        ({"window": (4, 4)}, "give a first token and a later end, from 0 to 8"),
+        ({"window": (0, 9)}, "give a first token and a later end, from 0 to 8"),
+        ({"ranks": 65}, "1 to 64 ranks, got 65"),
+        ({"colour": "red"}, "unknown colour 'red': use one of share, branch"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        View(**{"pattern": LONGNET, "tokens": 8, "heads": 2, **options})
