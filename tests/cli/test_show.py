@@ -59,7 +59,7 @@ def test_into_a_file(run: Any, tmp_path: Path, ending: str) -> None:
     [
         (["--query", "8192"], "there is no query 8192 among 8192 tokens"),
         (["--head", "8"], "there is no head 8 among 8"),
-        (["--query", "-1"], "--query"),
+        (["--query", "-1"], "'--query': '-1' is not a whole number"),
         (["--window", "4k:2k"], "give a first token and a later end"),
         (["--rule", "head_groups", "--heads", "1"], "2 branches to 1 key/value heads"),
         (["--ranks", "4"], "name one with -o"),
