@@ -47,6 +47,7 @@ PUBLIC = [
 # A module imports only what stands before it. A new module takes its place here.
 LAYERS = [
     "notice",
+    "units",
     "pattern",
     "dropout",
     "merge",

@@ -1,0 +1,51 @@
+"""How numbers are written for people: one place for units and digits. Memory is in powers of 1024 everywhere."""
+
+from __future__ import annotations
+
+import math
+
+DIGITS = 3  # at most: no measurement here is better than one in a thousand
+
+
+def number_text(number: float, digits: int = DIGITS) -> str:
+    """So many significant digits, thousands separated, and never a power of ten."""
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g}"
+    rounded = float(f"{number:.{digits - 1}e}")  # first, because 999.6 has one decimal less than 99.96
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def count_text(count: int) -> str:
+    """A whole number, exactly."""
+    return f"{count:,}"
+
+
+def bytes_text(count: float) -> str:
+    """In B, KiB, MiB and so on: 1 KiB is 1024 B."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(len(units) - 1, max(0, math.floor(math.log2(abs(count)) / 10))) if count else 0
+    return f"{_plain(count / 1024**power)} {units[power]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """From microseconds to hours, in the unit that fits."""
+    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        # minutes begin at 100 s, because "1.5 min" is harder to read than "90 s"
+        if abs(seconds) >= length * (0.9995 if length <= 1 else 100 / 60):
+            return f"{_plain(seconds / length, 2 if length > 1 else DIGITS)} {unit}"
+    return f"{_plain(seconds * 1e6)} µs"
+
+
+def measured_text(median: float, lower: float, upper: float) -> str:
+    """A median with the digits that its quartiles support: 0.0872 between 0.045 and 0.100 is written 0.09."""
+    if median == 0 or upper <= lower:
+        return number_text(median)
+    supported = 1 + math.floor(math.log10(abs(median) / (upper - lower)) + 0.5)
+    return number_text(median, min(DIGITS, max(1, supported)))
+
+
+def _plain(number: float, digits: int = DIGITS) -> str:
+    """Without zeros at the end: 2 MiB, not 2.00 MiB."""
+    text = number_text(number, digits)
+    return text.rstrip("0").rstrip(".") if "." in text else text
