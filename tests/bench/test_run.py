@@ -102,6 +102,20 @@ def test_single_rows_are_those_of_the_oracle(rule: str, is_causal: bool) -> None
             assert torch.allclose(torch.zeros_like(expected) if row is None else row, expected)
 
 
+@pytest.mark.parametrize(("count", "kept", "expected"), [(1, True, 1), (5, True, 5), (9, False, 2)])
+def test_the_peak_is_what_was_held_at_once(count: int, kept: bool, expected: int) -> None:
+    """Of tensors of 1 MiB that are made one after another, and kept until the end or not."""
+    x = torch.zeros(1 << 18)
+
+    def call() -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for number in range(count):
+            made = [*made, x + number] if kept else [x + number]
+        return made
+
+    assert probes.peak_bytes(call, CPU) / (1 << 20) == pytest.approx(expected, abs=0.01)
+
+
 def test_a_single_wrong_row_is_seen() -> None:
     qkv = make_qkv(1, 4, 2, 8)
     out = dilated_attention(*qkv, PATTERN)

@@ -1,67 +1,45 @@
-"""What the GPU's clock was while something was measured: a card at its power limit lowers it.
-
-The same kernel takes longer in a long measurement than in a short one, and on another card: with its clock beside it,
-a time can be compared.
-"""
+"""What the GPU's clock was while something was measured: a card at its power limit lowers it."""
 
 from __future__ import annotations
 
 import shutil
 import statistics
 import subprocess
-import threading
-import time
-from typing import Any, NamedTuple
+import tempfile
 
 import torch
 
-EVERY_MS = 50
-QUERY = "clocks.sm,power.draw"
-
-
-class Sample(NamedTuple):
-    seconds: float  # of time.monotonic
-    megahertz: float
-    watts: float
+QUERY = ("--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--loop-ms=50")
 
 
 class Clocks:
-    """Reads clock and power in the background, inside of a ``with``, where there is an nvidia-smi that tells them."""
+    """Inside of a ``with``, nvidia-smi writes clock and power to a file, if there is a GPU and an nvidia-smi."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.samples: list[Sample] = []
+        self.device, self.file = device, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Clocks:
         program = shutil.which("nvidia-smi") if self.device.type == "cuda" else None
         if program is not None:
-            which = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-            asked = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}"]
-            self.process = subprocess.Popen(
-                [program, f"--id={which}", *asked], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-            threading.Thread(target=self.read, args=(self.process,), daemon=True).start()
+            which = f"--id=GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+            quiet = {"stdout": self.file, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen([program, which, *QUERY], text=True, **quiet)  # type: ignore[call-overload]
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
+        self.file.close()
 
-    def read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            try:
-                megahertz, watts = (float(word) for word in line.split(","))
-            except ValueError:  # "[N/A]", or a message
-                continue
-            self.samples.append(Sample(time.monotonic(), megahertz, watts))
+    def medians(self) -> tuple[float, ...]:
+        """MHz and W so far; nothing where nothing was read."""
+        self.file.seek(0)
+        lines = [line.split(",") for line in self.file.read().splitlines()[:-1]]  # the last may be half written
+        found = [tuple(map(float, words)) for words in lines if all(_is_number(word) for word in words)]
+        return tuple(map(statistics.median, zip(*found, strict=True)))
 
-    def since(self, start: float) -> dict[str, Any]:
-        """Medians from ``start`` (of time.monotonic) to now; nothing where nothing was read."""
-        found = [sample for sample in self.samples if sample.seconds >= start]
-        if not found:
-            return {}
-        clock, power = (statistics.median(x) for x in zip(*(sample[1:] for sample in found), strict=True))
-        return {"sm_mhz": clock, "watts": power}
+
+def _is_number(word: str) -> bool:
+    return word.strip().replace(".", "", 1).isdigit()  # not "[N/A]"
