@@ -284,7 +284,6 @@ def test_a_stream_is_checked_before_and_while_it_is_timed(monkeypatch: pytest.Mo
 
 def test_short_calls_and_blocks_are_timed_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CASES", {"C": (128, SMALL, 4, 8)})
-    monkeypatch.setattr(kernels, "MODES", ("eager",))
     monkeypatch.setattr(kernels, "ROWS", 64)
     one = started()
     for step in kernels.steps(one)[:2]:  # the case that is not causal, and its segments

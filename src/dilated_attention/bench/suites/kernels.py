@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -153,7 +153,7 @@ def short_calls(session: Session) -> None:
             (known.DENSE, baselines.dense),
             ("autograd alone", nothing),
         ):
-            for mode in MODES:
+            for mode in modes(session):
                 session.pace.step(f"short calls: {name}, {mode}", 6.0)
                 torch._dynamo.reset()
                 timed = {
@@ -181,7 +181,7 @@ def block_table(session: Session) -> None:
         ours = partial(dilated_attention, pattern=setting.pattern("longnet"), is_causal=True)
         dense = partial(baselines.dense, is_causal=True)
         for name, attention in (("longnet, auto", ours), (known.DENSE, dense), ("none", lambda q, k, v: q + k + v)):
-            for mode in MODES:
+            for mode in modes(session):
                 session.pace.step(f"a transformer block: {name}, {mode}", 13.0)
                 torch._dynamo.reset()
                 block = Block(attention, setting.heads, setting.head_dim).to(setting.device, setting.dtype)
@@ -211,6 +211,10 @@ class Block(nn.Module):
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What autograd and the launch of one small kernel cost."""
     return q + k + v
+
+
+def modes(session: Session) -> Sequence[str]:
+    return MODES if session.on_cuda else MODES[:1]  # on a CPU, compiling takes minutes
 
 
 def compiled(attention: Any, mode: str) -> Any:
