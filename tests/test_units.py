@@ -9,7 +9,8 @@ from dilated_attention.units import bytes_text, count_text, measured_text, numbe
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (0.001234, "0.00123"), (1.005, "1.00"), (9.996, "10.0"), (99.96, "100"), (1234567, "1,230,000"), (-2.5, "-2.50")],
+    [(0, "0"), (0.001234, "0.00123"), (1.005, "1.00"), (9.996, "10.0"), (99.96, "100"), (1234567, "1,230,000"),
+     (-2.5, "-2.50")],
 )  # fmt: skip
 def test_numbers_have_three_digits(number: float, text: str) -> None:
     assert number_text(number) == text

@@ -57,6 +57,7 @@ class Session:
             "schema": SCHEMA,
             "machine": machine.describe(device, commit),
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "planned": [],  # suites
             "suites": [],  # those begun
             "complete": False,
             "seconds": 0.0,
@@ -111,6 +112,7 @@ class Session:
 
     def run(self, suites: Mapping[str, Sequence[Step]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         began = time.monotonic()
+        self.results["planned"] = list(suites)
         self.pace.begin(sum(step.seconds for steps in suites.values() for step in steps))
 
         def keep() -> None:
