@@ -34,7 +34,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # by what else runs there
+        "load": _load(),  # by what else runs there
         "system": platform.platform(),
         "versions": versions(device),
     }
@@ -129,14 +129,15 @@ class Load:
     """How busy the machine was with other work, from when this is made to the latest `note`."""
 
     def __init__(self) -> None:
-        self.most, self.start, self.began = 0.0, _cpu_seconds(), time.monotonic()
+        self.start, self.began = _cpu_seconds(), time.monotonic()
+        self.at_first = self.most = _load() or 0.0
 
     def note(self) -> dict[str, Any]:
         """For the description of the machine: the highest load, the share of the cores that others took, a verdict."""
-        self.most = max(self.most, *(os.getloadavg()[:1] if hasattr(os, "getloadavg") else ()), 0.0)
+        self.most = max(self.most, _load() or 0.0)
         others = self._others()
-        busy = others is not None and others > TOO_BUSY
-        return {"load_max": round(self.most, 2), "others": others, "too_busy": busy}
+        share = self.at_first / (os.cpu_count() or 1) if others is None else others  # at first, all load is of others
+        return {"load_max": self.most, "others": others, "too_busy": share > TOO_BUSY}
 
     def _others(self) -> float | None:
         """Time that the hypervisor gave to other machines counts, too. Only Linux tells."""
@@ -145,6 +146,10 @@ class Load:
             return None
         everybody, ours = (after - before for after, before in zip(now, self.start, strict=True))
         return round(max(0.0, everybody - ours) / seconds / (os.cpu_count() or 1), 3)
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _cpu_seconds() -> tuple[float, float] | None:

@@ -20,7 +20,7 @@ STYLES = {
     "skipped": "dim", "same": "dim", "unclear": "yellow",
 }  # fmt: skip
 LEGEND = "times: median (quartiles); memory: most beyond the inputs, of forward + backward where that was run"
-TOO_BUSY = "The machine was too busy to trust these times: other work took {:.0%} of its cores. Run it again when idle."
+TOO_BUSY = "The machine was too busy to trust these times{}. Run it again when idle."
 
 
 def print_results(screen: Console, results: Record) -> None:
@@ -46,7 +46,9 @@ def print_results(screen: Console, results: Record) -> None:
     if results["answer"]:
         screen.print(Text(results["answer"].replace("`", ""), "bold"))
     if results["machine"].get("too_busy"):
-        screen.print(Text(TOO_BUSY.format(results["machine"]["others"]), "bold red"))
+        others = results["machine"].get("others")
+        took = "" if others is None else f": other work took {others:.0%} of its cores"
+        screen.print(Text(TOO_BUSY.format(took), "bold red"))
     if not results["complete"]:
         screen.print("The run was interrupted: this is what it had until then.")
 

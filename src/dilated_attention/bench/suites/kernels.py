@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench import implementations as known
-from dilated_attention.bench.clocks import Clocks
 from dilated_attention.bench.run import Attention, Call, forward, forward_backward
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
@@ -57,54 +56,35 @@ print(time.perf_counter() - began)
 """
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    setting: Setting
-
-    @property
-    def segments(self) -> Setting:
-        """The same tokens as separate samples of 2048, which is dense attention for every rule."""
-        one = self.setting
-        return Setting(
-            ROWS, (ROWS,), (1,), one.device, one.dtype, one.tokens // ROWS, one.heads, one.head_dim, one.causal
-        )
-
-
 def steps(session: Session) -> list[Step]:
     found = []
-    for case in cases(session):
+    for _, setting in cases(session):
         dense = "dense cuDNN" if session.on_cuda else known.DENSE
         beside = known.named(dense, "head_groups, auto")  # one branch of rate 1 is the same operation
-        for part in (
-            session.comparing(SUITE, known.named(*WHICH), case.setting),
-            session.comparing(SUITE, beside, case.segments),
-        ):
-            found.append(Step(partial(_with_clock, case, part.run), part.seconds))
-    found += [Step(profile_table), Step(first_calls, 40.0), Step(short_calls, 60.0), Step(block_table, 120.0)]
-    return found
+        compared = (
+            session.comparing(SUITE, known.named(*WHICH), setting),
+            session.comparing(SUITE, beside, segments(setting)),
+        )
+        found += [Step(partial(_fastest_first, part.run), part.seconds) for part in compared]
+    return [*found, Step(profile_table), Step(first_calls, 40.0), Step(short_calls, 60.0), Step(block_table, 120.0)]
 
 
-def cases(session: Session) -> Iterator[Case]:
+def cases(session: Session) -> Iterator[tuple[str, Setting]]:
     """On a CPU only the short one. C comes first: it is mostly Python, so nothing large may run before it."""
     for name in "CAB" if session.on_cuda else "C":
         tokens, pattern, heads, dim = CASES[name]
         for causal in (False, True):
-            yield Case(name, session.setting(tokens, pattern, heads=heads, head_dim=dim, causal=causal))
+            yield name, session.setting(tokens, pattern, heads=heads, head_dim=dim, causal=causal)
 
 
-def _with_clock(case: Case, run: Callable[[Session], None], session: Session) -> None:
-    """A card at its power limit lowers its clock: with its clock beside it, a time can be compared."""
-    with sdpa_kernel(FASTEST, set_priority=True), Clocks(session.device) as clocks:
+def segments(setting: Setting) -> Setting:
+    """The same tokens as separate samples of 2048, which is dense attention for every rule."""
+    return replace(setting, tokens=ROWS, lengths=(ROWS,), rates=(1,), samples=setting.tokens // ROWS)
+
+
+def _fastest_first(run: Callable[[Session], None], session: Session) -> None:
+    with sdpa_kernel(FASTEST, set_priority=True):
         run(session)
-        found = clocks.medians()
-    if found:
-        title, columns = "The GPU's clock", ["case", "causal", "MHz", "W"]
-        before = [row for table in session.results["tables"] if table["title"] == title for row in table["rows"]]
-        note = "Medians while a case was checked and timed: first the case, then its segments of 2048 rows."
-        session.table(
-            SUITE, title, note, columns, [*before, [case.name, "yes" if case.setting.causal else "no", *found]]
-        )
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
@@ -114,13 +94,13 @@ def profile_table(session: Session) -> None:
     """Where one forward + backward spends its time, by kernel."""
     session.pace.step("the kernels of each case", 5.0)
     rows = []
-    for case in cases(session):
-        for name in OURS if not case.setting.causal else ():
-            if session.is_exact(name, case.setting):
-                call = known.named(name)[0].build(case.setting).call(BOTH)
+    for case, setting in cases(session):
+        for name in () if setting.causal else OURS:
+            if session.is_exact(name, setting):
+                call = known.named(name)[0].build(setting).call(BOTH)
                 call()
                 kernels = probes.kernel_times(call, session.device)[:8]
-                rows += [[case.name, name, kernel[:100], count, ms] for kernel, count, ms in kernels]
+                rows += [[case, name, kernel[:100], count, ms] for kernel, count, ms in kernels]
     note = "The eight longest of each; forward + backward, not causal."
     columns = ["case", "implementation", "kernel", "launches", "ms"]
     session.table(SUITE, "The kernels of one forward and backward pass", note, columns, rows)
@@ -144,33 +124,29 @@ def first_calls(session: Session) -> None:
 
 def short_calls(session: Session) -> None:
     """Case C in every way in which a model may call it, beside dense attention called in the same way."""
-    case = next(cases(session))
-    rows = []
-    if session.is_exact("head_groups, auto", case.setting):
-        ours = partial(dilated_attention, pattern=case.setting.pattern("head_groups"))
+    _, setting = next(cases(session))
+    ours = partial(dilated_attention, pattern=setting.pattern("head_groups"))
+    rows: list[list[Any]] = []
+
+    def add(name: str, how: str, attention: Attention, change: Callable[[Call], Call] = lambda call: call) -> None:
+        session.pace.step(f"short calls: {name}, {how}", 6.0)
+        passes = forward(attention, setting.qkv()), forward_backward(attention, setting.qkv(), setting.dout())
+        rows.append([name, how, *(session.time({"": change(call)})[""].median for call in passes)])
+
+    if session.is_exact("head_groups, auto", setting):
         for name, attention in (
             ("head_groups, auto", ours),
             (known.DENSE, baselines.dense),
             ("autograd alone", nothing),
         ):
             for mode in modes(session):
-                session.pace.step(f"short calls: {name}, {mode}", 6.0)
-                torch._dynamo.reset()
-                timed = {
-                    way: session.time({"": call})[""].median
-                    for way, call in _passes(case, compiled(attention, mode)).items()
-                }
-                rows.append([name, mode, *timed.values()])
+                add(name, mode, compiled(attention, mode))
+        with torch.autograd.set_multithreading_enabled(False):
+            add("head_groups, auto", "eager, autograd without its thread", ours)
         if session.on_cuda:
-            graphs = {way: _graph(call) for way, call in _passes(case, ours).items()}
-            rows.append(
-                ["head_groups, auto", "CUDA graph", *(session.time({"": x})[""].median for x in graphs.values())]
-            )
-            with torch.autograd.set_multithreading_enabled(False):
-                alone = [session.time({"": call})[""].median for call in _passes(case, ours).values()]
-            rows.append(["head_groups, auto", "eager, autograd without its thread", *alone])
+            add("head_groups, auto", "CUDA graph", ours, graphed)
     columns = ["attention", "how", "forward ms", "forward + backward ms"]
-    session.table(SUITE, "Short calls", f"Case C: {case.setting}.", columns, rows)
+    session.table(SUITE, "Short calls", f"Case C: {setting}.", columns, rows)
 
 
 def block_table(session: Session) -> None:
@@ -183,7 +159,6 @@ def block_table(session: Session) -> None:
         for name, attention in (("longnet, auto", ours), (known.DENSE, dense), ("none", lambda q, k, v: q + k + v)):
             for mode in modes(session):
                 session.pace.step(f"a transformer block: {name}, {mode}", 13.0)
-                torch._dynamo.reset()
                 block = Block(attention, setting.heads, setting.head_dim).to(setting.device, setting.dtype)
                 x = setting.qkv()[0].flatten(2)
                 both = forward_backward(compiled(block, mode), [x], setting.dout().flatten(2), block.parameters())
@@ -218,18 +193,11 @@ def modes(session: Session) -> Sequence[str]:
 
 
 def compiled(attention: Any, mode: str) -> Any:
+    torch._dynamo.reset()
     return attention if mode == "eager" else torch.compile(attention, fullgraph=True, mode=mode)
 
 
-def _passes(case: Case, attention: Attention) -> dict[str, Call]:
-    setting = case.setting
-    return {
-        "forward": forward(attention, setting.qkv()),
-        "both": forward_backward(attention, setting.qkv(), setting.dout()),
-    }
-
-
-def _graph(call: Call) -> Call:
+def graphed(call: Call) -> Call:
     """The kernels without Python."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
