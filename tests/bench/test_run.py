@@ -136,13 +136,6 @@ def test_a_row_without_keys_must_be_zero() -> None:
     assert not found["right"]
 
 
-def test_what_is_saved_is_counted_once_and_whole() -> None:
-    qkv = make_qkv(1, 48, 4, 8)
-    found = probes.saved_bytes(lambda *x: dilated_attention(*x, PATTERN), qkv)
-    assert found == PATTERN.saved_bytes(48, 4, 8, dtype=torch.float32)
-    assert probes.saved_bytes(lambda q, k, v: q * q, qkv) == qkv[0].nbytes
-
-
 def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:
     x = torch.randn(64, 64)
     found = probes.kernel_times(lambda: x @ x, CPU)

@@ -304,6 +304,23 @@ def test_short_calls_and_blocks_are_timed_in_every_mode(monkeypatch: pytest.Monk
     ]  # fmt: skip
     assert all(min(row[2:]) > 0 for row in table_of(one, "Short calls"))
     assert {row[1] for row in table_of(one, "The kernels")} == {"head_groups, auto", "longnet, auto"}
+    small = one.setting(128, SMALL, heads=4, head_dim=8, causal=True)
+    monkeypatch.setattr(one, "setting", lambda *_, **__: small)
+    kernels.block_table(one)
+    assert [row[:2] for row in table_of(one, "A transformer block")] == [
+        ["longnet, auto", "eager"], ["dense SDPA", "eager"], ["none", "eager"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_compiled_call_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: factor * function(x))
+    x = torch.randn(4, 8)
+    if factor == 1:
+        assert torch.equal(kernels.compiled(torch.sin, "default", [x])(x), x.sin())
+    else:
+        with pytest.raises(RuntimeError, match="compiled with mode default, a call is off"):
+            kernels.compiled(torch.sin, "default", [x])
 
 
 def test_the_first_call_is_that_of_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What else is measured of a call: rows at full length, memory, what autograd keeps, and the kernels that ran.
+"""What else is measured of a call: rows at full length, memory, and the kernels that ran.
 
 Legend: q, k, v, out (B, N, H, D); rows are checked in the first sample.
 """
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from dilated_attention.bench.run import Attention, Call, time_calls
+from dilated_attention.bench.run import Call, time_calls
 from dilated_attention.pattern import DilatedPattern
 
 ROWS = 32
@@ -63,22 +62,6 @@ def exact_row(
     zeros = q.new_zeros(pattern.zero_keys(query, head, **shape), q.shape[1]).double()
     key, value = (torch.cat([x[index].double(), zeros]) for x in (k, v))
     return torch.softmax(key @ q[query].double() / math.sqrt(q.shape[1]), 0) @ value
-
-
-def saved_bytes(attention: Attention, qkv: tuple[Tensor, ...]) -> int:
-    """What autograd keeps between forward and backward, each storage counted once."""
-    storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    with saved_tensors_hooks(pack, lambda x: x):
-        out = attention(*leaves)  # held until counted, or its storage might be given to another tensor
-    total = sum(storages.values())
-    del out
-    return total
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import BOTH
 from dilated_attention.functional import dilated_attention
+from dilated_attention.testing import error
 
 SUITE = "kernels"
 WIDE = ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
@@ -134,13 +136,9 @@ def short_calls(session: Session) -> None:
         rows.append([name, how, *(session.time({"": change(call)})[""].median for call in passes)])
 
     if session.is_exact("head_groups, auto", setting):
-        for name, attention in (
-            ("head_groups, auto", ours),
-            (known.DENSE, baselines.dense),
-            ("autograd alone", nothing),
-        ):
-            for mode in modes(session):
-                add(name, mode, compiled(attention, mode))
+        beside = {"head_groups, auto": ours, known.DENSE: baselines.dense, "autograd alone": nothing}
+        for (name, attention), mode in product(beside.items(), modes(session)):
+            add(name, mode, compiled(attention, mode, setting.qkv()))
         with torch.autograd.set_multithreading_enabled(False):
             add("head_groups, auto", "eager, autograd without its thread", ours)
         if session.on_cuda:
@@ -155,14 +153,17 @@ def block_table(session: Session) -> None:
     rows = []
     if session.is_exact("longnet, auto", setting):
         ours = partial(dilated_attention, pattern=setting.pattern("longnet"), is_causal=True)
-        dense = partial(baselines.dense, is_causal=True)
-        for name, attention in (("longnet, auto", ours), (known.DENSE, dense), ("none", lambda q, k, v: q + k + v)):
-            for mode in modes(session):
-                session.pace.step(f"a transformer block: {name}, {mode}", 13.0)
-                block = Block(attention, setting.heads, setting.head_dim).to(setting.device, setting.dtype)
-                x = setting.qkv()[0].flatten(2)
-                both = forward_backward(compiled(block, mode), [x], setting.dout().flatten(2), block.parameters())
-                rows.append([name, mode, session.time({"": both})[""].median])
+        beside: dict[str, Attention] = {
+            "longnet, auto": ours,
+            known.DENSE: partial(baselines.dense, is_causal=True),
+            "none": nothing,
+        }
+        x, dout = setting.qkv()[0].flatten(2), setting.dout().flatten(2)
+        for (name, attention), mode in product(beside.items(), modes(session)):
+            session.pace.step(f"a transformer block: {name}, {mode}", 13.0)
+            block = Block(attention, setting.heads, setting.head_dim).to(setting.device, setting.dtype)
+            both = forward_backward(compiled(block, mode, [x]), [x], dout, block.parameters())
+            rows.append([name, mode, session.time({"": both})[""].median])
     note = f"{setting}; forward + backward of norm, projections, attention, norm and a feed-forward layer of 3072."
     session.table(SUITE, "A transformer block", note, ["attention", "mode", "ms"], rows)
 
@@ -179,8 +180,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, self.shape).unbind(2)
         x = x + self.out(self.attention(q, k, v).flatten(2))
-        x = x + self.down(F.gelu(self.up(self.norms[1](x))))
-        return x
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -192,9 +193,18 @@ def modes(session: Session) -> Sequence[str]:
     return MODES if session.on_cuda else MODES[:1]  # on a CPU, compiling takes minutes
 
 
-def compiled(attention: Any, mode: str) -> Any:
+def compiled(attention: Any, mode: str, inputs: Sequence[Tensor]) -> Any:
+    """One that gives another result than the same uncompiled, which was checked, stops the run."""
+    if mode == "eager":
+        return attention
     torch._dynamo.reset()
-    return attention if mode == "eager" else torch.compile(attention, fullgraph=True, mode=mode)
+    made: Any = torch.compile(attention, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        right = attention(*inputs)
+        off = error(made(*inputs), right.double())
+    if not off < 5 * probes.row_limit(right):
+        raise RuntimeError(f"compiled with mode {mode}, a call is off by {off:.1e}")
+    return made
 
 
 def graphed(call: Call) -> Call:
