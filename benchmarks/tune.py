@@ -40,7 +40,7 @@ from dilated_attention.testing import run as results_of
 
 MEASURED = Path(configs.__file__).with_name("measured.json")
 LOG2E = 1.4426950408889634
-CHECK_TOKENS, SHORT_TOKENS, SHORT_HEADS = 1 << 15, 1 << 13, 8  # short: as case C of h200.py
+CHECK_TOKENS, SHORT_TOKENS, SHORT_HEADS = 1 << 15, 1 << 13, 8  # short: as case C of the suite kernels
 NEAR = 1.04  # times the best
 EQUAL = 1.02  # times the library's: less is not told from noise
 LENGTHS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)

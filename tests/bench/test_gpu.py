@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.bench import memory, probes, run
+from dilated_attention.bench import probes, run, runners, suites
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
+from dilated_attention.bench.pace import Pace, Quiet
+from dilated_attention.bench.session import Session
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.steps import Quiet
 from dilated_attention.bench.subject import BOTH, DIRECTIONS, FORWARD
+from dilated_attention.bench.suites import decode, kernels, stream
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -26,7 +28,7 @@ def setting(tokens: int = 2048, **more: Any) -> Setting:
 def compared(which: list[Any], given: Setting) -> dict[str, Any]:
     ceilings = [{"dtype": given.dtype_name, "matmul_tflops": 700.0, "copy_gb_per_s": 4000.0}]
     found: dict[str, Any] = {"checks": [], "measurements": [], "ceilings": ceilings}
-    Comparison(found, Quiet(), 1e9).run("suite", which, given, DIRECTIONS, seconds=0.0)
+    Comparison(found, Pace(Quiet()), 0.0, 1e9).run("suite", which, given)
     return found
 
 
@@ -59,7 +61,7 @@ def test_ranks_that_share_the_gpu_are_exact(ranks: int) -> None:
 
 def test_the_peak_is_that_of_one_call() -> None:
     given = setting(8192)
-    found = memory.peaks(named("dense SDPA")[0].build, given, DIRECTIONS)
+    found = runners.prepare(named("dense SDPA")[0], given, DIRECTIONS).peaks
     out = given.qkv()[0].nbytes
     assert out <= found[FORWARD] <= 1.5 * out
     assert 3 * out <= found[BOTH] <= 8 * out
@@ -88,3 +90,16 @@ def test_ceilings() -> None:
     found = probes.ceilings(CUDA, torch.bfloat16)
     assert found["matmul_tflops"] > 10
     assert found["copy_gb_per_s"] > 100
+
+
+def test_the_suites_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything made short: each table has figures, and nothing is wrong."""
+    monkeypatch.setattr(decode, "TOKENS", {"cuda": 1 << 16})
+    monkeypatch.setattr(stream, "SIZES", {"cuda": (1 << 18, 1 << 16)})
+    monkeypatch.setattr(kernels, "MODES", ("eager", "default"))
+    one = Session(CUDA, (torch.bfloat16,), seconds=0.0, commit="abc")
+    one.run({name: suites.steps_of(name, one) for name in ("decode", "stream", "kernels")}, lambda found: None)
+    wrong = {x["implementation"] for x in one.results["checks"] if x["verdict"] != "exact"}
+    assert wrong == {RELEASED, f"{RELEASED}, cuDNN"}
+    assert all(table["rows"] for table in one.results["tables"])
+    assert all(row[4] > 0 for row in one.results["tables"][0]["rows"])  # replayed graphs

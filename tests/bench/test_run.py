@@ -102,6 +102,20 @@ def test_single_rows_are_those_of_the_oracle(rule: str, is_causal: bool) -> None
             assert torch.allclose(torch.zeros_like(expected) if row is None else row, expected)
 
 
+@pytest.mark.parametrize(("count", "kept", "expected"), [(1, True, 1), (5, True, 5), (9, False, 2)])
+def test_the_peak_is_what_was_held_at_once(count: int, kept: bool, expected: int) -> None:
+    """Of tensors of 1 MiB that are made one after another, and kept until the end or not."""
+    x = torch.zeros(1 << 18)
+
+    def call() -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for number in range(count):
+            made = [*made, x + number] if kept else [x + number]
+        return made
+
+    assert probes.peak_bytes(call, CPU) / (1 << 20) == pytest.approx(expected, abs=0.01)
+
+
 def test_a_single_wrong_row_is_seen() -> None:
     qkv = make_qkv(1, 4, 2, 8)
     out = dilated_attention(*qkv, PATTERN)
@@ -120,13 +134,6 @@ def test_a_row_without_keys_must_be_zero() -> None:
     found = probes.check_rows(out + 1e-7 * (out == 0), qkv, pattern, False)
     assert found["empty_not_zero"]
     assert not found["right"]
-
-
-def test_what_is_saved_is_counted_once_and_whole() -> None:
-    qkv = make_qkv(1, 48, 4, 8)
-    found = probes.saved_bytes(lambda *x: dilated_attention(*x, PATTERN), qkv)
-    assert found == PATTERN.saved_bytes(48, 4, 8, dtype=torch.float32)
-    assert probes.saved_bytes(lambda q, k, v: q * q, qkv) == qkv[0].nbytes
 
 
 def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:

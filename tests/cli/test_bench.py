@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -11,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.bench import session
+from dilated_attention.bench import suites
 from dilated_attention.cli.bench import NAMES
 
 Results = dict[str, Any]
-Session = Callable[..., Results]
 
 
 @pytest.fixture
@@ -25,14 +26,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, results: Results) -> Callable[[Callabl
     def install(act: Callable[..., None]) -> list[dict[str, Any]]:
         calls: list[dict[str, Any]] = []
 
-        def run(suites: Any, device: Any, dtypes: Any = None, *, save: Any, watch: Any, **more: Any) -> Results:
-            calls.append({"suites": suites, "device": device, "dtypes": dtypes, **more})
-            watch.begin(2)
-            watch.step("measuring")
+        def run(names: Any, device: Any, dtypes: Any = None, *, save: Any, watch: Any, **more: Any) -> Results:
+            calls.append({"suites": names, "device": device, "dtypes": dtypes, **more})
+            watch.begin(70.0)
+            watch.step("measuring", 0.5, 35.0)
             act(save, results)
             return results
 
-        monkeypatch.setattr(session, "run", run)
+        monkeypatch.setattr(suites, "run", run)
         return calls
 
     return install
@@ -46,13 +47,13 @@ def test_a_run(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
     calls = fake(complete)
     code, out, err = run("bench", "--out", tmp_path / "new", "--device", "cpu")
     assert code == 0, err
-    assert "[1/2] measuring" in err
+    assert "this takes about 70 s\n[50%, 35 s left] measuring\n" in err
     assert calls == [
         {"suites": ["quick"], "device": torch.device("cpu"), "dtypes": None, "seconds": None, "commit": None}
     ]
     assert json.loads((tmp_path / "new" / "results.json").read_text()) == results
     assert (tmp_path / "new" / "index.html").is_file()
-    for said in ("CPU 9000", "1.23 (1.11–1.48)", "Take longnet", "results.json", "index.html"):
+    for said in ("CPU 9000", "1.2 (1.11–1.48)", "Take longnet", "results.json", "index.html"):
         assert said in out
 
 
@@ -84,8 +85,36 @@ def test_a_second_run_keeps_the_first_and_says_what_changed(
     assert out.rstrip().endswith("index.html")
 
 
-def test_the_names_of_suites_are_those_that_there_are(run: Any) -> None:
-    assert NAMES.split(", ") == list(session.SUITES)
+def test_the_names_of_suites_are_those_that_there_are() -> None:
+    assert NAMES.split(", ") == list(suites.SUITES)
+
+
+def test_a_busy_machine_is_told(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
+    results["machine"] |= {"too_busy": True, "others": 0.46, "load_max": 5.0}
+    fake(complete)
+    assert "too busy to trust these times: other work took 46% of its cores" in run("bench", "--out", tmp_path).out
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_typer_or_rich_it_still_measures(missing: str, tmp_path: Path) -> None:
+    """As on a machine that has PyTorch alone: results.json is written, and a report can be made elsewhere."""
+    code = (
+        f"import sys\nfor name in ({missing!r}, 'altair', 'jinja2', 'matplotlib'): sys.modules[name] = None\n"
+        "from dilated_attention.bench import suites\nfrom dilated_attention.cli import main\n"
+        "suites.run = lambda names, *_, save, **more: save({'machine': dict(dirty=False, commit='abc', device='CPU', "
+        "threads=1, load=0, versions={}), 'answer': ','.join(names), 'checks': [], 'measurements': []})\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+
+    def start(*arguments: str) -> Any:
+        command = [sys.executable, "-c", code, "bench", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = start("--suite", "copies,ring", "--suite", "decode", "--out", str(tmp_path), "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "copies,ring,decode" in done.stdout
+    assert json.loads((tmp_path / "results.json").read_text())["answer"] == "copies,ring,decode"
+    assert start("--suite", "fast").returncode == 2
 
 
 def test_one_of_ours_is_wrong(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:

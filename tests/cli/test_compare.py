@@ -45,7 +45,7 @@ def test_slower_and_faster(run: Any, files: Any) -> None:
     assert code == 1
     row = next(line for line in out.splitlines() if line.startswith("longnet, sdpa"))
     assert "slower: quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32: longnet, sdpa, forward, 2.00 times\n" in out
-    assert row.split()[3:] == ["1.234", "2.468", "2.000", "1.50–2.67", "1.000", "slower"]
+    assert row.split()[3:] == ["1.23", "2.47", "2.00", "1.50–2.67", "1.00", "slower"]
     code, out, _ = run("compare", *files(lambda after: times(after, 0.5)))
     assert code == 0
     assert "1 faster" in out

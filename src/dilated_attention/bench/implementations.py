@@ -60,12 +60,11 @@ def _functions() -> list[Implementation]:
     found = []
     for rule in RULES:
         for backend in BACKENDS:
-            name, why_not = f"{rule}, {backend}", partial(_cannot, backend)
-            found.append(Implementation(name, "function", rule, partial(_ours, rule, backend), why_not=why_not))
-            # one opaque op in a compiled graph, whatever the backend: right or wrong is what there is to learn of them
-            compiled, timed = partial(_compiled, rule, backend), backend == "auto"
-            why_not = partial(_cannot, backend, compiled=True)
-            found.append(Implementation(f"{name}, compiled", "function", rule, compiled, timed=timed, why_not=why_not))
+            why_not, built = partial(_cannot, backend), partial(_ours, rule, backend)
+            found.append(Implementation(f"{rule}, {backend}", "function", rule, built, why_not=why_not))
+        # one opaque op in a compiled graph, whatever the backend
+        compiled, why_not = partial(_compiled, rule), partial(_cannot, "auto", compiled=True)
+        found.append(Implementation(f"{rule}, auto, compiled", "function", rule, compiled, why_not=why_not))
     return found
 
 
@@ -164,8 +163,8 @@ def _ours(rule: str, backend: str, setting: Setting) -> Subject:
     return _function(partial(dilated_attention, backend=backend), rule, setting)
 
 
-def _compiled(rule: str, backend: str, setting: Setting) -> Subject:
-    plain = _ours(rule, backend, setting)
+def _compiled(rule: str, setting: Setting) -> Subject:
+    plain = _ours(rule, "auto", setting)
     # one graph or an error: a fallback to plain Python would be timed under the wrong name
     compiled = torch.compile(plain.attention, fullgraph=True, dynamic=False)
     return _subject(compiled, plain.pattern, setting, compiled=True)

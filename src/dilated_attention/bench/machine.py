@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -11,6 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # by what else runs there
+        "load": _load(),  # by what else runs there
         "system": platform.platform(),
         "versions": versions(device),
     }
@@ -116,6 +118,57 @@ def one_line(machine: dict[str, Any]) -> str:
     found = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     where = f"{machine['device']}, {machine['threads']} threads, load {machine['load']}"
     return f"{where} | {found} | commit {machine['commit'][:12]}{dirty}"
+
+
+# --- what else ran ----------------------------------------------------------------------------------------------
+
+TOO_BUSY = 0.25  # of the cores, taken by others
+
+
+class Load:
+    """How busy the machine was with other work, from when this is made to the latest `note`."""
+
+    def __init__(self) -> None:
+        self.start, self.began = _cpu_seconds(), time.monotonic()
+        self.at_first = self.most = _load() or 0.0
+
+    def note(self) -> dict[str, Any]:
+        """For the description of the machine: the highest load, the share of the cores that others took, a verdict."""
+        self.most = max(self.most, _load() or 0.0)
+        others = self._others()
+        share = self.at_first / (os.cpu_count() or 1) if others is None else others  # at first, all load is of others
+        return {"load_max": self.most, "others": others, "too_busy": share > TOO_BUSY}
+
+    def _others(self) -> float | None:
+        """Time that the hypervisor gave to other machines counts, too. Only Linux tells."""
+        now, seconds = _cpu_seconds(), time.monotonic() - self.began
+        if now is None or self.start is None or seconds <= 0:
+            return None
+        everybody, ours = (after - before for after, before in zip(now, self.start, strict=True))
+        return round(max(0.0, everybody - ours) / seconds / (os.cpu_count() or 1), 3)
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _cpu_seconds() -> tuple[float, float] | None:
+    """CPU time of the whole machine, and of the processes of our group: ranks are in it."""
+    total = Path("/proc/stat")
+    if not total.exists():
+        return None
+    user, nice, system, _, _, irq, soft, steal = (int(x) for x in total.read_text().split()[1:9])
+    ours = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            fields = file.read_text().rpartition(")")[2].split()  # a name may hold spaces
+            if int(fields[2]) == os.getpgrp():
+                ours += sum(int(x) for x in fields[11:15])  # its own time, and that of its children that ended
+    tick = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + soft + steal) / tick, ours / tick
+
+
+# --- files ------------------------------------------------------------------------------------------------------
 
 
 def write_json(file: Path, results: dict[str, Any]) -> None:

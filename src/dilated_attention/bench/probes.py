@@ -1,4 +1,4 @@
-"""What else is measured of a call: rows at full length, memory, what autograd keeps, and the kernels that ran.
+"""What else is measured of a call: rows at full length, memory, and the kernels that ran.
 
 Legend: q, k, v, out (B, N, H, D); rows are checked in the first sample.
 """
@@ -6,16 +6,16 @@ Legend: q, k, v, out (B, N, H, D); rows are checked in the first sample.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import random
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from dilated_attention.bench.run import Attention, Call, time_calls
+from dilated_attention.bench.run import Call, time_calls
 from dilated_attention.pattern import DilatedPattern
 
 ROWS = 32
@@ -28,16 +28,25 @@ def check_rows(out: Tensor, qkv: tuple[Tensor, ...], pattern: DilatedPattern, is
     while seen < ROWS:
         head, query = draw.randrange(heads), draw.randrange(tokens)
         exact = exact_row(qkv, pattern, query, head, is_causal)
-        got = out[0, query, head].double()
+        got = out[0, query, head]
         if exact is None:
             not_zero += bool(got.any())
             continue
         seen += 1
-        error = ((got - exact).norm() / exact.norm()).item()
-        worst = max(worst, error if error == error else math.inf)  # NaN is as wrong as can be
-    limit = 1e-2 if out.itemsize == 2 else 1e-4  # in the norm of a row: bfloat16 rounds a number by up to 4e-3
+        worst = max(worst, row_error(got, exact))
+    limit = row_limit(out)
     right = worst < limit and not not_zero
     return {"rows": seen, "worst": worst, "limit": limit, "empty_not_zero": not_zero, "right": right}
+
+
+def row_error(got: Tensor, exact: Tensor) -> float:
+    """In the norm of the row. NaN is as wrong as can be."""
+    error = float((got.double() - exact).norm() / exact.norm())
+    return math.inf if math.isnan(error) else error
+
+
+def row_limit(out: Tensor) -> float:
+    return 1e-2 if out.itemsize == 2 else 1e-4  # bfloat16 rounds a number by up to 4e-3
 
 
 def exact_row(
@@ -55,33 +64,24 @@ def exact_row(
     return torch.softmax(key @ q[query].double() / math.sqrt(q.shape[1]), 0) @ value
 
 
-def saved_bytes(attention: Attention, qkv: tuple[Tensor, ...]) -> int:
-    """What autograd keeps between forward and backward, each storage counted once."""
-    storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    with saved_tensors_hooks(pack, lambda x: x):
-        out = attention(*leaves)  # held until counted, or its storage might be given to another tensor
-    total = sum(storages.values())
-    del out
-    return total
-
-
-def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """The most that a call held beyond what was there before it, its results included; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    call()  # what is allocated once and stays is not part of it
-    torch.cuda.synchronize()
-    gc.collect()  # what would else be freed in between would count against what the call takes
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return torch.cuda.max_memory_allocated() - before
+def peak_bytes(call: Call, device: torch.device) -> int:
+    """The most that PyTorch's allocator held during a call beyond what was there before it, its results included."""
+    gc.collect()  # memory that is freed during the call would hide what the call takes
+    if device.type == "cuda":
+        call()  # what is allocated once and stays is not part of it
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    assert recorded.profiler is not None
+    events: list[Any] = list(recorded.profiler.kineto_results.events())
+    changes: list[tuple[int, int]] = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
+    return max(itertools.accumulate((count for _, count in changes), initial=0))
 
 
 def kernel_times(call: Call, device: torch.device) -> list[tuple[str, int, float]]:

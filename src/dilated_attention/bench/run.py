@@ -46,14 +46,6 @@ class Check:
         return error / limit if limit else math.inf if error else 0.0
 
     @property
-    def gradients(self) -> list[str]:
-        return [name for name in self.errors if name != "out"]
-
-    @property
-    def gradient_error(self) -> float:
-        return max(self.errors[name] for name in self.gradients)
-
-    @property
     def verdict(self) -> str:
         if self.right():
             return "exact"
@@ -228,14 +220,12 @@ def interleave(
     most: int = 1000,
     slow_ms: float = 1000.0,
     spent: dict[Key, list[float]] | None = None,
-    tick: Callable[[Key], None] = lambda key: None,
 ) -> dict[Key, Timing]:
     """Time the calls in turn, round after round, so that a change of the machine meets them all alike.
 
     A call takes part until it has had ``least`` rounds and its share of ``seconds``, or ``most`` repeats; one slower
     than ``slow_ms`` is measured once where its share is spent. Every other round goes backwards: nobody always follows
-    the same neighbour. ``tick`` is told the key before each turn; ``spent`` gets the milliseconds as they come, for who
-    wants them when this is interrupted.
+    the same neighbour. ``spent`` gets the milliseconds as they come, for who wants them when this is interrupted.
     """
     spent = {} if spent is None else spent
     spent |= {key: [] for key in measures}
@@ -249,7 +239,6 @@ def interleave(
     rounds = 0
     while waiting := [key for key in measures if waits(key)]:
         for key in waiting if rounds % 2 == 0 else reversed(waiting):
-            tick(key)
             spent[key].extend(measures[key]())
         rounds += 1
     return {key: Timing.of(had) for key, had in spent.items()}

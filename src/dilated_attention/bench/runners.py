@@ -5,22 +5,35 @@ Legend: results are out and gradients of the whole sequence, by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention.bench import memory, over_ranks, probes
-from dilated_attention.bench.memory import Build, call_of
+from dilated_attention.bench import over_ranks, probes
 from dilated_attention.bench.run import Call, Measure, measure_of, results
 from dilated_attention.bench.setting import Setting, forget_inputs
 from dilated_attention.bench.subject import BOTH, Implementation, Subject
-from dilated_attention.ranks import pool
+from dilated_attention.ranks import Outcome, pool
 
 TIMEOUT = 300.0
+SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate")
+Build = Callable[[Setting], Subject]
+
+
+class OutOfMemory(RuntimeError):  # noqa: N818 - it says what happened
+    """A call needs more memory than there is."""
+
+
+class Prepared(NamedTuple):
+    """What was found before the clock starts: figures by direction."""
+
+    measures: dict[str, Measure]
+    peaks: dict[str, int]
+    rows: dict[str, Any] | None  # None: single rows cannot be checked
 
 
 def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
@@ -28,26 +41,25 @@ def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
     if one.ranks == 1:
         subject = one.build(setting)
         return results(subject.attention, subject.inputs, subject.dout, subject.parameters)
-    found: dict[str, Tensor] = _on_ranks(one, _results, one.build, setting)[0]
+    found: dict[str, Tensor] = _on_ranks(one.ranks, _results, one.build, setting)[0]
     return found
 
 
-def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> tuple[dict[str, Measure], Any]:
-    """What to time, by direction, and how single rows at full length compare (None: they cannot be)."""
+def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> Prepared:
+    """Single rows at full length, memory, and what to time."""
     if one.ranks > 1:
         threads = max(1, torch.get_num_threads() // one.ranks)
-        rows = _on_ranks(one, _hold, one.name, one.build, setting, tuple(directions), threads)[0]
-        return {way: partial(_slowest, one, way) for way in directions}, rows
+        found = _on_ranks(one.ranks, _hold, one.name, one.build, setting, tuple(directions), threads)
+        measures: dict[str, Measure] = {way: partial(_slowest, one, way) for way in directions}
+        return Prepared(measures, {way: max(peaks[way] for _, peaks in found) for way in directions}, found[0][0])
     subject = one.build(setting)
-    rows = _rows(subject, setting)
-    calls: dict[str, Call] = {way: call_of(subject, way) for way in directions}
-    if subject.compiled and BOTH in directions:  # what is compiled for a forward that is differentiated is other code
+    with torch.no_grad():
+        rows = _rows(subject.attention(*subject.inputs), subject, setting)
+    calls = {way: subject.call(way) for way in directions}
+    if subject.compiled and BOTH in directions:  # the forward that is differentiated is compiled separately
         calls[BOTH]()
-    if setting.device.type == "cuda":
-        for call in calls.values():
-            for _ in range(2):
-                call()
-    return {way: measure_of(call, setting.device) for way, call in calls.items()}, rows
+    peaks = {way: probes.peak_bytes(call, setting.device) for way, call in calls.items()}
+    return Prepared({way: measure_of(call, setting.device) for way, call in calls.items()}, peaks, rows)
 
 
 def release(device: torch.device, ranks: Sequence[int]) -> None:
@@ -60,27 +72,41 @@ def release(device: torch.device, ranks: Sequence[int]) -> None:
         torch.cuda.empty_cache()
 
 
-@torch.no_grad()
-def _rows(subject: Subject, setting: Setting) -> dict[str, Any] | None:
-    """Single rows at full length, the one thing there that needs no quadratic oracle."""
-    out = subject.attention(*subject.inputs)
+def _rows(out: Tensor, subject: Subject, setting: Setting) -> dict[str, Any] | None:
+    """Single rows at full length, the one check there that needs no quadratic oracle."""
     if subject.projects:
         return None
-    return probes.check_rows(out, setting.qkv(), subject.pattern, setting.causal)
+    qkv = tuple(x.to(out.device) for x in setting.qkv())
+    return probes.check_rows(out, qkv, subject.pattern, setting.causal)
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------
 
 
-def _on_ranks(one: Implementation, function: Any, *args: Any) -> list[Any]:
-    outcomes = pool(one.ranks).run(function, *args, check=False, timeout=TIMEOUT)
-    memory.raise_if_failed(outcomes)
+def _on_ranks(ranks: int, function: Any, *args: Any) -> list[Any]:
+    outcomes = pool(ranks).run(function, *args, check=False, timeout=TIMEOUT)
+    raise_if_failed(outcomes)
     return [x.value for x in outcomes]
+
+
+def raise_if_failed(outcomes: Sequence[Outcome]) -> None:
+    failed = [x for x in outcomes if x.error_type is not None]
+    for x in failed:
+        killed = x.error_type == "died" and x.exitcode == -9  # by the system: a rank that hung was killed by us
+        if ran_out(x.error or "") or x.error_type == "MemoryError" or killed:
+            raise OutOfMemory(x.error or "the process was killed")
+    for x in failed:
+        raise RuntimeError(f"rank {x.rank}: {x.error_type}: {x.error}")
+
+
+def ran_out(message: str) -> bool:
+    """Whether an error is torch's or the system's way of saying that there is no memory left."""
+    return any(sign in message for sign in SIGNS)
 
 
 def _slowest(one: Implementation, direction: str) -> list[float]:
     """A call is over when its last rank is."""
-    return [max(_on_ranks(one, _once, one.name, direction))]
+    return [max(_on_ranks(one.ranks, _once, one.name, direction))]
 
 
 _held: dict[tuple[str, str], Call] = {}  # in a rank: what is timed, by implementation and direction
@@ -95,16 +121,16 @@ def _results(build: Build, setting: Setting) -> dict[str, Tensor]:
 
 def _hold(
     name: str, build: Build, setting: Setting, directions: tuple[str, ...], threads: int
-) -> dict[str, Any] | None:
+) -> tuple[dict[str, Any] | None, dict[str, int]]:
     torch.set_num_threads(threads)
     subject = build(setting)
-    _held.update({(name, way): call_of(subject, way) for way in directions})
+    calls = {way: subject.call(way) for way in directions}
     with torch.no_grad():
         out = over_ranks.gathered({"out": subject.attention(*subject.inputs)}, subject)["out"]
-    if subject.projects or dist.get_rank():
-        return None
-    qkv = tuple(x.cpu() for x in setting.qkv())
-    return probes.check_rows(out, qkv, subject.pattern, setting.causal)
+    rows = None if dist.get_rank() else _rows(out, subject, setting)
+    peaks = {way: probes.peak_bytes(call, setting.device) for way, call in calls.items()}
+    _held.update({(name, way): call for way, call in calls.items()})
+    return rows, peaks
 
 
 def _once(name: str, direction: str) -> float:

@@ -1,65 +1,133 @@
-"""The door of the benchmark: run suites by name, on one device."""
+"""One run of some suites: what is known so far, kept in the shape that is written to results.json.
+
+A suite is a list of steps. Each step compares implementations in one setting, or fills a table. After each step the
+results are saved, so that a run that dies loses one step at most.
+
+Legend: times in milliseconds, memory in bytes beyond the inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from dilated_attention.bench import machine
-from dilated_attention.bench.steps import Session, Watch, continued
-from dilated_attention.bench.suites import ALL, SUITES, steps_of
+from dilated_attention.bench.claims import conclusions
+from dilated_attention.bench.compare import Comparison
+from dilated_attention.bench.implementations import named
+from dilated_attention.bench.pace import Pace, Quiet, Watch
+from dilated_attention.bench.probes import ceilings
+from dilated_attention.bench.results import DIRECTIONS, SCHEMA
+from dilated_attention.bench.run import Call, Check, Timing, time_calls
+from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.subject import Implementation
 
-DTYPES = {
-    "cpu": (torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16, torch.float32),
-}
-
-
-def run(
-    suites: Sequence[str],
-    device: torch.device,
-    dtypes: Sequence[torch.dtype] | None = None,
-    *,
-    save: Callable[[dict[str, Any]], None],
-    watch: Watch | None = None,
-    seconds: float | None = None,
-    limit_ms: float | None = None,
-    commit: str | None = None,
-    before: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Run suites by name; the results, which ``save`` got after every step, also when it is interrupted.
-
-    Args:
-        dtypes: the first is used where a suite needs one only. By default float32 on a CPU, bfloat16 on CUDA first.
-        seconds: of timing for each setting, shared by what is timed there; 6 on a CPU and 2 on CUDA by default.
-        limit_ms: what is expected to take longer for one call is skipped, and listed as skipped.
-        commit: for a tree that came without its .git.
-        before: the results of a run of the same suites that was interrupted; it goes on with the next step.
-    """
-    chosen, names = _planned(suites, device, dtypes)
-    session = Session(device, names, watch=watch, seconds=seconds, limit_ms=limit_ms, commit=commit, before=before)
-    with torch._dynamo.config.patch(recompile_limit=1 << 10):  # one function, many patterns
-        return session.run({name: steps_of(name, session) for name in chosen}, save)
+Key = TypeVar("Key")
+PATTERNS = (((1024, 2048, 4096), (1, 2, 4)), ((2048, 4096, 8192), (1, 2, 4)))  # lengths and rates of the reports
 
 
-def check_continues(
-    before: dict[str, Any], suites: Sequence[str], device: torch.device, dtypes: Sequence[torch.dtype] | None = None
-) -> None:
-    """ValueError where the run that these results are of cannot go on so."""
-    chosen, found = _planned(suites, device, dtypes)
-    continued(before, machine.describe(device), chosen, found)
+@dataclass(frozen=True)
+class Step:
+    """One part of a suite, and about how many seconds it takes."""
+
+    run: Callable[[Session], None]
+    seconds: float = 5.0
 
 
-def _planned(
-    suites: Sequence[str], device: torch.device, dtypes: Sequence[torch.dtype] | None
-) -> tuple[list[str], Sequence[torch.dtype]]:
-    unknown = [name for name in suites if name not in SUITES]
-    if unknown or not suites:
-        raise ValueError(f"unknown suite {', '.join(unknown) or 'none'}: use one or more of {', '.join(SUITES)}")
-    chosen = ALL if "all" in suites else list(dict.fromkeys(suites))
-    return chosen, DTYPES.get(device.type, DTYPES["cuda"]) if dtypes is None else dtypes
+class Session:
+    """The settings of a run and its results so far."""
 
+    def __init__(
+        self,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+        *,
+        watch: Watch | None = None,
+        seconds: float | None = None,
+        commit: str | None = None,
+    ) -> None:
+        self.device, self.dtypes, self.on_cuda = device, tuple(dtypes), device.type == "cuda"
+        self.pace, self.load = Pace(watch or Quiet()), machine.Load()
+        lists = ("ceilings", "checks", "measurements", "tables", "claims", "recommendations", "matrix")
+        self.results: dict[str, Any] = {
+            "schema": SCHEMA,
+            "machine": machine.describe(device, commit),
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "planned": [],  # suites
+            "suites": [],  # those begun
+            "complete": False,
+            "seconds": 0.0,
+            "answer": "",
+            **{part: [] for part in lists},
+        }
+        default, limit_ms = (2.0, 2000.0) if self.on_cuda else (3.0, 4000.0)
+        self.comparison = Comparison(self.results, self.pace, default if seconds is None else seconds, limit_ms)
 
-__all__ = ["SUITES", "Watch", "check_continues", "run"]
+    def setting(self, tokens: int, pattern: tuple[tuple[int, ...], tuple[int, ...]], **more: Any) -> Setting:
+        return Setting(tokens, *pattern, self.device, **{"dtype": self.dtypes[0], **more})
+
+    def comparing(
+        self, suite: str, which: Sequence[Implementation], setting: Setting, directions: Sequence[str] = DIRECTIONS
+    ) -> Step:
+        """The step that checks and times all these in one setting."""
+        self.measure_ceilings(setting.dtype)
+        seconds = sum(sum(self.comparison.planned(one, setting)) for one in which)
+        return Step(lambda session: session.comparison.run(suite, which, setting, directions), seconds)
+
+    def measure_ceilings(self, dtype: torch.dtype) -> None:
+        """What the machine can do at most, once for each dtype."""
+        if all(f"torch.{known['dtype']}" != str(dtype) for known in self.results["ceilings"]):
+            self.results["ceilings"].append(ceilings(self.device, dtype))
+
+    def is_exact(self, name: str, setting: Setting) -> bool:
+        """Whether what a table is about to time matches the oracle, gradients included."""
+        check = self.comparison.check(named(name)[0], setting)
+        return not isinstance(check, str) and check.right()
+
+    def judge(self, name: str, error: float, limit: float, causal: bool) -> bool:
+        """Note how far off something of a suite's own is, and whether that is right; of several errors the worst."""
+        checks = self.results["checks"]
+        known = next((x for x in checks if (x["implementation"], x["causal"]) == (name, causal)), None)
+        check = Check({"out": error}, {"out": limit})
+        if known is None:
+            kind = {"kind": "function", "ours": True, "rule": "longnet", "ranks": 1, "dtype": self.results["dtypes"][0]}
+            checks.append({"implementation": name, **kind, "causal": causal, **check.as_dict(), "why": ""})
+        else:
+            known |= check.worse(Check(known["errors"], known["limits"])).as_dict()
+        return check.right()
+
+    def time(self, calls: Mapping[Key, Call], seconds: float = 1.0) -> dict[Key, Timing]:
+        """For small tables: these calls in turn."""
+        return time_calls(calls, self.device, seconds=seconds, warmups=2)
+
+    def table(self, suite: str, title: str, note: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Add a table; one of the same suite and title is replaced, so that a table can grow step by step."""
+        kept = [table for table in self.results["tables"] if (table["suite"], table["title"]) != (suite, title)]
+        made = {"suite": suite, "title": title, "note": note, "columns": list(columns), "rows": list(map(list, rows))}
+        self.results["tables"] = [*kept, made]
+
+    def run(self, suites: Mapping[str, Sequence[Step]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        began = time.monotonic()
+        self.results["planned"] = list(suites)
+        self.pace.begin(sum(step.seconds for steps in suites.values() for step in steps))
+
+        def keep() -> None:
+            self.results["seconds"] = time.monotonic() - began
+            self.results["machine"] |= self.load.note()
+            self.results |= conclusions(self.results)
+            save(self.results)
+
+        try:
+            for name, steps in suites.items():
+                self.results["suites"].append(name)
+                for step in steps:
+                    step.run(self)
+                    keep()
+            self.results["complete"] = True
+        finally:  # an interrupted run keeps what it has
+            keep()
+        return self.results

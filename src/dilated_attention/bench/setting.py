@@ -48,9 +48,10 @@ class Setting:
 
     def checks(self) -> list[Setting]:
         """Where implementations are checked against the oracle: odd in every way, and this setting made smaller."""
-        odd = replace(self, tokens=275, lengths=(37, 64, 201), rates=(1, 2, 5))
+        few = replace(self, samples=min(self.samples, 2))
+        odd = replace(few, tokens=275, lengths=(37, 64, 201), rates=(1, 2, 5))
         lengths = tuple(max(1, w // CHECK_CUT) for w in self.lengths)
-        small = replace(self, tokens=max(1, min(self.tokens // CHECK_CUT, CHECK_TOKENS)), lengths=lengths)
+        small = replace(few, tokens=max(1, min(self.tokens // CHECK_CUT, CHECK_TOKENS)), lengths=lengths)
         return [odd, small]
 
     def pattern(self, rule: str) -> DilatedPattern:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dilated_attention.bench.results import DIRECTIONS
-from dilated_attention.bench.run import Attention
+from dilated_attention.bench.run import Attention, Call, forward, forward_backward
 from dilated_attention.bench.setting import Setting
 from dilated_attention.pattern import DilatedPattern
 
@@ -38,10 +38,16 @@ class Subject:
         """Whether out is more than attention itself, so that single rows of it cannot be checked."""
         return bool(self.parameters)
 
+    def call(self, direction: str) -> Call:
+        """What is timed."""
+        if direction == FORWARD:
+            return forward(self.attention, self.inputs)
+        return forward_backward(self.attention, self.inputs, self.dout, self.parameters.values())
+
 
 @dataclass(frozen=True)
 class Implementation:
-    """One line of the comparison. ``build`` goes to other processes: a partial of functions at the top of modules."""
+    """One line of the comparison. ``build`` is pickled for ranks, so it is a partial of module-level functions."""
 
     name: str
     kind: str  # function, module, multihead, ring, baseline
@@ -49,7 +55,6 @@ class Implementation:
     build: Callable[[Setting], Subject]
     ours: bool = True
     ranks: int = 1
-    timed: bool = True
     why_not: Callable[[Setting], str | None] = lambda setting: None  # a sentence where it cannot run
 
     @property

@@ -30,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = name.partition(".")[0]
         if name not in OPTIONAL:
             raise
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        if name in ("typer", "rich") and given[:1] == ["bench"]:  # a benchmark needs PyTorch alone
+            from dilated_attention.bench.plain import main as plain_bench
+
+            return plain_bench(given[1:])
         return _refuse(f'this needs {name}: pip install ".[bench]" from a clone' if error.name else str(error))
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from dilated_attention.bench import results
 from dilated_attention.bench.regress import compare
 from dilated_attention.cli import arguments
 from dilated_attention.cli.compare import summary
 from dilated_attention.cli.output import console, print_written
 from dilated_attention.cli.progress import watching
-from dilated_attention.cli.tables import is_ours_wrong, print_results
+from dilated_attention.cli.tables import print_results
 
-NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, all"
-PREVIOUS = "previous.json"
-INTERRUPTED = 130  # as a shell has it for a program ended by Ctrl-C
+NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, kernels, decode, stream, all"
 
 
 def bench(
@@ -28,9 +24,7 @@ def bench(
     ] = None,
     device: Annotated[
         str,
-        typer.Option(
-            "--device", metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if there is one."
-        ),
+        typer.Option(metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if there is one."),
     ] = "",
     dtype: Annotated[
         str,
@@ -44,9 +38,8 @@ def bench(
     ),
     seconds: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds of timing per setting, shared by all.  [default: 6, on CUDA 2]"),
+        typer.Option(metavar="S", help="Seconds of timing per setting, shared by all.  [default: 3, on CUDA 2]"),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted run in --out.")] = False,
     commit: Annotated[str | None, typer.Option(help="The commit to record if this copy has no .git.")] = None,
 ) -> int:
     """Check and time every implementation.
@@ -57,38 +50,30 @@ def bench(
 
     Example: dilated-attention bench --suite quick --out report
     """
-    # here and not above: it takes a while, and needs matplotlib, which other commands do without
+    # here and not above: help needs no torch, and these take a while
     import torch
 
-    from dilated_attention.bench import machine, session
+    from dilated_attention.bench import machine, suites
+    from dilated_attention.bench.plain import PREVIOUS, Kept, is_ours_wrong
     from dilated_attention.bench.report import write_report
 
     with arguments.refusing():
-        suites = [name for some in suite or ["quick"] for name in some.split(",")]
-        unknown = [name for name in suites if name not in session.SUITES]
+        names = [name for some in suite or ["quick"] for name in some.split(",")]
+        unknown = [name for name in names if name not in suites.SUITES]
         if unknown:
-            raise ValueError(f"--suite must be one or more of {', '.join(session.SUITES)}, got {', '.join(unknown)!r}")
+            raise ValueError(f"--suite must be one or more of {', '.join(suites.SUITES)}, got {', '.join(unknown)!r}")
         if seconds is not None and not 0 < seconds < float("inf"):
             raise ValueError(f"--seconds must be more than 0, got {seconds}")
         where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtypes = [arguments.dtype("--dtype", name) for name in dtype.split(",")] if dtype else None
         arguments.writable(out)
-        before = interrupted(out / "results.json") if resume else None
-        if before is not None:
-            session.check_continues(before, suites, where, dtypes)
-    kept = Kept(out / "results.json", aside=None if resume else out / PREVIOUS)
-    is_interrupted = False
-    try:
-        with watching() as watch:
-            more: dict[str, Any] = {} if before is None else {"before": before}
-            session.run(suites, where, dtypes, save=kept.save, watch=watch, seconds=seconds, commit=commit, **more)
-    except KeyboardInterrupt:
-        is_interrupted = True
-        kept.interrupt()
+    kept = Kept(out)
+    with watching() as watch:
+        code = kept.run(names, where, dtypes, watch=watch, seconds=seconds, commit=commit)
     screen = console()
     if kept.results is None:
         screen.print("interrupted before anything was measured: nothing was written")
-        return INTERRUPTED
+        return code
     left_out: list[str] = []
     files = write_report(kept.results, out, say=left_out.append)
     screen.print(machine.one_line(kept.results["machine"]), soft_wrap=True)
@@ -99,34 +84,4 @@ def bench(
         screen.print(f"compared with the run before, which is now {out / PREVIOUS}:", soft_wrap=True)
         screen.print(summary(compare(kept.last, kept.results)))
     print_written(screen, out, [*files[:-1], kept.file, files[-1]])  # the page last: that is what to open
-    return INTERRUPTED if is_interrupted else int(is_ours_wrong(kept.results))
-
-
-def interrupted(file: Path) -> dict[str, Any]:
-    """The results of a run to go on with."""
-    if not file.exists():
-        raise ValueError(f"--resume needs the results of an interrupted run, and there is no {file}")
-    return results.load(file, whole=True)
-
-
-class Kept:
-    """The results so far, in memory and on disk. Those of the run before are put aside when the first ones come."""
-
-    def __init__(self, file: Path, aside: Path | None = None) -> None:
-        self.file, self.aside = file, aside
-        self.results: dict[str, Any] | None = None
-        self.last: dict[str, Any] | None = None  # of the run before, if it can be read
-
-    def save(self, found: dict[str, Any]) -> None:
-        if self.results is None and self.aside is not None and self.file.exists():
-            with contextlib.suppress(ValueError):  # not results of ours: kept, and not compared
-                self.last = results.load(self.file)
-            self.file.replace(self.aside)
-        from dilated_attention.bench import machine  # here, as help needs no torch
-
-        self.results = found
-        machine.write_json(self.file, found)
-
-    def interrupt(self) -> None:
-        if self.results is not None:
-            self.save({**self.results, "complete": False})
+    return code or int(is_ours_wrong(kept.results))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from dilated_attention.bench.results import load
 from dilated_attention.cli import arguments
 from dilated_attention.cli.output import console, print_table
 from dilated_attention.cli.tables import STYLES, name_of, setting
+from dilated_attention.units import number_text
 
 HELP = "A results.json, or a folder that holds one."
 
@@ -51,23 +52,25 @@ def _print(screen: Console, found: Regression) -> None:
         one, other = verdict.before, verdict.after
         what = f"{name_of(one)}, {one['dtype']}{', causal' if one['causal'] else ''}"
         became = "became wrong" if verdict.is_worse else "is right" if other["verdict"] == "exact" else "is wrong"
-        screen.print(
-            Text(f"{what} {became}: {one['verdict']}, now {other['verdict']}", STYLES.get(became, "")), soft_wrap=True
-        )
-    for name, changes in _groups(found.changes).items():
+        text = f"{what} {became}: {one['verdict']}, now {other['verdict']}"
+        screen.print(Text(text, STYLES.get(became, "")), soft_wrap=True)
+    groups: dict[str, list[Change]] = {}
+    for change in found.changes:
+        groups.setdefault(f"{change.before['suite']}: {setting(change.before)}", []).append(change)
+    for name, changes in groups.items():
         columns = ["implementation", "<direction", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
-        print_table(screen, name, columns, (_row(change) for change in changes))
+        print_table(screen, name, columns, map(_row, changes))
     screen.print()
     for title, records in (("only before", found.only_before), ("only after", found.only_after)):
-        if records:
+        names = Counter(f"{x['suite']}: {x['implementation']}" for x in records)
+        if names:
             screen.print(f"{title}: {len(records)} measurements")
-            for line in _names(records):
-                screen.print(f"    {line}", soft_wrap=True)
+        for name, number in names.items():
+            screen.print(f"    {name}, {number} times" if number > 1 else f"    {name}", soft_wrap=True)
     for change in (change for change in found.changes if change.is_worse):
         times = "" if change.ratio is None else f", {change.ratio:.2f} times"
-        where = (
-            f"{change.before['suite']}: {setting(change.before)}: {name_of(change.before)}, {_direction(change.before)}"
-        )
+        one = change.before
+        where = f"{one['suite']}: {setting(one)}: {name_of(one)}, {_direction(one)}"
         screen.print(Text(f"{change.verdict}: {where}{times}", "bold red"), soft_wrap=True)
     screen.print(summary(found))
 
@@ -78,32 +81,14 @@ def summary(found: Regression) -> str:
     return ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common"
 
 
-def _groups(changes: Iterable[Change]) -> dict[str, list[Change]]:
-    found: dict[str, list[Change]] = {}
-    for change in changes:
-        found.setdefault(f"{change.before['suite']}: {setting(change.before)}", []).append(change)
-    return found
-
-
 def _row(change: Change) -> Sequence[str | Text]:
     one, other = change.before, change.after
-    times = [x["status"] if x["ms"] is None else _ms(x["ms"]["median"]) for x in (one, other)]
-    ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
+    times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in (one, other)]
+    ratio, memory = ("" if x is None else f"{x:.2f}" for x in (change.ratio, change.memory))
     interval = "" if change.low is None or change.high is None else f"{change.low:.2f}–{change.high:.2f}"
-    memory = "" if change.memory is None else f"{change.memory:.3f}"
     verdict = Text(change.verdict, STYLES.get(change.verdict, ""))
     return [name_of(one), _direction(one), *times, ratio, interval, memory, verdict]
 
 
-def _ms(median: float) -> str:
-    return f"{median:.4g}" if median < 1000 else f"{median:,.0f}"
-
-
 def _direction(record: dict[str, Any]) -> str:
     return str(record["direction"]).replace("_", " + ")
-
-
-def _names(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Each implementation once, with how many measurements of it there are."""
-    for (suite, name), number in Counter((x["suite"], x["implementation"]) for x in records).items():
-        yield f"{suite}: {name}, {number} times" if number > 1 else f"{suite}: {name}"

@@ -1,4 +1,4 @@
-"""The results of a run on the terminal: measurements by setting, what is wrong, the answer and who is best for what."""
+"""The results of a run on the terminal: measurements by setting, what is wrong, who is best for what, the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.series import with_ranks
 from dilated_attention.cli.output import print_table
-from dilated_attention.units import bytes_text
+from dilated_attention.units import bytes_text, count_text, measured_text, number_text
 
 Record = dict[str, Any]
 STYLES = {
@@ -20,12 +20,13 @@ STYLES = {
     "skipped": "dim", "same": "dim", "unclear": "yellow",
 }  # fmt: skip
 LEGEND = "times: median (quartiles); memory: most beyond the inputs, of forward + backward where that was run"
+TOO_BUSY = "The machine was too busy to trust these times{}. Run it again when idle."
 
 
 def print_results(screen: Console, results: Record) -> None:
     """Everything but the claims, for which the report has the room."""
     verdicts = {_checked(check): check["verdict"] for check in results["checks"]}
-    for (suite, name), records in _settings(results["measurements"]).items():
+    for (suite, name), records in grouped(results["measurements"]).items():
         columns = ["implementation", "forward ms", "fwd + bwd ms", "memory", "<verdict"]
         print_table(screen, f"{suite}: {name}", columns, _rows(records, verdicts))
     for made in results["tables"]:
@@ -41,19 +42,15 @@ def print_results(screen: Console, results: Record) -> None:
     if results["recommendations"]:
         columns = ["use case", "<best", "<value", "<runner-up", "factor"]
         print_table(screen, "which to use", columns, map(_recommendation, results["recommendations"]))
-    if results["matrix"]:
-        columns = ["implementation", "<verdict", "x best", "<best for", "<note"]
-        print_table(screen, "all of them", columns, map(_in_matrix, results["matrix"]))
     screen.print()
     if results["answer"]:
         screen.print(Text(results["answer"].replace("`", ""), "bold"))
+    if results["machine"].get("too_busy"):
+        others = results["machine"].get("others")
+        took = "" if others is None else f": other work took {others:.0%} of its cores"
+        screen.print(Text(TOO_BUSY.format(took), "bold red"))
     if not results["complete"]:
         screen.print("The run was interrupted: this is what it had until then.")
-
-
-def is_ours_wrong(results: Record) -> bool:
-    checks = any(check["ours"] and check["verdict"] != "exact" for check in results["checks"])
-    return checks or any(x["ours"] and x["status"] == "wrong" for x in results["measurements"])
 
 
 def wrong(results: Record) -> Iterator[Text]:
@@ -82,20 +79,21 @@ def setting(record: Record) -> str:
     return f"{shape} {pattern} {record['dtype']}{' causal' if record['causal'] else ''}"
 
 
+def grouped(measurements: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """By suite and setting."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in measurements:
+        found.setdefault((record["suite"], setting(record)), []).append(record)
+    return found
+
+
 def cell(value: object) -> str:
     """A cell of a suite's own table."""
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _settings(measurements: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in measurements:
-        found.setdefault((record["suite"], setting(record)), []).append(record)
-    return found
+        return number_text(value)
+    return count_text(value) if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _rows(records: Iterable[Record], verdicts: dict[tuple[Any, ...], str]) -> Iterator[Sequence[str | Text]]:
@@ -109,12 +107,9 @@ def _rows(records: Iterable[Record], verdicts: dict[tuple[Any, ...], str]) -> It
             continue
         peaks = [one["peak_bytes"] for one in some if one is not None and one["peak_bytes"] is not None]
         verdict = verdicts.get(key, "")
-        one = next(iter(ways.values()))
-        yield [name_of(one), *map(_time, some), bytes_text(peaks[-1]) if peaks else "–", Text(verdict, _style(verdict))]
-
-
-def _style(verdict: str) -> str:
-    return STYLES.get(verdict, "bold red")
+        style = STYLES.get(verdict, "bold red")
+        memory = bytes_text(peaks[-1]) if peaks else "–"
+        yield [name_of(next(iter(ways.values()))), *map(_time, some), memory, Text(verdict, style)]
 
 
 def _time(record: Record | None) -> Text:
@@ -123,11 +118,11 @@ def _time(record: Record | None) -> Text:
         return Text("–")
     ms = record["ms"]
     if ms is None:
-        status = "–" if record["status"] == "measured" else record["status"]  # memory alone was measured
-        return Text(status, STYLES.get(status, ""))
-    digits = 2 if ms["median"] < 10 else 1 if ms["median"] < 100 else 0
-    spread = {1: "once", 2: "twice"}.get(ms["repeats"], f"{ms['lower']:.{digits}f}–{ms['upper']:.{digits}f}")
-    return Text(f"{ms['median']:.{digits}f} ({spread})")
+        return Text(record["status"], STYLES.get(record["status"], ""))
+    if ms["repeats"] < 3:
+        return Text(f"{number_text(ms['median'])} ({'once' if ms['repeats'] == 1 else 'twice'})")
+    spread = f"{number_text(ms['lower'])}–{number_text(ms['upper'])}"
+    return Text(f"{measured_text(ms['median'], ms['lower'], ms['upper'])} ({spread})")
 
 
 def _checked(record: Record) -> tuple[Any, ...]:
@@ -136,13 +131,5 @@ def _checked(record: Record) -> tuple[Any, ...]:
 
 def _recommendation(one: Record) -> list[str]:
     ties = f" (level with {', '.join(one['ties'])})" if one["ties"] else ""
-    return [one["use_case"], one["best"] + ties, one["value"], one["runner_up"] or "–", _factor(one["factor"])]
-
-
-def _in_matrix(one: Record) -> Sequence[str | Text]:
-    verdict = Text(one["verdict"], _style(one["verdict"]))
-    return [one["implementation"], verdict, _factor(one["slower"]), ", ".join(one["best_for"]), one["note"]]
-
-
-def _factor(factor: float | None) -> str:
-    return "–" if factor is None else f"{factor:.2f}"
+    factor = "–" if one["factor"] is None else f"{one['factor']:.2f}"
+    return [one["use_case"], one["best"] + ties, one["value"], one["runner_up"] or "–", factor]

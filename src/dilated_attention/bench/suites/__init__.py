@@ -1,26 +1,69 @@
-"""The suites by name. Each module has `steps(session)`, which plans it for a device and its dtypes."""
+"""The suites by name, and the door of the benchmark. Each module has `steps(session)`, which plans it."""
 
 from __future__ import annotations
 
-from dilated_attention.bench.steps import Session, Step
-from dilated_attention.bench.suites import copies, improved, optimisations, profile, quick, ring, scaling
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
-_MODULES = {
-    "quick": quick,
-    "copies": copies,
-    "improved": improved,
-    "ring": ring,
-    "profile": profile,
-    "scaling": scaling,
-    "optimisations": optimisations,
-}
-ALL = [name for name in _MODULES if name != "quick"]
+import torch
+
+from dilated_attention.bench.pace import Watch
+from dilated_attention.bench.session import Session, Step
+from dilated_attention.bench.suites import (
+    copies,
+    decode,
+    improved,
+    kernels,
+    optimisations,
+    profile,
+    quick,
+    ring,
+    scaling,
+    stream,
+)
+
+_COMPARED = (copies, improved, ring, profile, scaling, optimisations)
+_MODULES = {module.__name__.rpartition(".")[2]: module for module in (quick, *_COMPARED, kernels, decode, stream)}
+ALL = [module.__name__.rpartition(".")[2] for module in _COMPARED]
 SUITES = {
     **{name: (module.__doc__ or "").splitlines()[0] for name, module in _MODULES.items()},
-    "all": f"All of {', '.join(ALL)}.",
+    "all": f"{', '.join(ALL)}.",
+}
+DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
 }
 
 
 def steps_of(name: str, session: Session) -> list[Step]:
     steps: list[Step] = _MODULES[name].steps(session)
     return steps
+
+
+def run(
+    suites: Sequence[str],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] | None = None,
+    *,
+    save: Callable[[dict[str, Any]], None],
+    watch: Watch | None = None,
+    seconds: float | None = None,
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """Run suites by name; the results, which ``save`` got after every step, also when it is interrupted.
+
+    Args:
+        dtypes: the first is used where a suite needs one only. By default float32 on a CPU, bfloat16 on CUDA first.
+        seconds: of timing for each setting, shared by what is timed there; 3 on a CPU and 2 on CUDA by default.
+        commit: for a tree that came without its .git.
+    """
+    unknown = [name for name in suites if name not in SUITES]
+    if unknown or not suites:
+        raise ValueError(f"unknown suite {', '.join(unknown) or 'none'}: use one or more of {', '.join(SUITES)}")
+    chosen = [name for some in suites for name in (ALL if some == "all" else [some])]
+    # PyTorch's profiler, which counts memory, else prints two lines each time that it is used
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    session = Session(device, dtypes or DTYPES[device.type], watch=watch, seconds=seconds, commit=commit)
+    with torch._dynamo.config.patch(recompile_limit=1 << 10):  # one function, many patterns
+        return session.run({name: steps_of(name, session) for name in dict.fromkeys(chosen)}, save)

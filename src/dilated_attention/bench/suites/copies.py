@@ -13,46 +13,37 @@ import torch
 from torch import Tensor
 
 from dilated_attention.bench import implementations as known
-from dilated_attention.bench.run import Call
-from dilated_attention.bench.steps import Session, Step, compare_step
-from dilated_attention.bench.suites.common import PATTERNS, timed
+from dilated_attention.bench.session import PATTERNS, Session, Step
 
-SUITE = "copies"
-TOKENS, LONG = (2048, 8192, 32768), 262144
+TOKENS = (2048, 8192, 32768)
 WAYS = ("head_groups, auto", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER)
 WIDTH, RATE, OFFSET = 1024, 2, 1
 TITLE = "Taking out the rows of one branch"
 
 
 def steps(session: Session) -> list[Step]:
-    short = PATTERNS[0]
-    ways = known.named(*WAYS)
-    return [
-        *(compare_step(SUITE, ways, session.setting(tokens, short)) for tokens in TOKENS),
-        Step(TITLE, len(TOKENS), rows_table),
-        compare_step(SUITE, ways, session.setting(LONG, short), timed=False),
-    ]
+    settings = [session.setting(tokens, PATTERNS[0]) for tokens in (*TOKENS, 262144)]
+    return [*(session.comparing("copies", known.named(*WAYS), setting) for setting in settings), Step(rows_table)]
 
 
 def rows_table(session: Session) -> None:
     """The same rows taken out in each way; a way that gives other rows stops the run."""
+    session.pace.step(TITLE, 5.0)
     rows = []
     for tokens in TOKENS:
-        session.watch.step(f"{TITLE}: {tokens:,} tokens")
         x = session.setting(tokens, PATTERNS[0]).qkv()[0]
         ways = ways_to_take(tokens, x.device)
         expected = ways["strided view"](x)
         for name, take in ways.items():
             if not torch.equal(take(x), expected):
                 raise RuntimeError(f"{name} takes other rows than a strided view")
-        calls: dict[str, Call] = {name: partial(take, x) for name, take in ways.items()}
-        for name, timing in timed(calls, session.device).items():
+        for name, timing in session.time({name: partial(take, x) for name, take in ways.items()}).items():
             copies = ways[name](x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
             rows.append([tokens, name, "yes" if copies else "no", timing.median, timing.lower, timing.upper])
     note = f"Segments of {WIDTH}, every second row, all heads. A view costs what Python costs, whatever the length."
     if importlib.util.find_spec("einops") is None:
-        note += " einops is not installed: not measured."
-    session.table(SUITE, TITLE, note, ["tokens", "way", "copies", "ms", "lower", "upper"], rows)
+        note += " einops is not installed, so it was not measured."
+    session.table("copies", TITLE, note, ["tokens", "way", "copies", "ms", "lower", "upper"], rows)
 
 
 def ways_to_take(tokens: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -12,23 +12,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention import blocks
 from dilated_attention.backends import choose
 from dilated_attention.bench import implementations as known
-from dilated_attention.bench import memory, multihead, over_ranks
-from dilated_attention.bench.memory import call_of
+from dilated_attention.bench import multihead, over_ranks, probes
 from dilated_attention.bench.run import Timing
 from dilated_attention.bench.runners import rank_milliseconds
+from dilated_attention.bench.session import PATTERNS, Session, Step
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.steps import Session, Step
-from dilated_attention.bench.subject import BOTH, FORWARD
-from dilated_attention.bench.suites.common import PATTERNS, mib, timed
+from dilated_attention.bench.subject import BOTH, FORWARD, Subject
 from dilated_attention.nn import MultiheadDilatedAttention, RingDilatedAttentionProduction
 from dilated_attention.ranks import pool
 from dilated_attention.ring import alltoall, circulate, packing, shards
+from dilated_attention.units import bytes_text
 
 SUITE, TITLE = "optimisations", "Claimed optimisations, off and on"
 COLUMNS = ["optimisation", "where", "off", "on", "unit", "saved"]
@@ -47,31 +45,22 @@ USED = {
 
 
 def steps(session: Session) -> list[Step]:
-    return [
-        Step(one.__name__, 1, functools.partial(_add, one))
-        for one in (buffers, plan_cache, packed, fused, buckets, communication)
-    ]
+    parts = (buffers, plan_cache, packed, fused, buckets, communication)
+    return [Step(functools.partial(_add, part), 10.0) for part in parts]
 
 
 def _add(part: Callable[[Session], list[list[Any]]], session: Session) -> None:
-    """One optimisation's lines at the end of the table, which the first one makes."""
-    session.watch.step(f"{TITLE}: {part.__name__.replace('_', ' ')}")
-    wrong = [name for name in USED.get(part.__name__, ()) if not _is_exact(session, name)]
+    """One optimisation's lines at the end of the table."""
+    name = part.__name__.replace("_", " ")
+    session.pace.step(f"{TITLE}: {name}", 10.0)
+    setting = session.setting(16384, PATTERNS[0])
+    wrong = [used for used in USED.get(part.__name__, ()) if not session.is_exact(used, setting)]
     if wrong:  # listed with its error among the checks, and not timed here either
-        session.watch.say(f"{TITLE}: {part.__name__} is left out, as {', '.join(wrong)} is wrong")
+        session.pace.say(f"{TITLE}: {name} is left out, because {', '.join(wrong)} is wrong")
         return
-    rows = part(session)
-    tables = [table for table in session.results["tables"] if table["suite"] == SUITE]
-    if not tables:
-        note = "Medians; saved is what is less when on. Ranks are processes on this machine, over gloo."
-        session.table(SUITE, TITLE, note, COLUMNS, [])
-        tables = session.results["tables"][-1:]
-    tables[0]["rows"].extend(rows)
-
-
-def _is_exact(session: Session, name: str) -> bool:
-    check = session.comparison.check(known.named(name)[0], session.setting(16384, PATTERNS[0]))
-    return not isinstance(check, str) and check.right()
+    before = [x for table in session.results["tables"] if table["suite"] == SUITE for x in table["rows"]]
+    note = "Medians; saved is what is less when on. Ranks are processes on this machine, over gloo."
+    session.table(SUITE, TITLE, note, COLUMNS, [*before, *part(session)])
 
 
 def row(what: str, where: str, off: float | None, on: float | None, unit: str) -> list[Any]:
@@ -92,14 +81,14 @@ def plan_cache(session: Session) -> list[list[Any]]:
     ]
     rows = []
     for tokens in (2048, 32768):
-        call = call_of(known.named("longnet, sdpa")[0].build(session.setting(tokens, PATTERNS[0])), FORWARD)
+        call = known.named("longnet, sdpa")[0].build(session.setting(tokens, PATTERNS[0])).call(FORWARD)
 
         def forgetful(call: Callable[[], Any] = call) -> None:
             for cache in caches:
                 cache.cache_clear()
             call()
 
-        found = timed({"off": forgetful, "on": call}, session.device)
+        found = session.time({"off": forgetful, "on": call}, 2.0)
         rows.append(row(PLAN, f"longnet, {tokens:,} tokens, forward", found["off"].median, found["on"].median, "ms"))
     return rows
 
@@ -111,8 +100,9 @@ def fused(session: Session) -> list[list[Any]]:
         setting = session.setting(tokens, PATTERNS[0])
         names = {"off": "MultiheadDilatedAttention", "on": "ImprovedMultiheadDilatedAttention"}
         for way in (FORWARD, BOTH):
-            calls = {key: call_of(known.named(name)[0].build(setting), way) for key, name in names.items()}
-            found = timed(calls, session.device, 4.0)
+            found = session.time(
+                {key: known.named(name)[0].build(setting).call(way) for key, name in names.items()}, 4.0
+            )
             where = f"{tokens:,} tokens, {way.replace('_', ' + ')}"
             rows.append(row(FUSED, where, found["off"].median, found["on"].median, "ms"))
     return rows
@@ -125,11 +115,10 @@ def buffers(session: Session) -> list[list[Any]]:
     """Receive buffers made for each message, or kept from call to call."""
     setting = session.setting(16384, PATTERNS[1])
     names = {"off": "RingDilatedAttention, 2 ranks", "on": "RingDilatedAttentionProduction, 2 ranks"}
-    found = {
-        key: memory.peaks(known.named(name)[0].build, setting, [BOTH], ranks=2)[BOTH] for key, name in names.items()
-    }
-    where = "2 ranks, 16,384 tokens, forward + backward"
-    return [row(BUFFERS, where, mib(found["off"]), mib(found["on"]), "MiB")]
+    builds = {key: known.named(name)[0].build for key, name in names.items()}
+    found = {key: max(pool(2).run(_held_bytes, build, setting, timeout=300.0)) for key, build in builds.items()}
+    off, on = (round(found[key] / (1 << 20), 2) for key in ("off", "on"))
+    return [row(BUFFERS, "2 ranks, 16,384 tokens, forward + backward", off, on, "MiB")]
 
 
 def packed(session: Session) -> list[list[Any]]:
@@ -137,13 +126,13 @@ def packed(session: Session) -> list[list[Any]]:
     rows = []
     for size in (1 << 12, 1 << 16, 1 << 22):
         found = _on_two(_messages, size)
-        where = f"2 ranks, {size >> 10:,} kB each"
+        where = f"2 ranks, {bytes_text(size)} each"
         rows.append(row(PACKED, where, found["off"].median, found["on"].median, "ms"))
     return rows
 
 
 def buckets(session: Session) -> list[list[Any]]:
-    """A training step of two layers under DDP: buckets of 25 MB against smaller and larger ones."""
+    """A training step of one layer under DDP: buckets of 25 MB against smaller and larger ones."""
     setting = session.setting(256, PATTERNS[0])
     found = _on_two(_ddp_steps, setting)
     usual = found[25].median
@@ -183,6 +172,18 @@ def _repeat(calls: dict[Any, Callable[[], Any]]) -> dict[Any, list[float]]:
     return found
 
 
+def _held_bytes(build: Callable[[Setting], Subject], setting: Setting) -> int:
+    """Of a module and two calls of it: what it keeps from call to call counts."""
+    setting.qkv()  # inputs do not
+
+    def calls() -> Any:
+        call = build(setting).call(BOTH)
+        call()
+        return call()
+
+    return probes.peak_bytes(calls, setting.device)
+
+
 def _messages(size: int) -> dict[str, list[float]]:
     peer = 1 - dist.get_rank()
     pair = torch.zeros(2, size, dtype=torch.uint8)
@@ -200,32 +201,21 @@ def _messages(size: int) -> dict[str, list[float]]:
 
 
 def _ddp_steps(setting: Setting) -> dict[int, list[float]]:
-    def model() -> nn.Module:
-        make = functools.partial(MultiheadDilatedAttention, 1024, 16, setting.lengths, setting.rates)
-        return nn.Sequential(*(_Only(multihead.filled(make(), setting)) for _ in range(2)))
-
-    x = torch.randn(1, setting.tokens, 1024, device=setting.device, dtype=setting.dtype)
-    models = {size: DistributedDataParallel(model(), bucket_cap_mb=size) for size in BUCKET_MB}
-    return _repeat({size: lambda m=m: m(x).sum().backward() for size, m in models.items()})  # type: ignore[misc]
-
-
-class _Only(nn.Module):
-    """The output alone, so that layers can follow one another."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attention(x)[0]
-        return out
+    width, heads = 1536, 24  # 38 MB of gradients
+    layers = (MultiheadDilatedAttention(width, heads, setting.lengths, setting.rates) for _ in BUCKET_MB)
+    x = torch.randn(1, setting.tokens, width, device=setting.device, dtype=setting.dtype)
+    models = {
+        size: DistributedDataParallel(multihead.filled(layer, setting), bucket_cap_mb=size)
+        for size, layer in zip(BUCKET_MB, layers, strict=True)
+    }
+    return _repeat({size: lambda m=m: m(x)[0].sum().backward() for size, m in models.items()})  # type: ignore[misc]
 
 
 def _share_waiting(setting: Setting) -> float:
     subject = over_ranks.build("RingDilatedAttentionProduction", setting)
     module = subject.attention.func  # type: ignore[attr-defined]
     assert isinstance(module, RingDilatedAttentionProduction)
-    call = call_of(subject, BOTH)
+    call = subject.call(BOTH)
     call()
     before = module.stats()["seconds_waited"]
     spent = _repeat({"": call})[""]

@@ -7,15 +7,13 @@ import time
 import torch
 
 from dilated_attention.bench import implementations as known
-from dilated_attention.bench import memory
-from dilated_attention.bench.memory import OutOfMemory
+from dilated_attention.bench import probes
+from dilated_attention.bench.runners import ran_out
+from dilated_attention.bench.session import PATTERNS, Session, Step
 from dilated_attention.bench.setting import forget_inputs
-from dilated_attention.bench.steps import Session, Step, compare_step
 from dilated_attention.bench.subject import BOTH, Implementation
-from dilated_attention.bench.suites.common import PATTERNS, mib
-from dilated_attention.ring.cost import size
+from dilated_attention.units import bytes_text
 
-SUITE = "ring"
 CLASSES = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
 TOKENS = (4096, 8192, 16384)
 CPU_BUDGET = 1 << 30
@@ -24,47 +22,51 @@ TITLE = "The longest sequence that fits"
 
 
 def steps(session: Session) -> list[Step]:
-    names = [*CLASSES, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in CLASSES)]
-    which = known.named(*names)
+    which = known.named(*CLASSES, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in CLASSES))
     settings = [session.setting(tokens, PATTERNS[0]) for tokens in TOKENS]
-    return [*(compare_step(SUITE, which, setting) for setting in settings), Step(TITLE, len(CLASSES), longest_table)]
+    return [*(session.comparing("ring", which, setting) for setting in settings), Step(longest_table, 60.0)]
 
 
 def longest_table(session: Session) -> None:
     """Forward and backward on one device, its length doubled until there is no memory, or no patience, left."""
-    budget = _budget(session.device)
+    budget = torch.cuda.get_device_properties(session.device).total_memory if session.on_cuda else CPU_BUDGET
     rows = []
     for one in known.named(*CLASSES):
-        session.watch.step(f"{TITLE}: {one.name}")
-        rows.append([one.name, *_longest(session, one, budget)])
+        session.pace.step(f"{TITLE}: {one.name}", 20.0)
+        if session.is_exact(one.name, session.setting(TOKENS[0], PATTERNS[0])):
+            rows.append([one.name, *_longest(session, one, budget)])
     note = (
-        f"Forward and backward on one device with {size(budget)} for inputs and all else. Over P ranks each holds 1/P "
-        "of it: see the memory by ranks above, and `dilated-attention plan` for lengths that one device cannot hold."
+        f"Forward and backward on one device with {bytes_text(budget)} for inputs and all else. Over P ranks each "
+        "holds 1/P of it: see the memory by ranks above, and `dilated-attention plan` for lengths that one device "
+        "cannot hold."
     )
-    columns = ["implementation", "longest", "memory there, MiB", "at twice that"]
-    session.table(SUITE, TITLE, note, columns, rows)
-
-
-def _budget(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return CPU_BUDGET
+    session.table("ring", TITLE, note, ["implementation", "longest", "memory there, MiB", "at twice that"], rows)
 
 
 def _longest(session: Session, one: Implementation, budget: int) -> tuple[int | None, float | None, str]:
-    limit = None if session.on_cuda else budget
     best, held, tokens = None, None, TOKENS[0]
     while True:
         began = time.monotonic()
-        try:
-            held = memory.peaks(one.build, session.setting(tokens, PATTERNS[0]), [BOTH], limit=limit)[BOTH]
-        except (OutOfMemory, torch.OutOfMemoryError):
-            return best, mib(held), "out of memory"
-        finally:
-            forget_inputs()
-            if session.on_cuda:
-                torch.cuda.empty_cache()
-        best = tokens
+        needed = _needed(session, one, tokens)
+        if needed is None or needed > budget:
+            return best, held, "out of memory"
+        best, held = tokens, round(needed / (1 << 20), 2)
         if time.monotonic() - began > PATIENCE:
-            return best, mib(held), f"not tried: this took {time.monotonic() - began:.0f} s"
+            return best, held, f"not tried: this took {time.monotonic() - began:.0f} s"
         tokens *= 2
+
+
+def _needed(session: Session, one: Implementation, tokens: int) -> int | None:
+    """Bytes of the inputs and of a call; None where there are not so many."""
+    try:
+        subject = one.build(session.setting(tokens, PATTERNS[0]))
+        inputs = sum(x.nbytes for x in (*subject.inputs, subject.dout))
+        return inputs + probes.peak_bytes(subject.call(BOTH), session.device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not ran_out(str(error)):
+            raise
+        return None
+    finally:
+        forget_inputs()
+        if session.on_cuda:
+            torch.cuda.empty_cache()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dilated_attention.bench.implementations import everything
-from dilated_attention.bench.series import TELLING
-from dilated_attention.bench.steps import Session, Step, compare_step
+from dilated_attention.bench.session import PATTERNS, Session, Step
 from dilated_attention.bench.subject import Implementation
-from dilated_attention.bench.suites.common import MULTIHEAD, PATTERNS
 
-SUITE = "scaling"
+# one of each way to compute it
+TELLING = (
+    "dense SDPA", "head_groups, auto", "head_groups, sdpa", "longnet, auto", "longnet, sdpa", "torchscale, auto",
+    "torchscale, sdpa", "copy and gather, index_select", "copy and gather, slicing", "gather-pad-scatter",
+)  # fmt: skip
+MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 EVERYTHING_AT = (2048, 8192)
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 131072, 262144, 524288, 1 << 20)
 CAUSAL_AT = (2048, 8192, 32768, 131072, 1 << 20)
@@ -18,23 +21,16 @@ PRECISION_AT = (2048, 8192, 32768)
 
 def steps(session: Session) -> list[Step]:
     short, long = PATTERNS
-    every = [one for one in everything() if one.timed]
+    every = everything()
     curve = [one for one in every if _in_curve(one, session)]
     few = [one for one in curve if one.name in (*TELLING, *MULTIHEAD)]
-    found = []
-    for causal in (False, True):
-        for tokens in CAUSAL_AT if causal else LENGTHS:
-            which = curve if causal or tokens not in EVERYTHING_AT else every
-            found.append(compare_step(SUITE, which, session.setting(tokens, short, causal=causal)))
-    for samples in BATCHES:
-        found.append(compare_step(SUITE, few, session.setting(TOKENS, short, samples=samples)))
-    for heads in HEADS:
-        found.append(compare_step(SUITE, few, session.setting(TOKENS, short, heads=heads)))
-    for dtype in session.dtypes[1:]:
-        for tokens in PRECISION_AT:
-            found.append(compare_step(SUITE, few, session.setting(tokens, short, dtype=dtype)))
-    found.extend(compare_step(SUITE, few, session.setting(tokens, long)) for tokens in PRECISION_AT[1:])
-    return found
+    asked = [(every if n in EVERYTHING_AT else curve, session.setting(n, short)) for n in LENGTHS]
+    asked += [(curve, session.setting(tokens, short, causal=True)) for tokens in CAUSAL_AT]
+    asked += [(few, session.setting(TOKENS, short, samples=samples)) for samples in BATCHES]
+    asked += [(few, session.setting(TOKENS, short, heads=heads)) for heads in HEADS]
+    asked += [(few, session.setting(n, short, dtype=dtype)) for dtype in session.dtypes[1:] for n in PRECISION_AT]
+    asked += [(few, session.setting(tokens, long)) for tokens in PRECISION_AT[1:]]
+    return [session.comparing("scaling", which, setting) for which, setting in asked]
 
 
 def _in_curve(one: Implementation, session: Session) -> bool:
