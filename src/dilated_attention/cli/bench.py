@@ -58,7 +58,7 @@ def bench(
 
     Example: dilated-attention bench --suite quick --out report
     """
-    # here and not above: it takes a while, and needs matplotlib, which other commands do without
+    # here and not above: it takes a while
     from dilated_attention.bench import session
     from dilated_attention.bench.report import write_report
 
