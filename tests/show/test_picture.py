@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import re
 from pathlib import Path
@@ -119,24 +118,3 @@ def test_a_long_sequence_is_a_small_sharp_file(tmp_path: Path) -> None:
     assert len(drawn) < 200_000
     assert "<image" not in drawn
     assert "1,000,000,000 tokens" in re.sub(r"<[^>]*>", "", drawn)
-
-
-def test_the_picture_in_the_documentation_is_drawn() -> None:
-    file = Path(__file__).parents[2] / "docs/pictures.py"
-    spec = importlib.util.spec_from_file_location("pictures", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with mpl.rc_context(picture.SETTINGS):
-        axes = {axis.get_title(): axis for axis in module.draw().axes}
-    assert len(axes) == 12
-    shown = file.with_name("pattern.svg").read_text(encoding="utf-8")
-    for rule in ("longnet", "torchscale", "head_groups"):
-        pattern = DilatedPattern.of(rule, module.LENGTHS, module.RATES)
-        for head in range(4):
-            assert f"{rule}, head {head}" in shown
-            for query in range(16):
-                keys = pattern.keys(query, head, num_tokens=16, num_heads=4)
-                colour = [colour_at(axes[f"{rule}, head {head}"], query, key) for key in range(16)]
-                assert colour == [colours.levels(3)[keys.count(key)] for key in range(16)]

@@ -61,7 +61,7 @@ def line_chart(
     dash = alt.when("datum.ours").then(alt.value([1, 0])).otherwise(alt.value([6, 3]))
     hollow = alt.when("datum.few").then(alt.value(0)).otherwise(alt.value(1))
     lines = drawn.mark_line(strokeWidth=2).encode(strokeDash=dash)
-    dots = drawn.mark_point(filled=True, size=34, strokeWidth=1.5).encode(fillOpacity=hollow)
+    dots = drawn.mark_point(size=26, strokeWidth=1.5).encode(fill=alt.Fill("colour:N").scale(None), fillOpacity=hollow)
     quartiles = drawn.transform_filter("figure != 'memory' && datum.low > 0").mark_rule()
     lost = base.transform_filter("!isValid(datum.ms)").mark_point(shape="cross", angle=45, size=70, filled=True)
     return alt.layer(
@@ -76,10 +76,6 @@ def line_chart(
         alt.param(name="decades", value=[float(f"{digit}e{power}") for power in range(-6, 10) for digit in (1, 2, 5)]),
         alt.param(name="powers", value=[2**power for power in range(50)]),
     )  # fmt: skip
-
-
-def _title(text: str) -> alt.TitleParams:
-    return alt.TitleParams(text, anchor="start", frame="group", fontWeight="normal", fontSize=13, color=MUTED)
 
 
 def _names(drawn: alt.Chart, height: int, inside: str) -> list[alt.Chart]:
@@ -139,15 +135,13 @@ def pictures(results: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
 
 def _panels(drawn: Sequence[dict[str, Any]], figure: str, wanted: str) -> dict[str, Any] | None:
     panels = [
-        line_chart(alt.Data(values=some), 380, figure).properties(
-            width=420, title=_title(f"{FIGURES[figure]}, {words}")
-        )
+        line_chart(alt.Data(values=some), 380, figure).properties(width=420, title=f"{FIGURES[figure]}, {words}")
         for direction, words in DIRECTIONS.items()
         if (some := [one for one in drawn if one["direction"] == direction])
     ]
     if not panels:
         return None
-    return styled(alt.hconcat(*panels, title=_title(wanted)).resolve_scale(y="shared"))
+    return styled(alt.hconcat(*panels, title=wanted).resolve_scale(y="shared"))
 
 
 def _errors(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -195,22 +189,30 @@ def styled(chart: alt.TopLevelMixin) -> dict[str, Any]:
         gridColor=GRID, domainColor=GRID, ticks=False, labelPadding=6,
     )  # fmt: skip
     config = alt.Config(
-        axis=axis, view=alt.ViewConfig(stroke=None), aria=False, font="system-ui, sans-serif", background=PAPER
+        axis=axis,
+        aria=False,  # the tables are there to be read aloud
+        background=PAPER,
+        font="system-ui, sans-serif",
+        header=alt.HeaderConfig(labelColor=MUTED, labelFontSize=12),
+        padding={"left": 5, "top": 5, "bottom": 5, "right": 45},  # a reader's font may be wider than the one here
+        legend=alt.LegendConfig(labelColor=MUTED, titleColor=MUTED, labelFontSize=12, titleFontWeight="normal"),
+        title=alt.TitleConfig(anchor="start", frame="group", fontWeight="normal", fontSize=13, color=MUTED),
+        view=alt.ViewConfig(stroke=None),
     )
     found: dict[str, Any] = chart.properties(config=config).to_dict()
     del found["$schema"]
     return found
 
 
-def dark_style() -> str:
+def dark_style(dark: dict[str, str] = DARK) -> str:
     """Style rules that turn the colours of a picture. A rule has precedence over the attribute that it looks for."""
-    rules = [f'[{kind}="{light}"]{{{kind}:{dark}}}' for light, dark in DARK.items() for kind in ("fill", "stroke")]
+    rules = [f'[{kind}="{one}"]{{{kind}:{other}}}' for one, other in dark.items() for kind in ("fill", "stroke")]
     return "@media (prefers-color-scheme: dark){" + "".join(rules) + "}"
 
 
-def svg(specification: dict[str, Any]) -> bytes:
+def svg(specification: dict[str, Any], dark: dict[str, str] = DARK) -> bytes:
     drawn: str = vl_convert.vegalite_to_svg(specification)
-    return drawn.replace("</svg>", f"<style>{dark_style()}</style></svg>").encode()
+    return drawn.replace("</svg>", f"<style>{dark_style(dark)}</style></svg>").encode()
 
 
 def png(specification: dict[str, Any]) -> bytes:
