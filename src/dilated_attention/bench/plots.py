@@ -199,7 +199,7 @@ def styled(chart: alt.TopLevelMixin) -> dict[str, Any]:
         title=alt.TitleConfig(anchor="start", frame="group", fontWeight="normal", fontSize=13, color=MUTED),
         view=alt.ViewConfig(stroke=None),
     )
-    found: dict[str, Any] = chart.properties(config=config).to_dict()
+    found: dict[str, Any] = chart.properties(config=config).to_dict(validate=False)  # its parts were, when made
     del found["$schema"]
     return found
 

@@ -36,24 +36,19 @@ class UseCase:
     figure: str = "ms"
 
 
+def _where(*kinds: str, begins: str = "", causal: bool = False, **wanted: Any) -> Callable[[Record], bool]:
+    """Whether a record is of one of these kinds, has such a name, and has these values."""
+    wanted["causal"] = causal
+    return lambda record: (
+        record["kind"] in kinds
+        and record["implementation"].startswith(begins)
+        and all(record[name] == value for name, value in wanted.items())
+    )
+
+
 def _alone(rule: str, direction: str, causal: bool = False) -> Callable[[Record], bool]:
     """Attention on one device."""
-    wanted = {"rule": rule, "direction": direction, "causal": causal, "ranks": 1}
-    kinds = ("function", "module", "baseline")
-    return lambda record: record["kind"] in kinds and all(record[name] == value for name, value in wanted.items())
-
-
-def _layer(record: Record) -> bool:
-    wanted = {"kind": "multihead", "direction": BOTH, "causal": False}
-    return record["rule"] != "dense" and all(record[name] == value for name, value in wanted.items())
-
-
-def _over_ranks(record: Record) -> bool:
-    wanted = {"kind": "ring", "rule": "head_groups", "ranks": 4, "direction": BOTH, "causal": False}
-    others = ("Multihead", "RingAdvanced")  # these do more
-    return all(record[name] == value for name, value in wanted.items()) and not any(
-        name in record["implementation"] for name in others
-    )
+    return _where("function", "module", "baseline", rule=rule, direction=direction, causal=causal, ranks=1)
 
 
 USE_CASES = (
@@ -64,8 +59,11 @@ USE_CASES = (
     UseCase("least memory in training", _alone("head_groups", BOTH), figure="peak_bytes"),
     UseCase("every head in every branch, as in the LongNet paper", _alone("longnet", BOTH)),
     UseCase("weights of released LongNet models", _alone("torchscale", FORWARD)),
-    UseCase("a layer with projections", _layer),
-    UseCase("one sequence over 4 processes of this machine", _over_ranks),
+    UseCase("a layer with projections", _where("multihead", ours=True, direction=BOTH)),
+    UseCase(
+        "one sequence over 4 processes of this machine",
+        _where("ring", begins="RingDilatedAttention", ranks=4, direction=BOTH),
+    ),
 )
 
 
