@@ -83,7 +83,8 @@ def speed_chart() -> alt.LayerChart:
     machine = results["machine"]
     about = f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, 8 heads of 64, rule head_groups"
     title = [f"Time in ms, forward + backward. {about}"]
-    chart = plots.line_chart(alt.Data(values=shown), 300)
+    lengths = sorted({one["tokens"] for one in shown})
+    chart = plots.line_chart(alt.Data(values=shown), 300, lengths=lengths)
     return chart.properties(width=600, title=title)
 
 

@@ -73,8 +73,8 @@ LAYERS = [
 ]
 
 OPTIONAL = [
-    "matplotlib", "altair", "vl_convert", "rich", "typer", "einops", "selenium", "transformers", "safetensors", "triton",
-    "pytest", "hypothesis",
+    "matplotlib", "altair", "vl_convert", "rich", "typer", "einops", "selenium", "transformers", "safetensors",
+    "triton", "pytest", "hypothesis",
 ]  # fmt: skip
 
 

@@ -36,11 +36,11 @@ VALUES = (
 
 
 def line_chart(
-    data: alt.Data | alt.NamedData, height: int, figure: str = "time", inside: str = "true"
+    data: alt.Data | alt.NamedData, height: int, figure: str = "time", lengths: Sequence[int] = (), inside: str = "true"
 ) -> alt.LayerChart:
     """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` are `series.points`.
 
-    ``inside`` says of a name whether it is on the plot, as after zooming it may not be.
+    ``lengths`` are named on the axis. ``inside`` says of a name whether it is on the plot: after zooming it may not be.
     """
     base = (
         alt.Chart(data)
@@ -49,7 +49,7 @@ def line_chart(
         .encode(
             x=alt.X("tokens:Q", title="tokens")
             .scale(type="log", base=2, nice=False, padding=12)
-            .axis(labelExpr=TOKENS, values=[2**power for power in range(50)]),
+            .axis(labelExpr=TOKENS, values=alt.ExprRef("lengths")),
             y=alt.Y("y:Q", title=None)
             .scale(type="log", nice=False, padding=18)
             .axis(labelExpr=VALUES, values=alt.ExprRef("figure == 'memory' ? powers : decades")),
@@ -72,6 +72,7 @@ def line_chart(
         *_names(drawn, height, inside),
     ).properties(height=height).add_params(
         alt.param(name="figure", value=figure),
+        alt.param(name="lengths", value=list(lengths)),
         alt.param(name="named", value=True),
         alt.param(name="decades", value=[float(f"{digit}e{power}") for power in range(-6, 10) for digit in (1, 2, 5)]),
         alt.param(name="powers", value=[2**power for power in range(50)]),
@@ -134,8 +135,11 @@ def pictures(results: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
 
 
 def _panels(drawn: Sequence[dict[str, Any]], figure: str, wanted: str) -> dict[str, Any] | None:
+    lengths = sorted({one["tokens"] for one in drawn})  # one list: panels cannot differ in a parameter
     panels = [
-        line_chart(alt.Data(values=some), 380, figure).properties(width=420, title=f"{FIGURES[figure]}, {words}")
+        line_chart(alt.Data(values=some), 380, figure, lengths).properties(
+            width=420, title=f"{FIGURES[figure]}, {words}"
+        )
         for direction, words in DIRECTIONS.items()
         if (some := [one for one in drawn if one["direction"] == direction])
     ]

@@ -57,7 +57,9 @@ function draw(view) {
   const longest = Math.max(0, ...now.lines.map((name) => name.length));
   const padding = { left: 62, top: 10, bottom: 46, right: WIDE.matches ? Math.min(320, 20 + 6.8 * longest) : 14 };
   view.padding(padding).width(byId("plot").clientWidth - padding.left - padding.right);
-  view.signal("figure", now.figure).signal("named", WIDE.matches).data("points", drawn(now)).runAsync();
+  view.signal("figure", now.figure).signal("named", WIDE.matches);
+  view.signal("lengths", [...new Set(drawn(now).map((point) => point.tokens))]);
+  view.data("points", drawn(now)).runAsync();
   crosshair();
   const more = [...now.colours.keys()].filter((name) => !now.lines.includes(name));
   byId("shown").replaceChildren(...now.lines.map((name) => button(now, name)));
@@ -102,7 +104,15 @@ function crosshair(tokens) {
 
 // --- the start ------------------------------------------------------------------------------------------------------
 
-const settings = { mode: "vega-lite", ast: true, actions: false, defaultStyle: false, renderer: "svg", tooltip: false, logLevel: 1 };
+const settings = {
+  mode: "vega-lite",
+  renderer: "svg",
+  ast: true, // the page's policy allows no eval
+  actions: false,
+  tooltip: false,
+  defaultStyle: false,
+  logLevel: 1,
+};
 window.embed("#plot", specification, settings).then(({ view }) => {
   view.addSignalListener("near", (_, { tokens }) => crosshair(tokens?.[0]));
   addEventListener("hashchange", () => draw(view));
