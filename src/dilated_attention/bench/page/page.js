@@ -107,7 +107,7 @@ function crosshair(tokens) {
 const settings = {
   mode: "vega-lite",
   renderer: "svg",
-  ast: true, // the page's policy allows no eval
+  ast: true, // expressions are interpreted: the page's policy lets no text become code
   actions: false,
   tooltip: false,
   defaultStyle: false,
