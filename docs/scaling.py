@@ -25,11 +25,12 @@ ROWS = [
     (27, 1024),
     (30, 1024),
 ]  # log2 of the tokens, ranks
+# those of the report, so that each has a form for dark pages
 COLOURS = {
-    "ring": "#5d9bd0",
-    "allgather": "#1f4e79",
-    "alltoall": "#d07f2e",
-    "naive ring": "#9a9a96",
+    "ring": "#0969da",
+    "allgather": "#116329",
+    "alltoall": "#bc4c00",
+    "naive ring": "#6e7781",
 }
 
 
@@ -66,48 +67,64 @@ def table() -> str:
 
 
 def draw() -> None:
-    import matplotlib as mpl
-    import matplotlib.pyplot as plt
+    import altair as alt
+    from dilated_attention.bench.plots import styled, svg
 
-    from pictures import DARK, LINES, adapt, settings
-
-    mpl.rcParams.update({**settings(), "font.size": 9})
-    figure, axes = plt.subplots(
-        2, 3, figsize=(8, 5), sharex=True, sharey="row", layout="constrained"
-    )
-    powers = range(20, 31)
-    for (top, bottom), ranks in zip(axes.T, (8, 64, 1024), strict=True):
-        costs = [cost(2**power, ranks) for power in powers]
-        for name, colour in COLOURS.items():
-            if name == "naive ring":
-                received, seconds = (
-                    [x.naive_ring_bytes for x in costs],
-                    [x.naive_ring_seconds for x in costs],
-                )
-            else:
-                received = [x.exchanges[name].bytes_received_max for x in costs]
-                seconds = [x.exchanges[name].seconds for x in costs]
-            dashes = "--" if name == "allgather" else "-"
-            top.plot(
-                powers, received, dashes, color=colour, label=name
-            )  # ring and allgather: one line on the other
-            bottom.plot(powers, seconds, dashes, color=colour, label=name)
-        top.set(yscale="log", title=f"{ranks:,} ranks")
-        bottom.set(
-            yscale="log",
-            xlabel="tokens",
-            xticks=[20, 25, 30],
-            xticklabels=["2^20", "2^25", "2^30"],
+    rows = []
+    for ranks in (8, 64, 1024):
+        for power in range(20, 31):
+            found = cost(2**power, ranks)
+            both = {
+                name: (one.bytes_received_max, one.seconds)
+                for name, one in found.exchanges.items()
+            }
+            both["naive ring"] = (
+                found.naive_ring_bytes,
+                found.naive_ring_seconds,
+            )
+            rows += [
+                {"ranks": ranks, "power": power, "exchange": name}
+                | {"bytes": received, "seconds": seconds}
+                for name, (received, seconds) in both.items()
+            ]
+    scale = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    base = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(strokeWidth=2)
+        .encode(
+            x=alt.X("power:Q", title="tokens").axis(
+                values=[20, 25, 30], labelExpr="'2^' + datum.value"
+            ),
+            color=alt.Color("exchange:N", title=None, scale=scale),
+            # ring and allgather receive the same: one line lies on the other
+            strokeDash=alt.condition(
+                "datum.exchange == 'allgather'",
+                alt.value([5, 4]),
+                alt.value([1, 0]),
+            ),
         )
-        for axis in (top, bottom):
-            axis.grid(color=LINES, linewidth=0.6)
-            axis.minorticks_off()
-    axes[0, 0].set_ylabel("bytes received by a rank")
-    axes[1, 0].set_ylabel("modelled seconds, forward")
-    axes[0, 0].legend(fontsize=8, frameon=False)
-    file = Path(__file__).with_name("scaling.svg")
-    figure.savefig(file, metadata={"Date": None})
-    adapt(file, {**DARK, COLOURS["allgather"]: "#c4e7ff"})
+        .properties(width=190, height=170)
+    )
+    log = alt.Scale(type="log", nice=False)
+    axis = alt.Axis(format="~s", tickCount=5)
+    charts = [
+        base.encode(y=alt.Y(f"{key}:Q", title=title, scale=log, axis=axis))
+        for key, title in (
+            ("bytes", "bytes received per rank"),
+            ("seconds", "modelled seconds, forward"),
+        )
+    ]
+    both_rows = alt.vconcat(
+        *(
+            chart.facet(
+                column=alt.Column("ranks:N", title=None).header(
+                    labelExpr="format(datum.value, ',') + ' ranks'"
+                )
+            )
+            for chart in charts
+        )
+    )
+    Path(__file__).with_name("scaling.svg").write_bytes(svg(styled(both_rows)))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ from torch import Tensor, nn
 import dilated_attention as da
 from dilated_attention import DilatedPattern
 from dilated_attention.bench.claims import conclusions
-from dilated_attention.bench.report import page, table
+from dilated_attention.bench.page import page
+from dilated_attention.bench.report import table
 from dilated_attention.bench.suites import ALL
 from dilated_attention.ranks import pool
 

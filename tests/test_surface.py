@@ -75,7 +75,7 @@ LAYERS = [
 ]
 
 OPTIONAL = [
-    "altair", "vl_convert", "matplotlib", "rich", "typer", "einops", "selenium", "transformers", "safetensors",
+    "altair", "vl_convert", "jinja2", "rich", "typer", "einops", "selenium", "transformers", "safetensors",
     "triton", "pytest", "hypothesis",
 ]  # fmt: skip
 

@@ -1,288 +1,99 @@
-"""Results made up in code, in the schema of results.json: a full set, and one of a run that measured nothing.
-
-The figures follow a simple model of time and memory, so that curves look like curves; a fixed seed makes them the same
-each time.
-"""
+"""Results made up in code, in the schema of results.json: a run cut short with all that can go wrong, and nothing."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from dilated_attention import DilatedPattern
-
-LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
-DTYPES = ["float32", "bfloat16"]
-DIRECTIONS = ["forward", "forward_backward"]
-HEADS, DIM = 8, 64
-PEAK = {"float32": 0.152, "bfloat16": 0.221}  # TFLOP/s of matmul
-COPY = {"float32": 9.1, "bfloat16": 8.7}  # GB/s
-LIMIT = {"float32": 5e-6, "bfloat16": 1.6e-2}
-MEMORY = 2 * 2**30
+LENGTHS = [1024, 2048, 4096, 8192]
 WRONG, NO_GRADIENTS = "index by mask", "gather-pad-scatter"
+WHO = {  # kind, rule, ours, ranks, ms for 1024 tokens, growth when the length doubles
+    "dense SDPA": ("baseline", "dense", False, 1, 1.0, 4.0),
+    "longnet, auto": ("function", "longnet", True, 1, 0.9, 2.0),
+    "longnet, eager": ("function", "longnet", True, 1, 3.0, 2.0),
+    "torchscale, auto": ("function", "torchscale", True, 1, 0.8, 2.0),
+    "head_groups, auto": ("function", "head_groups", True, 1, 0.5, 2.0),
+    "head_groups, sdpa": ("function", "head_groups", True, 1, 0.51, 2.0),
+    "DilatedAttention": ("module", "head_groups", True, 1, 0.502, 2.0),
+    "MultiheadDilatedAttention": ("multihead", "head_groups", True, 1, 1.5, 2.0),
+    "copy and gather, slicing": ("baseline", "head_groups", False, 1, 1.2, 2.0),
+    NO_GRADIENTS: ("baseline", "torchscale", False, 1, 2.0, 2.0),
+    "RingDilatedAttention, 4 ranks": ("ring", "head_groups", True, 4, 4.0, 1.5),
+    WRONG: ("baseline", "longnet", False, 1, 0.1, 2.0),
+}
 
 
-@dataclass(frozen=True)
-class Made:
-    """An implementation of the sample: its share of the matmul ceiling, fixed cost and tensors kept at once."""
+def measurement(name: str, tokens: int, direction: str = "forward", **changes: Any) -> dict[str, Any]:
+    """One that was measured, but for what cannot have a time."""
+    kind, rule, ours, ranks, start, growth = WHO[name]
+    backward = direction == "forward_backward"
+    median = start * growth ** LENGTHS.index(tokens) * (3 if backward else 1)
+    ms = {"median": median, "lower": 0.97 * median, "upper": 1.04 * median, "repeats": 1 if median > 100 else 9}
+    found: dict[str, Any] = {
+        "suite": "quick", "implementation": name, "kind": kind, "ours": ours, "rule": rule, "ranks": ranks,
+        "samples": 1, "tokens": tokens, "heads": 8, "head_dim": 64, "lengths": [256, 1024], "rates": [1, 4],
+        "dtype": "float32", "causal": False, "direction": direction, "status": "measured", "why": "", "ms": ms,
+        "tokens_per_s": 1000 * tokens / median, "flops": 10**9, "bytes": 10**6, "tflops": 1.0, "of_matmul": 0.5,
+        "gb_per_s": 2.0, "of_copy": 0.2, "peak_bytes": tokens * 4096 * (2 if backward else 1),
+    }  # fmt: skip
+    without = dict.fromkeys(("ms", "tokens_per_s", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes"))
+    if name == WRONG or (name == NO_GRADIENTS and backward):
+        found |= {"status": "wrong", "why": "out is off by 3.1e-01", **without}
+    if name == "longnet, eager" and tokens == LENGTHS[-1]:
+        found |= {"status": "out of memory", "why": "9 GiB wanted", **without}
+    return {**found, **changes}
 
-    name: str
-    kind: str
-    rule: str
-    share: float
-    overhead_ms: float
-    kept: float
-    ours: bool = True
-    ranks: tuple[int, ...] = (1,)
 
-
-IMPLEMENTATIONS = [
-    Made("dense SDPA", "baseline", "longnet", 0.52, 0.08, 1.3, ours=False),
-    Made("longnet, auto", "function", "longnet", 0.47, 0.5, 1.6),
-    Made("longnet, auto, compiled", "function", "longnet", 0.48, 0.4, 1.6),
-    Made("longnet, eager", "function", "longnet", 0.21, 1.1, 9.0),
-    Made("torchscale, auto", "function", "torchscale", 0.46, 0.55, 1.7),
-    Made("head_groups, auto", "function", "head_groups", 0.49, 0.3, 1.4),
-    Made("head_groups, auto, compiled", "function", "head_groups", 0.50, 0.26, 1.4),
-    Made("DilatedAttention", "module", "head_groups", 0.485, 0.34, 1.4),
-    Made("MultiheadDilatedAttention", "multihead", "head_groups", 0.30, 0.9, 3.1),
-    Made("ImprovedMultiheadDilatedAttention", "multihead", "head_groups", 0.33, 0.8, 2.9),
-    Made("RingDilatedAttention", "ring", "longnet", 0.40, 2.4, 1.9, ranks=(1, 2, 4)),
-    Made("copy and gather", "baseline", "head_groups", 0.31, 0.4, 2.6, ours=False),
-    Made(NO_GRADIENTS, "baseline", "torchscale", 0.17, 0.7, 6.5, ours=False),
-    Made(WRONG, "baseline", "longnet", 0.11, 0.5, 4.0, ours=False),
-]
+def check(name: str, dtype: str = "float32") -> dict[str, Any]:
+    kind, rule, ours, ranks, *_ = WHO[name]
+    errors: dict[str, Any] = {"out": 1e-6, "d q": 2e-6, "d k": 1e-6}
+    verdict, why = "exact", ""
+    if name == WRONG:
+        verdict, why, errors = "wrong", "The mask is shifted.", {"out": 0.31, "d k": "inf"}
+    if name == NO_GRADIENTS:
+        verdict, errors = "wrong gradients", {**errors, "d q": 2.4e-2}
+    return {
+        "implementation": name, "kind": kind, "ours": ours, "rule": rule, "ranks": ranks, "dtype": dtype,
+        "causal": False, "verdict": verdict, "errors": errors, "limits": dict.fromkeys(errors, 5e-6), "why": why,
+    }  # fmt: skip
 
 
 def sample() -> dict[str, Any]:
-    """About 14 implementations over 6 lengths, with all that can go wrong, and every section filled."""
-    chance = random.Random(0)
-    measurements = [
-        _measurement(chance, made, tokens, dtype, causal, direction, ranks)
-        for made in IMPLEMENTATIONS
-        for dtype, causal, direction, tokens in product(DTYPES, (False, True), DIRECTIONS, LENGTHS)
-        for ranks in made.ranks
-    ]
+    """Every section is filled. In the suite "steps" only one length was measured, and only forward."""
+    every = list(product(WHO, LENGTHS, ("forward", "forward_backward")))
     return {
-        "schema": 1,
-        "machine": _machine(dirty=True),
-        "suites": ["full", "steps"],
-        "complete": False,
-        "seconds": 1843.2,
-        "ceilings": [{"dtype": d, "matmul_tflops": PEAK[d], "copy_gb_per_s": COPY[d]} for d in DTYPES],
-        "answer": (
-            "At 32,768 tokens head_groups with torch's own kernels is 10.8 times as fast as dense attention and keeps "
-            "half its memory; every implementation of ours is exact, gradients included. "
-            "Below 2,048 tokens dense attention is the faster one: use that."
-        ),
-        "checks": _checks(),
-        "measurements": measurements + _steps(),
-        "tables": _tables(),
-        "claims": _claims(),
-        "recommendations": _recommendations(),
-        "matrix": _matrix(),
-    }
+        **empty(),
+        "suites": ["quick", "steps"],
+        "planned": ["quick", "steps", "ring"],
+        "answer": "It is `fast`. All is right.",
+        "ceilings": [{"dtype": "float32", "matmul_tflops": 0.152, "copy_gb_per_s": 9.1}],
+        "checks": [check(name) for name in WHO],
+        "measurements": [
+            *(measurement(*one) for one in every),
+            *(measurement(*one, causal=True) for one in every if one[0] in ("dense SDPA", "head_groups, auto")),
+            measurement("head_groups, auto", 2048, suite="steps", samples=4),
+        ],
+        "tables": [
+            {"suite": "steps", "title": "Splitting heads", "note": "By `reshape`.", "columns": ["way", "ms", "copies"],
+             "rows": [["reshape", 0.0112345, False], ["einops", 1234.5678, True], ["none", None, False]]},
+        ],
+        "claims": [{"claim": "Time is linear", "claimed": "linear", "ours": "1.03", "holds": "yes", "how": "slope"}],
+        "recommendations": [
+            {"use_case": "training", "best": "head_groups, auto", "value": "1.2 ms", "factor": 2.4,
+             "runner_up": "copy and gather, slicing", "ties": ["head_groups, sdpa"]},
+        ],
+    }  # fmt: skip
 
 
 def empty() -> dict[str, Any]:
     """What a run leaves that was stopped before it measured anything."""
-    nothing: dict[str, Any] = {name: [] for name in ("ceilings", "checks", "measurements", "tables", "claims")}
+    lists = ("ceilings", "checks", "measurements", "tables", "claims", "recommendations", "matrix")
     return {
         "schema": 1,
-        "machine": _machine(dirty=False),
-        "suites": ["quick"],
-        "complete": False,
-        "seconds": 0.4,
-        "answer": "",
-        **nothing,
-        "recommendations": [],
-        "matrix": [],
-    }
-
-
-def _machine(dirty: bool) -> dict[str, Any]:
-    return {
-        "date": "2026-03-14T09:26:53+00:00",
-        "command": "python -m dilated_attention.bench --suite full --out report",
-        "commit": "64816d3f0c5e8a7b91d2e4c6a8b0d1f2e3a4b5c6",
-        "dirty": dirty,
-        "device": "Example CPU 9000 @ 3.10GHz",
-        "cpu": "Example CPU 9000 @ 3.10GHz",
-        "cores": 8,
-        "threads": 8,
-        "load": 0.42,
-        "system": "Linux-6.1.0-x86_64-with-glibc2.36",
-        "versions": {"dilated_attention": "0.1.0", "python": "3.11.9", "torch": "2.13.0+cpu"},
-    }
-
-
-def _measurement(
-    chance: random.Random, made: Made, tokens: int, dtype: str, causal: bool, direction: str, ranks: int
-) -> dict[str, Any]:
-    backward = direction == "forward_backward"
-    dense = made.name == "dense SDPA"
-    lengths = [tokens] if dense else [tokens // 4, tokens // 2, tokens]
-    rates = [1] if dense else [1, 2, 4]
-    pattern = DilatedPattern.of(made.rule, lengths, rates)
-    flops = pattern.flops(tokens, HEADS, DIM, is_causal=causal, backward=backward)
-    size = 4 if dtype == "float32" else 2
-    least = tokens * HEADS * DIM * size * (10 if backward else 4)
-    peak = int(tokens * HEADS * DIM * size * made.kept * (2.2 if backward else 1) / ranks)
-    if made.name == "longnet, eager":
-        peak += HEADS * (tokens // 4) ** 2 * size * (2 if backward else 1)
-    if dense and dtype == "bfloat16" and backward:
-        peak += HEADS * tokens**2 * size
-    found: dict[str, Any] = {
-        "suite": "full", "implementation": made.name, "kind": made.kind, "ours": made.ours, "rule": made.rule,
-        "ranks": ranks, "samples": 1, "tokens": tokens, "heads": HEADS, "head_dim": DIM, "lengths": lengths,
-        "rates": rates, "dtype": dtype, "causal": causal, "direction": direction, "status": "measured", "why": "",
-        "flops": flops, "bytes": least,
-        **dict.fromkeys(("ms", "tokens_per_s", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes")),
+        "machine": {
+            "date": "2026-03-14T09:26:53+00:00", "command": "dilated-attention bench", "commit": "64816d3f0c5e8a7b91d2",
+            "dirty": True, "device": "Example CPU 9000", "cpu": "Example CPU 9000", "cores": 8, "threads": 8,
+            "load": 0.42, "system": "Linux", "versions": {"python": "3.11.9", "torch": "2.13.0+cpu"},
+        },
+        "suites": ["quick"], "complete": False, "seconds": 0.4, "answer": "", **{name: [] for name in lists},
     }  # fmt: skip
-    if made.name == WRONG or (made.name == NO_GRADIENTS and backward):
-        what = "out is off by 3.1e-01" if made.name == WRONG else "d q is off by 2.4e-02"
-        return {**found, "status": "wrong", "why": f"{what}: it gets no time."}
-    if "compiled" in made.name and dtype == "bfloat16" and causal:
-        return {**found, "status": "skipped", "why": "Its share of the time was used up."}
-    if peak > MEMORY:
-        return {**found, "status": "out of memory", "why": f"{peak / 2**30:.1f} GiB wanted beyond the inputs."}
-    return {**found, **_figures(chance, made, found, peak)}
-
-
-def _figures(chance: random.Random, made: Made, found: dict[str, Any], peak: int) -> dict[str, Any]:
-    dtype, tokens = found["dtype"], found["tokens"]
-    rate = PEAK[dtype] * made.share * found["ranks"] ** 0.8 * 1e12
-    half = 0.7 if found["causal"] else 1.0  # causal kernels reach a smaller share of the ceiling
-    seconds = found["flops"] / (rate * half) + made.overhead_ms / 1e3 * found["ranks"]
-    seconds *= chance.uniform(0.97, 1.04)
-    median = seconds * 1e3
-    repeats = 1 if median > 2500 else 2 if median > 1200 else max(5, min(200, int(1500 / median)))
-    spread = 0.0 if repeats == 1 else chance.uniform(0.01, 0.12)
-    rates = {"tflops": found["flops"] / seconds / 1e12, "gb_per_s": found["bytes"] / seconds / 1e9}
-    return {
-        "ms": {
-            "median": median,
-            "lower": median * (1 - spread / 2),
-            "upper": median * (1 + spread),
-            "repeats": repeats,
-        },
-        "tokens_per_s": tokens / seconds,
-        **rates,
-        "of_matmul": rates["tflops"] / PEAK[dtype],
-        "of_copy": rates["gb_per_s"] / COPY[dtype],
-        "peak_bytes": peak,
-    }
-
-
-def _steps() -> list[dict[str, Any]]:
-    """A suite of single steps, at one length only and with nothing to count as memory."""
-    made = Made("head_groups, auto", "function", "head_groups", 0.5, 0.3, 1.4)
-    base = _measurement(random.Random(1), made, 8192, "float32", False, "forward", 1)
-    common = {"suite": "steps", "kind": "step", "rule": "none", "lengths": [], "rates": [], "flops": 0, "tflops": 0.0}
-    return [
-        {
-            **base,
-            **common,
-            "implementation": name,
-            "of_matmul": 0.0,
-            "peak_bytes": 0,
-            "ms": {"median": ms, "lower": ms * 0.98, "upper": ms * 1.05, "repeats": 200},
-        }
-        for name, ms in (("split heads: reshape", 0.011), ("split heads: einops", 0.024))
-    ]
-
-
-def _checks() -> list[dict[str, Any]]:
-    chance = random.Random(2)
-    found = []
-    for made, dtype, causal in product(IMPLEMENTATIONS, DTYPES, (False, True)):
-        names = ["out", "d x", "d q_proj.weight"] if made.kind == "multihead" else ["out", "d q", "d k", "d v"]
-        limits = {name: LIMIT[dtype] * (1 if name == "out" else 1.5) for name in names}
-        errors: dict[str, Any] = {name: limits[name] * chance.uniform(0.02, 0.6) for name in names}
-        verdict, why = "exact", ""
-        if made.name == WRONG:
-            errors = dict.fromkeys(names, 0.31)
-            errors["d k"] = "inf"
-            verdict, why = "wrong", "The mask is shifted by one token in the last segment."
-        if made.name == NO_GRADIENTS:
-            errors["d q"], errors["d k"] = 2.4e-2, 3.9e-2
-            verdict, why = "wrong gradients", "The mixing weights carry no gradient."
-        for ranks in made.ranks:
-            found.append(
-                {"implementation": made.name, "kind": made.kind, "ours": made.ours, "rule": made.rule, "ranks": ranks,
-                 "dtype": dtype, "causal": causal, "verdict": verdict, "errors": errors, "limits": limits, "why": why}
-            )  # fmt: skip
-    return found
-
-
-def _tables() -> list[dict[str, Any]]:
-    return [
-        {
-            "suite": "full",
-            "title": "Exchanges over 4 ranks",
-            "note": "32,768 tokens, float32, forward. Bytes are what a rank received.",
-            "columns": ["exchange", "ms", "received", "hops"],
-            "rows": [["ring", 412.73, 6291456, 3], ["allgather", 405.1, 6291456, 1], ["alltoall", 398.2, 3932160, 2]],
-        },
-        {
-            "suite": "full",
-            "title": "Compile time",
-            "note": "",
-            "columns": ["implementation", "first call s", "graphs"],
-            "rows": [["longnet, auto, compiled", 6.1, 1], ["head_groups, auto, compiled", 5.4, 1], ["eager", None, 0]],
-        },
-        {
-            "suite": "steps",
-            "title": "Splitting heads",
-            "note": "A step is timed alone; neither way copies.",
-            "columns": ["way", "µs"],
-            "rows": [["reshape", 11.0], ["einops", 24.0]],
-        },
-    ]
-
-
-def _claims() -> list[dict[str, Any]]:
-    keys = ("claim", "claimed", "ours", "holds", "how")
-    rows = [
-        ("Time grows linearly with length at fixed segments", "linear", "exponent 1.03", "yes",
-         "slope of log time against log length, 4k to 32k tokens"),
-        ("Gathering through einops is as fast as reshape", "same", "2.2 times slower", "no", "suite steps"),
-        ("A ring halves memory with two ranks", "0.50", "0.52", "yes", "peak of the busiest rank, 32,768 tokens"),
-        ("A billion tokens on 1,024 GPUs", "fits", "–", "not measured", "needs 1,024 GPUs"),
-    ]  # fmt: skip
-    return [dict(zip(keys, row, strict=True)) for row in rows]
-
-
-def _recommendations() -> list[dict[str, Any]]:
-    keys = ("use_case", "best", "value", "runner_up", "factor", "ties")
-    rows = [
-        ("Training, long sequences", "head_groups, auto, compiled", "1,160 ms at 32,768 tokens", "copy and gather", 1.6,
-         ["head_groups, auto", "DilatedAttention"]),
-        ("Inference, long sequences", "head_groups, auto, compiled", "330 ms at 32,768 tokens", "copy and gather", 1.58,
-         []),
-        ("LongNet checkpoints", "torchscale, auto", "the only exact one", None, None, []),
-        ("Least memory", "dense SDPA", "83 MiB at 32,768 tokens", "head_groups, auto", 1.08, []),
-        ("Below 2,048 tokens", "dense SDPA", "6.1 ms at 1,024 tokens", "head_groups, auto", 1.4, []),
-    ]  # fmt: skip
-    return [dict(zip(keys, row, strict=True)) for row in rows]
-
-
-def _matrix() -> list[dict[str, Any]]:
-    best = {rec["best"]: [] for rec in _recommendations()}
-    for rec in _recommendations():
-        best[rec["best"]].append(rec["use_case"])
-    verdicts = {WRONG: "wrong", NO_GRADIENTS: "wrong gradients"}
-    notes = {WRONG: "Shown as a warning only.", "dense SDPA": "Another operation: every token sees every token."}
-    return [
-        {
-            "implementation": made.name,
-            "ours": made.ours,
-            "verdict": verdicts.get(made.name, "exact"),
-            "best_for": best.get(made.name, []),
-            "slower": None if made.name == WRONG else round(0.52 / made.share, 2),
-            "note": notes.get(made.name, ""),
-        }
-        for made in IMPLEMENTATIONS
-    ]

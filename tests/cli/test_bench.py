@@ -99,7 +99,7 @@ def test_a_busy_machine_is_told(run: Any, fake: Any, results: Results, tmp_path:
 def test_without_typer_or_rich_it_still_measures(missing: str, tmp_path: Path) -> None:
     """As on a machine that has PyTorch alone: results.json is written, and a report can be made elsewhere."""
     code = (
-        f"import sys\nfor name in ({missing!r}, 'altair', 'jinja2', 'matplotlib'): sys.modules[name] = None\n"
+        f"import sys\nfor name in ({missing!r}, 'altair', 'jinja2'): sys.modules[name] = None\n"
         "from dilated_attention.bench import suites\nfrom dilated_attention.cli import main\n"
         "suites.run = lambda names, *_, save, **more: save({'machine': dict(dirty=False, commit='abc', device='CPU', "
         "threads=1, load=0, versions={}), 'answer': ','.join(names), 'checks': [], 'measurements': []})\n"

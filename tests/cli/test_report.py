@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dilated_attention.bench.claims import conclusions
 
@@ -39,6 +42,20 @@ def test_elsewhere(run: Any, results: dict[str, Any], tmp_path: Path) -> None:
     assert run("report", tmp_path, "--out", tmp_path / "a" / "b").code == 0
     assert (tmp_path / "a" / "b" / "index.html").is_file()
     assert not (tmp_path / "index.html").exists()
+
+
+def test_without_what_draws_it_says_what_to_install(
+    refused: Any, results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    for name in [*sys.modules]:
+        if name.startswith(("dilated_attention.bench.plots", "dilated_attention.bench.page")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("dilated_attention.bench.page", raising=False)
+    monkeypatch.delattr("dilated_attention.bench.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    assert "this needs altair: pip install" in refused("report", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_what_cannot_be_is_one_line(refused: Any, results: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The claims of published reports on dilated attention, each beside what was measured here: does it hold?
+"""Claims that others published about dilated attention, each beside what was measured here: does it hold?
 
-A claim without a measurement in the results is listed as not measured; nothing here is written by hand but the claims.
+They are from the benchmark reports in the DarcStar fork of dilated-attention-pytorch. Only the claims are written by
+hand. A claim that the results say nothing about is "not measured".
 
 Legend: a record is one entry of results["measurements"]; "saved" is 1 - after / before.
 """
@@ -8,25 +9,18 @@ Legend: a record is one entry of results["measurements"]; "saved" is 1 - after /
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dilated_attention.bench.recommend import recommend, short, spread
+from dilated_attention.bench.recommend import recommend, spread
+from dilated_attention.bench.series import digits
 
 Results = dict[str, Any]
-Pair = tuple[dict[str, Any], dict[str, Any]]
-ONE_FUNCTION = "; in this package both are one function, so what differs is noise"
+Record = dict[str, Any]
+Finding = tuple[str, str, str]  # what was measured here, whether the claim holds, and how that is known
+Find = Callable[[Results], Finding | None]
+IMPROVED = ("DilatedAttention", "ImprovedDilatedAttention")
 SAME = ("suite", "samples", "tokens", "heads", "head_dim", "lengths", "rates", "dtype", "causal", "direction")
-
-
-@dataclass(frozen=True)
-class Claim:
-    claim: str
-    claimed: str
-    ours: str
-    holds: str  # yes, no, not measured
-    how: str
 
 
 def conclusions(results: Results) -> dict[str, Any]:
@@ -34,136 +28,116 @@ def conclusions(results: Results) -> dict[str, Any]:
     return {"claims": claims(results), **recommend(results)}
 
 
-def claims(results: Results) -> list[dict[str, Any]]:
+def claims(results: Results) -> list[dict[str, str]]:
     """Every claim, with the figures that the results have for it."""
-    return [asdict(one) for one in _all(results)]
-
-
-def _all(results: Results) -> Iterator[Claim]:
-    yield _over_heads(results)
-    yield _zero_memory(results)
-    yield _ring_of_one(results)
-    improved = ("DilatedAttention", "ImprovedDilatedAttention")
-    yield _saving(results, *improved, "ImprovedDilatedAttention takes less time", "30–50 % faster", 0.30, time_of)
-    yield _saving(results, *improved, "ImprovedDilatedAttention takes less memory", "15–20 % less", 0.15, peak_of)
-    yield _throughput(results, *improved)
-    for what, claim, claimed, least in (
-        ("buffers reused", "Reusing buffers takes less memory", "40–60 % less", 0.40),
-        ("plan cached", "Caching the plan takes less time", "25–40 % faster", 0.25),
-        ("K/V in one message", "K and V packed in one message halve the latency", "half", 0.50),
-        ("qkv fused", "One fused qkv projection takes less time", "30–50 % faster", 0.30),
-        ("DDP bucket size", "Tuned DDP bucket sizes take less time", "15–25 % faster", 0.15),
-    ):
-        yield _optimisation(results, what, claim, claimed, least)
-    yield _communication(results)
+    found = []
+    for claim, claimed, find in CLAIMS:
+        ours, holds, how = find(results) or ("", "not measured", "")
+        found.append({"claim": claim, "claimed": claimed, "ours": ours, "holds": holds, "how": how})
+    return found
 
 
 # --- faults of measurement --------------------------------------------------------------------------------------
 
 
-def _over_heads(results: Results) -> Claim:
-    claim, claimed = "An implementation is many times faster than the others", "17 times faster"
+def _over_heads(results: Results) -> Finding | None:
     found = [x for x in results["checks"] if x["implementation"] == "attention over heads" and x["errors"]]
     if not found:
-        return _not_measured(claim, claimed)
+        return None
     error, limit = float(found[0]["errors"]["out"]), float(found[0]["limits"]["out"])
     how = "checked against the float64 oracle before any timing"
-    if error <= limit:
-        return Claim(claim, claimed, f"out is off by {error:.1e}, allowed {limit:.1e}", "yes", how)
-    ours = f"it attends over heads, not tokens: out is off by {error:.1e}, allowed {limit:.1e}; it gets no time"
-    return Claim(claim, claimed, ours, "no", how)
+    off = f"out is off by {error:.1e}, allowed {limit:.1e}"
+    return (
+        (off, "yes", how)
+        if error <= limit
+        else (f"it attends over heads, not tokens: {off}; it gets no time", "no", how)
+    )
 
 
-def _zero_memory(results: Results) -> Claim:
-    claim, claimed = "A call takes no memory", "0 MB"
+def _zero_memory(results: Results) -> Finding | None:
     known = [x for x in results["measurements"] if peak_of(x) is not None and x["ranks"] == 1]
     if not known:
-        return _not_measured(claim, claimed)
+        return None
     least = min(known, key=lambda x: x["peak_bytes"] / _out_bytes(x))
     times = least["peak_bytes"] / _out_bytes(least)
     ours = f"at least {times:.2f} times the size of out ({least['implementation']}, {least['tokens']:,} tokens)"
     how = f"{len(known)} measurements: CUDA's peak beyond inputs, or the peak of a fresh process"
-    return Claim(claim, claimed, ours, "no" if times > 0.5 else "yes", how)
+    return ours, "no" if times > 0.5 else "yes", how
 
 
-def _out_bytes(record: dict[str, Any]) -> int:
+def _out_bytes(record: Record) -> int:
     size = {"float64": 8, "float32": 4}.get(record["dtype"], 2)
     return int(record["samples"] * record["tokens"] * record["heads"] * record["head_dim"] * size)
 
 
-def _ring_of_one(results: Results) -> Claim:
-    claim, claimed = "A ring with ring_size=1 is slower than DilatedAttention", "slower"
-    pairs = _pairs(results, "DilatedAttention", "RingDilatedAttention")
-    ratios = [after["ms"]["median"] / before["ms"]["median"] for before, after in pairs if before["ms"] and after["ms"]]
+def _ring_of_one(results: Results) -> Finding | None:
+    pairs = [
+        pair for pair in _pairs(results, "DilatedAttention", "RingDilatedAttention") if pair[0]["ms"] and pair[1]["ms"]
+    ]
+    ratios = [ring["ms"]["median"] / plain["ms"]["median"] for plain, ring in pairs]
     if not ratios:
-        return _not_measured(claim, claimed)
-    slower = sum(_apart(before, after) for before, after in pairs if before["ms"] and after["ms"])
+        return None
+    slower = sum(spread(ring)[0] > spread(plain)[1] for plain, ring in pairs)
     ours = f"{min(ratios):.2f} to {max(ratios):.2f} times its time, median {statistics.median(ratios):.2f}"
     how = f"{len(ratios)} settings; in {slower} it is slower by more than the quartiles"
-    return Claim(claim, claimed, ours, "yes" if slower > len(ratios) / 2 else "no", how)
-
-
-def _apart(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return spread(after)[0] > spread(before)[1]
+    return ours, "yes" if slower > len(ratios) / 2 else "no", how
 
 
 # --- savings ----------------------------------------------------------------------------------------------------
 
 
-def time_of(record: dict[str, Any]) -> float | None:
+def time_of(record: Record) -> float | None:
     return None if record["ms"] is None else float(record["ms"]["median"])
 
 
-def peak_of(record: dict[str, Any]) -> float | None:
+def peak_of(record: Record) -> float | None:
     known = record["status"] == "measured" and record["peak_bytes"] is not None
     return float(record["peak_bytes"]) if known else None
 
 
-def _saving(
-    results: Results,
-    before: str,
-    after: str,
-    claim: str,
-    claimed: str,
-    least: float,
-    figure: Callable[[dict[str, Any]], float | None],
-) -> Claim:
-    pairs = [(figure(one), figure(other)) for one, other in _pairs(results, before, after)]
-    saved = [1 - other / one for one, other in pairs if one and other]
-    if not saved:
-        return _not_measured(claim, claimed)
-    return Claim(claim, claimed, _range(saved), _holds(saved, least), f"{len(saved)} settings, medians{ONE_FUNCTION}")
+def _improved(figure: Callable[[Record], float | None], least: float) -> Find:
+    """How much less ImprovedDilatedAttention takes."""
+
+    def find(results: Results) -> Finding | None:
+        pairs = [(figure(one), figure(other)) for one, other in _pairs(results, *IMPROVED)]
+        return _saving([1 - other / one for one, other in pairs if one and other], least)
+
+    return find
 
 
-def _throughput(results: Results, before: str, after: str) -> Claim:
-    claim, claimed = "ImprovedDilatedAttention has more tokens per second", "25–40 % more"
-    pairs = _pairs(results, before, after)
-    more = [b["tokens_per_s"] / a["tokens_per_s"] - 1 for a, b in pairs if a["tokens_per_s"] and b["tokens_per_s"]]
-    if not more:
-        return _not_measured(claim, claimed)
-    how = f"{len(more)} settings, medians{ONE_FUNCTION}"
-    return Claim(claim, claimed, _range(more, "more", "fewer"), _holds(more, 0.25), how)
+def _throughput(results: Results) -> Finding | None:
+    pairs = [[one["tokens_per_s"] for one in pair] for pair in _pairs(results, *IMPROVED)]
+    return _saving([other / one - 1 for one, other in pairs if one and other], 0.25, "more", "fewer")
 
 
-def _optimisation(results: Results, what: str, claim: str, claimed: str, least: float) -> Claim:
-    rows = [row for row in _optimisations(results) if row[0] == what and row[5] is not None]
-    if not rows:
-        return _not_measured(claim, claimed)
-    saved = [float(row[5]) for row in rows]
-    if what == "DDP bucket size":  # tuned is the best of those tried
-        saved = [max(saved)]
-    how = "; ".join(f"{row[1]}: {short(row[2])} off, {short(row[3])} on, {row[4]}" for row in rows)
-    return Claim(claim, claimed, _range(saved), _holds(saved, least), how)
+def _saving(saved: Sequence[float], least: float, *words: str) -> Finding | None:
+    how = f"{len(saved)} settings, medians; in this package both are one function, so what differs is noise"
+    return (_range(saved, *words), _holds(saved, least), how) if saved else None
 
 
-def _communication(results: Results) -> Claim:
-    claim, claimed = "The share of time that a ring spends in communication", "10–15 %"
+def _optimisation(what: str, least: float) -> Find:
+    """One of the optimisations that its suite switched off and on."""
+
+    def find(results: Results) -> Finding | None:
+        rows = [row for row in _optimisations(results) if row[0] == what and row[5] is not None]
+        if not rows:
+            return None
+        saved = [float(row[5]) for row in rows]
+        if what == "DDP bucket size":  # tuned is the best of those tried
+            saved = [max(saved)]
+        how = "; ".join(f"{row[1]}: {digits(row[2])} off, {digits(row[3])} on, {row[4]}" for row in rows)
+        return _range(saved), _holds(saved, least), how
+
+    return find
+
+
+def _communication(results: Results) -> Finding | None:
     rows = [row for row in _optimisations(results) if row[0] == "time in communication"]
     if not rows:
-        return _not_measured(claim, claimed)
+        return None
     ours = "; ".join(f"{row[3]:.1f} % with {row[1].partition(',')[0]}" for row in rows)
-    within = all(10 <= row[3] <= 15 for row in rows)
-    return Claim(claim, claimed, ours, "yes" if within else "no", "waiting for others, over gloo on one machine")
+    is_within = all(10 <= row[3] <= 15 for row in rows)
+    return ours, "yes" if is_within else "no", "waiting for others, over gloo on one machine"
 
 
 def _optimisations(results: Results) -> list[list[Any]]:
@@ -173,13 +147,12 @@ def _optimisations(results: Results) -> list[list[Any]]:
 # --- shared -----------------------------------------------------------------------------------------------------
 
 
-def _pairs(results: Results, before: str, after: str) -> list[Pair]:
+def _pairs(results: Results, before: str, after: str) -> list[tuple[Record, Record]]:
     """Records of two implementations in the same setting and suite."""
-    by_key: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    by_key: dict[tuple[str, ...], dict[str, Record]] = {}
     for record in results["measurements"]:
         if record["implementation"] in (before, after):
-            key = tuple(str(record[name]) for name in SAME)
-            by_key.setdefault(key, {})[record["implementation"]] = record
+            by_key.setdefault(tuple(str(record[name]) for name in SAME), {})[record["implementation"]] = record
     return [(both[before], both[after]) for both in by_key.values() if before in both and after in both]
 
 
@@ -197,5 +170,17 @@ def _holds(saved: Sequence[float], least: float) -> str:
     return "yes" if statistics.median(saved) >= least else "no"
 
 
-def _not_measured(claim: str, claimed: str) -> Claim:
-    return Claim(claim, claimed, "", "not measured", "")
+CLAIMS: tuple[tuple[str, str, Find], ...] = (
+    ("An implementation is many times faster than the others", "17 times faster", _over_heads),
+    ("A call takes no memory", "0 MB", _zero_memory),
+    ("A ring with ring_size=1 is slower than DilatedAttention", "slower", _ring_of_one),
+    ("ImprovedDilatedAttention takes less time", "30–50 % faster", _improved(time_of, 0.30)),
+    ("ImprovedDilatedAttention takes less memory", "15–20 % less", _improved(peak_of, 0.15)),
+    ("ImprovedDilatedAttention has more tokens per second", "25–40 % more", _throughput),
+    ("Reusing buffers takes less memory", "40–60 % less", _optimisation("buffers reused", 0.40)),
+    ("Caching the plan takes less time", "25–40 % faster", _optimisation("plan cached", 0.25)),
+    ("K and V packed in one message halve the latency", "half", _optimisation("K/V in one message", 0.50)),
+    ("One fused qkv projection takes less time", "30–50 % faster", _optimisation("qkv fused", 0.30)),
+    ("Tuned DDP bucket sizes take less time", "15–25 % faster", _optimisation("DDP bucket size", 0.15)),
+    ("The share of time that a ring spends in communication", "10–15 %", _communication),
+)

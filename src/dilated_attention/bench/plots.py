@@ -1,306 +1,223 @@
-"""The plots of a report as pictures, for a README: the most telling lines only, as the page has them all.
+"""The plots, as Altair specifications: one gives the interactive plot of the page, and SVG and PNG files.
 
-The same results give the same bytes: no dates, and ids from a fixed salt. Nothing is drawn for what was not measured.
+Colours are those for light paper. `dark_style` turns them where the reader prefers dark, in the page as in a file.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+import altair as alt
+import vl_convert
 
 from dilated_attention.bench import series
-from dilated_attention.bench.page import times_limit
-from dilated_attention.bench.series import Measurement
+from dilated_attention.bench.series import BAD, DARK, GOOD, GRID, INK, MUTED, PAPER
 
-COLOURS = ("#0072b2", "#c2500a", "#00805a", "#a8418a", "#8a6d00", "#5b52c9", "#4a4f55")  # as --s0 … --s6 of page.css
-MARKERS = "os^DvP*"
-INK, MUTED, GRID, GOOD, BAD = "#17191c", "#59616b", "#e4e6e9", "#0b6b3a", "#b3261e"
-MOST_LINES = len(COLOURS)
-MOST_ROWS = 18
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "dilated attention",
-    "svg.fonttype": "none",
-    "font.size": 9,
+FIGURES = {
+    "time": "Time in ms",
+    "memory": "Peak memory beyond the inputs",
+    "relative": "Time as a multiple of the fastest line shown",
 }
+MOST_ROWS = 18
+NAME_HEIGHT = 15  # pixels between two names at the ends of lines
+Y = "figure == 'memory' ? datum.peak : figure == 'relative' ? datum.{0} / datum.least : datum.{0}"
+TOKENS = (
+    "datum.value >= 1048576 ? datum.value / 1048576 + 'M' : "
+    "datum.value >= 1024 ? datum.value / 1024 + 'k' : datum.value"
+)
+VALUES = (
+    "figure == 'relative' ? format(datum.value, ',.3~g') + ' ×' : figure == 'time' ? format(datum.value, ',.3~r') : "
+    "datum.value >= 1073741824 ? datum.value / 1073741824 + ' GiB' : "
+    "datum.value >= 1048576 ? datum.value / 1048576 + ' MiB' : datum.value / 1024 + ' KiB'"
+)
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """What is drawn against length."""
+def line_chart(
+    data: alt.Data | alt.NamedData, height: int, figure: str = "time", lengths: Sequence[int] = (), inside: str = "true"
+) -> alt.LayerChart:
+    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` are `series.points`.
 
-    name: str
-    value: Callable[[Measurement], float | None]
-    say: Callable[[float], str]  # the value on an axis
-    base: int  # of the logarithm
-    spread: bool  # whether the quartiles of the time are its quartiles
-
-
-def figures(results: dict[str, Any]) -> dict[str, Figure | None]:
-    """By name, the picture or, where there is nothing to draw, None."""
-    measurements = series.prepared(results["measurements"])
-    best = {one["best"] for one in results["recommendations"]}
-    time = Quantity("time", lambda m: m["ms"]["median"], _duration, 10, True)
-    memory = Quantity("peak memory", lambda m: m["peak_bytes"], _size, 2, False)
-    with _style():
-        return {
-            "time": _against_length(measurements, best, time),
-            "memory": _against_length(measurements, best, memory),
-            "roofline": _roofline(measurements, best, results["ceilings"]),
-            "errors": _errors(results["checks"]),
-        }
-
-
-def encoded(figure: Figure, kind: str) -> bytes:
-    """The figure as "png" or "svg", the same bytes each time."""
-    written = io.BytesIO()
-    with _style():
-        FigureCanvasAgg(figure)
-        figure.savefig(written, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-    return written.getvalue()
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    """Settings of our own, whatever the user's are, and theirs again afterwards."""
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(STYLE)
-        yield
-
-
-# --- time and memory --------------------------------------------------------------------------------------------
-
-
-def _against_length(measurements: list[Measurement], best: set[str], what: Quantity) -> Figure | None:
-    picked = series.start(measurements)
-    here = [m for m in measurements if all(m[key] == picked[key] for key in series.PICKED if key != "direction")]
-    drawn = [m for m in here if m["ms"] and (what.value(m) or 0) > 0]
-    if not drawn:
-        return None
-    lines = _telling(drawn, best)
-    panels = [name for name in DIRECTIONS if any(m["direction"] == name for m in drawn)]
-    figure = Figure(figsize=(8.2, 4.6), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, panel in zip(axes, panels, strict=True):
-        for name, style in lines.items():
-            mine = [m for m in here if m["series"] == name and m["direction"] == panel]
-            _line(axis, sorted(mine, key=lambda m: int(m["tokens"])), what, style)
-        axis.set_title(DIRECTIONS[panel], fontsize=10, color=INK)
-        axis.set_xlabel("tokens")
-    for axis in axes:  # when all is drawn: they share their limits
-        _log_log(axis, what)
-    low, high = axes[0].get_ylim()
-    axes[0].set_ylim(low, high * (high / low) ** 0.06)  # room for the × of what ran out of memory
-    axes[0].set_ylabel(f"{what.name} (log)")
-    _title(figure, f"{what.name.capitalize()} against length", picked, drawn)
-    handles = [_handle(name, style) for name, style in lines.items()]
-    if any(m["status"] == series.LOST and m["series"] in lines for m in here):
-        handles.append(Line2D([], [], color=MUTED, marker="x", linestyle="none", label="out of memory"))
-    _legend(figure, handles)
-    return figure
-
-
-def _line(axis: Axes, mine: Sequence[Measurement], what: Quantity, style: dict[str, Any]) -> None:
-    """A series, with quartiles where there were repeats enough, hollow where not; × at the top where memory ended."""
-    drawn = [m for m in mine if m["ms"] and (what.value(m) or 0) > 0]
-    lost = next((m["tokens"] for m in mine if m["status"] == series.LOST), None)
-    xs, ys = [m["tokens"] for m in drawn], [what.value(m) or 0.0 for m in drawn]
-    axis.plot(xs, ys, **style)
-    for m, x, y in zip(drawn, xs, ys, strict=True):
-        if m["ms"]["repeats"] < series.ENOUGH:
-            axis.plot(x, y, **{**style, "markerfacecolor": "white"})
-        elif what.spread:
-            axis.vlines(x, m["ms"]["lower"], m["ms"]["upper"], color=style["color"], linewidth=1.2)
-    if lost is not None:
-        axis.plot(lost, 0.98, "x", color=style["color"], transform=axis.get_xaxis_transform(), markersize=7, mew=2)
-
-
-def _telling(drawn: Sequence[Measurement], best: set[str]) -> dict[str, dict[str, Any]]:
-    """The lines to draw and their styles: the most telling, what is recommended, then what is fastest far out."""
-    longest = max(m["tokens"] for m in drawn)
-    far: dict[str, tuple[int, float]] = {}  # by name: how far it came, then its time there
-    for m in drawn:
-        here = (longest - m["tokens"], m["ms"]["median"])
-        far[m["series"]] = min(here, far.get(m["series"], here))
-    ours = {m["series"]: m["ours"] for m in drawn}
-    kept = sorted(far, key=lambda name: (name not in series.TELLING, name not in best, far[name]))[:MOST_LINES]
-    styles = {
-        name: {
-            "color": COLOURS[place],
-            "marker": MARKERS[place],
-            "linestyle": "-" if ours[name] else "--",
-            "linewidth": 1.6,
-            "markersize": 5.5,
-        }
-        for place, name in enumerate(kept)
-    }
-    return {name: styles[name] for name in sorted(kept, key=far.__getitem__, reverse=True)}  # as they lie, top first
-
-
-# --- roofline ---------------------------------------------------------------------------------------------------
-
-
-def _roofline(measurements: list[Measurement], best: set[str], ceilings: list[dict[str, Any]]) -> Figure | None:
-    picked = series.start(measurements)
-    here = [m for m in measurements if all(m[key] == picked[key] for key in series.PICKED)]
-    drawn = [m for m in here if m["tflops"] and m["flops"] and m["bytes"]]
-    if not drawn:
-        return None
-    lines = _telling(drawn, best)
-    figure = Figure(figsize=(8.2, 4.6), layout="constrained", facecolor="white")
-    axis = figure.subplots()
-    intensity = [m["flops"] / m["bytes"] for m in drawn if m["series"] in lines]
-    for ceiling in ceilings:
-        if ceiling["dtype"] == picked["dtype"]:
-            _ceilings(axis, ceiling, min(intensity), max(intensity))
-    points = {name: {**style, "linestyle": "none"} for name, style in lines.items()}
-    for name, style in points.items():
-        mine = [m for m in drawn if m["series"] == name]
-        axis.plot([m["flops"] / m["bytes"] for m in mine], [m["tflops"] for m in mine], **style)
-    axis.set(xscale="log", yscale="log", xlabel="flops of the pattern per byte of least traffic", ylabel="TFLOP/s")
-    for one in (axis.xaxis, axis.yaxis):
-        one.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-        one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    _plain(axis)
-    _title(figure, f"Roofline, {DIRECTIONS[picked['direction']]}", picked, drawn)
-    _legend(figure, [_handle(name, style) for name, style in points.items()])
-    return figure
-
-
-def _ceilings(axis: Axes, ceiling: dict[str, Any], low: float, high: float) -> None:
-    matmul, copy = ceiling["matmul_tflops"], ceiling["copy_gb_per_s"]
-    bend = 1000 * matmul / copy
-    low, high = min(low, bend / 3), max(high, bend * 3)
-    axis.plot([low, bend, high], [copy * low / 1000, matmul, matmul], ":", color=MUTED, linewidth=1.5)
-    axis.annotate(f"matmul, {matmul:.3g} TFLOP/s", (bend, matmul), (0, 5), textcoords="offset points", color=MUTED)
-    middle = math.sqrt(low * bend)
-    where = (middle, copy * middle / 1000)
-    axis.annotate(f"copy, {copy:.3g} GB/s", where, (8, -10), textcoords="offset points", color=MUTED)
-
-
-# --- errors -----------------------------------------------------------------------------------------------------
-
-
-def _errors(checks: Sequence[dict[str, Any]]) -> Figure | None:
-    """One row per implementation and dtype: its largest errors as multiples of their limits, the wrong ones first."""
-    rows: dict[str, dict[str, float]] = defaultdict(dict)
-    wrong = set()
-    for check in checks:
-        row = f"{series.with_ranks(check['implementation'], check['ranks'])}, {check['dtype']}"
-        for name, error in check["errors"].items():
-            part = "out" if name == "out" else "gradients"
-            rows[row][part] = max(rows[row].get(part, 0.0), times_limit(error, check["limits"][name]))
-        if check["verdict"] != "exact":
-            wrong.add(row)
-    order = sorted((row for row in rows if rows[row]), key=lambda row: (row not in wrong, -max(rows[row].values())))
-    shown = order[:MOST_ROWS]
-    if not shown:
-        return None
-    finite = [number for row in shown for number in rows[row].values() if 0 < number < math.inf]
-    low, high = min([0.01, *finite]) / 2, max([10.0, *finite]) * 3
-    figure = Figure(figsize=(8.2, 1.6 + 0.26 * len(shown)), layout="constrained", facecolor="white")
-    axis = figure.subplots()
-    for place, row in enumerate(shown):
-        for part, marker in (("out", "o"), ("gradients", "D")):
-            if part in rows[row]:
-                over = not rows[row][part] <= 1
-                x = min(max(rows[row][part], low), high)
-                axis.plot(x, place, marker, color=BAD if over else GOOD, markersize=6, alpha=0.9)
-    axis.axvline(1, color=INK, linewidth=1)
-    axis.set(xscale="log", xlim=(low / 1.3, high * 1.3), ylim=(len(shown) - 0.5, -0.5))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_yticks(range(len(shown)), [_short(row) for row in shown])
-    axis.set_xlabel("largest error against float64, in multiples of its limit")
-    _plain(axis)
-    for label, row in zip(axis.get_yticklabels(), shown, strict=True):
-        label.set_color(BAD if row in wrong else INK)
-    left = f"; {len(order) - len(shown)} more on the page" if len(order) > len(shown) else ""
-    figure.suptitle(f"Errors against limits: right of the line is wrong{left}", x=0.01, ha="left", fontsize=10)
-    signs = (("o", GOOD, "out"), ("D", GOOD, "worst gradient"), ("s", BAD, "red: beyond its limit"))
-    _legend(figure, [Line2D([], [], marker=m, color=c, linestyle="none", label=label) for m, c, label in signs])
-    return figure
-
-
-# --- shared -----------------------------------------------------------------------------------------------------
-
-
-def _log_log(axis: Axes, what: Quantity) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=what.base)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: what.say(value)))
-    _plain(axis)
-
-
-def _plain(axis: Axes) -> None:
-    axis.grid(color=GRID, linewidth=0.7)
-    axis.set_axisbelow(True)
-    for one in (axis.xaxis, axis.yaxis):
-        one.set_minor_locator(NullLocator())
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    axis.spines["bottom"].set_color(GRID)
-    axis.tick_params(length=0, colors=MUTED)
-
-
-def _handle(name: str, style: dict[str, Any]) -> Line2D:
-    return Line2D([], [], label=_short(name), **style)
-
-
-def _short(name: str) -> str:
-    """A name on one line, of a length that fits, and with no formula in it for matplotlib."""
-    name = " ".join(name.split()).replace("$", r"\$")
-    return name if len(name) <= 48 else f"{name[:47]}…"
-
-
-def _legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    """Below the plots, in as many columns as fit."""
-    for columns in (3, 2, 1):
-        legend = figure.legend(
-            handles=list(handles), loc="outside lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3
+    ``lengths`` are named on the axis. ``inside`` says of a name whether it is on the plot: after zooming it may not be.
+    """
+    base = (
+        alt.Chart(data)
+        .transform_joinaggregate(least="min(ms)", groupby=["tokens"])
+        .transform_calculate(y=Y.format("ms"), low=Y.format("low"), high=Y.format("high"))
+        .encode(
+            x=alt.X("tokens:Q", title="tokens")
+            .scale(type="log", base=2, nice=False, padding=12)
+            .axis(labelExpr=TOKENS, values=alt.ExprRef("lengths")),
+            y=alt.Y("y:Q", title=None)
+            .scale(type="log", nice=False, padding=18)
+            .axis(labelExpr=VALUES, values=alt.ExprRef("figure == 'memory' ? powers : decades")),
+            color=alt.Color("colour:N").scale(None),
+            detail="series:N",
         )
-        figure.draw_without_rendering()
-        if legend.get_window_extent().x1 <= figure.bbox.x1 or columns == 1:
-            return
-        legend.remove()
+    )
+    drawn = base.transform_filter("datum.y > 0")
+    dash = alt.when("datum.ours").then(alt.value([1, 0])).otherwise(alt.value([6, 3]))
+    hollow = alt.when("datum.few").then(alt.value(0)).otherwise(alt.value(1))
+    lines = drawn.mark_line(strokeWidth=2).encode(strokeDash=dash)
+    dots = drawn.mark_point(size=26, strokeWidth=1.5).encode(fill=alt.Fill("colour:N").scale(None), fillOpacity=hollow)
+    quartiles = drawn.transform_filter("figure != 'memory' && datum.low > 0").mark_rule()
+    lost = base.transform_filter("!isValid(datum.ms)").mark_point(shape="cross", angle=45, size=70, filled=True)
+    return alt.layer(
+        quartiles.encode(y="low:Q", y2="high:Q"),
+        lines,
+        dots,
+        lost.encode(y=alt.value(8)),
+        *_names(drawn, height, inside),
+    ).properties(height=height).add_params(
+        alt.param(name="figure", value=figure),
+        alt.param(name="lengths", value=list(lengths)),
+        alt.param(name="named", value=True),
+        alt.param(name="decades", value=[float(f"{digit}e{power}") for power in range(-6, 10) for digit in (1, 2, 5)]),
+        alt.param(name="powers", value=[2**power for power in range(50)]),
+    )  # fmt: skip
 
 
-def _title(figure: Figure, what: str, picked: dict[str, Any], drawn: Sequence[Measurement]) -> None:
-    setting = ", ".join([picked["dtype"], "causal" if picked["causal"] else "not causal", picked["shape"]])
-    more = len({m["series"] for m in drawn}) - MOST_LINES
-    left = f"; {more} more on the page" if more > 0 else ""
-    figure.suptitle(f"{what}: {_short(setting)}{left}", x=0.01, ha="left", fontsize=10, color=INK)
+def _names(drawn: alt.Chart, height: int, inside: str) -> list[alt.Chart]:
+    """Each name beside its last point. Where they would overlap, each is moved up to clear the one below.
+
+    The names that end at one length are taken from the lowest up. If z is the logarithm of the value less the room that
+    the names below need, the running maximum of z plus that room is the lowest place that is free.
+    """
+    step = f"(log(datum.top / datum.bottom) * {NAME_HEIGHT / height})"
+    ends = (
+        drawn.transform_joinaggregate(top="max(y)", bottom="min(y)")
+        .transform_joinaggregate(last="max(tokens)", groupby=["series"])
+        .transform_filter("named && datum.tokens == datum.last")
+        .transform_window(below="row_number()", groupby=["tokens"], sort=[alt.SortField("y")])
+        .transform_calculate(z=f"log(datum.y) - datum.below * {step}")
+        .transform_window(
+            free="max(z)", frame=[None, 0], groupby=["tokens"], sort=[alt.SortField("y")], ignorePeers=True
+        )
+        .transform_calculate(at=f"exp(datum.free + datum.below * {step})")
+    )
+    text = {"align": "left", "dx": 7, "fontSize": 12, "baseline": "middle", "clip": False}
+    halo = ends.mark_text(**text, stroke=PAPER, strokeWidth=4, strokeJoin="round").encode(color=alt.value(PAPER))
+    seen = alt.when(inside).then(alt.value(1)).otherwise(alt.value(0))
+    return [one.encode(text="series:N", y="at:Q", opacity=seen) for one in (halo, ends.mark_text(**text))]
 
 
-def _tokens(value: float) -> str:
-    for unit, name in ((2**20, "M"), (2**10, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{name}"
-    return f"{value:g}"
+def interactive(name: str) -> dict[str, Any]:
+    """The specification for the page: with a crosshair at one length, and zoom. ``name`` is that of its data."""
+    data = alt.NamedData(name)
+    chart = line_chart(data, 420, inside="inrange(datum.at, domain('y')) && inrange(datum.tokens, domain('x'))")
+    near = alt.selection_point(
+        "near", fields=["tokens"], nearest=True, on="pointermove", clear="pointerout", empty=False
+    )
+    zoom = alt.selection_interval("zoom", bind="scales", zoom="wheel![event.ctrlKey || event.metaKey]")
+    rule = (
+        alt.Chart(data)
+        .transform_aggregate(count="count()", groupby=["tokens"])
+        .mark_rule(color=MUTED)
+        .encode(x="tokens:Q", opacity=alt.when(near).then(alt.value(0.8)).otherwise(alt.value(0)))
+    )
+    both = alt.layer(chart, rule.add_params(near)).add_params(zoom)
+    return styled(both.properties(autosize="none"))  # page.js sets the width; names may lie outside of it
 
 
-def _duration(ms: float) -> str:
-    for unit, name in ((1e3, "s"), (1.0, "ms"), (1e-3, "µs")):
-        if ms >= unit * 0.999:
-            return f"{ms / unit:.3g} {name}"
-    return f"{ms * 1e6:.3g} ns"
+def pictures(results: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
+    """By name, the specification of a picture or, where there is nothing to draw, None."""
+    drawn = series.points(results["measurements"])
+    wanted = next(iter(series.settings(drawn)), "")
+    shown = series.first(drawn, wanted)
+    here = [one for one in drawn if one["setting"] == wanted and one["series"] in shown]
+    return {
+        "time": _panels(here, "time", wanted),
+        "memory": _panels([one for one in here if one["peak"]], "memory", wanted),
+        "errors": _errors(results["checks"]),
+    }
 
 
-def _size(size: float) -> str:
-    for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 2**power:
-            return f"{size / 2**power:.3g} {name}"
-    return f"{size:.3g} B"
+def _panels(drawn: Sequence[dict[str, Any]], figure: str, wanted: str) -> dict[str, Any] | None:
+    lengths = sorted({one["tokens"] for one in drawn})  # one list: panels cannot differ in a parameter
+    panels = [
+        line_chart(alt.Data(values=some), 380, figure, lengths).properties(
+            width=420, title=f"{FIGURES[figure]}, {words}"
+        )
+        for direction, words in DIRECTIONS.items()
+        if (some := [one for one in drawn if one["direction"] == direction])
+    ]
+    if not panels:
+        return None
+    return styled(alt.hconcat(*panels, title=wanted).resolve_scale(y="shared"))
+
+
+def _errors(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The largest error of each check as a multiple of its limit, the worst first."""
+    rows: list[dict[str, Any]] = []
+    for check in checks:
+        times = [times_limit(error, check["limits"][name]) for name, error in check["errors"].items()]
+        if times:
+            name = f"{series.with_ranks(check['implementation'], check['ranks'])}, {check['dtype']}"
+            is_wrong = check["verdict"] != "exact"
+            rows.append({"check": name, "times": min(max(1e-4, *times), 1e9), "colour": BAD if is_wrong else GOOD})
+    rows.sort(key=lambda row: (row["colour"] == GOOD, -row["times"]))
+    kept = list(dict.fromkeys(row["check"] for row in rows))[:MOST_ROWS]
+    if not kept:
+        return None
+    title = "largest error against float64, as a multiple of its limit (red: wrong, and not timed)"
+    dots = (
+        alt.Chart(alt.Data(values=[row for row in rows if row["check"] in kept]))
+        .mark_point(filled=True, size=60)
+        .encode(
+            x=alt.X("times:Q", title=title)
+            .scale(type="log", nice=False, padding=12)
+            .axis(format=",~g", values=[10.0**power for power in range(-4, 10)]),
+            y=alt.Y("check:N", title=None, sort=kept).axis(labelLimit=400),
+            color=alt.Color("colour:N").scale(None),
+        )
+    )
+    limit = alt.Chart(alt.Data(values=[{"times": 1}])).mark_rule(color=INK).encode(x="times:Q")
+    return styled(alt.layer(limit, dots).properties(width=520, height={"step": 18}))
+
+
+def times_limit(error: float | str, limit: float) -> float:
+    """How many times its limit an error is; what is not a number is infinitely far off."""
+    number = float(error)
+    return math.inf if math.isnan(number) or not limit else number / limit
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def styled(chart: alt.TopLevelMixin) -> dict[str, Any]:
+    """The specification of a chart in our style. It names no address of a schema: nothing is to be loaded."""
+    axis = alt.AxisConfig(
+        labelColor=MUTED, titleColor=MUTED, titleFontWeight="normal", labelFontSize=12, titleFontSize=12,
+        gridColor=GRID, domainColor=GRID, ticks=False, labelPadding=6,
+    )  # fmt: skip
+    config = alt.Config(
+        axis=axis,
+        aria=False,  # the tables are there to be read aloud
+        background=PAPER,
+        font="system-ui, sans-serif",
+        header=alt.HeaderConfig(labelColor=MUTED, labelFontSize=12),
+        padding={"left": 5, "top": 5, "bottom": 5, "right": 45},  # a reader's font may be wider than the one here
+        legend=alt.LegendConfig(labelColor=MUTED, titleColor=MUTED, labelFontSize=12, titleFontWeight="normal"),
+        title=alt.TitleConfig(anchor="start", frame="group", fontWeight="normal", fontSize=13, color=MUTED),
+        view=alt.ViewConfig(stroke=None),
+    )
+    found: dict[str, Any] = chart.properties(config=config).to_dict(validate=False)  # its parts were, when made
+    del found["$schema"]
+    return found
+
+
+def dark_style(dark: dict[str, str] = DARK) -> str:
+    """Style rules that turn the colours of a picture. A rule has precedence over the attribute that it looks for."""
+    rules = [f'[{kind}="{one}"]{{{kind}:{other}}}' for one, other in dark.items() for kind in ("fill", "stroke")]
+    return "@media (prefers-color-scheme: dark){" + "".join(rules) + "}"
+
+
+def svg(specification: dict[str, Any], dark: dict[str, str] = DARK) -> bytes:
+    drawn: str = vl_convert.vegalite_to_svg(specification)
+    return drawn.replace("</svg>", f"<style>{dark_style(dark)}</style></svg>").encode()
+
+
+def png(specification: dict[str, Any]) -> bytes:
+    return bytes(vl_convert.vegalite_to_png(specification, scale=1.5))

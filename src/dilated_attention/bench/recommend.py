@@ -1,7 +1,7 @@
 """Which implementation to use for what, computed from the measurements, and the answer in two sentences.
 
-A use case compares what computes the same thing; a tie is whoever's quartiles reach the best one's. Wrong
-implementations have no times, and so can win nothing.
+A use case compares what computes the same thing. Two are equally fast if their quartiles overlap. What is wrong has no
+times, so it can win nothing. The other names of one function are left out.
 
 Legend: a record is one entry of results["measurements"].
 """
@@ -14,15 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dilated_attention.bench.series import digits, folded
 from dilated_attention.bench.subject import BOTH, FORWARD
 
 Record = dict[str, Any]
 Results = dict[str, Any]
 OURS, DENSE = ("head_groups, auto", "head_groups, sdpa"), "dense SDPA"  # the second where results have no first
-FEWEST = 3  # lengths count at which at least so many were measured
+FEWEST = 3  # lengths count at which at least so many were measured; quartiles need as many repeats
 SUITES = ("quick", "scaling", "ring")  # the others look at a few implementations only
 ONCE, OFTEN = 0.05, 0.01  # how far a time may be off that was measured less often than that, or more
-WIDE = ("function", "module", "baseline")
+KEY = ("suite", "tokens", "samples", "heads", "head_dim", "lengths", "rates", "dtype")
 
 
 @dataclass(frozen=True)
@@ -35,48 +36,44 @@ class UseCase:
     figure: str = "ms"
 
 
-def _one_device(record: Record, rule: str, direction: str, *, causal: bool = False) -> bool:
-    attends = record["kind"] in WIDE and record["ranks"] == 1
-    return bool(attends and record["rule"] == rule and record["direction"] == direction and record["causal"] == causal)
-
-
-def _projecting(record: Record, direction: str) -> bool:
-    dilated = record["kind"] == "multihead" and record["rule"] != "dense" and not record["causal"]
-    return bool(dilated and record["direction"] == direction)
-
-
-def _over(record: Record, ranks: int) -> bool:
-    attends = (
-        record["kind"] == "ring" and record["rule"] == "head_groups" and "Multihead" not in record["implementation"]
+def _where(*kinds: str, begins: str = "", causal: bool = False, **wanted: Any) -> Callable[[Record], bool]:
+    """Whether a record is of one of these kinds, has such a name, and has these values."""
+    wanted["causal"] = causal
+    return lambda record: (
+        record["kind"] in kinds
+        and record["implementation"].startswith(begins)
+        and all(record[name] == value for name, value in wanted.items())
     )
-    alone = "RingAdvanced" not in record["implementation"]
-    return bool(attends and alone and record["ranks"] == ranks and record["direction"] == BOTH
-                and not record["causal"])  # fmt: skip
+
+
+def _alone(rule: str, direction: str, causal: bool = False) -> Callable[[Record], bool]:
+    """Attention on one device."""
+    return _where("function", "module", "baseline", rule=rule, direction=direction, causal=causal, ranks=1)
 
 
 USE_CASES = (
-    UseCase("inference on short sequences", lambda x: _one_device(x, "head_groups", FORWARD), longest=False),
-    UseCase("inference on long sequences", lambda x: _one_device(x, "head_groups", FORWARD)),
-    UseCase("training on short sequences", lambda x: _one_device(x, "head_groups", BOTH), longest=False),
-    UseCase("training on long sequences", lambda x: _one_device(x, "head_groups", BOTH)),
-    UseCase("causal training", lambda x: _one_device(x, "head_groups", BOTH, causal=True)),
-    UseCase("least memory in training", lambda x: _one_device(x, "head_groups", BOTH), figure="peak_bytes"),
-    UseCase("all heads in all branches, as in the LongNet paper", lambda x: _one_device(x, "longnet", BOTH)),
-    UseCase("weights of released LongNet models, inference", lambda x: _one_device(x, "torchscale", FORWARD)),
-    UseCase("a layer with projections, inference", lambda x: _projecting(x, FORWARD)),
-    UseCase("a layer with projections, training", lambda x: _projecting(x, BOTH)),
-    UseCase("one sequence over 2 processes of this machine", lambda x: _over(x, 2)),
-    UseCase("one sequence over 4 processes of this machine", lambda x: _over(x, 4)),
-    UseCase("least memory a process, 4 processes", lambda x: _over(x, 4), figure="peak_bytes"),
+    UseCase("training on long sequences", _alone("head_groups", BOTH)),
+    UseCase("training on short sequences", _alone("head_groups", BOTH), longest=False),
+    UseCase("inference on long sequences", _alone("head_groups", FORWARD)),
+    UseCase("causal training", _alone("head_groups", BOTH, causal=True)),
+    UseCase("least memory in training", _alone("head_groups", BOTH), figure="peak_bytes"),
+    UseCase("every head in every branch, as in the LongNet paper", _alone("longnet", BOTH)),
+    UseCase("weights of released LongNet models", _alone("torchscale", FORWARD)),
+    UseCase("a layer with projections", _where("multihead", ours=True, direction=BOTH)),
+    UseCase(
+        "one sequence over 4 processes of this machine",
+        _where("ring", begins="RingDilatedAttention", ranks=4, direction=BOTH),
+    ),
 )
 
 
 def recommend(results: Results) -> dict[str, Any]:
-    """recommendations (one for each use case), matrix (one for each implementation) and answer, for results.json."""
-    found = [(case, _ranking(case, results["measurements"])) for case in USE_CASES]
+    """recommendations (one per use case), matrix (one entry per implementation) and answer, for results.json."""
+    records = folded(results["measurements"])
+    found = [(case, _ranking(case, records)) for case in USE_CASES]
     ranked = [(case, ranking) for case, ranking in found if len(ranking) > 1]
     return {
-        "recommendations": [_recommendation(case, ranking, results["measurements"]) for case, ranking in ranked],
+        "recommendations": [_recommendation(case, ranking, records) for case, ranking in ranked],
         "matrix": _matrix(results, ranked),
         "answer": answer(results),
     }
@@ -87,24 +84,19 @@ def recommend(results: Results) -> dict[str, Any]:
 
 def _ranking(case: UseCase, measurements: Sequence[Record]) -> list[Record]:
     """The records of the setting that this case looks at, best first; one for each implementation."""
-    groups: dict[tuple[Any, ...], dict[str, Record]] = defaultdict(dict)
+    groups: dict[tuple[str, ...], dict[str, Record]] = defaultdict(dict)
     for record in measurements:
         known = record["status"] == "measured" and record[case.figure] is not None
         if known and record["suite"] in SUITES and case.fits(record):
-            key = ("suite", "tokens", "samples", "heads", "head_dim", "lengths", "rates", "dtype")
-            groups[tuple(str(record[name]) for name in key)].setdefault(record["implementation"], record)
+            groups[tuple(str(record[name]) for name in KEY)].setdefault(record["implementation"], record)
     if not groups:
         return []
     most = max(len(group) for group in groups.values())
     fewest = min(most, FEWEST) if case.longest else most / 2  # at a short length most of them were measured
-    full = [group for group in groups.values() if len(group) >= fewest]
-    group = max(full, key=lambda group: (_length(group) if case.longest else -_length(group), len(group)))
-    return sorted(group.values(), key=lambda record: _figure(case, record))
-
-
-def _length(group: dict[str, Record]) -> int:
-    record = next(iter(group.values()))
-    return int(record["tokens"])
+    full = [list(group.values()) for group in groups.values() if len(group) >= fewest]
+    sign = 1 if case.longest else -1
+    group = max(full, key=lambda group: (sign * group[0]["tokens"], len(group)))
+    return sorted(group, key=lambda record: _figure(case, record))
 
 
 def _figure(case: UseCase, record: Record) -> float:
@@ -115,7 +107,7 @@ def _figure(case: UseCase, record: Record) -> float:
 def _tied(case: UseCase, best: Record, other: Record) -> bool:
     if case.figure == "ms":
         return spread(other)[0] <= spread(best)[1]
-    return bool(_figure(case, other) <= 1.02 * _figure(case, best))
+    return _figure(case, other) <= 1.02 * _figure(case, best)
 
 
 def spread(record: Record) -> tuple[float, float]:
@@ -126,29 +118,18 @@ def spread(record: Record) -> tuple[float, float]:
 
 
 def _recommendation(case: UseCase, ranking: list[Record], measured: list[Record]) -> dict[str, Any]:
-    level = [record for record in ranking if record is ranking[0] or _tied(case, ranking[0], record)]
+    level = [record for record in ranking if _tied(case, ranking[0], record)]
     best = min(level, key=measured.index)  # of those that are level the plainest, which stands first
-    ties = [record["implementation"] for record in level if record is not best]
     behind = next((record for record in ranking if record not in level), None)
+    value = _figure(case, best)
     return {
         "use_case": f"{case.name} ({best['tokens']:,} tokens, {best['dtype']})",
         "best": best["implementation"],
-        "value": _value(case, best),
+        "value": f"{digits(value)} ms" if case.figure == "ms" else f"{value / 2**20:,.0f} MiB beyond the inputs",
         "runner_up": None if behind is None else behind["implementation"],
-        "factor": None if behind is None else _figure(case, behind) / _figure(case, best),
-        "ties": ties,
+        "factor": None if behind is None else _figure(case, behind) / value,
+        "ties": [record["implementation"] for record in level if record is not best],
     }
-
-
-def short(number: float) -> str:
-    """Three digits, and no powers of ten."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _value(case: UseCase, record: Record) -> str:
-    if case.figure == "ms":
-        return f"{short(_figure(case, record))} ms"
-    return f"{_figure(case, record) / (1 << 20):,.0f} MiB beyond the inputs"
 
 
 # --- implementations --------------------------------------------------------------------------------------------
@@ -160,7 +141,7 @@ def _matrix(results: Results, ranked: list[tuple[UseCase, list[Record]]]) -> lis
     behind: dict[str, list[float]] = defaultdict(list)
     for case, ranking in ranked:
         for record in ranking:
-            if record is ranking[0] or _tied(case, ranking[0], record):
+            if _tied(case, ranking[0], record):
                 best_for[record["implementation"]].append(case.name)
             if case.figure == "ms":
                 behind[record["implementation"]].append(_figure(case, record) / _figure(case, ranking[0]))
@@ -183,9 +164,7 @@ def _matrix(results: Results, ranked: list[tuple[UseCase, list[Record]]]) -> lis
 
 
 def _note(check: Record) -> str:
-    if check["verdict"] == "exact":
-        return ""
-    if check["why"]:
+    if check["verdict"] == "exact" or check["why"]:
         return str(check["why"])
     wrong = [name for name, error in check["errors"].items() if not float(error) <= float(check["limits"][name])]
     return ", ".join(f"{name} off by {float(check['errors'][name]):.1e}" for name in wrong[:3])
@@ -195,27 +174,24 @@ def _note(check: Record) -> str:
 
 
 def answer(results: Results) -> str:
-    """Two sentences: what to use and how it compares; how many were right."""
+    """Two sentences: how fast the library is in training; how many implementations are right."""
     if not results["checks"]:
         return "Nothing was checked, so nothing was timed. Run a suite to get an answer."
-    return f"{_first(results['measurements'])} {_second(results['checks'])}"
+    return f"{_speed(results['measurements'])} {_right(results['checks'])}"
 
 
-def _first(measurements: Sequence[Record]) -> str:
+def _speed(measurements: Sequence[Record]) -> str:
     """Training under the rule head_groups, beside dense attention and the best other exact implementation."""
-    at: dict[tuple[str, ...], dict[str, Record]] = defaultdict(dict)
+    groups: dict[tuple[str, ...], dict[str, Record]] = defaultdict(dict)
     for record in measurements:
         wanted = record["suite"] in SUITES and record["direction"] == BOTH and not record["causal"]
         if wanted and record["samples"] == 1 and record["status"] == "measured" and record["ms"]:
-            key = ("suite", "tokens", "heads", "head_dim", "lengths", "rates", "dtype")
-            at[tuple(str(record[name]) for name in key)].setdefault(record["implementation"], record)
-    dense: dict[int, tuple[Record, Record]] = {}
-    others: dict[int, tuple[Record, Record]] = {}
+            groups[tuple(str(record[name]) for name in KEY)].setdefault(record["implementation"], record)
     known = {record["implementation"] for record in measurements}
     name = next((name for name in OURS if name in known), OURS[0])
-    for found in at.values():
-        if name not in found:
-            continue
+    dense: dict[int, tuple[Record, Record]] = {}
+    others: dict[int, tuple[Record, Record]] = {}
+    for found in (found for found in groups.values() if name in found):
         mine, tokens = found[name], found[name]["tokens"]
         if DENSE in found:
             dense.setdefault(tokens, (mine, found[DENSE]))
@@ -223,17 +199,13 @@ def _first(measurements: Sequence[Record]) -> str:
         if same:
             others.setdefault(tokens, (mine, min(same, key=lambda x: float(x["ms"]["median"]))))
     if not dense:
-        return "The speed of `dilated_attention` beside dense attention was not measured in this run."
-    said = (
-        f"In training, `dilated_attention` is {_compared(*dense[max(dense)])} dense attention (another operation) at "
-    )
-    said += f"{max(dense):,} tokens"
+        return "The speed of this library beside dense attention was not measured in this run."
+    beside = _compared(*dense[max(dense)])
+    said = f"In training, this library is {beside} dense attention (a different operation) at {max(dense):,} tokens"
     if others:
-        mine, best = others[max(others)]
-        said += f", and {_compared(mine, best)} the best other exact implementation, `{best['implementation']}`, at "
-        said += f"{max(others):,} tokens"
+        said += f", and {_compared(*others[max(others)])} the best exact alternative at {max(others):,}"
     slower = [tokens for tokens, (mine, other) in dense.items() if spread(other)[1] < spread(mine)[0]]
-    return said + (f". At {max(slower):,} tokens dense attention is still faster." if slower else ".")
+    return said + (f". At {max(slower):,} tokens dense attention is faster." if slower else ".")
 
 
 def _compared(mine: Record, other: Record) -> str:
@@ -242,23 +214,18 @@ def _compared(mine: Record, other: Record) -> str:
     if low <= other_high and other_low <= high:
         return "about as fast as"
     factor = other["ms"]["median"] / mine["ms"]["median"]
-    return f"{short(factor)} times as fast as" if factor >= 1 else f"{short(1 / factor)} times slower than"
+    return f"{digits(factor)}× as fast as" if factor >= 1 else f"{digits(1 / factor)}× slower than"
 
 
-def _second(checks: Sequence[Record]) -> str:
-    verdicts: dict[str, set[str]] = defaultdict(set)
-    ours: dict[str, bool] = {}
-    for check in checks:
-        verdicts[check["implementation"]].add(check["verdict"])
-        ours[check["implementation"]] = check["ours"]
-    wrong = [name for name, found in verdicts.items() if found != {"exact"}]
-    mine = [name for name in wrong if ours[name]]
+def _right(checks: Sequence[Record]) -> str:
+    ours = {check["implementation"]: check["ours"] for check in checks}
+    wrong = {check["implementation"] for check in checks if check["verdict"] != "exact"}
+    mine = sorted(name for name in wrong if ours[name])
+    said = f"{len(ours) - len(wrong)} of {len(ours)} implementations match the float64 oracle"
     if not wrong:
-        return (
-            f"All {len(verdicts)} implementations matched the float64 oracle, gradients included, before any was timed."
-        )
-    whose = "none of them ours" if not mine else f"{len(mine)} of them ours ({', '.join(mine)})"
+        return f"{said}, gradients included."
     return (
-        f"{len(verdicts) - len(wrong)} of {len(verdicts)} implementations matched the float64 oracle, gradients "
-        f"included; {len(wrong)} did not, {whose}: {', '.join(f'`{name}`' for name in wrong)}."
+        f"{said}; wrong ones of this library: {', '.join(mine)}."
+        if mine
+        else f"{said}; the others are not of this library."
     )

@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from dilated_attention.bench import plots, series
-from dilated_attention.bench.page import page
-
-__all__ = ["page", "table", "write_report"]
+from dilated_attention.bench import series
 
 COLUMNS = (
     "suite", "implementation", "kind", "ours", "rule", "ranks", "samples", "tokens", "heads", "head_dim", "lengths",
@@ -24,26 +21,35 @@ COLUMNS = (
     "tokens_per_s", "flops", "bytes", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes",
 )  # fmt: skip
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute instead of show
+NEEDED = ("altair", "vl_convert", "jinja2")
 
 
 def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:
     """Write results.csv, plots/*.png, plots/*.svg and index.html; return what was written.
 
-    ``say`` is told which plots were left out as nothing of theirs was measured. An older picture of that name is
-    removed: it would be of another run.
+    ``say`` is told what was left out: plots of what was not measured, and all but results.csv where what draws them is
+    not installed. An older picture of what was not measured is removed: it would be of another run.
     """
     written = [_write(folder / "results.csv", table(results["measurements"]).encode())]
-    for name, figure in plots.figures(results).items():
-        for kind in ("png", "svg"):
+    try:
+        from dilated_attention.bench import plots
+        from dilated_attention.bench.page import page
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        how = f'pip install ".[bench]" from a clone, then run: dilated-attention report {folder}'
+        say(f"no page, because it needs {error.name}: {how}")
+        return written
+    for name, picture in plots.pictures(results).items():
+        for kind, drawn in (("svg", plots.svg), ("png", plots.png)):
             file = folder / "plots" / f"{name}.{kind}"
-            if figure is None:
+            if picture is None:
                 file.unlink(missing_ok=True)
             else:
-                written.append(_write(file, plots.encoded(figure, kind)))
-        if figure is None:
+                written.append(_write(file, drawn(picture)))
+        if picture is None:
             say(f"no plot of {name}: nothing of it was measured")
-    written.append(_write(folder / "index.html", page(results).encode()))
-    return written
+    return [*written, _write(folder / "index.html", page(results).encode())]
 
 
 def table(measurements: Iterable[dict[str, Any]]) -> str:
@@ -51,7 +57,7 @@ def table(measurements: Iterable[dict[str, Any]]) -> str:
     written = io.StringIO()
     rows = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
     rows.writeheader()
-    for one in series.prepared(measurements):
+    for one in map(series.measured, measurements):
         times = {f"ms_{name}": value for name, value in (one["ms"] or {}).items()}
         rows.writerow({name: _cell(value) for name, value in {**one, **times}.items()})
     return written.getvalue()
@@ -71,13 +77,8 @@ def _cell(value: Any) -> Any:
 def _write(file: Path, content: bytes) -> Path:
     """At once or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, half_written = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        os.chmod(half_written, 0o644)  # mkstemp makes it readable by its owner alone
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
+        half_written = Path(folder) / file.name
+        half_written.write_bytes(content)
         os.replace(half_written, file)
-    except BaseException:
-        os.unlink(half_written)
-        raise
     return file

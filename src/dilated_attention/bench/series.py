@@ -1,82 +1,55 @@
-"""Which measurement belongs to which line of a plot, and which lines are seen first: one answer for pictures and page.
+"""What a plot shows: which line a measurement belongs to, its colour, and which lines are seen first.
 
-A facet is a property that a reader picks one value of, such as the dtype; a series is what is left to compare then.
+The page and the pictures draw the same points. Nothing here needs more than Python.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 Measurement = dict[str, Any]
 
-# What is picked before anything is compared, in the order of the page. Ranks are compared, so they may all be shown.
-FACETS = {
-    "direction": "direction",
-    "causal": "causal",
-    "dtype": "dtype",
-    "suite": "suite",
-    "shape": "shape",
-    "segments": "segments",
-    "ranks": "ranks",
-}
-PICKED = [key for key in FACETS if key != "ranks"]
 FIGURES = ("ms", "tokens_per_s", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes")
 LOST = "out of memory"
 ENOUGH = 3  # repeats; quartiles of fewer say nothing
-# Who is seen first where there are more lines than an eye can follow: one of each way to compute it.
+MOST_SHOWN = 8  # lines at first
+# One of each way to compute it: they are timed at every length, and seen first.
 TELLING = (
-    "dense SDPA", "head_groups, auto", "head_groups, sdpa", "longnet, auto", "longnet, sdpa", "torchscale, auto",
-    "torchscale, sdpa", "copy and gather, index_select", "copy and gather, slicing", "gather-pad-scatter",
+    "dense SDPA", "head_groups, auto", "longnet, auto", "torchscale, auto", "copy and gather, slicing",
+    "gather-pad-scatter", "copy and gather, index_select", "head_groups, sdpa", "longnet, sdpa", "torchscale, sdpa",
 )  # fmt: skip
-MANY = 16
+FIRST = (*TELLING[:-3], "FlexAttention", *TELLING[-3:])
+# On one device these classes call that function and do nothing else, so they share its line.
+ONE_FUNCTION = {
+    "DilatedAttention": "head_groups, auto",
+    "ImprovedDilatedAttention": "head_groups, auto",
+    "RingDilatedAttention": "head_groups, auto",
+    "RingDilatedAttentionV2Collective": "head_groups, auto",
+    "RingMultiheadDilatedAttention": "MultiheadDilatedAttention",
+}
+INK, MUTED, GRID, PAPER, GOOD, BAD = "#1f2328", "#59636e", "#e3e6ea", "#ffffff", "#1a7f37", "#cf222e"
+# One hue per family. Every shade has a contrast of at least 4.5 on its paper, as names are written in it.
+SHADES = {
+    "dense": ("#59636e", "#6e7781", "#424a53"),
+    "others": ("#bc4c00", "#9a6700", "#c4314b", "#7a3b12", "#a04a00"),
+    "head_groups": ("#0550ae", "#0969da", "#2a6f97", "#3b5bdb"),
+    "longnet": ("#116329", "#1a7f37", "#4d7c0f", "#0f766e"),
+    "torchscale": ("#6639ba", "#8250df", "#a626a4", "#5b4fc7"),
+}
+DARK = {  # what a colour becomes where the reader prefers dark pages
+    INK: "#e6edf3", MUTED: "#9da7b1", GRID: "#2a3038", PAPER: "#0f1318", BAD: "#ff7b72",
+    "#6e7781": "#8c959f", "#424a53": "#c9d1d9", "#bc4c00": "#f0883e", "#9a6700": "#d4a72c", "#c4314b": "#ff8fa3",
+    "#7a3b12": "#d9a074", "#a04a00": "#ffb77c", "#0550ae": "#58a6ff", "#0969da": "#79c0ff", "#2a6f97": "#6cb6d9",
+    "#3b5bdb": "#9db1ff", "#116329": "#3fb950", "#1a7f37": "#56d364", "#4d7c0f": "#a3c957", "#0f766e": "#4fd1c5",
+    "#6639ba": "#a371f7", "#8250df": "#bc8cff", "#a626a4": "#e38be1", "#5b4fc7": "#a9a3ff",
+}  # fmt: skip
 
 
-def prepared(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """The measurements with their shape and series. Figures are kept only where the status is "measured"."""
-    found = []
-    for one in measurements:
-        shape = f"B={one['samples']} H={one['heads']} D={one['head_dim']}"
-        figures = {} if one["status"] == "measured" else dict.fromkeys(FIGURES)
-        found.append({**one, **figures, "shape": shape})
-    for one, name, segments in zip(found, _names(found), _segments(found), strict=True):
-        one |= {"series": name, "segments": segments}
-    return found
-
-
-def _segments(measurements: Sequence[Measurement]) -> list[str]:
-    """The pattern, unless a suite has one for each length: those make one line, with nothing to pick."""
-    patterns, places = defaultdict(set), defaultdict(set)
-    for one in measurements:
-        patterns[one["suite"]].add(_pattern(one))
-        place = [one[key] for key in ("suite", "implementation", "rule", "tokens", *FACETS) if key != "segments"]
-        places[tuple(place)].add(_pattern(one))
-    several = {place[0] for place, found in places.items() if len(found) > 1}
-    return [
-        _pattern(one) if one["suite"] in several or len(patterns[one["suite"]]) == 1 else "by length"
-        for one in measurements
-    ]
-
-
-def _pattern(one: Measurement) -> str:
-    return f"w={_list(one['lengths'])} r={_list(one['rates'])}"
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _names(measurements: Sequence[Measurement]) -> list[str]:
-    """The implementation, and what else it takes to tell two lines apart: the rule, the ranks."""
-    rules = defaultdict(set)
-    for one in measurements:
-        rules[one["implementation"]].add(one["rule"])
-    names = []
-    for one in measurements:
-        name = with_ranks(one["implementation"], one["ranks"])
-        names.append(f"{name}, {one['rule']}" if len(rules[one["implementation"]]) > 1 else name)
-    return names
+def measured(one: Measurement) -> Measurement:
+    """The measurement, without figures unless its status is "measured"."""
+    return one if one["status"] == "measured" else {**one, **dict.fromkeys(FIGURES)}
 
 
 def with_ranks(name: str, ranks: int) -> str:
@@ -85,36 +58,115 @@ def with_ranks(name: str, ranks: int) -> str:
     return name if ranks == 1 or said in name else f"{name}, {said}"
 
 
-def names_in_order(measurements: Iterable[Measurement]) -> list[str]:
-    """Every series once; its place here gives its colour and marker on the page."""
-    return list(dict.fromkeys(one["series"] for one in measurements))
+def setting(one: Measurement) -> str:
+    """All that two measurements must share to be compared, but for their length."""
+    pattern = "w={} r={}".format(*(",".join(map(str, one[key])) for key in ("lengths", "rates")))
+    causal = ", causal" if one["causal"] else ""
+    return f"{one['suite']}: {one['dtype']}{causal}, B={one['samples']} H={one['heads']} D={one['head_dim']}, {pattern}"
 
 
-def start(measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """The facets of the selection with the most to see: first by lengths, then by points. Ranks: None, all."""
-    if not measurements:
-        return {}
-    groups: dict[tuple[Any, ...], list[int | None]] = defaultdict(list)
-    for one in measurements:
-        groups[tuple(one[key] for key in PICKED)].append(one["tokens"] if one["ms"] or one["status"] == LOST else None)
+def folded(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Without the other names of a function where the function itself was measured, too."""
+    found = list(measurements)
+    present = {(setting(one), one["tokens"], one["direction"], one["implementation"]) for one in found}
 
-    def much(key: tuple[Any, ...]) -> tuple[int, int]:
-        tokens = [number for number in groups[key] if number is not None]
-        return len(set(tokens)), len(tokens)
+    def is_alias(one: Measurement) -> bool:
+        function = ONE_FUNCTION.get(one["implementation"])
+        return one["ranks"] == 1 and (setting(one), one["tokens"], one["direction"], function) in present
 
-    most = max(groups, key=much)
-    return {**dict(zip(PICKED, most, strict=True)), "ranks": None}
+    return [one for one in found if not is_alias(one)]
 
 
-def hidden(measurements: Sequence[Measurement]) -> list[str]:
-    """The lines that the page does not show before it is asked to."""
-    picked = start(measurements)
-    here = names_in_order(one for one in measurements if one["ms"] and all(one[key] == picked[key] for key in PICKED))
-    others = [name for name in here if name not in TELLING]
-    return others if len(here) > MANY and len(here) - len(others) > 1 else []
+def points(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """One for each thing that a plot shows: a time with its quartiles, memory, or that the memory ran out."""
+    found = [measured(one) for one in measurements]
+    drawn = [one for one in folded(found) if one["ms"] or one["status"] == LOST]
+    colours = _colours(drawn)
+    return [
+        {
+            "series": with_ranks(one["implementation"], one["ranks"]),
+            "colour": colours[with_ranks(one["implementation"], one["ranks"])],
+            "ours": one["ours"],
+            "setting": setting(one),
+            "direction": one["direction"],
+            "tokens": one["tokens"],
+            "peak": one["peak_bytes"] or None,
+            "memory": size(one["peak_bytes"]) if one["peak_bytes"] else "",
+            **_times(one["ms"]),
+        }
+        for one in drawn
+    ]
 
 
-def options(measurements: Iterable[Measurement]) -> dict[str, list[Any]]:
-    """For each facet the values there are; numbers and False before True in order, the rest as they came."""
-    found: dict[str, list[Any]] = {key: list(dict.fromkeys(one[key] for one in measurements)) for key in FACETS}
-    return {key: sorted(values) if key in ("causal", "ranks") else values for key, values in found.items()}
+def _times(ms: dict[str, float] | None) -> dict[str, Any]:
+    if ms is None:
+        return {"ms": None, "time": LOST, "spread": ""}
+    found = {"ms": ms["median"], "time": f"{milliseconds(ms)} ms"}
+    if ms["repeats"] < ENOUGH:
+        return {**found, "few": True, "spread": "once" if ms["repeats"] == 1 else f"{ms['repeats']} repeats"}
+    between = f"{digits(ms['lower'])}–{digits(ms['upper'])} ms"
+    return {**found, "low": ms["lower"], "high": ms["upper"], "spread": between}
+
+
+def _colours(measurements: Iterable[Measurement]) -> dict[str, str]:
+    """By series. In a family each takes the next shade, the telling ones first."""
+    families: dict[str, list[str]] = {}
+    for one in sorted(measurements, key=lambda one: _place(one["implementation"])):
+        rule = one["rule"] if one["rule"] in SHADES else "head_groups"
+        family = "dense" if one["rule"] == "dense" or one["implementation"].startswith("dense") else rule
+        name = with_ranks(one["implementation"], one["ranks"])
+        names = families.setdefault(family if one["ours"] or family == "dense" else "others", [])
+        if name not in names:
+            names.append(name)
+    return {
+        name: SHADES[family][place % len(SHADES[family])]
+        for family, names in families.items()
+        for place, name in enumerate(names)
+    }
+
+
+def _place(name: str) -> int:
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
+def first(drawn: Iterable[Measurement], wanted: str) -> list[str]:
+    """The lines of a setting that are seen before the reader asks for others."""
+    names = dict.fromkeys(one["series"] for one in drawn if one["setting"] == wanted)
+    return sorted(names, key=_place)[:MOST_SHOWN]
+
+
+def settings(drawn: Sequence[Measurement]) -> list[str]:
+    """Every setting, the one with the most lengths and then points first."""
+    tokens: dict[str, list[int]] = {}
+    for one in drawn:
+        tokens.setdefault(one["setting"], []).append(one["tokens"])
+    start = max(tokens, key=lambda name: (len(set(tokens[name])), len(tokens[name])), default="")
+    return sorted(tokens, key=lambda name: name != start)
+
+
+# --- numbers as people read them --------------------------------------------------------------------------------
+
+
+def digits(number: float, most: int = 3) -> str:
+    """So many digits, with thousands separated and no powers of ten."""
+    if not number or not math.isfinite(number):
+        return f"{number:g}"
+    places = most - 1 - math.floor(math.log10(abs(number)))
+    return f"{round(number, places):,.{max(0, places)}f}"
+
+
+def milliseconds(ms: dict[str, float]) -> str:
+    """The median, with as many digits as its quartiles agree on: one to three."""
+    spread = ms["upper"] - ms["lower"]
+    if ms["repeats"] < ENOUGH or spread <= 0:
+        return digits(ms["median"], 2 if ms["repeats"] < ENOUGH else 3)
+    sure = math.floor(math.log10(ms["median"])) - math.floor(math.log10(spread)) + 1
+    return digits(ms["median"], min(3, max(1, sure)))
+
+
+def size(number: float) -> str:
+    """In binary units, as CUDA's tools have it."""
+    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 1 << power:
+            return f"{digits(number / (1 << power))} {name}"
+    return f"{number:.0f} B"

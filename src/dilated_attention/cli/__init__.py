@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli.arguments import Refused
 
-OPTIONAL = ("typer", "rich", "altair", "vl_convert", "jinja2", "matplotlib", "numpy")  # what the extra `bench` installs
+OPTIONAL = ("typer", "rich", "altair", "vl_convert", "jinja2", "numpy")  # what the extra `bench` installs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,16 +21,17 @@ def report(
 ) -> None:
     """Make the report of a results file again.
 
-    With --conclude it also draws the conclusions again: the answer, the recommendations, the verdicts on claims.
+    With --conclude it also draws the conclusions again: the answer, the recommendations and the verdicts on claims.
 
     Example: dilated-attention report report
     """
     with arguments.refusing():
         found = load(results, whole=True)
         folder = arguments.writable(out or (results if results.is_dir() else results.parent))
-    from dilated_attention.bench import machine  # here, as help needs no torch
+    # here and not above: help needs no torch, and what the page needs may not be installed: `main` says so
+    from dilated_attention.bench import machine, page  # noqa: F401
     from dilated_attention.bench.claims import conclusions
-    from dilated_attention.bench.report import write_report  # needs matplotlib, which other commands do without
+    from dilated_attention.bench.report import write_report
 
     screen = console()
     files = []

@@ -1,328 +1,218 @@
 """The page of the report: one file that needs nothing else, works from a disk, and lets nothing in or out.
 
-What a reader needs first is made here as plain HTML, so that it is there without JavaScript; the plots and the table of
-measurements are drawn by page.js from the JSON at the end of the page. Text of the results passes `text` or that JSON.
+Tables are plain HTML, so they are there without JavaScript. Jinja2 escapes every text of the results. The plot is drawn
+by Vega, whose script is in the page; page.js gives it the points that the reader asks for.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
-import html
 import json
-import math
 import re
-from collections.abc import Iterable, Sequence
-from importlib import resources
-from string import Template
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from dilated_attention.bench import series
+import vl_convert
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
-Html = str  # markup: whatever comes from the results has been through `text`
+from dilated_attention.bench import plots, series
 
-FILES = ("page.css", "page.html", "plot.js", "table.js", "page.js")
-GOOD = {"exact", "yes"}
-NONE = "–"
-UNKNOWN = {"not measured"}
-LABELS = {
-    "date": "date",
-    "command": "command",
-    "commit": "commit",
-    "dirty": "tree had changes",
-    "device": "device",
-    "cpu": "CPU",
-    "cores": "cores",
-    "threads": "threads",
-    "load": "load at the start",
-    "system": "system",
+FILES = Path(__file__).parent
+QUESTIONS = {
+    "quick": "How do all of them compare?",
+    "copies": "Is a ring of one device (ring_size=1) slower, and what do copies cost?",
+    "improved": "Is ImprovedDilatedAttention faster or smaller than DilatedAttention?",
+    "ring": "How do the ring classes V2Simple, V2Collective and Production compare?",
+    "profile": "Why is one faster than another?",
+    "scaling": "How do all of them compare by length, batch size, heads and dtype?",
+    "optimisations": "What does each optimisation save?",
 }
+ENVIRONMENT = {
+    "date": "date", "command": "command", "commit": "commit", "dirty": "uncommitted changes", "device": "device",
+    "cpu": "CPU", "cores": "cores", "threads": "threads", "load": "load at the start", "system": "system",
+}  # fmt: skip
 
 
 def page(results: dict[str, Any]) -> str:
     """The whole page as one HTML text."""
-    folder = resources.files(__package__)
-    style, template, *scripts = (folder.joinpath(name).read_text(encoding="utf-8") for name in FILES)
-    script = "\n".join(scripts)
-    machine = results["machine"]
-    return Template(template).substitute(
-        policy=_policy(style, script),
-        style=style,
-        script=script,
-        data=_embedded(results),
-        title=text(f"Dilated attention on {machine['device']}"),
-        machine=text(_one_line(machine)),
-        notices=_notices(results),
-        answer=prose(results["answer"] or "Nothing was measured, so there is nothing to recommend."),
-        recommendations=_recommendations(results["recommendations"]),
-        matrix=_matrix(results["matrix"]),
-        correctness=_correctness(results["checks"]),
-        claims=_claims(results["claims"]),
-        tables=_tables(results["tables"]),
+    points = series.points(results["measurements"])
+    settings = series.settings(points)
+    told = {
+        "specification": plots.interactive("points"),
+        "points": points,
+        "figures": plots.FIGURES,
+        "directions": plots.DIRECTIONS,
+        "first": {name: series.first(points, name) for name in settings},
+    }
+    script, style = (FILES / "page.js").read_text("utf-8"), (FILES / "page.css").read_text("utf-8")
+    environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    environment.filters |= {"text": _text, "prose": _prose}
+    return environment.get_template("page.html").render(
+        results=results,
+        machine=results["machine"],
+        styles=[Markup(style), Markup(plots.dark_style())],
+        scripts=[Markup(_vega()), Markup(script)],
+        known=_known,
+        data=Markup(json.dumps(told, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
+        directions=plots.DIRECTIONS,
+        settings=_by_suite(settings),
+        questions=QUESTIONS,
+        recommendations=[_recommendation(one) for one in results["recommendations"]],
+        aliases=sorted(set(series.ONE_FUNCTION) & {one["implementation"] for one in results["measurements"]}),
+        suites=_suites(results),
+        checks=_checks(results["checks"]),
+        where=_where(results),
         environment=_environment(results),
     )
 
 
-def _policy(style: str, script: str) -> Html:
-    """Nothing may be loaded or sent; the style and the script of this very page are known by their hashes."""
-
-    def known(content: str) -> str:
-        return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-    return (
-        f"default-src 'none'; script-src {known(script)}; style-src {known(style)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+@functools.cache
+def _vega() -> str:
+    bundle: str = vl_convert.javascript_bundle("window.embed = vegaEmbed;")
+    return bundle
 
 
-def _embedded(results: dict[str, Any]) -> str:
-    """What page.js draws from. JSON has no infinity, and a `<` could end the element that the JSON stands in."""
-    measurements = series.prepared(results["measurements"])
-    ours = {one["series"]: one["ours"] for one in measurements}
-    found = {
-        "measurements": measurements,
-        "series": [{"name": name, "ours": ours[name]} for name in series.names_in_order(measurements)],
-        "facets": [
-            {"key": key, "title": series.FACETS[key], "options": values}
-            for key, values in series.options(measurements).items()
-        ],
-        "start": series.start(measurements),
-        "hidden": series.hidden(measurements),
-        "enough": series.ENOUGH,
-        "ceilings": results["ceilings"],
-    }
-    return json.dumps(_finite(found), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+def _known(content: str) -> str:
+    """A style or script as the page's policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _by_suite(settings: Iterable[str]) -> dict[str, list[str]]:
+    found = defaultdict(list)
+    for name in settings:
+        found[name.partition(": ")[0]].append(name)
+    return found
 
 
-# --- text and tables --------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------
 
 
-def text(value: object) -> Html:
-    """Anything as people read it, harmless in HTML."""
+def _text(value: object) -> str:
+    """A cell as people read it."""
     if value is None or value == "":
-        return NONE
+        return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-    return html.escape(str(value))
+        return series.digits(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
+    return str(value)
 
 
-def prose(value: object) -> Html:
+def _prose(value: object) -> Markup:
     """Text in which names stand between backticks."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", text(value))
+    if isinstance(value, Markup):
+        return value
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_text(value)))))
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Html]], kind: str, right: Sequence[int]) -> Html:
-    """A table in a box that scrolls; of the kind "stack" each row becomes a card where the screen is narrow."""
-    sides = ["number" if index in right else "" for index in range(len(columns))]
-    titles = zip(columns, sides, strict=True)
-    head = "".join(f'<th scope="col" class="{side}">{text(column)}</th>' for column, side in titles)
-
-    def line(row: Sequence[Html]) -> Html:
-        cells = zip(columns, sides, row, strict=True)
-        return "".join(
-            f'<td data-label="{text(column)}" class="{side}{" empty" if cell == NONE else ""}">{cell}</td>'
-            for column, side, cell in cells
-        )
-
-    body = "\n".join(f"<tr>{line(row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll {kind}" tabindex="0" role="region" aria-label="{text(title)}">'
-        f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
-    )
+# --- what the tables hold ---------------------------------------------------------------------------------------
 
 
-def _verdict(verdict: str) -> Html:
-    """In words, with a sign and a colour that say the same."""
-    if verdict in UNKNOWN:
-        return f'<span class="verdict open">– {text(verdict)}</span>'
-    kind, sign = ("good", "✓") if verdict in GOOD else ("bad", "✗")
-    return f'<span class="verdict {kind}">{sign} {text(verdict)}</span>'
+def _recommendation(one: dict[str, Any]) -> list[str]:
+    behind = f"{one['runner_up']}, {one['factor']:.2f} times that" if one["runner_up"] and one["factor"] else ""
+    return [one["use_case"], f"`{one['best']}`", one["value"], ", ".join(one["ties"]), behind]
 
 
-def _name(name: str, ours: bool) -> Html:
-    return f'<b class="{"ours" if ours else "other"}">{text(name)}</b>'
-
-
-# --- sections ---------------------------------------------------------------------------------------------------
-
-
-def _one_line(machine: dict[str, Any]) -> str:
-    changes = " with changes" if machine["dirty"] else ""
-    parts = [
-        machine["device"],
-        f"{machine['threads']} threads",
-        f"torch {machine['versions']['torch']}",
-        f"commit {str(machine['commit'])[:12]}{changes}",
-        str(machine["date"])[:10],
-    ]
-    return " · ".join(map(str, parts))
-
-
-def _notices(results: dict[str, Any]) -> Html:
+def _suites(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each suite its question, its measurements as tables, and the tables that it made itself."""
+    measurements = [series.measured(one) for one in results["measurements"]]
     found = []
-    if not results["complete"]:
-        found.append(f"This run was interrupted{_where(results)}: what follows is what it had measured by then.")
-    if results["machine"]["dirty"]:
-        found.append("The tree had uncommitted changes: the commit alone does not say what was measured.")
-    return "\n".join(f'<p class="notice">{text(sentence)}</p>' for sentence in found)
+    for suite in dict.fromkeys([*results["suites"], *(table["suite"] for table in results["tables"])]):
+        mine = [one for one in measurements if one["suite"] == suite]
+        tables = [*_by_length(mine), *(table for table in results["tables"] if table["suite"] == suite)]
+        if tables:
+            found.append({"question": QUESTIONS.get(suite, suite), "suite": suite, "tables": tables})
+    return found
+
+
+def _by_length(measurements: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A table for each setting, with a column for each length. Settings of a single length share a table."""
+    lengths = defaultdict(set)
+    for one in measurements:
+        lengths[series.setting(one)].add(one["tokens"])
+    tables: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for one in sorted(measurements, key=lambda one: int(one["tokens"])):
+        name, column = series.setting(one).partition(": ")[2], f"{one['tokens']:,}"
+        if len(lengths[series.setting(one)]) == 1:
+            shape = f"B={one['samples']} H={one['heads']} D={one['head_dim']}"
+            name, column = name.replace(f", {shape}", ""), f"{shape}, {column}"
+        who = series.with_ranks(one["implementation"], one["ranks"])
+        tables.setdefault(name, {}).setdefault(column, {}).setdefault(who, {})[one["direction"]] = one
+    return [_table(name, columns) for name, columns in tables.items()]
+
+
+def _table(name: str, columns: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    names = dict.fromkeys(who for cells in columns.values() for who in cells)
+    return {
+        "title": name,
+        "note": "ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB",
+        "columns": ["tokens", *columns],
+        "rows": [[who, *(_cell(cells.get(who, {})) for cells in columns.values())] for who in names],
+    }
+
+
+def _cell(passes: dict[str, Any]) -> Markup | str | None:
+    """Both passes; in words where neither was measured."""
+    both = [passes.get(name, {"status": "–", "ms": None, "peak_bytes": None}) for name in plots.DIRECTIONS]
+    untimed = {"measured": "–"}  # its memory was
+    times = [series.milliseconds(one["ms"]) if one["ms"] else untimed.get(one["status"], one["status"]) for one in both]
+    sizes = [series.digits(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
+    if times[0] == times[1] and sizes == ["–", "–"]:
+        return str(times[0])
+    return Markup("{} / {}").format(*times) + Markup("<br><small>{} / {}</small>").format(*sizes)
+
+
+def _checks(checks: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """One for each implementation, under "wrong" or "right", with the error that is the largest for its limit."""
+    by_name = defaultdict(list)
+    for check in checks:
+        by_name[series.with_ranks(check["implementation"], check["ranks"])].append(check)
+    found: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
+    for name, mine in by_name.items():
+        bad = [check for check in mine if check["verdict"] != "exact"]
+        errors = [
+            (plots.times_limit(error, check["limits"][part]), part, error, check)
+            for check in bad or mine
+            for part, error in check["errors"].items()
+        ]
+        row = {"name": name, "verdict": (bad or mine)[0]["verdict"], "why": (bad or mine)[0]["why"], "worst": "–"}
+        if errors:
+            _, part, error, check = max(errors, key=lambda one: one[0])
+            of = f"{float(error):.1e} with a limit of {float(check['limits'][part]):.1e}"
+            what = part.replace("d ", "gradient of ", 1)
+            row["worst"] = f"{what}: {of}, {check['dtype']}{', causal' if check['causal'] else ''}"
+        found["wrong" if bad else "right"].append(row)
+    return found
 
 
 def _where(results: dict[str, Any]) -> str:
+    """In which suite a run was interrupted, and before which ones."""
     begun = results["suites"]
     left = [name for name in results.get("planned", ()) if name not in begun]
-    inside, before = f" in the suite {begun[-1]}" if begun else "", f" before {', '.join(left)}" if left else ""
-    return inside + (f", and{before}" if inside and before else before)
+    parts = [f"in the suite {begun[-1]}"] if begun else []
+    return " and ".join([*parts, f"before {', '.join(left)}"] if left else parts)
 
 
-def _recommendations(found: list[dict[str, Any]]) -> Html:
-    if not found:
-        return ""
-    rows = []
-    for one in found:
-        runner_up = text(one["runner_up"])
-        if one["runner_up"] and one["factor"] is not None:
-            runner_up += f' <span class="muted nowrap">{one["factor"]:.2f} ×</span>'
-        best = f"<b>{text(one['best'])}</b>"
-        if one["ties"]:
-            best += f' <span class="muted">level with {text(", ".join(one["ties"]))}</span>'
-        rows.append([text(one["use_case"]), best, text(one["value"]), runner_up])
-    return "<h2>Which one to use</h2>\n" + _table(
-        "Which one to use", ["use case", "best", "value", "runner-up"], rows, "stack", []
-    )
-
-
-def _matrix(found: list[dict[str, Any]]) -> Html:
-    if not found:
-        return ""
-    rows = [
-        [
-            _name(one["implementation"], one["ours"]),
-            _verdict(one["verdict"]),
-            text(", ".join(one["best_for"])),
-            NONE if one["slower"] is None else f"{one['slower']:.2f}×",
-            prose(one["note"]),
-        ]
-        for one in sorted(found, key=lambda one: not one["best_for"])
-    ]
-    columns = ["implementation", "verdict", "best for", "times the best", "note"]
-    return (
-        "<h3>Every implementation</h3>\n"
-        '<p class="lead"><b class="ours">Marked</b>: this library. Times the best: how many times as long as the best, '
-        "the median over its cases.</p>" + _table("Every implementation", columns, rows, "stack tall", [3])
-    )
-
-
-def _correctness(checks: list[dict[str, Any]]) -> Html:
-    if not checks:
-        return '<p class="nothing">Nothing was checked.</p>'
-    exact = sum(check["verdict"] == "exact" for check in checks)
-    rows = [
-        [
-            _checked(check),
-            _verdict(check["verdict"]),
-            text(f"{check['dtype']}, causal" if check["causal"] else check["dtype"]),
-            *_errors(check["errors"], check["limits"]),
-        ]
-        for check in sorted(checks, key=lambda check: check["verdict"] == "exact")
-    ]
-    columns = ["implementation", "verdict", "dtype", "out", "worst gradient", "errors"]
-    return (
-        f'<p class="lead"><b>{exact} of {len(checks)} checks are exact.</b> Each error is the largest distance from '
-        "the float64 oracle, followed by its limit. Whatever is wrong is not timed.</p>"
-        + _table("Correctness", columns, rows, "stack tall", [3, 4])
-    )
-
-
-def _checked(check: dict[str, Any]) -> Html:
-    why = f'<p class="why">{prose(check["why"])}</p>' if check["why"] else ""
-    return _name(series.with_ranks(check["implementation"], check["ranks"]), check["ours"]) + why
-
-
-def _errors(errors: dict[str, float | str], limits: dict[str, float]) -> tuple[Html, Html, Html]:
-    """The error of out, the gradient nearest to its limit or farthest beyond it, and a list of all."""
-    shown = {name: _error(name, float(errors[name]), limits[name]) for name in errors}
-    gradients = [name for name in errors if name != "out"]
-    worst = max(gradients, key=lambda name: times_limit(errors[name], limits[name]), default=None)
-    every = "".join(f"<li>{item}</li>" for item in shown.values())
-    return (
-        shown.get("out", NONE),
-        shown[worst] if worst else NONE,
-        f"<details><summary>all {len(shown)}</summary><ul>{every}</ul></details>" if shown else NONE,
-    )
-
-
-def times_limit(error: float | str, limit: float) -> float:
-    """How many times its limit an error is; what is not a number is infinitely far off."""
-    number = float(error)
-    return math.inf if math.isnan(number) or not limit else number / limit
-
-
-def _error(name: str, error: float, limit: float) -> Html:
-    over = not error <= limit
-    label = "" if name == "out" else f"{text(name)} "
-    figures = f"{label}{error:.1e} <span class='limit'>{'over' if over else 'of'} {limit:.1e}</span>"
-    return f'<span class="{"over" if over else "within"}">{figures}</span>'
-
-
-def _claims(claims: list[dict[str, Any]]) -> Html:
-    if not claims:
-        return '<p class="nothing">No claim was tested.</p>'
-    rows = [
-        [prose(one["claim"]), text(one["claimed"]), text(one["ours"]), _verdict(one["holds"]), prose(one["how"])]
-        for one in claims
-    ]
-    return _table("Claims", ["claim", "claimed", "measured here", "holds", "how"], rows, "stack", [])
-
-
-def _tables(tables: list[dict[str, Any]]) -> Html:
-    if not tables:
-        return '<p class="nothing">This run made no tables.</p>'
-    found = []
-    for suite in dict.fromkeys(table["suite"] for table in tables):
-        found.append(f'<h3>Suite <span class="suite">{text(suite)}</span></h3>\n<div class="tables">')
-        for table in (table for table in tables if table["suite"] == suite):
-            columns, rows = table["columns"], table["rows"]
-            right = [i for i in range(len(columns)) if any(isinstance(row[i], int | float) for row in rows)]
-            note = f'<p class="lead">{prose(table["note"])}</p>' if table["note"] else ""
-            sentences = any(len(str(cell)) > 60 for row in rows for cell in row)
-            wide = ' class="wide"' if sentences or len(columns) > 4 else ""
-            cells = [[_cell(cell) for cell in row] for row in rows]
-            body = _table(table["title"], columns, cells, "stack" if sentences else "", right)
-            found.append(f"<div{wide}><h4>{text(table['title'])}</h4>{note}{body}</div>")
-        found.append("</div>")
-    return "\n".join(found)
-
-
-def _cell(value: object) -> Html:
-    """What is short stays on one line, so that a long neighbour wraps instead."""
-    shown = text(value)
-    return f'<span class="nowrap">{shown}</span>' if len(shown) <= 24 else shown
-
-
-def _environment(results: dict[str, Any]) -> Html:
+def _environment(results: dict[str, Any]) -> dict[str, object]:
     machine = results["machine"]
-    found: dict[str, object] = {label: machine[key] for key, label in LABELS.items()}
+    found: dict[str, object] = {label: machine[key] for key, label in ENVIRONMENT.items()}
     found |= machine["versions"]
-    found |= {
-        "suites": ", ".join(results["suites"]),
-        "run": "complete" if results["complete"] else "interrupted",
-        "took": f"{results['seconds']:,.0f} s",
-        "schema": str(results["schema"]),
-    }
+    if machine["dirty"] is None:
+        found["uncommitted changes"] = "not known"
     for number, again in enumerate(machine.get("continued", []), 1):
         found[f"continued {number}"] = f"{again['date']}, commit {again['commit'][:12]}: {again['command']}"
-    if machine["dirty"] is None:
-        found["tree had changes"] = "not known"
-    return "<dl>" + "".join(f"<div><dt>{text(k)}</dt><dd>{text(v)}</dd></div>\n" for k, v in found.items()) + "</dl>"
+    for ceiling in results["ceilings"]:
+        said = (
+            f"{ceiling['matmul_tflops']:.3g} TFLOP/s in a matrix product, {ceiling['copy_gb_per_s']:.3g} GB/s in a copy"
+        )
+        found[f"reaches in {ceiling['dtype']}"] = said
+    run = "complete" if results["complete"] else "interrupted"
+    return {**found, "suites": ", ".join(results["suites"]), "run": f"{run}, {results['seconds']:,.0f} s"}

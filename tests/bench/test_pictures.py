@@ -1,0 +1,52 @@
+"""The pictures of the documentation show what the library does and what was measured."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilated_attention import DilatedPattern
+from dilated_attention.pattern import RULES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def pictures() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "pictures.py"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_cells_are_the_keys_that_a_query_sees(pictures: dict[str, Any], rule: str) -> None:
+    pattern = DilatedPattern.of(rule, pictures["LENGTHS"], pictures["RATES"])
+    counts = {(one["head"], one["query"], one["key"]): one["count"] for one in pictures["cells"](rule)}
+    for head in range(4):
+        for query in range(16):
+            keys = pattern.keys(query, head, num_tokens=16, num_heads=4)
+            assert [counts.get((head, query, key), 0) for key in range(16)] == [keys.count(key) for key in range(16)]
+
+
+def test_the_speeds_are_those_of_the_committed_results(pictures: dict[str, Any]) -> None:
+    values = pictures["speed_chart"]().to_dict()["data"]["values"]
+    measured = json.loads((DOCS.parent / "benchmarks/results/h200/results.json").read_text())["measurements"]
+    medians = {x["ms"]["median"] for x in measured if x["ms"] and x["direction"] == "forward_backward"}
+    assert {one["series"] for one in values} == set(pictures["NAMES"].values())
+    assert {one["ms"] for one in values} <= medians
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pattern", ["longnet, head 0", "head_groups, head 3"]),
+        ("speed", ["this library", "dense attention", "NVIDIA H200"]),
+        ("scaling", ["1,024 ranks", "alltoall", "2^30"]),
+    ],
+)
+def test_the_files_have_their_names_and_a_dark_form(name: str, words: list[str]) -> None:
+    drawn = (DOCS / f"{name}.svg").read_text(encoding="utf-8")
+    for word in (*words, "prefers-color-scheme: dark"):
+        assert word in drawn
