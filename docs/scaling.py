@@ -7,13 +7,8 @@ import sys
 from pathlib import Path
 
 from dilated_attention import DilatedPattern, plan_cost
-from dilated_attention.ring.cost import (
-    EXCHANGES,
-    LINKS,
-    PlanCost,
-    duration,
-    size,
-)
+from dilated_attention.ring.cost import EXCHANGES, LINKS, PlanCost
+from dilated_attention.units import bytes_text, seconds_text
 
 SHORTEST, HEADS, DIM = 2048, 12, 64
 ROWS = [
@@ -57,10 +52,10 @@ def table() -> str:
             found.exchanges[name] for name in EXCHANGES
         )
         cells = [
-            f"2^{power}", f"{ranks:,}", size(ring.bytes_received_max), duration(ring.seconds),
-            duration(allgather.seconds), size(alltoall.bytes_received_max), duration(alltoall.seconds), found.best,
-            size(found.naive_ring_bytes), duration(found.naive_ring_seconds),
-            duration(found.naive_ring_seconds - (found.naive_ring_hops - 1) * LINKS["nccl"][0]),
+            f"2^{power}", f"{ranks:,}", bytes_text(ring.bytes_received_max), seconds_text(ring.seconds),
+            seconds_text(allgather.seconds), bytes_text(alltoall.bytes_received_max), seconds_text(alltoall.seconds), found.best,
+            bytes_text(found.naive_ring_bytes), seconds_text(found.naive_ring_seconds),
+            seconds_text(found.naive_ring_seconds - (found.naive_ring_hops - 1) * LINKS["nccl"][0]),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from dilated_attention.context_parallel import ROUTES, Route
 from dilated_attention.pattern import DilatedPattern, whole_number
 from dilated_attention.ring.shards import Shards
 from dilated_attention.ring.traffic import Spread, Tally, count
+from dilated_attention.units import bytes_text, seconds_text
 
 # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
 # and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
@@ -116,14 +117,16 @@ class PlanCost:
         memory, row = self.memory, "{:<12}{:>7}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}".format
         lines = [
             f"{self.tokens:,} tokens on {self.ranks:,} ranks, at most {self.tokens_per_rank:,} on one",
-            f"a rank keeps {size(memory.saved)} (q, k, v, out, lse), sums up out in {size(memory.out_sums)}, "
-            f"has gradients of {size(memory.dq + memory.dk + memory.dv)}",
+            f"a rank keeps {bytes_text(memory.saved)} (q, k, v, out, lse), "
+            f"sums up out in {bytes_text(memory.out_sums)}, "
+            f"has gradients of {bytes_text(memory.dq + memory.dk + memory.dv)}",
             row("", "hops", "received", "time", "+ backward", "computing", "held", "sums"),
         ]
         for name, x in self.exchanges.items():
-            times = (duration(x.seconds), duration(x.total_seconds), duration(x.compute_seconds))
-            lines.append(row(name, x.hops, size(x.bytes_received_max), *times, size(x.held), size(memory.sums[name])))
-        naive = (size(self.naive_ring_bytes), duration(self.naive_ring_seconds), "", "", "", "")
+            times = (seconds_text(x.seconds), seconds_text(x.total_seconds), seconds_text(x.compute_seconds))
+            received, held, sums = map(bytes_text, (x.bytes_received_max, x.held, memory.sums[name]))
+            lines.append(row(name, x.hops, received, *times, held, sums))
+        naive = (bytes_text(self.naive_ring_bytes), seconds_text(self.naive_ring_seconds), "", "", "", "")
         return "\n".join([*lines, row("naive ring", self.naive_ring_hops, *naive).rstrip(), f"best: {self.best}"])
 
 
@@ -205,23 +208,6 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
             f"of {ranks} ranks 0 or more of the {tokens} tokens, or leave lengths out to cut evenly"
         )
     return Shards.of(tuple(lengths))
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if count < 1000 or unit == "PB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people."""
-    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
-        if seconds * factor < 999.5:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def _plan(spread: Spread, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
