@@ -298,6 +298,14 @@ def test_double_backward_says_what_to_do(backend: str, queries: int, linear: boo
         (loss + grad.square().sum()).backward()
 
 
+def test_double_backward_of_the_op_says_what_to_do() -> None:
+    q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, 20, 4, 8))
+    out, _ = torch.ops.dilated_attention.forward(q, k, v, [None, None, None], *Call(PATTERN).packed(0))
+    (grad,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        grad.square().sum().backward()
+
+
 # --- kernels that the user switched off -------------------------------------------------------------------------
 
 
