@@ -253,6 +253,14 @@ def test_changes_and_interruptions_are_said_above_the_answer() -> None:
     assert "uncommitted changes not known" in rest
 
 
+@pytest.mark.parametrize("too_busy", [False, True])
+def test_a_busy_machine_is_said_above_the_answer(too_busy: bool) -> None:
+    results = copy()
+    results["machine"]["too_busy"] = too_busy
+    head = Parsed(page(results)).words().partition("It is fast")[0]
+    assert ("too busy to trust" in head) is too_busy
+
+
 def test_wrong_ones_come_first_with_the_error_that_is_farthest_beyond_its_limit() -> None:
     words = PARSED.words()
     words = words[words.index("2 are wrong") :]
