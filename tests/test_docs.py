@@ -406,7 +406,8 @@ def test_what_short_calls_take_is_what_was_measured() -> None:
         )
     )
     told = (
-        f"took {single:.2f} ms as single calls, {alone:.2f} ms without that thread, and {graph:.2f} ms as a CUDA graph"
+        f"took {single:.2f} ms as single calls, {alone:.2f} ms with the backward pass on the calling thread, and "
+        f"{graph:.2f} ms as a CUDA graph"
     )
     page = " ".join((ROOT / "docs/backends.md").read_text(encoding="utf-8").split())
     assert told in page
@@ -428,7 +429,7 @@ def test_the_clocks_are_what_was_read() -> None:
         [one[f"{part}_ratio{how}"] for part in ("forward", "forward_backward")] for how in ("", "_by_turns")
     )
     assert f"takes {alone[0]:.2f} of the dense kernel's time forward and {alone[1]:.2f} forward + backward" in page
-    assert f"and {turns[0]:.2f} and {turns[1]:.2f} where they are called by turns" in page
+    assert f"and {turns[0]:.2f} and {turns[1]:.2f} where they are called in turn" in page
 
 
 @pytest.mark.parametrize("machine", ["h200", "cpu"])
