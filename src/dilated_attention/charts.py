@@ -68,6 +68,7 @@ def as_json(data: object) -> str:
 
 def write(file: Path, content: bytes) -> None:
     """The whole file or none of it, also when the program is stopped meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=".half-written-")
     try:
         with os.fdopen(handle, "wb") as stream:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import dilated_attention
+from dilated_attention import charts
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
@@ -173,10 +174,7 @@ def _cpu_seconds() -> tuple[float, float] | None:
 
 def write_json(file: Path, results: dict[str, Any]) -> None:
     """At once or not at all. JSON has no infinity: an error that large is written as a string."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    half_written = file.with_name(f"{file.name}.part")
-    half_written.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
-    half_written.replace(file)
+    charts.write(file, (json.dumps(_finite(results), indent=1, allow_nan=False) + "\n").encode())
 
 
 def _finite(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """A run that keeps its results whatever happens, and the command `bench` for a machine that has PyTorch alone.
 
-Without typer and rich, `python -m dilated_attention bench` takes the same options and writes results.json. The report
-is made from it later, by `dilated-attention report`, where the extra `bench` is installed.
+Without typer and rich, `python -m dilated_attention bench` takes the same options but --dtype, and writes
+results.json. The report is made from it later, by `dilated-attention report`, where the extra `bench` is installed.
 """
 
 from __future__ import annotations

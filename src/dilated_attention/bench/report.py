@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from dilated_attention import charts
 from dilated_attention.bench import series
 
 COLUMNS = (
@@ -75,10 +74,5 @@ def _cell(value: Any) -> Any:
 
 
 def _write(file: Path, content: bytes) -> Path:
-    """At once or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
-        half_written = Path(folder) / file.name
-        half_written.write_bytes(content)
-        os.replace(half_written, file)
+    charts.write(file, content)
     return file

@@ -39,7 +39,7 @@ def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, is_c
 
 
 def _rows_before(token: Tensor, rate: int, offset: int) -> Tensor:
-    """How many rows a segment has before its token of this number. In float64, because squares overflow integers."""
+    """How many rows of a segment come before one of its tokens: as float64, whose squares do not overflow."""
     return (-((offset - token) // rate)).clamp(min=0).double()
 
 

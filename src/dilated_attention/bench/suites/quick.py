@@ -1,4 +1,4 @@
-"""The most telling implementations at three lengths: about a minute on two CPU cores."""
+"""The most telling implementations at three lengths: one to two minutes on two CPU cores."""
 
 from __future__ import annotations
 

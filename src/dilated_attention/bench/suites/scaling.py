@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dilated_attention.bench.implementations import everything
+from dilated_attention.bench.series import TELLING
 from dilated_attention.bench.session import PATTERNS, Session, Step
 from dilated_attention.bench.subject import Implementation
 
-# one of each way to compute it
-TELLING = (
-    "dense SDPA", "head_groups, auto", "head_groups, sdpa", "longnet, auto", "longnet, sdpa", "torchscale, auto",
-    "torchscale, sdpa", "copy and gather, index_select", "copy and gather, slicing", "gather-pad-scatter",
-)  # fmt: skip
 MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 EVERYTHING_AT = (2048, 8192)
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 131072, 262144, 524288, 1 << 20)
