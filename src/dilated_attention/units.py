@@ -41,7 +41,7 @@ def measured_text(median: float, lower: float, upper: float) -> str:
     """A median with the digits that its quartiles support: 0.0872 between 0.045 and 0.100 is written 0.087."""
     if median == 0 or upper <= lower:
         return number_text(median)
-    supported = 1 + math.floor(math.log10(abs(median) / (upper - lower)) + 0.5)
+    supported = 1 + math.floor(math.log10(abs(median))) - math.floor(math.log10(upper - lower))
     return number_text(median, min(DIGITS, max(2, supported)))  # with one, it could leave its own quartiles
 
 

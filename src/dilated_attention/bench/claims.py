@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dilated_attention.bench.recommend import recommend, spread
-from dilated_attention.bench.series import digits
+from dilated_attention.units import number_text
 
 Results = dict[str, Any]
 Record = dict[str, Any]
@@ -125,7 +125,7 @@ def _optimisation(what: str, least: float) -> Find:
         saved = [float(row[5]) for row in rows]
         if what == "DDP bucket size":  # tuned is the best of those tried
             saved = [max(saved)]
-        how = "; ".join(f"{row[1]}: {digits(row[2])} off, {digits(row[3])} on, {row[4]}" for row in rows)
+        how = "; ".join(f"{row[1]}: {number_text(row[2])} off, {number_text(row[3])} on, {row[4]}" for row in rows)
         return _range(saved), _holds(saved, least), how
 
     return find

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dilated_attention.bench.series import digits, folded
+from dilated_attention.bench.series import folded
 from dilated_attention.bench.subject import BOTH, FORWARD
+from dilated_attention.units import number_text
 
 Record = dict[str, Any]
 Results = dict[str, Any]
@@ -125,7 +126,7 @@ def _recommendation(case: UseCase, ranking: list[Record], measured: list[Record]
     return {
         "use_case": f"{case.name} ({best['tokens']:,} tokens, {best['dtype']})",
         "best": best["implementation"],
-        "value": f"{digits(value)} ms" if case.figure == "ms" else f"{value / 2**20:,.0f} MiB beyond the inputs",
+        "value": f"{number_text(value)} ms" if case.figure == "ms" else f"{value / 2**20:,.0f} MiB beyond the inputs",
         "runner_up": None if behind is None else behind["implementation"],
         "factor": None if behind is None else _figure(case, behind) / value,
         "ties": [record["implementation"] for record in level if record is not best],
@@ -214,7 +215,7 @@ def _compared(mine: Record, other: Record) -> str:
     if low <= other_high and other_low <= high:
         return "about as fast as"
     factor = other["ms"]["median"] / mine["ms"]["median"]
-    return f"{digits(factor)}× as fast as" if factor >= 1 else f"{digits(1 / factor)}× slower than"
+    return f"{number_text(factor)}× as fast as" if factor >= 1 else f"{number_text(1 / factor)}× slower than"
 
 
 def _right(checks: Sequence[Record]) -> str:

@@ -5,9 +5,10 @@ The page and the pictures draw the same points. Nothing here needs more than Pyt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from dilated_attention.units import bytes_text, measured_text, number_text
 
 Measurement = dict[str, Any]
 
@@ -91,7 +92,7 @@ def points(measurements: Iterable[Measurement]) -> list[Measurement]:
             "direction": one["direction"],
             "tokens": one["tokens"],
             "peak": one["peak_bytes"] or None,
-            "memory": size(one["peak_bytes"]) if one["peak_bytes"] else "",
+            "memory": bytes_text(one["peak_bytes"]) if one["peak_bytes"] else "",
             **_times(one["ms"]),
         }
         for one in drawn
@@ -104,7 +105,7 @@ def _times(ms: dict[str, float] | None) -> dict[str, Any]:
     found = {"ms": ms["median"], "time": f"{milliseconds(ms)} ms"}
     if ms["repeats"] < ENOUGH:
         return {**found, "few": True, "spread": "once" if ms["repeats"] == 1 else f"{ms['repeats']} repeats"}
-    between = f"{digits(ms['lower'])}–{digits(ms['upper'])} ms"
+    between = f"{number_text(ms['lower'])}–{number_text(ms['upper'])} ms"
     return {**found, "low": ms["lower"], "high": ms["upper"], "spread": between}
 
 
@@ -144,29 +145,8 @@ def settings(drawn: Sequence[Measurement]) -> list[str]:
     return sorted(tokens, key=lambda name: name != start)
 
 
-# --- numbers as people read them --------------------------------------------------------------------------------
-
-
-def digits(number: float, most: int = 3) -> str:
-    """So many digits, with thousands separated and no powers of ten."""
-    if not number or not math.isfinite(number):
-        return f"{number:g}"
-    places = most - 1 - math.floor(math.log10(abs(number)))
-    return f"{round(number, places):,.{max(0, places)}f}"
-
-
 def milliseconds(ms: dict[str, float]) -> str:
-    """The median, with as many digits as its quartiles agree on: one to three."""
-    spread = ms["upper"] - ms["lower"]
-    if ms["repeats"] < ENOUGH or spread <= 0:
-        return digits(ms["median"], 2 if ms["repeats"] < ENOUGH else 3)
-    sure = math.floor(math.log10(ms["median"])) - math.floor(math.log10(spread)) + 1
-    return digits(ms["median"], min(3, max(1, sure)))
-
-
-def size(number: float) -> str:
-    """In binary units, as CUDA's tools have it."""
-    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if number >= 1 << power:
-            return f"{digits(number / (1 << power))} {name}"
-    return f"{number:.0f} B"
+    """The median, with as many digits as its quartiles support; of a few repeats there are no quartiles."""
+    if ms["repeats"] < ENOUGH:
+        return number_text(ms["median"], 2)
+    return measured_text(ms["median"], ms["lower"], ms["upper"])

@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from dilated_attention.bench import plots, series
+from dilated_attention.units import number_text
 
 FILES = Path(__file__).parent
 QUESTIONS = {
@@ -102,7 +103,7 @@ def _text(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return series.digits(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
+        return number_text(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
     return str(value)
 
 
@@ -164,7 +165,7 @@ def _cell(passes: dict[str, Any]) -> Markup | str | None:
     both = [passes.get(name, {"status": "–", "ms": None, "peak_bytes": None}) for name in plots.DIRECTIONS]
     untimed = {"measured": "–"}  # its memory was
     times = [series.milliseconds(one["ms"]) if one["ms"] else untimed.get(one["status"], one["status"]) for one in both]
-    sizes = [series.digits(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
+    sizes = [number_text(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
     if times[0] == times[1] and sizes == ["–", "–"]:
         return str(times[0])
     return Markup("{} / {}").format(*times) + Markup("<br><small>{} / {}</small>").format(*sizes)
