@@ -66,6 +66,7 @@ LAYERS = [
     "testing",
     "ranks",
     "nn",
+    "models",
     "charts",
     "show",
     "advice",

@@ -1,0 +1,5 @@
+"""Released models that use LongNet's attention, with their weights and outputs."""
+
+from dilated_attention.models.slide import PRESETS, SlideEncoder, slide_pattern
+
+__all__ = ["PRESETS", "SlideEncoder", "slide_pattern"]

@@ -1,0 +1,92 @@
+"""Weights on disk: found, read without running any code in them, and loaded strictly."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FILE = "slide_encoder.pth"  # what the released repositories call it
+FILES = ("slide_encoder.safetensors", FILE)
+HUB = "hf_hub:"
+ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
+State = dict[str, Tensor]
+
+
+def located(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The file: as named, or in the folder named, or downloaded into the hub's cache where a hub id is given."""
+    text = os.fspath(path_or_hub_id)
+    path = Path(text)
+    if path.is_dir():
+        there = [path / name for name in FILES if (path / name).is_file()]
+        if not there:
+            raise ValueError(f"the folder {text} has neither {' nor '.join(FILES)}: name the file with the weights")
+        return there[0]
+    if path.is_file():
+        return path
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(ENDINGS)
+    if not text.startswith(HUB) and not is_id:
+        raise ValueError(f"there are no weights at {text!r}: name a file, a folder, or a hub id (hf_hub:org/name)")
+    return downloaded(text.removeprefix(HUB))
+
+
+def downloaded(repository: str) -> Path:
+    """The released file of a repository, in the hub's cache; only a hub id leads here."""
+    try:
+        hub = importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError as error:
+        if error.name != "huggingface_hub":
+            raise
+        text = f"the hub id {repository} needs huggingface_hub: pip install huggingface_hub, or name a file"
+        raise ModuleNotFoundError(text, name="huggingface_hub") from error
+    return Path(hub.hf_hub_download(repository, FILE))
+
+
+def read(path: Path) -> State:
+    """The state dict in a .safetensors file, or in a .pth file alone or under the key `model`."""
+    if path.suffix == ".safetensors":
+        try:
+            safetensors = importlib.import_module("safetensors.torch")
+        except ModuleNotFoundError as error:
+            text = f"{path.name} needs safetensors: pip install safetensors"
+            raise ModuleNotFoundError(text, name=error.name) from error
+        found: Any = safetensors.load_file(path)
+    else:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{path} has more in it than tensors, and is not read: {reason}") from error
+        if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
+            found = found["model"]
+    if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
+        raise ValueError(f"{path} is not a state dict: it must hold names and tensors, at its top or under 'model'")
+    return dict(found)
+
+
+def load(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
+    """Every weight of the model and no other, in the right shape; else one error lists what is wrong."""
+    wanted = model.state_dict()
+    missing, unexpected = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    shapes = [
+        f"{name} is {tuple(state[name].shape)}, not {tuple(x.shape)}"
+        for name, x in wanted.items()
+        if name in state and state[name].shape != x.shape
+    ]
+    problems = (("missing: ", missing), ("unexpected: ", unexpected), ("of another shape: ", shapes))
+    said = "; ".join(label + _some(names) for label, names in problems if names)
+    if said:
+        raise ValueError(f"{source} does not fit {type(model).__name__}: {said}")
+    model.load_state_dict(dict(state))
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
