@@ -66,10 +66,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, is_causal
         return dilated_attention(q, k, v, pattern, is_causal=is_causal, backend=rows.backend, group=rows.group)
     parts = []
     for first, last in zip(rows.bounds, rows.bounds[1:], strict=False):
-        mine = slice(first, last)
-        parts.append(
-            dilated_attention(q[:, mine], k[:, mine], v[:, mine], pattern, is_causal=is_causal, backend=rows.backend)
-        )
+        part = [x[:, first:last] for x in (q, k, v)]
+        out = dilated_attention(part[0], part[1], part[2], pattern, is_causal=is_causal, backend=rows.backend)
+        parts.append(out)
     return torch.cat(parts, dim=1)
 
 
