@@ -66,8 +66,8 @@ LAYERS = [
     "testing",
     "ranks",
     "nn",
-    "models",
     "charts",
+    "models",
     "show",
     "advice",
     "bench",
@@ -77,7 +77,7 @@ LAYERS = [
 
 OPTIONAL = [
     "altair", "vl_convert", "jinja2", "rich", "typer", "einops", "selenium", "transformers", "safetensors",
-    "triton", "pytest", "hypothesis",
+    "huggingface_hub", "peft", "h5py", "triton", "pytest", "hypothesis",
 ]  # fmt: skip
 
 

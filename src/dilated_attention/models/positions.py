@@ -10,7 +10,8 @@ Legend: coords (B, L, 2), x then y of a tile's corner, in pixels of level 0; cel
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,25 @@ def check_dtype(coords: Tensor, takes_half: bool = False) -> None:
         if not takes_half:
             raise TypeError(text)
         warn(text)
+
+
+def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
+    """What the attributes of a file say about its coordinates (L, 2): an error for µm, a warning for (row, column)."""
+    unit = str(attributes.get("unit", "px")).lower()
+    if unit in ("um", "µm", "μm", "micron", "microns"):
+        raise ValueError(
+            f"coords are in {unit}, as the attribute 'unit' says, and must be in pixels of level 0: divide them by the "
+            "µm per pixel at level 0, and give the tile_size in the same pixels"
+        )
+    width, height = (attributes.get(name) for name in ("level0_width", "level0_height"))
+    if width is None or height is None or not len(coords):
+        return
+    x, y = coords.amax(-2).tolist()
+    if (x >= width or y >= height) and x < height and y < width:
+        warn(
+            f"coords reach ({x:g}, {y:g}) on a slide {width} pixels wide and {height} high: they are probably (row, "
+            "column), and must be (x, y); pass coords.flip(-1)"
+        )
 
 
 def _sides(tile_size: TileSize, slides: int) -> Tensor:

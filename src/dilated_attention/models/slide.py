@@ -211,7 +211,7 @@ class SlideEncoder(nn.Module):
         if tiles.dim() not in (2, 3) or tiles.shape[-1] != in_chans:
             wanted = f"(slides, tiles, {in_chans})"
             raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
-        tiles = tiles.view(-1, *tiles.shape[-2:])
+        tiles = tiles if tiles.dim() == 3 else tiles.unsqueeze(0)
         slides, length, _ = tiles.shape
         if coords.shape not in ((length, 2), (slides, length, 2)):
             wanted = f"({slides}, {length}, 2) or ({length}, 2)"

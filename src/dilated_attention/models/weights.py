@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilated_attention.charts import write
+
 FILE = "slide_encoder.pth"  # what the released repositories call it
 FILES = ("slide_encoder.safetensors", FILE)
 HUB = "hf_hub:"
@@ -20,8 +22,11 @@ ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
 State = dict[str, Tensor]
 
 
-def located(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The file: as named, or in the folder named, or downloaded into the hub's cache where a hub id is given."""
+def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = True) -> Path:
+    """The file: as named, or in the folder named, or downloaded into the hub's cache where a hub id is given.
+
+    A hub id is ``hf_hub:org/name``, or with ``takes_plain_ids`` also ``org/name`` where no such file is here.
+    """
     text = os.fspath(path_or_hub_id)
     path = Path(text)
     if path.is_dir():
@@ -31,33 +36,26 @@ def located(path_or_hub_id: str | os.PathLike[str]) -> Path:
         return there[0]
     if path.is_file():
         return path
-    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(ENDINGS)
+    is_id = takes_plain_ids and re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(ENDINGS)
     if not text.startswith(HUB) and not is_id:
         raise ValueError(f"there are no weights at {text!r}: name a file, a folder, or a hub id (hf_hub:org/name)")
-    return downloaded(text.removeprefix(HUB))
+    return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), FILE))
 
 
-def downloaded(repository: str) -> Path:
-    """The released file of a repository, in the hub's cache; only a hub id leads here."""
+def _optional(name: str) -> Any:
     try:
-        hub = importlib.import_module("huggingface_hub")
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
+        package = name.partition(".")[0]
+        if error.name not in (name, package):
             raise
-        text = f"the hub id {repository} needs huggingface_hub: pip install huggingface_hub, or name a file"
-        raise ModuleNotFoundError(text, name="huggingface_hub") from error
-    return Path(hub.hf_hub_download(repository, FILE))
+        raise ModuleNotFoundError(f"these weights need {package}: pip install {package}") from error
 
 
 def read(path: Path) -> State:
     """The state dict in a .safetensors file, or in a .pth file alone or under the key `model`."""
     if path.suffix == ".safetensors":
-        try:
-            safetensors = importlib.import_module("safetensors.torch")
-        except ModuleNotFoundError as error:
-            text = f"{path.name} needs safetensors: pip install safetensors"
-            raise ModuleNotFoundError(text, name=error.name) from error
-        found: Any = safetensors.load_file(path)
+        found: Any = _optional("safetensors.torch").load_file(path)
     else:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
@@ -71,8 +69,8 @@ def read(path: Path) -> State:
     return dict(found)
 
 
-def load(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
-    """Every weight of the model and no other, in the right shape; else one error lists what is wrong."""
+def check(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
+    """Raise unless these are all weights of the model and no other, in the right shapes; one error lists the rest."""
     wanted = model.state_dict()
     missing, unexpected = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     shapes = [
@@ -84,7 +82,20 @@ def load(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
     said = "; ".join(label + _some(names) for label, names in problems if names)
     if said:
         raise ValueError(f"{source} does not fit {type(model).__name__}: {said}")
+
+
+def load(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
+    """The weights into the model, or an error."""
+    check(model, state, source)
     model.load_state_dict(dict(state))
+
+
+def save(state: Mapping[str, Tensor], path: Path) -> None:
+    """A new .safetensors file: the whole of it or none, never over another file."""
+    if path.exists():
+        raise ValueError(f"{path} exists already: name another file, or remove it")
+    alone = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in state.items()}
+    write(path, _optional("safetensors.torch").save(alone))
 
 
 def _some(names: list[str], most: int = 8) -> str:
