@@ -73,6 +73,7 @@ class SlideEncoder(nn.Module):
         dropout, drop_path_rate: in training only.
         global_pool: True: the mean of the tiles' outputs; False: the class token's output.
         checkpoint_activations: the backward pass computes each layer again, and keeps only its input.
+        pattern: instead of the one that max_wsi_size and tile_size give, for models of your own.
         backend: of the attention, as in :func:`dilated_attention.dilated_attention`.
 
     Examples:
@@ -100,6 +101,7 @@ class SlideEncoder(nn.Module):
         *,
         global_pool: bool,
         checkpoint_activations: bool = False,
+        pattern: DilatedPattern | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class SlideEncoder(nn.Module):
         self.backend: Backend = backend
         top_rate = checked_probability(drop_path_rate, "drop_path_rate")
         rates = [top_rate * index / max(1, depth - 1) for index in range(depth)]
-        pattern = slide_pattern(max_wsi_size, tile_size)
+        pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.patch_embed = PatchEmbed(whole_number("in_chans", in_chans), embed_dim)
         ffn_dim = int(embed_dim * mlp_ratio)
@@ -242,8 +244,9 @@ class SlideEncoder(nn.Module):
         if padding_mask is not None:
             x = torch.cat([row for part in x.split(sizes) for row in (token[0], part)]).unsqueeze(0)
             bounds = (0, *torch.tensor([size + 1 for size in sizes]).cumsum(0).tolist())
-        elif group is None or ContextParallel.of(group).process_group().rank() == 0:
-            x = torch.cat([token.expand(slides, -1, -1), x], dim=1)
+        else:  # it is on the first rank; an empty slice gives the other ranks a gradient of 0
+            is_first = group is None or ContextParallel.of(group).process_group().rank() == 0
+            x = torch.cat([token.expand(slides, -1, -1)[:, : int(is_first)], x], dim=1)
         return F.dropout(x, self.dropout, self.training), Rows(bounds, group, self.backend)
 
     def _pooled(self, x: Tensor, rows: Rows) -> Tensor:
