@@ -31,7 +31,6 @@ def over_ranks(make: Callable[..., SlideEncoder], options: dict[str, Any], tiles
     return torch.stack(layers).detach(), outputs, found
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("global_pool", [False, True])
 def test_a_slide_over_ranks_is_the_slide(global_pool: bool) -> None:
     options = {"global_pool": global_pool, "checkpoint_activations": global_pool}
@@ -54,7 +53,6 @@ def of_released_segments(**options: Any) -> SlideEncoder:
     return small(embed_dim=16, depth=1, **options).double()
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_segment_of_5792_across_ranks() -> None:
     tiles = torch.randn(1, 6001, 6, dtype=torch.float64)
     coords = torch.randint(0, 999, (1, 6001, 2)) * 256
@@ -71,7 +69,6 @@ def dropped_over_ranks() -> list[Tensor]:
     return [x.detach() for x in model(*mine, all_layer_embed=True, group=world())]
 
 
-@pytest.mark.xdist_group("ranks")
 def test_ranks_drop_the_same_slides_and_refuse_the_same_calls() -> None:
     first, *others = pool(3).run(dropped_over_ranks)
     for other in others:
