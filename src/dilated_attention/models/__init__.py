@@ -1,5 +1,6 @@
 """Released models that use LongNet's attention, with their weights and outputs."""
 
+from dilated_attention.models.explain import AttentionMap
 from dilated_attention.models.finetune import finetuning, parameter_groups
 from dilated_attention.models.positions import check_attributes
 from dilated_attention.models.slide import PRESETS, SlideEncoder, slide_pattern
@@ -7,6 +8,7 @@ from dilated_attention.models.torchscale import LongNetDecoder, LongNetEncoder, 
 
 __all__ = [
     "PRESETS",
+    "AttentionMap",
     "LongNetDecoder",
     "LongNetEncoder",
     "SlideEncoder",
