@@ -49,17 +49,19 @@ def plain(**options: Any) -> SlideEncoder:
     return changed(small(pattern=PATTERN, **options).double())
 
 
-def of_released_segments(**options: Any) -> SlideEncoder:
-    return small(embed_dim=16, depth=1, **options).double()
+@torch.no_grad()
+def tiles_over_ranks(tiles: Tensor, coords: Tensor) -> Tensor:
+    mine = shard_sequence(tiles, world()), shard_sequence(coords, world())
+    return small(embed_dim=16, depth=1).double()(*mine, per_tile=True, group=world())[0]
 
 
+@torch.no_grad()
 def test_a_segment_of_5792_across_ranks() -> None:
     tiles = torch.randn(1, 6001, 6, dtype=torch.float64)
     coords = torch.randint(0, 999, (1, 6001, 2)) * 256
-    with torch.no_grad():
-        [wanted] = of_released_segments()(tiles, coords, per_tile=True)
-    found = pool(2).run(over_ranks, of_released_segments, {}, tiles, coords)
-    torch.testing.assert_close(torch.cat([x for _, x, _ in found], 1), wanted, atol=1e-12, rtol=1e-12)
+    [wanted] = small(embed_dim=16, depth=1).double()(tiles, coords, per_tile=True)
+    found = pool(2).run(tiles_over_ranks, tiles, coords)
+    torch.testing.assert_close(torch.cat(found, 1), wanted, atol=1e-12, rtol=1e-12)
 
 
 def dropped_over_ranks() -> list[Tensor]:
