@@ -96,21 +96,13 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        out = attended(*self.project(x), self.pattern, self.is_causal, rows)
+        q, k, v = self.project(x)
+        out = dilated_attention(
+            q, k, v, self.pattern,
+            is_causal=self.is_causal, cu_seqlens=rows.bounds, backend=rows.backend, group=rows.group,
+        )  # fmt: skip
         found: Tensor = self.out_proj(self.inner_attn_ln(out.flatten(2)))
         return found
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, is_causal: bool, rows: Rows) -> Tensor:
-    """Each sequence by itself, also where they are packed."""
-    if rows.bounds is None:
-        return dilated_attention(q, k, v, pattern, is_causal=is_causal, backend=rows.backend, group=rows.group)
-    parts = []
-    for first, last in zip(rows.bounds, rows.bounds[1:], strict=False):
-        part = [x[:, first:last] for x in (q, k, v)]
-        out = dilated_attention(part[0], part[1], part[2], pattern, is_causal=is_causal, backend=rows.backend)
-        parts.append(out)
-    return torch.cat(parts, dim=1)
 
 
 class FeedForward(nn.Module):
