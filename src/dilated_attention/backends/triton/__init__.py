@@ -47,6 +47,8 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         reasons.append("its decoding has no dropout")
     if call.is_few and backward:
         reasons.append("its decoding has no backward pass")
+    if backward and not call.pattern.is_exact:
+        reasons.append("it has no gradient with mixing_gradient='detached'")
     if call.device.type != "cuda":
         if not (interpreted() and call.device.type == "cpu"):
             reasons.append(f"it runs on CUDA, not on {call.device.type}")
