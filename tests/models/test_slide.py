@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dilated_attention import models
 from dilated_attention.models import PRESETS, SlideEncoder, slide_pattern
 from tests.models.golden import SLIDES, golden, slide_encoder, small
 
@@ -124,3 +126,15 @@ def test_a_slide_does_not_depend_on_its_batch(global_pool: bool) -> None:
 
 def test_small_is_small() -> None:
     assert len(small().state_dict()) == 47
+
+
+@pytest.mark.parametrize("name", models.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    """And their examples run."""
+    value = getattr(models, name)
+    if name == "PRESETS":
+        return
+    text = value.__doc__
+    assert text.splitlines()[0].endswith(".")
+    examples = doctest.DocTestParser().get_doctest(text, {"torch": torch, "models": models}, name, None, None)
+    assert doctest.DocTestRunner().run(examples).failed == 0

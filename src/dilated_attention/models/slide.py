@@ -74,7 +74,7 @@ class SlideEncoder(nn.Module):
         global_pool: True: the mean of the tiles' outputs; False: the class token's output.
         checkpoint_activations: the backward pass computes each layer again, and keeps only its input.
         pattern: instead of the one that max_wsi_size and tile_size give, for models of your own.
-        backend: of the attention, as in :func:`dilated_attention.dilated_attention`.
+        backend: of the attention, as in `dilated_attention`.
 
     Examples:
         >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True).eval()
