@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability, computed_dtype
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -97,9 +97,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         q, k, v = self.project(x)
-        out = dilated_attention(
-            q, k, v, self.pattern,
-            is_causal=self.is_causal, cu_seqlens=rows.bounds, backend=rows.backend, group=rows.group,
+        link = None if rows.group is None else functional.link_of(ContextParallel.of(rows.group))
+        out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
+            q, k, v, self.pattern, self.is_causal, None, 0.0, None, False, rows.backend, None, link,
+            cu_seqlens=rows.bounds, warns=False,
         )  # fmt: skip
         found: Tensor = self.out_proj(self.inner_attn_ln(out.flatten(2)))
         return found

@@ -19,10 +19,12 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.functional import link_of
 from dilated_attention.models import explain, positions, weights
 from dilated_attention.models.layers import Layer, Rows
 from dilated_attention.models.positions import TileSize
 from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.ring.run import tell_others
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 PRESETS: dict[str, dict[str, int]] = {
@@ -261,9 +263,14 @@ class SlideEncoder(nn.Module):
         keeps_all: bool,
     ) -> tuple[list[Tensor], Rows]:
         """The rows before the first layer and after each, or only after the last."""
-        tiles, coords = self._checked(tiles, coords, padding_mask, group)
-        size = self.tile_size if tile_size is None else tile_size
-        cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
+        try:
+            tiles, coords = self._checked(tiles, coords, padding_mask, group)
+            size = self.tile_size if tile_size is None else tile_size
+            cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
+        except Exception as error:
+            if group is not None:  # the other ranks would wait for this one
+                tell_others(link_of(ContextParallel.of(group)), tiles, error)
+            raise
         x, rows = self._embedded(tiles, cell, padding_mask, group)
         states = [x]
         for layer in self.encoder.layers:
