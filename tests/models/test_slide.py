@@ -104,6 +104,15 @@ def test_a_path_without_weights_is_an_error_not_a_download(name: str) -> None:
         SlideEncoder.from_pretrained(name, global_pool=False)
 
 
+def test_saving_never_replaces_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "new.safetensors"
+    models.weights.save(small().state_dict(), file)
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="exists already"):
+        models.weights.save({}, file)
+    assert file.read_bytes() == before
+
+
 # --- batches ----------------------------------------------------------------------------------------------------
 
 

@@ -107,7 +107,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The released order: GELU in float32, then the LayerNorm."""
+    """The released order: GELU, then the LayerNorm."""
 
     def __init__(self, embed_dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -116,9 +116,8 @@ class FeedForward(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(x.to(wide)).to(x.dtype)))
+        # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
+        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x))))
         return found
 
 
