@@ -153,6 +153,25 @@ class Layer(nn.Module):
         return drop_path(x, self.drop_path, rows) if self.training and self.drop_path > 0 else x
 
 
+class PatchEmbed(nn.Module):
+    def __init__(self, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_chans, embed_dim)
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        found: Tensor = self.proj(tiles)
+        return found
+
+
+class Encoder(nn.Module):
+    """The layers, and the LayerNorm after the last."""
+
+    def __init__(self, layers: list[Layer], embed_dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.layer_norm = nn.LayerNorm(embed_dim)
+
+
 def drop_path(x: Tensor, p: float, rows: Rows) -> Tensor:
     """x with whole sequences dropped with probability p, the others scaled by 1 / (1 - p)."""
     sequences = len(x) if rows.bounds is None else len(rows.bounds) - 1
