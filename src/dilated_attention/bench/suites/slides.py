@@ -110,7 +110,9 @@ def model_table(session: Session) -> None:
 
 
 def _embedding(model: SlideEncoder, given: tuple[Tensor, Tensor]) -> Tensor:
-    return model(*given)[0]
+    [found] = model(*given)
+    embedding: Tensor = found
+    return embedding
 
 
 def training_table(session: Session) -> None:
