@@ -67,6 +67,7 @@ LAYERS = [
     "ranks",
     "nn",
     "charts",
+    "models",
     "show",
     "advice",
     "bench",
@@ -76,7 +77,7 @@ LAYERS = [
 
 OPTIONAL = [
     "altair", "vl_convert", "jinja2", "rich", "typer", "einops", "selenium", "transformers", "safetensors",
-    "triton", "pytest", "hypothesis",
+    "huggingface_hub", "peft", "h5py", "triton", "pytest", "hypothesis",
 ]  # fmt: skip
 
 

@@ -1,0 +1,136 @@
+"""The layer that all released LongNet models share: pre-norm, with one more LayerNorm inside each half (sub-LayerNorm).
+
+The names of the modules are those of the released weights; LoRA tools match the same names.
+
+Legend: x (B, N, C) with N tokens of C channels; H heads of D channels. Packed: B is 1, and sequences share the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import checked_probability
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.group import wire_device
+from dilated_attention.distributed.sequence import Group
+from dilated_attention.functional import dilated_attention
+from dilated_attention.pattern import DilatedPattern
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of x are: by default B sequences of equal length."""
+
+    bounds: tuple[int, ...] | None = None  # of packed sequences, (0, ..., N)
+    group: Group | ContextParallel | None = None  # the ranks of which this one has a shard of each sequence
+    backend: Backend = "auto"
+
+
+class SelfAttention(nn.Module):
+    """Project, attend, normalise, project."""
+
+    def __init__(self, embed_dim: int, num_heads: int, pattern: DilatedPattern, *, is_causal: bool = False) -> None:
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        self.num_heads = num_heads
+        self.pattern = pattern
+        self.is_causal = is_causal
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.inner_attn_ln = nn.LayerNorm(embed_dim)
+
+    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, (B, N, H, D) each."""
+        heads = (self.num_heads, -1)
+        q, k, v = (linear(x).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        out = attended(*self.project(x, rows), self.pattern, self.is_causal, rows)
+        found: Tensor = self.out_proj(self.inner_attn_ln(out.flatten(2)))
+        return found
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, is_causal: bool, rows: Rows) -> Tensor:
+    """Each sequence by itself, also where they are packed."""
+    if rows.bounds is None:
+        return dilated_attention(q, k, v, pattern, is_causal=is_causal, backend=rows.backend, group=rows.group)
+    parts = []
+    for first, last in zip(rows.bounds, rows.bounds[1:], strict=False):
+        part = [x[:, first:last] for x in (q, k, v)]
+        out = dilated_attention(part[0], part[1], part[2], pattern, is_causal=is_causal, backend=rows.backend)
+        parts.append(out)
+    return torch.cat(parts, dim=1)
+
+
+class FeedForward(nn.Module):
+    """The released order: GELU in float32, then the LayerNorm."""
+
+    def __init__(self, embed_dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+        self.ffn_layernorm = nn.LayerNorm(ffn_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(x.to(wide)).to(x.dtype)))
+        return found
+
+
+class Layer(nn.Module):
+    """One layer. In training, dropout follows each half; drop path drops the half for a whole sequence."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ffn_dim: int,
+        pattern: DilatedPattern,
+        *,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        is_causal: bool = False,
+    ) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(embed_dim, num_heads, pattern, is_causal=is_causal)
+        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
+        self.ffn = FeedForward(embed_dim, ffn_dim)
+        self.final_layer_norm = nn.LayerNorm(embed_dim)
+        self.dropout = checked_probability(dropout, "dropout")
+        self.drop_path = checked_probability(drop_path, "drop_path_rate")
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), rows), rows)
+        return x + self._dropped(self.ffn(self.final_layer_norm(x)), rows)
+
+    def _dropped(self, x: Tensor, rows: Rows) -> Tensor:
+        x = F.dropout(x, self.dropout, self.training)
+        return drop_path(x, self.drop_path, rows) if self.training and self.drop_path > 0 else x
+
+
+def drop_path(x: Tensor, p: float, rows: Rows) -> Tensor:
+    """x with whole sequences dropped with probability p, the others scaled by 1 / (1 - p)."""
+    sequences = len(x) if rows.bounds is None else len(rows.bounds) - 1
+    kept = x.new_empty(sequences, 1, 1).bernoulli_(1 - p)
+    if rows.group is not None:  # all ranks of a sequence must draw the same
+        group = ContextParallel.of(rows.group).process_group()
+        sent = kept.to(wire_device(group, kept.device))
+        dist.broadcast(sent, group=group, group_src=0)
+        kept = sent.to(kept.device)
+    if p < 1:
+        kept = kept / (1 - p)
+    if rows.bounds is not None:
+        sizes = torch.tensor(rows.bounds, device=x.device).diff()
+        kept = kept.view(1, -1, 1).repeat_interleave(sizes, dim=1, output_size=rows.bounds[-1])
+    return x * kept

@@ -1,0 +1,296 @@
+"""SlideEncoder: the released slide encoders (Prov-GigaPath, GigaPath-Flash), with their weights and outputs.
+
+Legend: B slides of L tiles; tiles (B, L, in_chans); coords (B, L, 2); x (B, 1 + L, C), the class token first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import checked_probability
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.models import positions, weights
+from dilated_attention.models.layers import Layer, Rows
+from dilated_attention.models.positions import TileSize
+from dilated_attention.pattern import DilatedPattern, whole_number
+
+DILATION_RATES = (1, 2, 4, 8, 16)
+PRESETS: dict[str, dict[str, int]] = {
+    "gigapath_slide_enc12l768d": {"in_chans": 1536, "embed_dim": 768, "depth": 12},
+    "gigapath_slide_enc12l384d": {"in_chans": 384, "embed_dim": 384, "depth": 12},
+    "gigapath_slide_enc24l1024d": {"in_chans": 1536, "embed_dim": 1024, "depth": 24},
+    "gigapath_slide_enc12l1536d": {"in_chans": 1536, "embed_dim": 1536, "depth": 12},
+}
+
+
+def slide_pattern(max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
+    """The pattern of the released models: five segment lengths, in even steps of their logarithm, from 1024 on."""
+    across = whole_number("max_wsi_size", max_wsi_size) // whole_number("tile_size", tile_size)
+    if across < 32:
+        raise ValueError(f"max_wsi_size must be 32 tiles or more, got {max_wsi_size} with tile_size {tile_size}")
+    top = int(math.log2(across**2))  # floored, as released
+    return DilatedPattern.torchscale([int(2 ** (10 + (top - 10) * step / 4)) for step in range(5)], DILATION_RATES)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_chans, embed_dim)
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        found: Tensor = self.proj(tiles)
+        return found
+
+
+class Encoder(nn.Module):
+    """The layers, and the LayerNorm after the last."""
+
+    def __init__(self, layers: list[Layer], embed_dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.layer_norm = nn.LayerNorm(embed_dim)
+
+
+class SlideEncoder(nn.Module):
+    """Turns the tiles of a slide and their coordinates into one embedding: Prov-GigaPath's slide encoder.
+
+    Args:
+        in_chans: channels of a tile's features.
+        embed_dim, depth, num_heads, mlp_ratio: the sizes of the transformer.
+        slide_ngrids: cells of the position grid along each side.
+        tile_size: the side of a tile in pixels of level 0. It is an attribute, too, and may change between slides.
+        max_wsi_size: the largest side of a slide in pixels of level 0. With tile_size, it gives the segment lengths.
+        dropout, drop_path_rate: in training only.
+        global_pool: True: the mean of the tiles' outputs; False: the class token's output.
+        checkpoint_activations: the backward pass computes each layer again, and keeps only its input.
+        backend: of the attention, as in :func:`dilated_attention.dilated_attention`.
+
+    Examples:
+        >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True).eval()
+        >>> tiles, coords = torch.randn(1, 50, 24), torch.randint(0, 100, (1, 50, 2)) * 256
+        >>> [embedding] = model(tiles, coords)
+        >>> embedding.shape
+        torch.Size([1, 32])
+    """
+
+    takes_half_coords = False
+
+    def __init__(
+        self,
+        in_chans: int = 1536,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        slide_ngrids: int = 1000,
+        tile_size: int = 256,
+        max_wsi_size: int = 262144,
+        dropout: float = 0.25,
+        drop_path_rate: float = 0.1,
+        *,
+        global_pool: bool,
+        checkpoint_activations: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        if whole_number("embed_dim", embed_dim) % 4:
+            raise ValueError(f"embed_dim must be a multiple of 4, for sines and cosines of x and y, got {embed_dim}")
+        if not isinstance(global_pool, bool):
+            raise TypeError(f"global_pool must be True (mean of the tiles) or False (class token), got {global_pool!r}")
+        self.embed_dim, self.depth = embed_dim, whole_number("depth", depth)
+        self.slide_ngrids = whole_number("slide_ngrids", slide_ngrids)
+        self.tile_size: TileSize = tile_size
+        self.global_pool = global_pool
+        self.dropout = checked_probability(dropout, "dropout")
+        self.checkpoint_activations = checkpoint_activations
+        self.backend: Backend = backend
+        top_rate = checked_probability(drop_path_rate, "drop_path_rate")
+        rates = [top_rate * index / max(1, depth - 1) for index in range(depth)]
+        pattern = slide_pattern(max_wsi_size, tile_size)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.patch_embed = PatchEmbed(whole_number("in_chans", in_chans), embed_dim)
+        ffn_dim = int(embed_dim * mlp_ratio)
+        self.encoder = Encoder(
+            [Layer(embed_dim, num_heads, ffn_dim, pattern, dropout=dropout, drop_path=rate) for rate in rates],
+            embed_dim,
+        )
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.cls_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    @classmethod
+    def preset(cls, name: str, *, global_pool: bool, **sizes: Any) -> Self:
+        """A released model by its name, with fresh weights; ``sizes`` are those of the constructor."""
+        if name not in PRESETS:
+            raise ValueError(f"unknown model {name!r}: use one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **sizes}, global_pool=global_pool)
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], *, global_pool: bool, **sizes: Any) -> Self:
+        """The model of a file, in eval mode.
+
+        Args:
+            path_or_hub_id: a .safetensors or .pth file, a folder with ``slide_encoder.safetensors`` or
+                ``slide_encoder.pth``, or a hub id (``org/name``), which downloads into the hub's cache.
+            global_pool: True: the mean of the tiles' outputs; False: the class token's output.
+            sizes: further arguments of the constructor. Width, depth and in_chans come from the weights. The weights
+                do not tell ``num_heads`` (16), ``tile_size``, ``max_wsi_size`` and ``slide_ngrids``.
+        """
+        path = weights.located(path_or_hub_id)
+        state = weights.read(path)
+        model = cls(**{**sizes_of(state, path), **sizes}, global_pool=global_pool)
+        weights.load(model, state, path)
+        return model.eval()
+
+    def forward(
+        self,
+        tiles: Tensor,
+        coords: Tensor,
+        all_layer_embed: bool = False,
+        *,
+        padding_mask: Tensor | None = None,
+        tile_size: TileSize | None = None,
+        per_tile: bool = False,
+        group: Group | ContextParallel | None = None,
+    ) -> list[Tensor]:
+        """The embeddings of slides, each (B, embed_dim), in a list as the released code gives it.
+
+        Args:
+            tiles: (B, L, in_chans), or (L, in_chans) for one slide. Their order matters: segments are by index.
+            coords: (B, L, 2), or (L, 2) for all slides: x and y of each tile's upper left corner in pixels of level 0.
+            all_layer_embed: also the embedding before the first layer, and after each layer (before the encoder's last
+                LayerNorm): depth + 1 entries. By default one entry.
+            padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing and changes
+                nothing.
+            tile_size: of this call, one or one for each slide, instead of the attribute.
+            per_tile: the outputs of the tiles, (B, L, embed_dim), instead of embeddings; 0 where there is no tile.
+            group: the ranks among which each slide is cut. The tiles and coords are this rank's contiguous shard; the
+                embeddings are those of the whole slide, on every rank.
+        """
+        tiles, coords = self._checked(tiles, coords, padding_mask, group)
+        size = self.tile_size if tile_size is None else tile_size
+        cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
+        x, rows = self._embedded(tiles, cell, padding_mask, group)
+        states = [x]
+        for layer in self.encoder.layers:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(layer, x, rows, use_reentrant=False)
+            else:
+                x = layer(x, rows)
+            if all_layer_embed:
+                states.append(x)
+        if not all_layer_embed:
+            states = [self.encoder.layer_norm(x)]
+        if per_tile:
+            return [self._tiles(self.norm(state), padding_mask, rows) for state in states]
+        return [self._pooled(state, rows) for state in states]
+
+    def _checked(
+        self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
+        if not isinstance(tiles, Tensor) or not isinstance(coords, Tensor):
+            raise TypeError(f"tiles and coords must be tensors, got {type(tiles).__name__}, {type(coords).__name__}")
+        in_chans = self.patch_embed.proj.in_features
+        if tiles.dim() not in (2, 3) or tiles.shape[-1] != in_chans:
+            wanted = f"(slides, tiles, {in_chans})"
+            raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
+        tiles = tiles if tiles.dim() == 3 else tiles.unsqueeze(0)
+        slides, length, _ = tiles.shape
+        if coords.shape not in ((length, 2), (slides, length, 2)):
+            wanted = f"({slides}, {length}, 2) or ({length}, 2)"
+            raise ValueError(f"coords must be {wanted} like the tiles, x and y of each, got {tuple(coords.shape)}")
+        if padding_mask is not None:
+            if group is not None:
+                raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
+            if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
+                got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
+                raise ValueError(f"padding_mask must be bool, True = no tile, ({slides}, {length}), got {got}")
+        none = padding_mask.all(1).any() if padding_mask is not None else length == 0
+        if none and group is None:
+            raise ValueError("a slide has no tiles: leave it out")
+        return tiles, coords.expand(slides, length, 2)
+
+    def _embedded(
+        self, tiles: Tensor, cell: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
+    ) -> tuple[Tensor, Rows]:
+        """The class token and the tiles, packed in one row if a mask is given."""
+        slides, bounds = len(tiles), None
+        if padding_mask is not None:
+            kept = ~padding_mask
+            sizes = kept.sum(1).tolist()
+            tiles, cell = tiles[kept.to(tiles.device)], cell[kept.cpu()]
+        x = self.patch_embed(tiles.to(self.patch_embed.proj.weight.dtype))
+        x = x + positions.embedded(cell, self.embed_dim, self.slide_ngrids, self.cls_token)
+        token = self.cls_token.to(x.dtype)
+        if padding_mask is not None:
+            x = torch.cat([row for part in x.split(sizes) for row in (token[0], part)]).unsqueeze(0)
+            bounds = (0, *torch.tensor([size + 1 for size in sizes]).cumsum(0).tolist())
+        elif group is None or ContextParallel.of(group).process_group().rank() == 0:
+            x = torch.cat([token.expand(slides, -1, -1), x], dim=1)
+        return F.dropout(x, self.dropout, self.training), Rows(bounds, group, self.backend)
+
+    def _pooled(self, x: Tensor, rows: Rows) -> Tensor:
+        """(B, C): the mean of the tiles, or the class token, through `norm`."""
+        if rows.bounds is not None:
+            spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
+            x = x[0]
+            if self.global_pool:
+                x = torch.stack([x[first + 1 : last].mean(0) for first, last in spans])
+            else:
+                x = x[[first for first, _ in spans]]
+        elif rows.group is not None:
+            x = self._pooled_over(x, ContextParallel.of(rows.group))
+        else:
+            x = x[:, 1:].mean(1) if self.global_pool else x[:, 0]
+        found: Tensor = self.norm(x)
+        return found
+
+    def _pooled_over(self, x: Tensor, over: ContextParallel) -> Tensor:
+        """The same from shards. Gradients come out right if the trainer averages them over the ranks."""
+        group = over.process_group()
+        is_first = group.rank() == 0
+        if not self.global_pool:
+            return gather_sequence(x[:, : int(is_first)], group)[:, 0]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        sums = gather_sequence(x[:, int(is_first) :].sum(1, keepdim=True, dtype=wide), group).sum(1)
+        counts = gather_sequence(torch.tensor([[x.shape[1] - is_first]], device=x.device), group)
+        return (sums / counts.sum()).to(x.dtype)
+
+    def _tiles(self, x: Tensor, padding_mask: Tensor | None, rows: Rows) -> Tensor:
+        """The tiles' rows without the class token, where the tiles were."""
+        if padding_mask is None:
+            is_first = rows.group is None or ContextParallel.of(rows.group).process_group().rank() == 0
+            return x[:, 1:] if is_first else x
+        assert rows.bounds is not None
+        is_tile = torch.ones(x.shape[1], dtype=torch.bool)
+        is_tile[list(rows.bounds[:-1])] = False
+        found = x.new_zeros(*padding_mask.shape, x.shape[-1])
+        return found.index_put((~padding_mask.to(x.device),), x[0, is_tile.to(x.device)])
+
+
+def sizes_of(state: Mapping[str, Tensor], source: object) -> dict[str, Any]:
+    """Width, depth and in_chans of the weights of a slide encoder."""
+    needed = ("cls_token", "patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight")
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(f"{source} has no weights of a slide encoder: missing: {', '.join(missing)}")
+    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
+    indices = {int(name.split(".")[2]) for name in state if name.startswith("encoder.layers.")}
+    mlp_ratio = len(state["encoder.layers.0.ffn.fc1.weight"]) / embed_dim
+    return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": max(indices) + 1, "mlp_ratio": mlp_ratio}
