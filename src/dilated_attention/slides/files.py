@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import io
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ ENCODERS = {
 }
 
 
-class BadFile(ValueError):
+class BadFile(ValueError):  # noqa: N818 - the name says what is wrong
     """A file that cannot be encoded; the message says why, without its name."""
 
 
@@ -101,7 +102,7 @@ def read(slide: Slide) -> tuple[Tensor, Tensor]:
         raise BadFile("it has changed since it was first looked at")
     wrong = (~tiles.isfinite().all(1)).nonzero()
     if len(wrong):
-        raise BadFile(f"{len(wrong)} of {len(tiles)} tiles have features that are NaN or infinite, first {int(wrong[0])}")
+        raise BadFile(f"{len(wrong)} of {len(tiles)} tiles have NaN or infinite features, the first is {int(wrong[0])}")
     return tiles, places
 
 
@@ -109,10 +110,23 @@ def check_width(slide: Slide, channels: int) -> None:
     """Raise if the features are those of another encoder than the weights take."""
     if slide.channels != channels:
         stated = next((slide.attributes[name] for name in ("extractor", "encoder") if name in slide.attributes), None)
-        looks = f"the file says {stated}" if stated else f"{_looks(slide.channels)}"
+        ours = f"the file says {stated}" if stated else _looks(slide.channels)
         raise BadFile(
-            f"its tiles have {slide.channels} features ({looks}), and these weights take {channels} ({_looks(channels)})"
+            f"its tiles have {slide.channels} features ({ours}); the weights take {channels} ({_looks(channels)})"
         )
+
+
+def check_places(slide: Slide, coords: Tensor, slide_ngrids: int) -> list[str]:
+    """Raise where tiles are not on the grid of positions; returns warnings."""
+    attributes = {name: value for name, value in slide.attributes.items() if name != "unit"}  # they are pixels by now
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            positions.check_attributes(coords, attributes)
+            positions.cells(coords.unsqueeze(0), slide.tile_size, slide_ngrids)
+    except ValueError as error:
+        raise BadFile(str(error)) from error
+    return [str(warning.message) for warning in caught]
 
 
 def write(path: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
@@ -163,7 +177,7 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
     if not all(math.isfinite(value) and value > 0 for value in said.values()):
         raise BadFile(f"its tile size is {said}: it must be positive")
     if microns and len(said) < 2:
-        raise BadFile("its coordinates are in µm, and without tile_size_um and tile_size_px nothing says how many pixels")
+        raise BadFile("its coordinates are in µm, and it lacks tile_size_um or tile_size_px, which give the pixels")
     if not said:
         return tile_size or TILE_SIZE, 1.0
     size = said["tile_size_px"] if microns else next(iter(said.values()))
@@ -173,16 +187,10 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
 
 
 def _looks(channels: int) -> str:
-    return f"as from {ENCODERS[channels]}" if channels in ENCODERS else "an encoder we do not know"
+    return f"looks like {ENCODERS[channels]}" if channels in ENCODERS else "of an encoder we do not know"
 
 
 def _plain(value: Any) -> Any:
     """An attribute as Python has it: HDF5 gives arrays of one element, and bytes."""
     value = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-def check_places(slide: Slide, coords: Tensor, slide_ngrids: int) -> None:
-    """Raise or warn where the tiles cannot be on the slide, or not on the grid of positions."""
-    positions.check_attributes(coords, {name: value for name, value in slide.attributes.items() if name != "unit"})
-    positions.cells(coords.unsqueeze(0), slide.tile_size, slide_ngrids)
