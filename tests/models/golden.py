@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from dilated_attention import DilatedPattern
 from dilated_attention.models import SlideEncoder
 
 DATA = Path(__file__).parents[1] / "data"
+PATTERN = DilatedPattern.torchscale([8, 24, 64], [1, 2, 4])
+TILES = torch.randn(2, 41, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+COORDS = torch.randint(0, 999, (2, 41, 2), generator=torch.Generator().manual_seed(1)) * 256
 SLIDES = ("gigapath_tiny_50", "gigapath_tiny_1500", "gigapath_grid_1100")
 
 
@@ -42,3 +46,7 @@ def small(**options: Any) -> SlideEncoder:
     return SlideEncoder(
         **{"in_chans": 6, "embed_dim": 32, "depth": 2, "num_heads": 4, "global_pool": False} | options
     ).eval()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [x.grad for x in model.parameters() if x.grad is not None]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import checked_probability
+from dilated_attention.checks import checked_probability, computed_dtype
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
@@ -32,10 +32,48 @@ class Rows:
     backend: Backend = "auto"
 
 
+class XPos(nn.Module):
+    """xPos: rotary positions whose length falls with the distance, for causal attention.
+
+    Queries grow and keys shrink by powers of the position that cancel where a query sees a key. Products with future
+    keys overflow; attention leaves them out by choice, not by adding -inf. Float32 reaches 65,536 tokens.
+    """
+
+    MOST_TOKENS = 65536
+    scale: Tensor
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"xPos needs an even head dim, got {head_dim}")
+        self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N, H, D), turned and scaled by their positions."""
+        tokens, pairs = q.shape[1], q.shape[-1] // 2
+        if tokens > self.MOST_TOKENS:
+            raise ValueError(f"xPos reaches {self.MOST_TOKENS} tokens, got {tokens}: its scales leave float32's range")
+        if computed_dtype(q) == torch.float16:
+            raise TypeError("xPos leaves the range of float16: use bfloat16 or float32")
+        position = torch.arange(tokens, dtype=torch.float64)
+        frequency = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+        angle = position[:, None] * frequency
+        power = self.scale.to("cpu", torch.float64) ** ((position - (tokens + 1) // 2)[:, None] / 512)
+        return self._turned(q, angle, power), self._turned(k, angle, 1 / power)
+
+    @staticmethod
+    def _turned(x: Tensor, angle: Tensor, power: Tensor) -> Tensor:
+        cos, sin = ((f(angle) * power).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
+        even, odd = x[..., ::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
 class SelfAttention(nn.Module):
     """Project, attend, normalise, project."""
 
-    def __init__(self, embed_dim: int, num_heads: int, pattern: DilatedPattern, *, is_causal: bool = False) -> None:
+    def __init__(
+        self, embed_dim: int, num_heads: int, pattern: DilatedPattern, *, is_causal: bool = False, xpos: bool = False
+    ) -> None:
         super().__init__()
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
@@ -47,15 +85,18 @@ class SelfAttention(nn.Module):
         self.q_proj = nn.Linear(embed_dim, embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
         self.inner_attn_ln = nn.LayerNorm(embed_dim)
+        self.xpos = XPos(embed_dim // num_heads) if xpos else None
 
-    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, (B, N, H, D) each."""
         heads = (self.num_heads, -1)
         q, k, v = (linear(x).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        if self.xpos is not None:
+            q, k = self.xpos(q, k)
         return q, k, v
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        out = attended(*self.project(x, rows), self.pattern, self.is_causal, rows)
+        out = attended(*self.project(x), self.pattern, self.is_causal, rows)
         found: Tensor = self.out_proj(self.inner_attn_ln(out.flatten(2)))
         return found
 
@@ -101,9 +142,10 @@ class Layer(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         is_causal: bool = False,
+        xpos: bool = False,
     ) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(embed_dim, num_heads, pattern, is_causal=is_causal)
+        self.self_attn = SelfAttention(embed_dim, num_heads, pattern, is_causal=is_causal, xpos=xpos)
         self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
         self.ffn = FeedForward(embed_dim, ffn_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)

@@ -19,7 +19,7 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
-from dilated_attention.models import positions, weights
+from dilated_attention.models import explain, positions, weights
 from dilated_attention.models.layers import Layer, Rows
 from dilated_attention.models.positions import TileSize
 from dilated_attention.pattern import DilatedPattern, whole_number
@@ -73,6 +73,7 @@ class SlideEncoder(nn.Module):
         dropout, drop_path_rate: in training only.
         global_pool: True: the mean of the tiles' outputs; False: the class token's output.
         checkpoint_activations: the backward pass computes each layer again, and keeps only its input.
+        pattern: instead of the one that max_wsi_size and tile_size give, for models of your own.
         backend: of the attention, as in :func:`dilated_attention.dilated_attention`.
 
     Examples:
@@ -100,6 +101,7 @@ class SlideEncoder(nn.Module):
         *,
         global_pool: bool,
         checkpoint_activations: bool = False,
+        pattern: DilatedPattern | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class SlideEncoder(nn.Module):
         self.backend: Backend = backend
         top_rate = checked_probability(drop_path_rate, "drop_path_rate")
         rates = [top_rate * index / max(1, depth - 1) for index in range(depth)]
-        pattern = slide_pattern(max_wsi_size, tile_size)
+        pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.patch_embed = PatchEmbed(whole_number("in_chans", in_chans), embed_dim)
         ffn_dim = int(embed_dim * mlp_ratio)
@@ -183,6 +185,82 @@ class SlideEncoder(nn.Module):
             group: the ranks among which each slide is cut. The tiles and coords are this rank's contiguous shard; the
                 embeddings are those of the whole slide, on every rank.
         """
+        states, rows = self._states(tiles, coords, padding_mask, tile_size, group, keeps_all=all_layer_embed)
+        if not all_layer_embed:
+            states = [self.encoder.layer_norm(states[-1])]
+        if per_tile:
+            return [self._tiles(self.norm(state), padding_mask, rows) for state in states]
+        return [self._pooled(state, rows) for state in states]
+
+    @torch.no_grad()
+    def attention_map(
+        self,
+        tiles: Tensor,
+        coords: Tensor,
+        query: explain.Query = "cls",
+        layer: int | None = -1,
+        head: int | None = None,
+        *,
+        tile_size: TileSize | None = None,
+    ) -> explain.AttentionMap:
+        """The exact attention weights of one query over all tiles of one slide; they take time and memory linear in L.
+
+        Args:
+            tiles, coords: of one slide, as in :meth:`forward`.
+            query: "cls" or the index of a tile.
+            layer: counted from 0, or from the end; None: all, in a first dimension.
+            head: the same for heads, by default all of them.
+            tile_size: as in :meth:`forward`.
+        """
+        states = self._explained(tiles, coords, tile_size)
+        return explain.attention_map(self._layers(), states, query, layer, head)
+
+    @torch.no_grad()
+    def rollout(
+        self, tiles: Tensor, coords: Tensor, query: explain.Query | None = None, *, tile_size: TileSize | None = None
+    ) -> explain.AttentionMap:
+        """Attention rollout of one slide: how much each tile has in the embedding, by attention through all layers.
+
+        In each layer, half of a row stays (the residual), and half goes to the keys by the mean of all heads.
+
+        Args:
+            tiles, coords: of one slide, as in :meth:`forward`.
+            query: the row whose origin is asked for: "cls", the index of a tile, or "mean" of the tiles; by default
+                what the embedding is made of.
+            tile_size: as in :meth:`forward`.
+        """
+        states = self._explained(tiles, coords, tile_size)
+        count = states[0].shape[1] - 1
+        wide = torch.promote_types(states[0].dtype, torch.float32)
+        start = torch.zeros(count + 1, dtype=wide, device=states[0].device)
+        if query == "mean" or (query is None and self.global_pool):
+            start[1:] = 1 / count
+        else:
+            start[explain.row_of("cls" if query is None else query, count)] = 1
+        return explain.rollout(self._layers(), states, start)
+
+    def _explained(self, tiles: Tensor, coords: Tensor, tile_size: TileSize | None) -> list[Tensor]:
+        """The inputs of each layer, for one slide."""
+        if self.training:
+            raise ValueError("the model is in training mode, in which attention changes with dropout: call .eval()")
+        if len(tiles) != 1 and tiles.dim() == 3:
+            raise ValueError(f"give the tiles of one slide, got {len(tiles)} slides")
+        return self._states(tiles, coords, None, tile_size, None, keeps_all=True)[0][:-1]
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.encoder.layers if isinstance(layer, Layer)]
+
+    def _states(
+        self,
+        tiles: Tensor,
+        coords: Tensor,
+        padding_mask: Tensor | None,
+        tile_size: TileSize | None,
+        group: Group | ContextParallel | None,
+        *,
+        keeps_all: bool,
+    ) -> tuple[list[Tensor], Rows]:
+        """The rows before the first layer and after each, or only after the last."""
         tiles, coords = self._checked(tiles, coords, padding_mask, group)
         size = self.tile_size if tile_size is None else tile_size
         cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
@@ -193,13 +271,8 @@ class SlideEncoder(nn.Module):
                 x = checkpoint(layer, x, rows, use_reentrant=False)
             else:
                 x = layer(x, rows)
-            if all_layer_embed:
-                states.append(x)
-        if not all_layer_embed:
-            states = [self.encoder.layer_norm(x)]
-        if per_tile:
-            return [self._tiles(self.norm(state), padding_mask, rows) for state in states]
-        return [self._pooled(state, rows) for state in states]
+            states = [*states, x] if keeps_all else [x]
+        return states, rows
 
     def _checked(
         self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
@@ -242,8 +315,9 @@ class SlideEncoder(nn.Module):
         if padding_mask is not None:
             x = torch.cat([row for part in x.split(sizes) for row in (token[0], part)]).unsqueeze(0)
             bounds = (0, *torch.tensor([size + 1 for size in sizes]).cumsum(0).tolist())
-        elif group is None or ContextParallel.of(group).process_group().rank() == 0:
-            x = torch.cat([token.expand(slides, -1, -1), x], dim=1)
+        else:  # it is on the first rank; an empty slice gives the other ranks a gradient of 0
+            is_first = group is None or ContextParallel.of(group).process_group().rank() == 0
+            x = torch.cat([token.expand(slides, -1, -1)[:, : int(is_first)], x], dim=1)
         return F.dropout(x, self.dropout, self.training), Rows(bounds, group, self.backend)
 
     def _pooled(self, x: Tensor, rows: Rows) -> Tensor:

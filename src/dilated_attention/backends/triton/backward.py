@@ -76,7 +76,7 @@ def dq_kernel(
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, dout_sample, dout_token, dout_head,
     dlse_sample, dlse_token, dlse_head, dq_sample, dq_token, dq_head, stats_sample, stats_head, padding_sample,
-    scale, tokens, group, first_head, first_token, threshold, factor, plain_scale,
+    scale, group, first_head, first_token, threshold, factor, plain_scale,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr,
@@ -116,7 +116,7 @@ def dq_kernel(
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
         position = first_token + start + q_position
-        low, high = row_words(tl.load(SEED), tl.load(record + 9), sample, head + first_head * group, position)
+        low, high = row_words(tl.load(SEED), tl.load(record + 12), sample, head + first_head * group, position)
     dq = tl.zeros((BM, BD), tl.float32)
     dq = walk_keys(
         dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + 3) * RUN,
@@ -187,7 +187,7 @@ def dkdv_kernel(
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     dout_sample, dout_token, dout_head, dk_sample, dk_token, dk_head, dv_sample, dv_token, dv_head,
     stats_sample, stats_head, padding_sample,
-    scale, tokens, group, first_head, first_token, threshold, factor, plain_scale,
+    scale, group, first_head, first_token, threshold, factor, plain_scale,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr,
@@ -212,7 +212,7 @@ def dkdv_kernel(
         loaded = valid
     k = load_rows(K + sample * k_sample + kv_head * k_head + here * k_token, steps, k_token, loaded, D, BD, True)
     v = load_rows(V + sample * v_sample + kv_head * v_head + here * v_token, steps, v_token, loaded, D, BD, True)
-    branch = tl.load(record + 9)
+    branch = tl.load(record + 12)
     seed = branch
     if DROPOUT:
         seed = tl.load(SEED)

@@ -91,14 +91,18 @@ def walk_all(
 
 
 @triton.jit
-def add_zero_keys(acc, m, mass, ENDS, sample, tokens, width, start, base, step, PADDING: tl.constexpr):
+def add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING: tl.constexpr):
     """The zero keys that torchscale appends to a sample's last segment: score 0, value 0."""
-    end = tokens
+    begin, end, width = (
+        tl.load(record + 4).to(tl.int64),
+        tl.load(record + 5).to(tl.int64),
+        tl.load(record + 13).to(tl.int64),
+    )
     if PADDING:
         end = tl.load(ENDS + sample)
     real = tl.minimum(end - start, width)
     present = tl.maximum((real - base % step + step - 1) // step, 0)
-    zeros = tl.where(real > 0, (tl.minimum(width, end) + step - 1) // step - present, 0).to(tl.float32)
+    zeros = tl.where(real > 0, (tl.minimum(width, end - begin) + step - 1) // step - present, 0).to(tl.float32)
     top = tl.where(zeros > 0, tl.maximum(m, 0.0), m)
     safe = tl.where(top == float("-inf"), 0.0, top)
     rescale = tl.math.exp2(m - safe)
@@ -110,7 +114,7 @@ def forward_kernel(
     Q, K, V, OUT, LSE, PADDING_MASK, ENDS, SEED, sections, tiles, runs,
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, padding_sample,
-    scale, tokens, group, first_head, first_token, threshold, factor,
+    scale, group, first_head, first_token, threshold, factor,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ZEROS: tl.constexpr,
     CONTINUE: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
@@ -147,7 +151,7 @@ def forward_kernel(
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
         position = first_token + start + q_position
-        low, high = row_words(tl.load(SEED), tl.load(record + 9), sample, head + first_head * group, position)
+        low, high = row_words(tl.load(SEED), tl.load(record + 12), sample, head + first_head * group, position)
     sound = False
     if SHIFTED:
         # No running maximum: the weights are relative to that of the row's own key. They overflow only where another
@@ -172,8 +176,7 @@ def forward_kernel(
             SINGLE, EDGES, RAGGED, PRECISION, False,
         )  # fmt: skip
     if ZEROS:
-        width = tl.load(record + 10).to(tl.int64)
-        acc, m, mass = add_zero_keys(acc, m, mass, ENDS, sample, tokens, width, start, base, step, PADDING)
+        acc, m, mass = add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING)
     total = tl.where(mass == 0.0, 1.0, mass)  # a row without keys: out 0, lse -inf
     out = (acc / total[:, None]).to(OUT.dtype.element_ty)
     tl.store(OUT + (steps * out_token)[:, None] + columns[None, :], out, mask=inside)
