@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ def encode(
     ),
     table: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="All embeddings as .csv or .parquet.  [default: embeddings.csv in --out]"),
+        typer.Option(metavar="FILE", help="All embeddings in one .csv file.  [default: embeddings.csv in --out]"),
     ] = None,
     layer: Annotated[
         int | None,
@@ -80,7 +79,7 @@ def encode(
         int, typer.Option(min=1, metavar="CELLS", help="Positions along each side, as the weights were trained.")
     ] = 1000,
 ) -> int:
-    """Compute the embeddings of slides from the features of their tiles.
+    """Compute embeddings of slides from their tiles' features.
 
     Reads the files of TRIDENT, GigaPath and STAMP. Slides that are done with the same weights and options are not
     computed again. A file that cannot be encoded is reported and left out; the exit code is then 1. After Ctrl-C, what
@@ -95,14 +94,14 @@ def encode(
         if thumbnails is not None and not (attention and thumbnails.is_dir()):
             raise ValueError("--thumbnails must be a folder, and needs --attention")
         arguments.writable(out)
-        table = arguments.file("--table", table or out / "embeddings.csv", (".csv", ".parquet"))
-        if table.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-            raise ValueError("a .parquet file needs pyarrow: pip install pyarrow, or name a .csv file")
+        table = arguments.file("--table", table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
     import torch
 
-    from dilated_attention.models import SlideEncoder, weights as stored
-    from dilated_attention.slides import encode as work, files, maps
+    from dilated_attention.models import SlideEncoder
+    from dilated_attention.models import weights as stored
+    from dilated_attention.slides import draw, files
+    from dilated_attention.slides import encode as work
 
     files.h5py()
     with arguments.refusing():
@@ -115,8 +114,8 @@ def encode(
         model = SlideEncoder.from_pretrained(located, global_pool=POOLS[pool], **sizes).to(where, kind)
         if layer is not None and layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {layer}")
-    key = work.hashed(work.digest(located), pool, layer, str(kind), sizes, attention)
-    job = work.Job(model, out, key, layer, memory or _budget(where), maps.Writer(thumbnails) if attention else None)
+    key = work.hashed(work.digest(located), pool, layer, str(kind), sizes, attention, thumbnails)
+    job = work.Job(model, out, key, layer, memory or _budget(where), draw.Writer(thumbnails) if attention else None)
     return _run(job, paths, table, tile_size)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
-import importlib
 import io
 import json
 import time
@@ -31,6 +30,7 @@ from dilated_attention.slides.files import BadFile, Slide
 EMBEDDING = "features"
 Read = tuple[Slide, Tensor, Tensor]  # with its tiles and coordinates
 Batch = list[tuple[Slide, tuple[Tensor, Tensor] | BadFile]]  # tiles and coordinates, or what is wrong with the file
+Also = Callable[[SlideEncoder, Slide, Tensor, Tensor, Path], dict[str, Any]]
 Watch = Callable[[int, int, float, float], None]  # slides and tiles done, share of the tiles, seconds since the start
 
 
@@ -41,7 +41,7 @@ class Job:
     key: str  # of the weights and the options
     layer: int | None = None  # of the list of all layers; None: the output of the last one
     budget: int = 2**32  # bytes
-    also: Callable[[SlideEncoder, Read, Path], dict[str, Any]] | None = None  # more arrays for a result
+    also: Also | None = None  # makes more arrays for a result
 
     def result(self, slide: Slide) -> Path:
         return self.out / f"{slide.name}.h5"
@@ -118,7 +118,7 @@ def tile_bytes(model: SlideEncoder) -> int:
 
 
 def batches(slides: Sequence[Slide], per_tile: int, budget: int) -> list[list[Slide]]:
-    """Slides of similar length together, the longest first: what does not fit shows at once. One alone may be larger."""
+    """Slides of similar length together, the longest first, since what does not fit then shows at once."""
     found: list[list[Slide]] = []
     for slide in sorted(slides, key=lambda slide: (-slide.tiles, slide.name)):
         if found and (len(found[-1]) + 1) * found[-1][0].tiles * per_tile <= budget:
@@ -172,7 +172,7 @@ def _finish(job: Job, batch: Batch, outcome: Outcome) -> None:
             embedding = embeddings[index] if embeddings else embed(job.model, [one], job.layer)[0]
             arrays = {EMBEDDING: embedding.float().numpy()}
             if job.also is not None:
-                arrays |= job.also(job.model, one, job.out)
+                arrays |= job.also(job.model, *one, job.out)
             files.write(job.result(one[0]), arrays, _attributes(job, one[0]))
             outcome.encoded.append(one[0])
 
@@ -210,7 +210,7 @@ def _attributes(job: Job, slide: Slide) -> dict[str, Any]:
 
 
 def write_table(job: Job, slides: Sequence[Slide], file: Path) -> int:
-    """One row per slide: its name, tiles and embedding, as .csv or .parquet. Returns the number of rows."""
+    """One row per slide: its name, tiles and embedding, as .csv. Returns the number of rows."""
     rows: list[Mapping[str, Any]] = []
     for slide in slides:
         found = files.written(job.result(slide), [EMBEDDING])
@@ -219,12 +219,6 @@ def write_table(job: Job, slides: Sequence[Slide], file: Path) -> int:
         values = found[0][EMBEDDING].tolist()
         numbers = {f"e{index}": value for index, value in enumerate(values)}
         rows.append({"slide": slide.name, "file": str(slide.path), "tiles": slide.tiles, **numbers})
-    if file.suffix == ".parquet":
-        content = io.BytesIO()
-        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-        parquet.write_table(arrow.Table.from_pylist(rows), content)
-        charts.write(file, content.getvalue())
-        return len(rows)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]) if rows else ["slide", "file", "tiles"])
     writer.writeheader()

@@ -66,7 +66,7 @@ def h5py() -> Any:
         return importlib.import_module("h5py")
     except ModuleNotFoundError as error:
         text = 'feature files need h5py, which is not installed: pip install ".[slides]" from a clone'
-        raise ModuleNotFoundError(text, name="h5py") from error
+        raise ModuleNotFoundError(text) from error
 
 
 def look(path: Path, tile_size: float | None = None) -> Slide:
@@ -134,7 +134,8 @@ def write(path: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any]) 
     content = io.BytesIO()
     with h5py().File(content, "w") as file:
         for name, array in arrays.items():
-            file.create_dataset(name, data=array, track_times=False)
+            small = "gzip" if array.nbytes > 2**20 else None  # maps have many zeros
+            file.create_dataset(name, data=array, track_times=False, compression=small)
         file.attrs.update(attributes)
     charts.write(path, content.getvalue())
 

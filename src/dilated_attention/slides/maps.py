@@ -1,4 +1,4 @@
-"""Attention maps of a slide, drawn: a .png of one map, and a page on which layer, head and query can be chosen.
+"""Attention maps of a slide: the exact weights of some queries over all tiles, and where the tiles are.
 
 Legend: L tiles; the maps are (Q, layers, heads, L), for Q queries. A query is the class token or a tile.
 """
@@ -6,24 +6,20 @@ Legend: L tiles; the maps are (Q, layers, heads, L), for Q queries. A query is t
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dilated_attention import charts
-from dilated_attention.models import SlideEncoder
+from dilated_attention.models import SlideEncoder, explain
 
 Query = int | Literal["cls"]
-ENDINGS = (".html", ".png")
 PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
 MOST_BYTES = 24 * 2**20  # of weights on a page; a third is added by their encoding as text
 STEP = 32 / 65534  # between two codes, of the logarithm of a weight: a weight is rounded by 0.03 % at most
-LONGEST = 640  # side of the drawing in a .png, in pixels
 
 
 @dataclass(frozen=True)
@@ -71,83 +67,33 @@ class Maps:
         return left, top, right - left, bottom - top
 
 
-def spread(tiles: int, layers: int, heads: int, most: int = 64) -> tuple[Query, ...]:
+def spread(tiles: int, layers: int, heads: int, most: int = 16) -> tuple[Query, ...]:
     """The class token, and tiles evenly along the sequence: as many as a page of MOST_BYTES takes."""
-    rows = min(most, MOST_BYTES // (2 * layers * heads * tiles) - 1, tiles)
-    return ("cls", *sorted({(2 * index + 1) * tiles // (2 * rows) for index in range(max(0, rows))}))
+    rows = max(0, min(most, MOST_BYTES // (2 * layers * heads * tiles) - 1, tiles))
+    return ("cls", *((2 * index + 1) * tiles // (2 * rows) for index in range(rows)))
 
 
-def save(maps: Maps, file: Path, *, query: int = 0, layer: int = -1, head: int | None = None) -> None:
-    """Write a page (.html), or a picture (.png) of one map: ``head`` None is the mean of all heads."""
-    ending = file.suffix.lower()
-    if ending not in ENDINGS:
-        raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
-    if ending == ".html":
-        from dilated_attention.slides.page import page
-
-        charts.write(file, page(maps).encode())
-    else:
-        charts.write(file, charts.drawn(picture(maps, query, layer, head), ending))
-
-
-def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, Any]:
-    """One map as a Vega-Lite specification."""
-    rows = maps.weights[query, layer]
-    weights = rows.mean(0) if head is None else rows[head]
-    left, top, width, height = maps.frame
-    scale = LONGEST / max(width, height)
-    x, y = maps.coords.T.tolist()
-    columns = {"x": x, "y": y, "weight": weights.tolist()}
-    axis = {"axis": {"grid": False, "format": ",d", "tickCount": 5}}
-    across = {"scale": {"domain": [left, left + width], "nice": False, "zero": False}, **axis}
-    down = {"scale": {"domain": [top, top + height], "nice": False, "zero": False, "reverse": True}, **axis}
-    shade = {"scheme": "inferno", "type": "sqrt", "domain": [0, max(weights.max().item(), 1e-30)]}
-    tiles = {
-        "data": {"values": [columns]},
-        "transform": [
-            {"flatten": ["x", "y", "weight"]},
-            {"calculate": f"datum.x + {maps.tile_size}", "as": "x2"},
-            {"calculate": f"datum.y + {maps.tile_size}", "as": "y2"},
-        ],
-        "mark": {"type": "rect", "clip": True, "opacity": 0.6 if maps.thumbnail else 1.0},
-        "encoding": {
-            "x": {"field": "x", "type": "quantitative", "title": "x in pixels", **across},
-            "y": {"field": "y", "type": "quantitative", "title": "y in pixels", **down},
-            "x2": {"field": "x2"},
-            "y2": {"field": "y2"},
-            "color": {"field": "weight", "type": "quantitative", "scale": shade, "legend": {"format": ".2~g"}},
-        },
-    }
-    below = [_background(maps, across, down, scale)] if maps.thumbnail else []
-    named = "the class token" if maps.queries[query] == "cls" else f"tile {maps.queries[query]:,}"
-    shares = (maps.zero_share[query, layer], maps.cls_share[query, layer])
-    zero, cls = ((share.mean() if head is None else share[head]).item() for share in shares)
-    number = layer % maps.weights.shape[1]
-    about = f"layer {number}, {'mean of all heads' if head is None else f'head {head}'}, query: {named}"
-    rest = f"on tiles {1 - zero - cls:.3g}, on the class token {cls:.3g}, on zero keys {zero:.3g}"
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": {"text": maps.name, "subtitle": [about, rest], "anchor": "start"},
-        "width": round(width * scale),
-        "height": round(height * scale),
-        "view": {"stroke": None, "fill": "#f5f6f8"},
-        "layer": [*below, tiles],
-    }
-
-
-def _background(maps: Maps, across: dict[str, Any], down: dict[str, Any], scale: float) -> dict[str, Any]:
-    assert maps.thumbnail is not None
-    left, top, width, height = maps.frame
-    size = {"width": round(width * scale), "height": round(height * scale), "aspect": False}
-    return {
-        "data": {"values": [{"x": left, "y": top, "url": maps.thumbnail.url()}]},
-        "mark": {"type": "image", "align": "left", "baseline": "top", **size},
-        "encoding": {
-            "x": {"field": "x", "type": "quantitative", **across},
-            "y": {"field": "y", "type": "quantitative", **down},
-            "url": {"field": "url", "type": "nominal"},
-        },
-    }
+@torch.no_grad()
+def collect(
+    model: SlideEncoder,
+    tiles: Tensor,
+    coords: Tensor,
+    queries: Sequence[Query] | None = None,
+    *,
+    tile_size: float | None = None,
+    name: str = "slide",
+    thumbnail: Thumbnail | None = None,
+) -> Maps:
+    """The exact weights of these queries in all layers and heads, on the host; by default those of `spread`."""
+    size = float(model.tile_size) if tile_size is None else tile_size  # type: ignore[arg-type]
+    layers = model._layers()
+    if queries is None:
+        queries = spread(len(coords), len(layers), layers[0].self_attn.num_heads)
+    states = model._explained(tiles, coords, size)
+    found = [explain.attention_map(layers, states, query, None, None) for query in queries]
+    parts = [torch.stack([part.float().cpu() for part in parts]) for parts in zip(*found, strict=True)]
+    weights, on_cls, on_zeros = parts
+    return Maps(name, coords.double().cpu(), size, tuple(queries), weights, on_zeros, on_cls, thumbnail)
 
 
 def codes(weights: Tensor) -> bytes:
