@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from dilated_attention.models import SlideEncoder, explain
 
 Query = int | Literal["cls"]
 PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
-MOST_BYTES = 24 * 2**20  # of weights on a page; a third is added by their encoding as text
+MOST_BYTES = 32 * 2**20  # of weights on a page; a third is added by their encoding as text
 STEP = 32 / 65534  # between two codes, of the logarithm of a weight: a weight is rounded by 0.03 % at most
 
 
@@ -67,9 +68,13 @@ class Maps:
         return left, top, right - left, bottom - top
 
 
-def spread(tiles: int, layers: int, heads: int, most: int = 16) -> tuple[Query, ...]:
+def spread(model: SlideEncoder, tiles: int, most: int = 16) -> tuple[Query, ...]:
     """The class token, and tiles evenly along the sequence: as many as a page of MOST_BYTES takes."""
-    rows = max(0, min(most, MOST_BYTES // (2 * layers * heads * tiles) - 1, tiles))
+    layers = model._layers()
+    attention = layers[0].self_attn
+    seen = sum(min(width, tiles) / rate**2 for width, rate in attention.pattern.branches)  # keys of a query, on average
+    rows = int(MOST_BYTES / (len(layers) * attention.num_heads * (2 * seen + tiles / 8))) - 1
+    rows = max(0, min(most, rows, tiles))
     return ("cls", *((2 * index + 1) * tiles // (2 * rows) for index in range(rows)))
 
 
@@ -86,17 +91,19 @@ def collect(
 ) -> Maps:
     """The exact weights of these queries in all layers and heads, on the host; by default those of `spread`."""
     size = float(model.tile_size) if tile_size is None else tile_size  # type: ignore[arg-type]
-    layers = model._layers()
-    if queries is None:
-        queries = spread(len(coords), len(layers), layers[0].self_attn.num_heads)
+    queries = spread(model, len(coords)) if queries is None else queries
     states = model._explained(tiles, coords, size)
-    found = [explain.attention_map(layers, states, query, None, None) for query in queries]
+    found = [explain.attention_map(model._layers(), states, query, None, None) for query in queries]
     parts = [torch.stack([part.float().cpu() for part in parts]) for parts in zip(*found, strict=True)]
     weights, on_cls, on_zeros = parts
     return Maps(name, coords.double().cpu(), size, tuple(queries), weights, on_zeros, on_cls, thumbnail)
 
 
-def codes(weights: Tensor) -> bytes:
-    """Two bytes for each weight, by its logarithm; 0 for those below 1e-14."""
+def codes(weights: Tensor) -> tuple[bytes, bytes]:
+    """Maps (..., L) in few bytes: a bit per weight that is not 0, and two bytes for each such weight, by its logarithm.
+
+    Weights below 1e-14 count as 0. The bits of each map begin with a new byte.
+    """
     found = (65535 + weights.double().log() / STEP).round().clamp(0, 65535)  # log(0) is -inf, and so 0
-    return found.to(torch.int32).numpy().astype("<u2").tobytes()
+    dense = found.to(torch.int32).numpy().astype("<u2")
+    return numpy.packbits(dense > 0, axis=-1).tobytes(), dense[dense > 0].tobytes()

@@ -25,7 +25,7 @@ def page(maps: Maps) -> str:
         "tileSize": maps.tile_size,
         "frame": maps.frame,
         "step": STEP,
-        "rows": [base64.b64encode(codes(row)).decode() for row in maps.weights],
+        "rows": [[base64.b64encode(part).decode() for part in codes(row)] for row in maps.weights],
         "zeroShare": [[round(share, 6) for share in row.flatten().tolist()] for row in maps.zero_share],
         "clsShare": [[round(share, 6) for share in row.flatten().tolist()] for row in maps.cls_share],
         "thumbnail": maps.thumbnail.url() if maps.thumbnail else None,

@@ -17,15 +17,21 @@ let weights = new Float64Array(tiles);
 
 // --- weights --------------------------------------------------------------------------------------------------------
 
-const decoded = new Map();
+let decoded = { of: -1 };
 
-/** The codes of a query: layers × heads × tiles. */
+/** The codes of a query: layers × heads × tiles. A bit says for each whether it is 0; those that are not follow. */
 function codes(index) {
-  if (!decoded.has(index)) {
-    const bytes = Uint8Array.from(atob(data.rows[index]), (letter) => letter.charCodeAt(0));
-    decoded.set(index, new Uint16Array(bytes.buffer));
+  if (decoded.of !== index) {
+    const [bits, bytes] = data.rows[index].map((text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)));
+    const found = new Uint16Array(bytes.buffer), all = new Uint16Array(layers * heads * tiles), row = Math.ceil(tiles / 8);
+    let next = 0;
+    for (let at = 0; at < all.length; at++) {
+      const tile = at % tiles, byte = bits[((at - tile) / tiles) * row + (tile >> 3)];
+      if ((byte >> (7 - (tile & 7))) & 1) all[at] = found[next++];
+    }
+    decoded = { of: index, all };
   }
-  return decoded.get(index);
+  return decoded.all;
 }
 
 const largest = () => weights.reduce((a, b) => Math.max(a, b), 0);
