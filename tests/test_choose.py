@@ -26,7 +26,7 @@ FORMS = {  # what a call is measured as
     "apart": DilatedPattern.longnet([16, 40], [1, 2]),
     "nested": DilatedPattern.longnet([512, 1024], [1, 2]),
 }
-SHORT_NAME = r"(64|128|256)( causal)?( nested)?"
+SHORT_NAME = r"(32|64|128|256)( causal)?( nested)?"
 
 
 def call_for(rows: int = 8192, *, form: str = "nested", samples: int = 1, heads: int = 1, **given: Any) -> Call:
@@ -309,7 +309,9 @@ def is_sane(tile: Config) -> bool:
 
 
 def test_every_head_dim_has_a_sane_tile() -> None:
-    assert [configs.head_dim_class(dim) for dim in (1, 64, 65, 128, 129, 256)] == [64, 64, 128, 128, 256, 256]
+    assert [configs.head_dim_class(dim) for dim in (1, 32, 33, 64, 65, 128, 129, 256)] == [
+        *(32, 32, 64, 64, 128, 128, 256, 256)
+    ]
     assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.SMALL)
     assert set(configs.DEFAULTS) == set(itertools.product(configs.KERNELS, configs.SMALL))
     assert max(configs.SMALL) == triton.LARGEST_HEAD_DIM

@@ -80,5 +80,16 @@ def test_ranks_drop_the_same_slides_and_refuse_the_same_calls() -> None:
     assert all("padding_mask cannot be given together with a group" in text for text in said)
 
 
+def refused_on_one_rank() -> str:
+    coords = COORDS - 10**6 if torch.distributed.get_rank() == 1 else COORDS
+    return raised(small(), TILES.float(), coords, group=world())
+
+
+def test_coordinates_that_one_rank_refuses_all_ranks_refuse() -> None:
+    said = pool(3).run(refused_on_one_rank)
+    assert "must not be negative" in said[1]
+    assert all("rank 1" in text and "must not be negative" in text for text in (said[0], said[2]))
+
+
 def refused_over_ranks(mask: Tensor) -> str:
     return raised(small(), TILES.float(), COORDS, padding_mask=mask, group=world())

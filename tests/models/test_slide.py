@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dilated_attention import models
 from dilated_attention.models import PRESETS, SlideEncoder, slide_pattern
 from tests.models.golden import SLIDES, golden, slide_encoder, small
 
@@ -101,6 +104,15 @@ def test_a_path_without_weights_is_an_error_not_a_download(name: str) -> None:
         SlideEncoder.from_pretrained(name, global_pool=False)
 
 
+def test_saving_never_replaces_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "new.safetensors"
+    models.weights.save(small().state_dict(), file)
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="exists already"):
+        models.weights.save({}, file)
+    assert file.read_bytes() == before
+
+
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
@@ -122,5 +134,19 @@ def test_a_slide_does_not_depend_on_its_batch(global_pool: bool) -> None:
             assert not outputs[index, size:].any()
 
 
-def test_small_is_small() -> None:
-    assert len(small().state_dict()) == 47
+def test_a_slide_of_few_tiles_is_no_mistake() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small(num_heads=16)(torch.zeros(1, 3, 6), torch.zeros(1, 3, 2))
+
+
+@pytest.mark.parametrize("name", models.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    """And their examples run."""
+    value = getattr(models, name)
+    if name == "PRESETS":
+        return
+    text = value.__doc__
+    assert text.splitlines()[0].endswith(".")
+    examples = doctest.DocTestParser().get_doctest(text, {"torch": torch, "models": models}, name, None, None)
+    assert doctest.DocTestRunner().run(examples).failed == 0

@@ -30,7 +30,7 @@ def convert(
     import torch
 
     from dilated_attention.models import SlideEncoder, weights
-    from dilated_attention.models.slide import sizes_of
+    from dilated_attention.models.presets import sizes_of
 
     with arguments.refusing():
         state = weights.read(source)

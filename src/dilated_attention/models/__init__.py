@@ -3,7 +3,8 @@
 from dilated_attention.models.explain import AttentionMap
 from dilated_attention.models.finetune import finetuning, parameter_groups
 from dilated_attention.models.positions import check_attributes
-from dilated_attention.models.slide import PRESETS, SlideEncoder, slide_pattern
+from dilated_attention.models.presets import PRESETS, slide_pattern
+from dilated_attention.models.slide import SlideEncoder
 from dilated_attention.models.torchscale import LongNetDecoder, LongNetEncoder, longvit_encoder
 
 __all__ = [

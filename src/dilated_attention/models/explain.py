@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.functional import dilated_attention
+from dilated_attention import functional
 from dilated_attention.models.layers import Layer, SelfAttention
 from dilated_attention.pattern import DilatedPattern
 
@@ -109,7 +109,9 @@ def _transposed(attention: SelfAttention, x: Tensor, row: Tensor) -> Tensor:
     q, k, v = (part.to(row.dtype) for part in attention.project(x))
     with torch.enable_grad():
         v = v.detach().requires_grad_()
-        out = dilated_attention(q.detach(), k.detach(), v, attention.pattern)
+        out, _ = functional.attend(
+            q.detach(), k.detach(), v, attention.pattern, False, None, 0.0, None, False, "auto", None, None, warns=False
+        )
     gradient = torch.zeros_like(out)
     gradient[0, :, :, 0] = row.unsqueeze(1) / attention.num_heads  # one channel is enough
     (found,) = torch.autograd.grad(out, v, gradient)

@@ -13,7 +13,7 @@ from dilated_attention.models.slide import SlideEncoder
 
 
 class LongNetViT(SlideEncoder):
-    """A :class:`SlideEncoder` that takes what callers of the released code pass.
+    """A `SlideEncoder` that takes what callers of the released code pass.
 
     Coordinates in half precision are taken with a warning, since some pass them scaled to 0 to 1000.
     """
@@ -36,7 +36,7 @@ def create_model(
         model_arch: one of `PRESETS`.
         in_chans: channels of a tile's features.
         local_dir: also put the downloaded file into this folder. Another file of its name there is an error.
-        kwargs: those of :class:`SlideEncoder`; ``global_pool`` is False by default, as released.
+        kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
     """
     model = LongNetViT.preset(model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
     if local_dir is not None and not pretrained.startswith(weights.HUB):

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability, computed_dtype
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -96,25 +96,18 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        out = attended(*self.project(x), self.pattern, self.is_causal, rows)
+        q, k, v = self.project(x)
+        link = None if rows.group is None else functional.link_of(ContextParallel.of(rows.group))
+        out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
+            q, k, v, self.pattern, self.is_causal, None, 0.0, None, False, rows.backend, None, link,
+            cu_seqlens=rows.bounds, warns=False,
+        )  # fmt: skip
         found: Tensor = self.out_proj(self.inner_attn_ln(out.flatten(2)))
         return found
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, is_causal: bool, rows: Rows) -> Tensor:
-    """Each sequence by itself, also where they are packed."""
-    if rows.bounds is None:
-        return dilated_attention(q, k, v, pattern, is_causal=is_causal, backend=rows.backend, group=rows.group)
-    parts = []
-    for first, last in zip(rows.bounds, rows.bounds[1:], strict=False):
-        part = [x[:, first:last] for x in (q, k, v)]
-        out = dilated_attention(part[0], part[1], part[2], pattern, is_causal=is_causal, backend=rows.backend)
-        parts.append(out)
-    return torch.cat(parts, dim=1)
-
-
 class FeedForward(nn.Module):
-    """The released order: GELU in float32, then the LayerNorm."""
+    """The released order: GELU, then the LayerNorm."""
 
     def __init__(self, embed_dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -123,9 +116,8 @@ class FeedForward(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(x.to(wide)).to(x.dtype)))
+        # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
+        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x))))
         return found
 
 
@@ -159,6 +151,25 @@ class Layer(nn.Module):
     def _dropped(self, x: Tensor, rows: Rows) -> Tensor:
         x = F.dropout(x, self.dropout, self.training)
         return drop_path(x, self.drop_path, rows) if self.training and self.drop_path > 0 else x
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_chans, embed_dim)
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        found: Tensor = self.proj(tiles)
+        return found
+
+
+class Encoder(nn.Module):
+    """The layers, and the LayerNorm after the last."""
+
+    def __init__(self, layers: list[Layer], embed_dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.layer_norm = nn.LayerNorm(embed_dim)
 
 
 def drop_path(x: Tensor, p: float, rows: Rows) -> Tensor:

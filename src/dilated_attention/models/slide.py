@@ -5,9 +5,7 @@ Legend: B slides of L tiles; tiles (B, L, in_chans); coords (B, L, 2); x (B, 1 +
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -19,46 +17,13 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.functional import link_of
 from dilated_attention.models import explain, positions, weights
-from dilated_attention.models.layers import Layer, Rows
+from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Rows
 from dilated_attention.models.positions import TileSize
+from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
 from dilated_attention.pattern import DilatedPattern, whole_number
-
-DILATION_RATES = (1, 2, 4, 8, 16)
-PRESETS: dict[str, dict[str, int]] = {
-    "gigapath_slide_enc12l768d": {"in_chans": 1536, "embed_dim": 768, "depth": 12},
-    "gigapath_slide_enc12l384d": {"in_chans": 384, "embed_dim": 384, "depth": 12},
-    "gigapath_slide_enc24l1024d": {"in_chans": 1536, "embed_dim": 1024, "depth": 24},
-    "gigapath_slide_enc12l1536d": {"in_chans": 1536, "embed_dim": 1536, "depth": 12},
-}
-
-
-def slide_pattern(max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
-    """The pattern of the released models: five segment lengths, in even steps of their logarithm, from 1024 on."""
-    across = whole_number("max_wsi_size", max_wsi_size) // whole_number("tile_size", tile_size)
-    if across < 32:
-        raise ValueError(f"max_wsi_size must be 32 tiles or more, got {max_wsi_size} with tile_size {tile_size}")
-    top = int(math.log2(across**2))  # floored, as released
-    return DilatedPattern.torchscale([int(2 ** (10 + (top - 10) * step / 4)) for step in range(5)], DILATION_RATES)
-
-
-class PatchEmbed(nn.Module):
-    def __init__(self, in_chans: int, embed_dim: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(in_chans, embed_dim)
-
-    def forward(self, tiles: Tensor) -> Tensor:
-        found: Tensor = self.proj(tiles)
-        return found
-
-
-class Encoder(nn.Module):
-    """The layers, and the LayerNorm after the last."""
-
-    def __init__(self, layers: list[Layer], embed_dim: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.layer_norm = nn.LayerNorm(embed_dim)
+from dilated_attention.ring.run import tell_others
 
 
 class SlideEncoder(nn.Module):
@@ -74,7 +39,7 @@ class SlideEncoder(nn.Module):
         global_pool: True: the mean of the tiles' outputs; False: the class token's output.
         checkpoint_activations: the backward pass computes each layer again, and keeps only its input.
         pattern: instead of the one that max_wsi_size and tile_size give, for models of your own.
-        backend: of the attention, as in :func:`dilated_attention.dilated_attention`.
+        backend: of the attention, as in `dilated_attention`.
 
     Examples:
         >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True).eval()
@@ -261,9 +226,14 @@ class SlideEncoder(nn.Module):
         keeps_all: bool,
     ) -> tuple[list[Tensor], Rows]:
         """The rows before the first layer and after each, or only after the last."""
-        tiles, coords = self._checked(tiles, coords, padding_mask, group)
-        size = self.tile_size if tile_size is None else tile_size
-        cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
+        try:
+            tiles, coords = self._checked(tiles, coords, padding_mask, group)
+            size = self.tile_size if tile_size is None else tile_size
+            cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
+        except Exception as error:
+            if group is not None:  # the other ranks would wait for this one
+                tell_others(link_of(ContextParallel.of(group)), tiles, error)
+            raise
         x, rows = self._embedded(tiles, cell, padding_mask, group)
         states = [x]
         for layer in self.encoder.layers:
@@ -357,14 +327,3 @@ class SlideEncoder(nn.Module):
         is_tile[list(rows.bounds[:-1])] = False
         found = x.new_zeros(*padding_mask.shape, x.shape[-1])
         return found.index_put((~padding_mask.to(x.device),), x[0, is_tile.to(x.device)])
-
-
-def sizes_of(state: Mapping[str, Tensor], source: object) -> dict[str, Any]:
-    """Width, depth and in_chans of the weights of a slide encoder."""
-    needed = ("cls_token", "patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight")
-    if missing := [name for name in needed if name not in state]:
-        raise ValueError(f"{source} has no weights of a slide encoder: missing: {', '.join(missing)}")
-    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
-    indices = {int(name.split(".")[2]) for name in state if name.startswith("encoder.layers.")}
-    mlp_ratio = len(state["encoder.layers.0.ffn.fc1.weight"]) / embed_dim
-    return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": max(indices) + 1, "mlp_ratio": mlp_ratio}

@@ -35,6 +35,9 @@ class Config(NamedTuple):
 # For devices that were not measured: what fits into the shared memory of every GPU since compute capability 8.0, and
 # did well on one that was measured; and what fits even since 7.5.
 DEFAULTS = {
+    ("forward", 32): Config(64, 64, 4, 3),
+    ("dq", 32): Config(64, 64, 4, 3),
+    ("dkdv", 32): Config(64, 64, 4, 3),
     ("forward", 64): Config(64, 64, 4, 3),
     ("dq", 64): Config(64, 64, 4, 3),
     ("dkdv", 64): Config(32, 64, 4, 3),
@@ -45,8 +48,11 @@ DEFAULTS = {
     ("dq", 256): Config(32, 32, 4, 2),
     ("dkdv", 256): Config(32, 32, 4, 2),
 }
-SMALL = {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
-WITHOUT_TENSOR_CORES = {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)}  # exact float32
+SMALL = {32: Config(64, 32, 4, 2), 64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
+# exact float32
+WITHOUT_TENSOR_CORES = {
+    32: Config(32, 32, 4, 1), 64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)
+}  # fmt: skip
 
 
 @functools.cache

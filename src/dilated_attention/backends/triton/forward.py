@@ -31,7 +31,7 @@ def walk(
     acc, m, mass, q, q_position, low, high, K, V, padding, entry, tiles, start, scale, threshold, factor,
     k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
-    PRECISION: tl.constexpr, SHIFTED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Take in ``tiles`` tiles of keys, run after run."""
     base, step, stop, left, bias = load_run(entry)
@@ -42,7 +42,7 @@ def walk(
         valid = position < stop
         if PADDING:
             valid = valid & (tl.load(padding + position, mask=valid, other=1) == 0)
-        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED)
+        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED, ALIGNED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED or CAUSAL:
             scores = tl.where(seen(q_position, position, valid, CAUSAL), scores, float("-inf"))
@@ -61,7 +61,7 @@ def walk(
         if DROPOUT:
             keep = kept(low[:, None], high[:, None], (start + position)[None, :], threshold)
             weights = tl.where(keep, weights * factor, 0.0)
-        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED)
+        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED, ALIGNED)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_ = next_tile(
             entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, BN, SINGLE
@@ -74,19 +74,35 @@ def walk_all(
     acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, edge_entry, edge, start, scale, threshold,
     factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr, SHIFTED: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """The whole tiles, then those to be masked."""
     acc, m, mass = walk(
         acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, start, scale, threshold, factor,
-        k_stride, v_stride, D, BD, BN, PADDING, False, PADDING, DROPOUT, SINGLE, PRECISION, SHIFTED,
+        k_stride, v_stride, D, BD, BN, PADDING, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED, SHIFTED,
     )  # fmt: skip
     if EDGES:
         acc, m, mass = walk(
             acc, m, mass, q, q_position, low, high, K, V, padding, edge_entry, edge, start, scale, threshold,
             factor, k_stride, v_stride, D, BD, BN, RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION,
-            SHIFTED,
+            ALIGNED, SHIFTED,
         )  # fmt: skip
+    return acc, m, mass
+
+
+@triton.jit
+def found_before(
+    OUT, LSE, steps, out_token, lse_token, valid, inside, BM: tl.constexpr, BD: tl.constexpr, CONTINUE: tl.constexpr
+):
+    """acc, m and mass to begin with: what earlier launches found is one more key."""
+    acc = tl.zeros((BM, BD), tl.float32)
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    mass = tl.zeros((BM,), tl.float32)
+    if CONTINUE:
+        m = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
+        mass = tl.where(m == float("-inf"), 0.0, 1.0)
+        pointers = OUT + (steps * out_token)[:, None] + tl.arange(0, BD)[None, :]
+        acc = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     return acc, m, mass
 
 
@@ -118,7 +134,7 @@ def forward_kernel(
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ZEROS: tl.constexpr,
     CONTINUE: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr, FILLS: tl.constexpr, SHIFTED: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, FILLS: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     record, index, head, start, sample = task(sections, group, SECTIONS)
     kv_head = head // group
@@ -138,14 +154,8 @@ def forward_kernel(
     LSE += sample * lse_sample + head * lse_head + (start + base) * lse_token
     entry, edge_entry = runs + tl.load(tile + 3) * RUN, runs + tl.load(tile + 6) * RUN
     plain, edge = tl.load(tile + 4), tl.load(tile + 5)
-    q = load_rows(Q, steps, q_token, valid, D, BD, True)
-    acc = tl.zeros((BM, BD), tl.float32)
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    mass = tl.zeros((BM,), tl.float32)
-    if CONTINUE:  # what earlier launches found is one more key
-        m = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
-        mass = tl.where(m == float("-inf"), 0.0, 1.0)
-        acc = tl.load(OUT + (steps * out_token)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    q = load_rows(Q, steps, q_token, valid, D, BD, True, ALIGNED)
+    acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, inside, BM, BD, CONTINUE)
     low, high = q_position, q_position
     if PADDING:
         PADDING_MASK += sample * padding_sample + start
@@ -156,24 +166,26 @@ def forward_kernel(
     if SHIFTED:
         # No running maximum: the weights are relative to that of the row's own key. They overflow only where another
         # score is 2^100 times as heavy; then, and only then, the tile starts over with the maximum.
-        own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, True)
+        own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, True, ALIGNED)
+        before = m
         m = tl.sum(q.to(tl.float32) * own.to(tl.float32), 1) * scale
+        if CONTINUE:
+            mass = tl.math.exp2(before - m)
+            acc *= mass[:, None]
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
             first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
-            SINGLE, EDGES, RAGGED, PRECISION, True,
+            SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, True,
         )  # fmt: skip
         too_much = tl.where(mass < 1.2e30, 0, 1) | tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1)
         sound = tl.max(too_much, 0) == 0
         if not sound:
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            mass = tl.zeros((BM,), tl.float32)
-            acc = tl.zeros((BM, BD), tl.float32)
+            acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, inside, BM, BD, CONTINUE)
     if not sound:
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
             first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
-            SINGLE, EDGES, RAGGED, PRECISION, False,
+            SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, False,
         )  # fmt: skip
     if ZEROS:
         acc, m, mass = add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING)

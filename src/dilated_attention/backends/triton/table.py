@@ -24,6 +24,7 @@ NEVER = 2**31 - 1  # the first program of nothing
 P = ParamSpec("P")
 LANES = 128  # sections that a program looks at together, where sequences are packed
 AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
+FEW = 1 << 19  # candidates: those of more are looked through on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +72,52 @@ def table(
 
     Launches that differ in other things, such as the scale, share one.
     """
+    given = (nests, samples, borders, group, own, other, sees, widest_stride, device)
+    if device.type != "cuda":
+        return _made(*given)
+    # By another thread: while torch.compile(mode="reduce-overhead") tries a graph, all that this one allocates lies in
+    # the graph's memory, and must be gone with it. A table is there for longer than this call.
+    with ThreadPoolExecutor(1) as another:
+        try:
+            return another.submit(_made_beside, *given).result()
+        except RuntimeError as error:
+            if not torch.cuda.is_current_stream_capturing():
+                raise
+            raise RuntimeError(
+                "dilated_attention has work to prepare, once for tensors of such shapes and strides, and cannot while "
+                "a CUDA graph is captured: make the same call before, outside of the graph"
+            ) from error
+
+
+def _made_beside(*given: Any) -> Table:
+    """On the stream of tables."""
+    stream = stream_of_tables(given[-1])
+    with torch.cuda.stream(stream):
+        found = _made(*given)
+    stream.synchronize()
+    return found
+
+
+@functools.cache
+def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
+    """The stream whose memory tables lie in."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _made(
+    nests: Nests,
+    samples: int,
+    borders: tuple[int, ...],
+    group: int,
+    own: int,
+    other: int,
+    sees: str,
+    widest_stride: int,
+    device: torch.device,
+) -> Table:
     sections: list[Section] = []
     variants: list[int] = []
-    found = _Tables(own, other, sees)
+    found = _Tables(own, other, sees, device)
     programs = 0
     for nest in nests:
         offsets = sorted(set(nest.offsets))
@@ -94,7 +138,7 @@ def table(
     tiles, runs = found.joined()
     parts = [_laid_out(sections, variants, is_packed), tiles.flatten(), runs.flatten()]
     parts = [F.pad(part, (0, -len(part) % 4)) for part in parts]  # each aligned as Triton likes it
-    data = _moved(torch.cat(parts).to(torch.int64 if wide else torch.int32), device)
+    data = torch.cat([part.to(tiles.device, torch.int64 if wide else torch.int32) for part in parts]).to(device)
     cut = data.split_with_sizes([len(part) for part in parts])
     single, edges = all(len(nest.widths) == 1 for nest in nests), bool(tiles[:, 5].any())
     return Table(cut[0], cut[1], cut[2], 0 if is_packed else len(sections), programs, single, edges, found.ragged)
@@ -158,8 +202,8 @@ def _stretches(nest: Nest, borders: tuple[int, ...]) -> list[Stretch]:
 class _Tables:
     """The tiles and runs of one launch."""
 
-    def __init__(self, own: int, other: int, sees: str) -> None:
-        self.how = (own, other, sees)
+    def __init__(self, own: int, other: int, sees: str, device: torch.device) -> None:
+        self.how, self.device = (own, other, sees), device
         self.tiles: list[Tensor] = []
         self.runs: list[Tensor] = []
         self.number = self.runs_number = 0
@@ -182,64 +226,35 @@ class _Tables:
     ) -> tuple[int, tuple[int, ...]]:
         at = self.number
         counts: tuple[int, ...] = ()
-        for some in _batches(nest, offsets, lengths, self.how[0]):
-            part = make(nest.widths, nest.rates, some, lengths, *self.how)
-            shift = torch.tensor([0, 0, 0, self.runs_number, 0, 0, self.runs_number], device=CPU)
-            self.tiles.append(part.tiles.flatten(0, 1) + shift)
+        size = _candidates(nest, lengths, self.how[0])
+        where = self.device if make is tiling and size * len(offsets) > FEW else CPU
+        at_once = max(1, AT_ONCE // size)
+        for first in range(0, len(offsets), at_once):
+            part = make(nest.widths, nest.rates, offsets[first : first + at_once], lengths, *self.how, where)
+            tiles = part.tiles.flatten(0, 1)
+            if self.runs_number:
+                tiles = tiles.clone()  # a period's are kept
+                tiles[:, 3::3] += self.runs_number
+            self.tiles.append(tiles)
             self.runs.append(part.runs)
             self.number, self.runs_number = self.number + len(self.tiles[-1]), self.runs_number + len(part.runs)
             self.ragged, counts = self.ragged or part.ragged, part.counts
         return at, counts
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """All tiles and runs."""
-        runs = torch.cat(
-            [*self.runs, torch.tensor([[0, 1, 0, 1, 1]] * 2, device=CPU)]
-        )  # read, not used, after the last
+        """All tiles and runs: on the CPU if all were made there, so that they are moved at once."""
+        where = max((x.device for x in self.runs), key=lambda device: device != CPU)
+        after = torch.tensor([[0, 1, 0, 1, 1]] * 2, device=CPU)  # the last run: read, not used
+        runs = torch.cat([x.to(where) for x in (*self.runs, after)])
         runs[:, 4] = runs[:, 4].float().log2().view(torch.int32)  # the kernels take the bits of a float32
-        return torch.cat(self.tiles), runs
+        return torch.cat([x.to(where) for x in self.tiles]), runs
 
 
-def _batches(nest: Nest, offsets: tuple[int, ...], lengths: tuple[int, ...], own: int) -> list[tuple[int, ...]]:
-    """As many offsets at once as the memory for making their tables is bounded to."""
+def _candidates(nest: Nest, lengths: tuple[int, ...], own: int) -> int:
+    """For a run, of one offset: what making a table takes grows with it."""
     kinds = len(rows_of(nest.rates, 0))
     tiles = sum(length // own + kinds * (1 + length // nest.widths[0]) for length in lengths)
-    size = max(1, AT_ONCE // (tiles * kinds * 6 * len(nest.rates)))
-    return [offsets[first : first + size] for first in range(0, len(offsets), size)]
+    return tiles * kinds * 6 * len(nest.rates)
 
 
 _period = functools.lru_cache(maxsize=64)(tiling)
-
-
-def _moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """On the device for longer than this call.
-
-    By another thread: while torch.compile(mode="reduce-overhead") tries a graph, all that this one allocates lies in
-    the graph's memory, and must be gone with it.
-    """
-    if device.type != "cuda":
-        return numbers
-    with ThreadPoolExecutor(1) as another:
-        try:
-            return another.submit(_move, numbers, device).result()
-        except RuntimeError as error:
-            if not torch.cuda.is_current_stream_capturing():
-                raise
-            raise RuntimeError(
-                "dilated_attention has work to prepare, once for tensors of such shapes and strides, and cannot while "
-                "a CUDA graph is captured: make the same call before, outside of the graph"
-            ) from error
-
-
-def _move(numbers: Tensor, device: torch.device) -> Tensor:
-    stream = stream_of_tables(device)
-    with torch.cuda.stream(stream):
-        found = numbers.to(device)
-    stream.synchronize()
-    return found
-
-
-@functools.cache
-def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
-    """The stream whose memory tables lie in."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -98,8 +98,8 @@ class Kinds(NamedTuple):
     level: Tensor  # (K,)
 
     @staticmethod
-    def of(rates: tuple[int, ...], offsets: tuple[int, ...]) -> Kinds:
-        found = torch.tensor([rows_of(rates, offset) for offset in offsets], device=CPU)
+    def of(rates: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> Kinds:
+        found = torch.tensor([rows_of(rates, offset) for offset in offsets], device=device)
         return Kinds(found[:, :, 0], found[0, :, 1], found[0, :, 2])
 
 
@@ -135,13 +135,14 @@ def tiling(
     own: int,
     other: int,
     sees: str = "all",
+    device: torch.device = CPU,
 ) -> Tiling:
     """The tiles of periods of so many tokens: ``own`` rows in a program, which meets tiles of ``other`` rows.
 
     Positions count from each period's start. ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when
     causal).
     """
-    kinds, (period, regions) = Kinds.of(rates, offsets), _regions(widths, lengths, sees)
+    kinds, (period, regions) = Kinds.of(rates, offsets, device), _regions(widths, lengths, sees, device)
     start, stop = regions.first[:, 0], regions.last[:, 0]
     segment, kind, number = _numbered(_over(_over((stop - start)[:, None], kinds.step), own))
     step, stop = kinds.step[kind], stop[segment]
@@ -149,10 +150,10 @@ def tiling(
     end = base + (own - 1) * step
     if sees == "all":  # all tiles of a level share a list in each segment, else each has its own
         count = len(rates)
-        every = torch.arange(len(start) * count, device=CPU)
+        every = torch.arange(len(start) * count, device=device)
         lists, mine = Lists(every // count, every % count), segment * count + kinds.level[kind]
     else:
-        lists, mine = Lists(segment, kinds.level[kind]), torch.arange(len(segment), device=CPU)
+        lists, mine = Lists(segment, kinds.level[kind]), torch.arange(len(segment), device=device)
     cut = _cut(kinds, regions, lists, other, sees, base, torch.minimum(end, stop - 1))
     runs, *about = _runs(kinds, regions, lists, other, cut)
     tiles = torch.stack([x.expand_as(base) for x in (base, step, stop, *(x[:, mine] for x in about))], -1)
@@ -169,14 +170,16 @@ def _over(x: Tensor, y: Tensor | int) -> Tensor:
 def _numbered(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The segment, the kind and the number in it of each tile, given their (S, K) counts."""
     each = counts.flatten()
-    which = torch.repeat_interleave(torch.arange(len(each), device=CPU), each)
-    number = torch.arange(len(which), device=CPU) - (each.cumsum(0) - each)[which]
+    which = torch.repeat_interleave(torch.arange(len(each), device=each.device), each)
+    number = torch.arange(len(which), device=each.device) - (each.cumsum(0) - each)[which]
     return which // counts.shape[1], which % counts.shape[1], number
 
 
-def _regions(widths: tuple[int, ...], lengths: tuple[int, ...], sees: str) -> tuple[Tensor, Regions]:
+def _regions(
+    widths: tuple[int, ...], lengths: tuple[int, ...], sees: str, device: torch.device
+) -> tuple[Tensor, Regions]:
     """Which period each segment of the first branch is in, (S,), and its regions."""
-    length = torch.tensor(lengths, device=CPU)
+    length = torch.tensor(lengths, device=device)
     period, _, number = _numbered(_over(length, widths[0])[:, None])
     start, length = number * widths[0], length[period]
     first, last = start, torch.minimum(start + widths[0], length)
@@ -190,7 +193,7 @@ def _regions(widths: tuple[int, ...], lengths: tuple[int, ...], sees: str) -> tu
             found.append((branch, last, after))
         first, last = before, after
     branches, firsts, lasts = zip(*found, strict=True)
-    return period, Regions(torch.tensor(branches, device=CPU), torch.stack(firsts, 1), torch.stack(lasts, 1))
+    return period, Regions(torch.tensor(branches, device=device), torch.stack(firsts, 1), torch.stack(lasts, 1))
 
 
 def _cut(kinds: Kinds, regions: Regions, lists: Lists, other: int, sees: str, first: Tensor, last: Tensor) -> Cut:
