@@ -1,12 +1,11 @@
 """Digit slides: a task that needs the places of tiles. The slide encoder learns it from scratch; a mean cannot.
 
-    python examples/digit_slides.py                     # small, on a CPU
-    python examples/digit_slides.py --form large        # 2,000 to 10,000 tiles per slide, on a GPU
-    python examples/digit_slides.py --save-digits digits.npz   # for a machine without scikit-learn: --digits digits.npz
+    python examples/digit_slides.py                # small, on a CPU; also writes digits.npz
+    python examples/digit_slides.py --form large   # 2,000 to 10,000 tiles per slide, on a GPU
 
-A tile is a handwritten digit of 8 × 8 pixels (scikit-learn's), and a slide is a grid with tiles on some of its places.
-Each slide has the same few 9s. In a slide of class 1, they lie in pairs, at most five tiles apart in x and in y. In a
-slide of class 0, no two 9s are so near. Test slides are made of digits that no training slide has.
+A tile is a handwritten digit of 8 × 8 pixels, and a slide is a grid with tiles on some of its places. Each slide has
+six 9s. In a slide of class 1 they lie in pairs, at most five tiles apart in x and in y. In a slide of class 0 no two 9s
+are so near. Test slides are made of digits that no training slide has.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -24,105 +22,129 @@ from torch import Tensor, nn
 
 from dilated_attention.models import SlideEncoder
 
-NEAR, NINES, FEWEST = 5, 6, 12  # tiles apart; 9s per slide; tiles of the smallest training slide
-TILE = 256  # pixels of a tile, in coordinates
+NEAR, NINES, FEWEST = 5, 6, 12  # tiles apart; 9s of a slide; tiles of the first training slides
+WIDTH, PIXELS = 64, 256  # of the model; the side of a tile in the units of coordinates
+# the side of the grid, tiles of test slides, steps, tiles of a step
+FORMS = {"small": (48, (500,), 1200, 2048), "large": (100, (2000, 5000, 10000), 6000, 80000)}
 
 
-@dataclass(frozen=True)
-class Form:
-    side: int  # of the grid
-    tiles: tuple[int, int]  # of test slides, from and to
-    steps: int
-    batch: int  # tiles per step
-    width: int = 64
-    depth: int = 2
-    heads: int = 4
-    rate: float = 3e-3  # learning rate
-
-
-FORMS = {
-    "small": Form(side=48, tiles=(400, 600), steps=1500, batch=3072),
-    "large": Form(side=100, tiles=(2000, 10000), steps=4000, batch=80000),
-}
-
-
-def digits(file: Path | None) -> tuple[Tensor, Tensor]:
-    """Pixels (1797, 64) with mean 0 and standard deviation 1, and what they show."""
-    if file is None:
+def load(file: Path) -> list[Tensor]:
+    """Pixels (1797, 64), and which digit they show: from the file, which is written first if it is not there."""
+    if not file.exists():
         from sklearn.datasets import load_digits
 
-        pixels, numbers = load_digits(return_X_y=True)
-    else:
-        with numpy.load(file) as found:
-            pixels, numbers = found["pixels"], found["numbers"]
-    pixels = torch.from_numpy(pixels).float()
-    return (pixels - pixels.mean()) / pixels.std(), torch.from_numpy(numbers)
+        numpy.savez_compressed(file, *load_digits(return_X_y=True))
+    with numpy.load(file) as found:
+        return [torch.from_numpy(part) for part in found.values()]
 
 
 class Slides:
-    """Makes slides from some of the digits."""
+    """Makes slides of some of the digits; classes 0 and 1 in turn."""
 
     def __init__(self, pixels: Tensor, numbers: Tensor, side: int, seed: int) -> None:
         self.nines, self.others, self.side = pixels[numbers == 9], pixels[numbers != 9], side
-        self.generator = torch.Generator(pixels.device).manual_seed(seed)
+        self.drawn = {"generator": torch.Generator(pixels.device).manual_seed(seed), "device": pixels.device}
 
     def make(self, count: int, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tiles, coordinates, classes (0 and 1 in turn), and which tiles are 9s."""
-        device, draw = self.nines.device, {"generator": self.generator, "device": self.nines.device}
-        at = self._nines(count)
-        order = torch.rand(count, self.side**2, **draw).scatter_(1, at, -1.0)  # the 9s always stay
-        place = order.topk(tiles, dim=1, largest=False).indices.sort(1).values  # row by row
-        is_nine = torch.zeros(count, self.side**2, dtype=torch.bool, device=device).scatter_(1, at, True).gather(1, place)
-        pixels = self.others[torch.randint(len(self.others), (count, tiles), **draw)]
-        pixels[is_nine] = self.nines[torch.randint(len(self.nines), (count * NINES,), **draw)]
-        coords = torch.stack([place % self.side, place // self.side], dim=-1) * TILE
-        return pixels, coords, torch.arange(count, device=device) % 2, is_nine
+        """Tiles (count, tiles, 64), coordinates, classes, and which tiles are 9s."""
+        label = torch.arange(count, device=self.nines.device) % 2
+        order = torch.rand(count, self.side**2, **self.drawn).scatter_(1, self._nines(label == 1), -1.0)
+        place = order.topk(tiles, dim=1, largest=False).indices.sort(1).values  # the 9s and others, row by row
+        is_nine = order.gather(1, place) < 0
+        pixels = self.others[torch.randint(len(self.others), (count, tiles), **self.drawn)]
+        pixels[is_nine] = self.nines[torch.randint(len(self.nines), (count * NINES,), **self.drawn)]
+        return (pixels - 4.9) / 6, torch.stack([place % self.side, place // self.side], -1) * PIXELS, label, is_nine
 
-    def _nines(self, count: int) -> Tensor:
-        """Places (count, NINES), drawn again until each slide is of its class."""
-        device, draw = self.nines.device, {"generator": self.generator, "device": self.nines.device}
-        wanted = torch.arange(count, device=device) % 2 == 1
-        found, todo = torch.zeros(count, NINES, 2, dtype=torch.long, device=device), torch.ones_like(wanted)
+    def _nines(self, paired: Tensor) -> Tensor:
+        """Where the 9s are, drawn again until every slide is of its class."""
+        found, todo = torch.zeros(len(paired), NINES, 2, dtype=torch.long, device=paired.device), paired | True
+        same = 999 * torch.eye(NINES, dtype=torch.long, device=paired.device)
         while todo.any():
-            place = torch.randint(self.side, (count, NINES, 2), **draw)
-            beside = place[:, ::2] + torch.randint(-NEAR, NEAR + 1, (count, NINES // 2, 2), **draw)
-            place[:, 1::2] = torch.where(wanted[:, None, None], beside, place[:, 1::2])
-            apart = (place[:, :, None] - place[:, None]).abs().amax(-1) + 999 * torch.eye(NINES, device=device).long()
-            inside = ((place >= 0) & (place < self.side)).flatten(1).all(1) & (apart.flatten(1).amin(1) > 0)
-            good = todo & inside & ((apart <= NEAR).flatten(1).any(1) == wanted)
+            place = torch.randint(self.side, found.shape, **self.drawn)
+            beside = place[:, ::2] + torch.randint(-NEAR, NEAR + 1, place[:, ::2].shape, **self.drawn)
+            place[:, 1::2] = torch.where(paired[:, None, None], beside, place[:, 1::2])
+            apart = ((place[:, :, None] - place[:, None]).abs().amax(-1) + same).flatten(1).amin(1)
+            inside = ((place >= 0) & (place < self.side)).flatten(1).all(1)
+            good = todo & inside & (apart > 0) & ((apart <= NEAR) == paired)
             found[good], todo = place[good], todo & ~good
         return found[..., 1] * self.side + found[..., 0]
 
 
-class Encoded(nn.Module):
-    """The slide encoder, a score for each tile, and the log-sum-exp of the scores."""
+class Classifier(nn.Module):
+    """An MLP on each tile; then the slide encoder and the log-sum-exp of tiles' scores, or a score of the mean."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, side: int | None) -> None:
         super().__init__()
-        across = max(32, 2 ** math.ceil(math.log2(form.side)))
-        self.encoder = SlideEncoder(
-            64, form.width, form.depth, form.heads, tile_size=TILE, max_wsi_size=across * TILE,
-            dropout=0.0, drop_path_rate=0.0, global_pool=True,
-        )  # fmt: skip
-        self.score = nn.Linear(form.width, 1)
-        nn.init.constant_(self.score.bias, -math.log(FEWEST))
+        self.mlp = nn.Sequential(nn.Linear(64, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        self.score, self.encoder = nn.Linear(WIDTH, 1), None
+        if side is not None:
+            size = {"max_wsi_size": PIXELS * 2 ** math.ceil(math.log2(side)), "dropout": 0.0, "drop_path_rate": 0.0}
+            self.encoder = SlideEncoder(WIDTH, WIDTH, 2, 4, **size, global_pool=True)
 
     def scores(self, tiles: Tensor, coords: Tensor) -> Tensor:
-        return self.score(self.encoder(tiles, coords, per_tile=True)[0])[..., 0]
+        return self.score(self.encoder(self.mlp(tiles), coords, per_tile=True)[0])[..., 0]
 
     def forward(self, tiles: Tensor, coords: Tensor) -> Tensor:
-        return self.scores(tiles, coords).logsumexp(1)
+        if self.encoder is None:
+            return self.score(self.mlp(tiles).mean(1))[:, 0]
+        return self.scores(tiles, coords).logsumexp(1) - math.log(FEWEST)
 
 
-class Averaged(nn.Module):
-    """The baseline: an MLP on each tile and its place, and the mean of its outputs."""
+def train(model: Classifier, slides: Slides, most: int, steps: int, batch: int) -> None:
+    """On slides of few tiles at first, among which the 9s are soon found; then on slides of all sizes."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    for step in range(steps):
+        done = step / steps
+        size = min(1, max(0, done - 0.35) / 0.45) * min(1, 2 * float(torch.rand(())))  # 0: FEWEST tiles, 1: most
+        tiles = round(FEWEST * (most / FEWEST) ** size)
+        pixels, coords, label, _ = slides.make(min(1024, max(4, batch // tiles // 2 * 2)), tiles)
+        loss = F.binary_cross_entropy_with_logits(model(pixels + torch.randn_like(pixels) / 2, coords), label.float())
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 100, 2 - 2 * done)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
 
-    def __init__(self, form: Form) -> None:
-        super().__init__()
-        self.side = form.side * TILE
-        sizes = (66, 4 * form.width, 4 * form.width)
-        self.mlp = nn.Sequential(*(part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.GELU())))
-        self.score = nn.Linear(sizes[-1], 1)
 
-    def forward(self, tiles: Tensor, coords: Tensor) -> Tensor:
-        return self.score(self.mlp(torch.cat([tiles, coords / self.side], dim=-1)).mean(1))[:, 0]
+@torch.no_grad()
+def auc(model: Classifier, slides: Slides, tiles: int, count: int = 400) -> float:
+    """The chance that a slide of class 1 has a higher score than one of class 0."""
+    scores = torch.cat([model(*slides.make(10, tiles)[:2]) for _ in range(count // 10)]).view(-1, 2).T
+    return (scores[1][:, None] > scores[0]).float().mean().item()
+
+
+@torch.no_grad()
+def share_on_nines(model: Classifier, slides: Slides, tiles: int, count: int = 20) -> Tensor:
+    """Where the tile with the highest score looks in slides of class 1: the weight on 9s, by layer and head."""
+    found = []
+    for _ in range(count):
+        pixels, coords, _, is_nine = (part[1:] for part in slides.make(2, tiles))
+        query = int(model.scores(pixels, coords).argmax())
+        weights = model.encoder.attention_map(model.mlp(pixels), coords, query, layer=None).tiles
+        found.append(weights[..., is_nine[0]].sum(-1))
+    return torch.stack(found).mean(0)
+
+
+def run(form: str, digits: Path) -> dict[str, float]:
+    side, sizes, steps, batch = FORMS[form]
+    device, (pixels, numbers), found = "cuda" if torch.cuda.is_available() else "cpu", load(digits), {}
+    torch.manual_seed(0)
+    order, pixels, numbers = torch.randperm(len(pixels)), pixels.float().to(device), numbers.to(device)
+    for name in ("encoder", "mean"):
+        model, start = Classifier(side if name == "encoder" else None).to(device), time.monotonic()
+        train(model, Slides(pixels[order[360:]], numbers[order[360:]], side, seed=1), sizes[-1], steps, batch)
+        took, test = time.monotonic() - start, Slides(pixels[order[:360]], numbers[order[:360]], side, seed=2)
+        for tiles in sizes:
+            found[f"{name} {tiles}"] = auc(model.eval(), test, tiles)
+            print(f"{name}, trained in {took:.0f} s: AUC {found[f'{name} {tiles}']:.3f} at {tiles:,} tiles", flush=True)
+        if model.encoder:
+            found["share"] = (share := share_on_nines(model, test, sizes[-1])).max().item()
+            print("weight on the 9s by layer and head:", share.cpu().numpy().round(3).tolist())
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train the slide encoder on digit slides, and a mean of tiles.")
+    parser.add_argument("--form", choices=FORMS, default="small", help="small: 500 tiles, on a CPU; large: on a GPU")
+    parser.add_argument("--digits", type=Path, default="digits.npz", help="written with scikit-learn if it is missing")
+    run(**vars(parser.parse_args()))
