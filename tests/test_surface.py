@@ -68,6 +68,7 @@ LAYERS = [
     "nn",
     "charts",
     "models",
+    "slides",
     "show",
     "advice",
     "bench",
@@ -219,7 +220,7 @@ def test_a_module_imports_only_what_is_above_it(module: str) -> None:
             assert LAYERS.index(other.split(".")[0]) < LAYERS.index(layer), f"{module} imports {other}"
 
 
-TOOLS = ("charts", "show", "advice", "bench", "cli", "ranks", "__main__")
+TOOLS = ("charts", "slides", "show", "advice", "bench", "cli", "ranks", "__main__")
 
 
 def test_a_backend_is_named_in_its_folder_only() -> None:
