@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dilated_attention import models
-from dilated_attention.models import PRESETS, SlideEncoder, slide_pattern
+from dilated_attention.models import PRESETS, SlideEncoder, layers, slide_pattern
 from tests.models.golden import SLIDES, golden, slide_encoder, small
 
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
@@ -132,6 +132,19 @@ def test_a_slide_does_not_depend_on_its_batch(global_pool: bool) -> None:
             per_tile = model(tiles[:size], coords[:size], per_tile=True)[0]
             torch.testing.assert_close(outputs[index, :size], per_tile[0], atol=1e-6, rtol=1e-6)
             assert not outputs[index, size:].any()
+
+
+def test_feed_forward_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "AT_ONCE", 7)
+    widest: list[int] = []
+    half = layers.FeedForward(8, 32).double()
+    half.fc1.register_forward_hook(lambda _, given, found: widest.append(found.shape[1]))
+    x = torch.randn(2, 23, 8, dtype=torch.float64)
+    with torch.no_grad():
+        parts = half(x)
+    assert max(widest) == 7
+    torch.testing.assert_close(parts, half(x), rtol=1e-12, atol=1e-12)
+    assert max(widest) == 23  # all at once where a gradient is wanted
 
 
 def test_a_slide_of_few_tiles_is_no_mistake() -> None:

@@ -22,6 +22,9 @@ from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern
 
+AT_ONCE = 1 << 16  # tokens that go through a feed-forward layer together where no gradient is wanted: its hidden rows
+# are four times as wide as its own, and would take most of the memory
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -116,6 +119,11 @@ class FeedForward(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.shape[1] <= AT_ONCE:
+            return self._of(x)
+        return torch.cat([self._of(part) for part in torch.split(x, AT_ONCE, dim=1)], dim=1)
+
+    def _of(self, x: Tensor) -> Tensor:
         # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
         found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x))))
         return found

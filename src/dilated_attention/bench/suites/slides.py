@@ -1,7 +1,8 @@
 """Slide encoders: their attention and the whole model, beside the released way of computing it.
 
-The released way gathers padded copies of each branch for flash kernels, and mixes the branches by their lse. The rest
-of the model is the same code for both. Before anything is timed, rows of both are checked against float64.
+The released way gathers padded copies of each branch for flash kernels, and mixes the branches by their lse. Its
+feed-forward layers copy all rows to float32. The rest of the model is the same code for both. Before anything is timed,
+rows of both are checked against float64.
 
 Legend: q, k, v (1, 1 + L, H, D) for L tiles and the class token.
 """
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import Call, forward, forward_backward
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import SlideEncoder
-from dilated_attention.models.layers import Layer, Rows, SelfAttention
+from dilated_attention.models.layers import FeedForward, Rows, SelfAttention
 from dilated_attention.models.presets import slide_pattern
 from dilated_attention.testing import make_qkv
 
@@ -55,6 +57,22 @@ class ReleasedAttention(nn.Module):
         out = released(*self.inner.project(x)).flatten(2)
         found: Tensor = self.inner.out_proj(self.inner.inner_attn_ln(out))
         return found
+
+
+class ReleasedFeedForward(nn.Module):
+    """The feed-forward half of a layer as released: all rows at once, GELU on a float32 copy."""
+
+    def __init__(self, inner: FeedForward) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner.fc1(x)
+        found: Tensor = self.inner.fc2(self.inner.ffn_layernorm(F.gelu(x.float()).type_as(x)))
+        return found
+
+
+WRAPPERS: dict[str, Any] = {"self_attn": ReleasedAttention, "ffn": ReleasedFeedForward}
 
 
 def steps(session: Session) -> list[Step]:
@@ -146,10 +164,9 @@ def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, T
 
 
 def _attend(model: SlideEncoder, way: str) -> None:
-    """Let every layer compute its attention this way."""
+    """Let every layer compute this way."""
     for layer in model.encoder.layers:
-        assert isinstance(layer, Layer)
-        here: nn.Module = layer.self_attn
-        inner = here.inner if isinstance(here, ReleasedAttention) else here
-        assert isinstance(inner, SelfAttention)
-        layer.add_module("self_attn", ReleasedAttention(inner) if way == "released way" else inner)
+        for name, wrapper in WRAPPERS.items():
+            here: Any = layer.get_submodule(name)
+            inner = here.inner if isinstance(here, wrapper) else here
+            layer.add_module(name, wrapper(inner) if way == "released way" else inner)
