@@ -139,7 +139,7 @@ def run(form: str, digits: Path) -> dict[str, float]:
             print(f"{name}, trained in {took:.0f} s: AUC {found[f'{name} {tiles}']:.3f} at {tiles:,} tiles", flush=True)
         if model.encoder:
             found["share"] = (share := share_on_nines(model, test, sizes[-1])).max().item()
-            print("weight on the 9s by layer and head:", share.cpu().numpy().round(3).tolist())
+            print("weight on the 9s by layer and head:", [[round(one, 3) for one in head] for head in share.tolist()])
     return found
 
 
