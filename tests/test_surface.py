@@ -66,6 +66,8 @@ LAYERS = [
     "testing",
     "ranks",
     "nn",
+    "models",
+    "integrations",
     "charts",
     "show",
     "advice",
