@@ -66,6 +66,7 @@ class Case:
     scale: float | None = None
     dropout_p: float = 0.0
     backend: str = "auto"
+    packing: str = ""  # several sequences in one row: even, mixed, ones, or with empty ones
     rows: str = ""  # of few queries: which
     cuts: str = ""  # of a stream
     ranks: int = 1
@@ -83,7 +84,7 @@ class Case:
     def id(self) -> str:
         words = (self.rule, self.pattern, "causal" if self.is_causal else "", f"n{self.tokens}", self.dtype, self.heads)
         masked = f"mask_{self.mask}" if self.mask != "none" else ""
-        more = (masked, self.rows, self.cuts, f"P{self.ranks}{self.exchange}" if self.ranks > 1 else "")
+        more = (masked, self.packing, self.rows, self.cuts, f"P{self.ranks}{self.exchange}" if self.ranks > 1 else "")
         return "-".join([f"{self.path}{self.number}", *filter(None, (*words, *more))])
 
     def draw(self, what: str) -> random.Random:
@@ -178,6 +179,16 @@ class Case:
         lengths = self.lengths()
         return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 
+    def cu_seqlens(self) -> list[int]:
+        """Of packed sequences."""
+        tokens, draw = self.tokens, self.draw("packing")
+        if self.packing == "even":  # but for the last
+            return [*range(0, tokens, max(1, tokens // 3)), tokens]
+        if self.packing == "ones":  # and a long one
+            return [0, *range(min(tokens, 3), min(tokens, 6)), tokens]
+        borders = sorted(draw.randint(0, tokens) for _ in range(4))
+        return [0, *borders, *(borders[-1:] * 2 if self.packing == "empty" else []), tokens]
+
     def chunks(self) -> list[int]:
         """Of a stream."""
         tokens, draw = self.tokens, self.draw("cuts")
@@ -193,7 +204,8 @@ class Case:
         """Of the call; the oracle takes the same."""
         offset = {"query_offset": self.query_offset()} if self.rows else {}
         given = {"scale": self.scale, "dropout_p": self.dropout_p, "key_padding_mask": self.padding()}
-        return {"is_causal": self.is_causal, **given, **offset}
+        packed = {"cu_seqlens": self.cu_seqlens()} if self.packing else {}
+        return {"is_causal": self.is_causal, **given, **offset, **packed}
 
     def seed(self) -> Tensor | None:
         """Of dropout; leaves torch's generator so that the next call draws the same."""
@@ -231,6 +243,7 @@ class Case:
     def cost(self, **more: Any) -> PlanCost:
         heads, kv_heads = self.head_counts()
         given = {"batch": self.samples, "has_padding": self.mask != "none", **more}
+        given |= {"cu_seqlens": self.cu_seqlens()} if self.packing else {}
         return plan_cost(
             self.the_pattern(), self.tokens, self.ranks, num_heads=heads, num_kv_heads=kv_heads, lengths=self.lengths(),
             head_dim=self.head_dim, dtype=DTYPES[self.dtype], is_causal=self.is_causal, **given,

@@ -53,6 +53,7 @@ SHARDED: dict[str, tuple[Any, ...]] = {
     "shards": ("even", "unequal", "empty"),
     "recompute": (True, False),
 }
+PACKED: dict[str, tuple[Any, ...]] = {"packing": ("even", "mixed", "ones", "empty"), "mask": ("none",), "samples": (1,)}
 KERNEL: dict[str, tuple[Any, ...]] = {
     **CALL,
     "pattern": ("nested", "sparse_nested", "odd", "rate_over_length", "twice", "far"),
@@ -94,6 +95,10 @@ PATHS = {
         {**CALL, "dropout_p": (0.1, 0.6, 0.9), "backend": ("auto", "eager"), "tokens": (17, 40, 65)},
         ("rule", "is_causal", "pattern"),
     ),
+    "packed": Path(
+        {**CALL, **PACKED, "backend": ("auto", "eager"), "dropout_p": (0.0, 0.3)},
+        ("rule", "is_causal", "pattern", "packing"),
+    ),
     "few": Path(
         {
             **CALL, "tokens": (17, 61, 97), "rows": ("last", "first", "inside", "many", "each", "each32"),
@@ -119,6 +124,12 @@ PATHS = {
         {**SHARDED, "ranks": (1, 2, 3, 4, 8), "exchange": (*EXCHANGES, "auto"), "copied": (False, True)},
         ("rule", "is_causal", "exchange"),
     ),
+    "packed_threads": Path(
+        {**SHARDED, **PACKED, "ranks": (2, 3, 6)}, ("rule", "is_causal", "exchange", "packing", "ranks")
+    ),
+    "packed_ranks": Path(
+        {**SHARDED, **PACKED, "ranks": (2, 4), "exchange": (*EXCHANGES, "auto"), "tokens": (64, 300)},
+    ),
     "module": Path(
         {**CALL, "pattern": ("nested", "odd"), "tokens": (3, 17), "scale": (None,), "dlse": (False,)},
         ("rule", "is_causal", "mask"),
@@ -129,6 +140,20 @@ PATHS = {
             "heads": ("several", "grouped"), "dtype": ("f32",), "dropout_p": (0.0, 0.4), "scale": (None, 0.3),
         },
     ),
+    "packed_compiled": Path(
+        {
+            **RULED, **PACKED, "pattern": ("nested", "odd"), "tokens": (24,), "heads": ("several", "grouped"),
+            "dtype": ("f32",), "dropout_p": (0.0, 0.4),
+        },
+    ),
+    "packed_triton": Path(
+        {
+            **(OURS if not INTERPRETED else KERNEL), **PACKED,
+            **({"tokens": (40,), "head_dim": (1, 16, 20)} if INTERPRETED else {}),
+        },
+        on_gpu=True,
+    ),
+    "packed_flash": Path({**HALVES, **PACKED}, on_gpu=True),
     "triton": Path(OURS if not INTERPRETED else KERNEL, ("rule", "is_causal"), on_gpu=True),
     "triton_few": Path(
         {

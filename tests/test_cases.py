@@ -31,7 +31,7 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-BACKENDS = {"triton": "triton", "cuda_eager": "eager", **dict.fromkeys(KERNELS, "sdpa")}
+BACKENDS = {"triton": "triton", "packed_triton": "triton", "cuda_eager": "eager", **dict.fromkeys(KERNELS, "sdpa")}
 
 
 # --- the ways to run a case -------------------------------------------------------------------------------------
@@ -119,13 +119,14 @@ def run_ranks(case: Case) -> Results:
 
 def run_kernel(case: Case) -> Results:
     """One of torch's kernels on a GPU, by switching the others off; skips where torch has none for the call."""
-    with sdpa_kernel([KERNELS[case.path]]):
+    kernel = case.path.removeprefix("packed_")
+    with sdpa_kernel([KERNELS[kernel]]):
         try:
             given = {**case.options(), "enable_gqa": True, "backend": "sdpa"}
             told = explain(*case.qkv(), case.the_pattern(), **given)
         except ValueError as reasons:
             pytest.skip(str(reasons))
-        assert told.kernel.startswith(case.path), told
+        assert told.kernel.startswith(kernel), told
         return run_function(case)
 
 
@@ -142,6 +143,10 @@ RUN: dict[str, Callable[[Case], Results]] = {
     "stream": run_stream,
     "cuda_stream": run_stream,
     "threads": run_threads,
+    "packed_threads": run_threads,
+    "packed_ranks": run_ranks,
+    "packed_compiled": run_compiled,
+    "packed_flash": run_kernel,
     "ranks": run_ranks,
     "cuda_ranks": run_ranks,
     "triton_few": run_few_on_triton,
@@ -175,7 +180,7 @@ def marked(name: str) -> list[Any]:
 @pytest.mark.usefixtures("always_nested")
 @pytest.mark.parametrize("case", [case for name in PATHS for case in marked(name)])
 def test_against_the_oracle(case: Case) -> None:
-    own = case.path in ("cudnn", "flash", "efficient")  # deterministic algorithms refuse cuDNN
+    own = case.path.removeprefix("packed_") in KERNELS  # deterministic algorithms refuse cuDNN
     with contextlib.nullcontext() if own else poisoned_memory():
         got = RUN.get(case.path, run_function)(case)
     case.check(got)

@@ -68,7 +68,7 @@ def named(found: Tiling, offset: int = 0) -> Plain:
 def plain_tiling(
     widths: Numbers, rates: Numbers, offset: int, length: int, own: int, other: int, sees: str = "all"
 ) -> Plain:
-    return named(tiling(widths, rates, (offset,), length, own, other, sees))
+    return named(tiling(widths, rates, (offset,), (length,), own, other, sees))
 
 
 def positions(run: Run, other: int) -> Iterator[list[int]]:
@@ -185,7 +185,7 @@ def test_offsets_at_once_are_as_one_by_one(name: str, sees: str) -> None:
     widths, rates = TABLES[name]
     offsets = tuple(range(rates[-1]))
     for length in lengths(widths):
-        found, runs = tiling(widths, rates, offsets, length, 4, 3, sees), 0
+        found, runs = tiling(widths, rates, offsets, (length,), 4, 3, sees), 0
         alone = [plain_tiling(widths, rates, offset, length, 4, 3, sees) for offset in offsets]
         assert len({len(one.tiles) for one in alone}) == 1
         for offset, one in zip(offsets, alone, strict=True):
@@ -194,6 +194,22 @@ def test_offsets_at_once_are_as_one_by_one(name: str, sees: str) -> None:
             runs += len(one.runs)
         assert named(found).runs == tuple(run for one in alone for run in one.runs)
         assert found.ragged == any(one.ragged for one in alone)
+
+
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("name", TABLES)
+def test_lengths_at_once_are_as_one_by_one(name: str, sees: str) -> None:
+    widths, rates = TABLES[name]
+    several, runs, tiles = tuple(lengths(widths)), 0, 0
+    found = tiling(widths, rates, (rates[-1] - 1,), several, 4, 3, sees)
+    whole = named(found)
+    for length, count in zip(several, found.counts, strict=True):
+        one = plain_tiling(widths, rates, rates[-1] - 1, length, 4, 3, sees)
+        here = whole.tiles[tiles : tiles + count]
+        assert tuple(t._replace(run=t.run - runs, edge_run=t.edge_run - runs) for t in here) == one.tiles
+        assert whole.runs[runs : runs + len(one.runs)] == one.runs
+        tiles, runs = tiles + count, runs + len(one.runs)
+    assert (tiles, runs) == (len(whole.tiles), len(whole.runs))
 
 
 @pytest.mark.parametrize("rate", [2, 3, 7, 50])
@@ -365,7 +381,7 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(monkeypatch: pyt
     made = []
     for at_once in (1 << 22, 1):
         monkeypatch.setattr(tables, "AT_ONCE", at_once)
-        made.append(vars(unshared(nests, 1, 53, 1, 4, 3, "earlier", 64, torch.device("cpu"))))
+        made.append(vars(unshared(nests, 1, (0, 53), 1, 4, 3, "earlier", 64, torch.device("cpu"))))
     assert calls == [(0, 1), (0,), (1,)]  # of the tail
     for name, x in made[0].items():
         assert torch.equal(x, made[1][name]) if isinstance(x, torch.Tensor) else x == made[1][name]
@@ -374,7 +390,7 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(monkeypatch: pyt
 def test_tables_are_made_on_the_cpu_whatever_the_default_device() -> None:
     # no other test has these lengths: what is kept of a period is not there yet
     (nests,) = launches(DilatedPattern.head_groups([26, 52], [1, 4]), Heads(0, 5, 5), True, False)
-    arguments = (nests, 2, 57, 1, 4, 3)
+    arguments = (nests, 2, (0, 57), 1, 4, 3)
     for sees in SEES:
         with torch.device("meta"):
             found = unshared(*arguments, sees, 64, torch.device("cpu"))
@@ -396,12 +412,12 @@ def test_a_table_that_cannot_be_made_while_a_graph_is_captured(
     (nests,) = launches(DilatedPattern.longnet([24], [1]), Heads(0, 1, 1), True, False)
     told = "make the same call before, outside of the graph" if capturing else "^operation not permitted"
     with pytest.raises(RuntimeError, match=told):
-        unshared(nests, 1, 24, 1, 4, 3, "all", 64, torch.device("cuda", 99))  # a device that has no stream yet
+        unshared(nests, 1, (0, 24), 1, 4, 3, "all", 64, torch.device("cuda", 99))  # a device that has no stream yet
 
 
 def test_launches_that_need_the_same_table_share_it() -> None:
     (nests,) = launches(DilatedPattern.head_groups([24, 48], [1, 4]), Heads(0, 5, 5), True, False)
-    arguments = (nests, 2, 53, 1, 4, 3, "all", 64, torch.device("cpu"))
+    arguments = (nests, 2, (0, 53), 1, 4, 3, "all", 64, torch.device("cpu"))
     found = table(*arguments)
     assert table(*arguments) is found
     gone = weakref.ref(found)
@@ -414,7 +430,7 @@ def test_launches_that_need_the_same_table_share_it() -> None:
 def test_a_table_joins_its_parts(sees: str) -> None:
     """Tiles of a later offset or stretch point at its own runs, which keep their numbers."""
     (nests,) = launches(DilatedPattern.longnet([24, 48], [1, 2]), Heads(0, 2, 2), True, False)
-    found = table(nests, 3, 53, 2, 4, 3, sees, 64, torch.device("cpu"))
+    found = table(nests, 3, (0, 53), 2, 4, 3, sees, 64, torch.device("cpu"))
     tiles, runs = found.tiles.view(-1)[: len(found.tiles) // 7 * 7].view(-1, 7), found.runs.view(-1)
     at = run_at = 0
     for length, offset in itertools.product((48, 5), (0, 1)):
@@ -442,5 +458,5 @@ def test_a_table_joins_its_parts(sees: str) -> None:
 )
 def test_a_table_is_as_wide_as_it_must_be(tokens: int, stride: int, dtype: torch.dtype) -> None:
     (nests,) = launches(DilatedPattern.longnet([2048], [4]), Heads(0, 2, 2), False, False)
-    found = table(nests, 1, tokens, 1, 64, 32, "all", stride, torch.device("cpu"))
+    found = table(nests, 1, (0, tokens), 1, 64, 32, "all", stride, torch.device("cpu"))
     assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}

@@ -5,6 +5,7 @@ Legend as in `functional`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +20,7 @@ from dilated_attention.checks import (
     check_tensors,
     checked_probability,
     checked_scale,
+    checked_sequences,
     checked_start,
     computed_dtype,
 )
@@ -65,6 +67,7 @@ def explain(
     enable_gqa: bool = False,
     backend: Backend = "auto",
     group: Group | ContextParallel | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Explanation:
     """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
@@ -81,10 +84,13 @@ def explain(
     check_flag("enable_gqa", enable_gqa)
     check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, decodes=group is None)
     check_backend(backend)
+    sequences, _ = checked_sequences(cu_seqlens, query, key, key_padding_mask, in_parts=ranks > 1)
     start = checked_start(query, key, query_offset, is_alone=group is None)
     query = query.to(computed_dtype(query))
     scale = DEFAULT_SCALE if scale is None else checked_scale(scale)
-    asked = Call(pattern, is_causal, scale, checked_probability(dropout_p), backend, in_parts=ranks > 1)
+    asked = Call(
+        pattern, is_causal, scale, checked_probability(dropout_p), backend, sequences=sequences, in_parts=ranks > 1
+    )  # fmt: skip
     call = asked.of(query, key, key_padding_mask, start)
     choice = choose(call)
     # positions that a tensor holds are not read: the last ones are used instead

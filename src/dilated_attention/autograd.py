@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
-from dilated_attention.call import Call, accumulate_dtype, unpacked
+from dilated_attention.call import Call, accumulate_dtype, read_sequences, unpacked
 
-INPUTS, SEED = len(Inputs._fields), Inputs._fields.index("seed")
+INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
 
 
 def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable. The call is without its tensors; ``start``: of the queries among the keys."""
-    q, k, v, padding, _, _ = inputs
+    q, k, v, padding = inputs[:4]
     if not is_plain(q, k, v):
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             out, lse = torch.ops.dilated_attention.forward(*inputs[:3], list(inputs[3:]), *call.packed(start))
@@ -206,10 +206,12 @@ def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, .
         found = tuple(torch.stack(some) for some in zip(*calls, strict=True))
     else:
         whole = [
-            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) else x
-            for x, dim in zip(given, in_dims, strict=True)
+            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) and at != SEQUENCES else x
+            for at, (x, dim) in enumerate(zip(given, in_dims, strict=True))
         ]
-        results = node.apply(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in whole))
+        results = node.apply(
+            *(x.flatten(0, 1) if isinstance(x, Tensor) and at != SEQUENCES else x for at, x in enumerate(whole))
+        )
         found = tuple(x.unflatten(0, (count, -1)) for x in results)
     return found, (0,) * len(found)
 
@@ -230,15 +232,23 @@ _library.define(
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any) -> tuple[Tensor, Tensor]:
-    """``others``: padding, seed and positions."""
-    inputs, (call, start) = Inputs(query, key, value, *others), unpacked(*packed)
-    return run.forward(call.of(query, key, inputs.padding, start), inputs)
+    """``others``: padding, seed, positions and sequences."""
+    inputs = Inputs(query, key, value, *others)
+    return run.forward(_read(inputs, packed), inputs)
 
 
 def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any) -> Gradients:
     """``saved``: all inputs, out and lse."""
-    inputs, (out, lse), (call, start) = Inputs(*saved[:INPUTS]), saved[INPUTS:], unpacked(*packed)
-    return run.backward(call.of(inputs.q, inputs.k, inputs.padding, start), inputs, out, lse, dout, dlse)
+    inputs, (out, lse) = Inputs(*saved[:INPUTS]), saved[INPUTS:]
+    return run.backward(_read(inputs, packed), inputs, out, lse, dout, dlse)
+
+
+def _read(inputs: Inputs, packed: Sequence[Any]) -> Call:
+    """The call of an op, from what it was given."""
+    call, start = unpacked(*packed)
+    if inputs.sequences is not None:
+        call = call._replace(sequences=read_sequences(inputs.sequences, inputs.k.shape[1]))
+    return call.of(inputs.q, inputs.k, inputs.padding, start)
 
 
 def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:

@@ -10,6 +10,7 @@ Legend: B samples, n tokens here, H query heads, Hk key/value heads, D head dim;
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import NamedTuple
 
@@ -72,7 +73,8 @@ class Block(NamedTuple):
     query_at: tuple[int, ...]  # each head's first query in the sequence,
     key_at: tuple[int, ...]  # and its first key
     segment: int  # where the first segment begins in the sequence
-    start: int = 0  # the token here with which the block's part of that segment begins
+    start: int = 0  # the token here with which the block's part of that segment begins,
+    tokens: int = 0  # and how many tokens that part has
     zeros: int = 0  # appended zero keys that each row attends to
     is_first: bool = False  # nothing was written to these rows before: write, do not merge
     home: View | None = None  # the queries in a packed tensor of this rank's rows, where keys came from elsewhere
@@ -107,7 +109,7 @@ class Block(NamedTuple):
         view = self.queries
         if self.rate == 1 or not self.is_first:
             return None
-        return self.rate, view.token - self.start, view.token_step if view.heads > 1 else 0, view.segment_step
+        return self.rate, view.token - self.start, view.token_step if view.heads > 1 else 0, self.tokens
 
     def cut(self, rows: int | None = None, heads: int | None = None, batch: int | None = None) -> list[Block]:
         """The block in parts of at most so many rows of all heads together, so many heads, and so much of the batch.
@@ -215,31 +217,55 @@ def plan(
 
 
 class Piece(NamedTuple):
-    """Equal segments in a row, or the part of one that holds queries; positions in the sequence."""
+    """Equal segments at equal distances, or the part of one that holds queries; positions among all tokens."""
 
     segment: int  # where the (first) segment begins,
     length: int  # and how long it is
     first: int  # the queries of each are [first, stop)
     stop: int
     number: int
+    step: int  # tokens from one segment to the next
+    sequence: int  # tokens of the sequence that the segment is in
+
+    def joined(self, other: Piece) -> Piece | None:
+        """Both as one piece, where a later one continues this one."""
+        step = other.segment - self.segment if self.number == 1 else self.step
+        fits = other.segment - self.segment == step * self.number and (other.number == 1 or other.step == step)
+        return self._replace(number=self.number + other.number, step=step) if fits else None
 
 
 def _pieces(call: Call, branch: int) -> list[Piece]:
-    first, last, total = call.start, call.start + call.queries, call.total
-    width = min(call.pattern.segment_lengths[branch], total)
-    found = []
-    if first % width:  # the end of a segment, or a part inside of one
-        segment = first - first % width
+    width = call.pattern.segment_lengths[branch]
+    if not call.sequences:
+        return list(_pieces_of(call, width, 0, call.total))
+    found: dict[Hashable, list[Piece]] = {}  # of one kind: equally long, in sequences of which zero keys make as much
+    for begin, end in itertools.pairwise(call.sequences):
+        for piece in _pieces_of(call, width, begin, end):
+            at, length, first, stop, _, _, sequence = piece
+            alike = found.setdefault((length, first - at, stop - at, min(width, sequence)), [])
+            joined = alike[-1].joined(piece) if alike else None
+            alike[-1:] = [joined] if joined else [*alike[-1:], piece]
+    return list(itertools.chain.from_iterable(found.values()))
+
+
+def _pieces_of(call: Call, width: int, begin: int, end: int) -> Iterator[Piece]:
+    """Of the sequence that is the tokens [begin, end)."""
+    first, last, total = max(call.start, begin), min(call.start + call.queries, end), end - begin
+    if first >= last:
+        return
+    width = min(width, total)
+    before = (first - begin) % width
+    if before:  # the end of a segment, or a part inside of one
+        segment = first - before
         stop = min(segment + width, last)
-        found.append(Piece(segment, min(width, total - segment), first, stop, 1))
+        yield Piece(segment, min(width, end - segment), first, stop, 1, stop - first, total)
         first = stop
     whole, rest = divmod(last - first, width)
     if whole:
-        found.append(Piece(first, width, first, first + width, whole))
+        yield Piece(first, width, first, first + width, whole, width, total)
         first += whole * width
     if rest:
-        found.append(Piece(first, min(width, total - first), first, last, 1))
-    return found
+        yield Piece(first, min(width, end - first), first, last, 1, rest, total)
 
 
 class _Counts(NamedTuple):
@@ -263,19 +289,21 @@ def _blocks(
     for head, offset in placed:
         upto = [rows_at_offset(x - segment, rate, offset) for x in (key_first, piece.first, piece.stop, key_stop)]
         if upto[2] > upto[1]:
-            zeros = call.pattern.zeros_in_segment(branch, piece.length, offset, call.total) if call.adds_zeros else 0
+            zeros = 0
+            if call.adds_zeros:
+                zeros = call.pattern.zeros_in_segment(branch, piece.length, offset, piece.sequence)
             counts[head] = _Counts(upto[1] - upto[0], upto[2] - upto[1], upto[3] - upto[0], zeros)
             starts.append((head, *(segment + offset + rate * rows for rows in (upto[1], upto[0]))))
     for run in head_runs(starts, counts.__getitem__, call.group):
         count = counts[run.first[0]]
         for first, samples, skipped, segments in _batches(call, piece, fold):
-            step, shift = piece.stop - piece.first, skipped * piece.length
+            shift = skipped * piece.step
             at, key_at = (
                 tuple(run.first[i] + shift + head * run.steps[i] for head in range(run.heads)) for i in (1, 2)
             )
             queries, keys = (
                 View(
-                    sample + first, samples, start - here, segments, step, rows, rate, run.first[0], run.heads,
+                    sample + first, samples, start - here, segments, piece.step, rows, rate, run.first[0], run.heads,
                     run.steps[0], token_step,
                 )
                 for start, here, rows, token_step in (
@@ -285,7 +313,7 @@ def _blocks(
             )  # fmt: skip
             block = Block(
                 branch, rate, queries, queries, call.is_causal, at, at, segment + shift,
-                piece.first - call.start + shift, count.zeros, is_first,
+                piece.first - call.start + shift, piece.stop - piece.first, count.zeros, is_first,
             )  # fmt: skip
             yield from _with_keys(block, keys, key_at, count, call) if call.is_few else [block]
 

@@ -6,6 +6,7 @@ Legend: query (B, n, H, D); key, value (B, N, Hk, D); padding (B, N), True = ign
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
@@ -25,7 +26,7 @@ class Call(NamedTuple):
 
     The queries are at the positions [start, start + queries) of a sequence of ``total`` tokens, the keys at
     [key_start, key_start + keys). A whole call has the same for both; a rank has a shard, and few queries have a place
-    among all keys.
+    among all keys. The tokens are one sequence, or several that are packed one after the other.
     """
 
     pattern: DilatedPattern
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     total: int = 0
     first_head: int = 0  # of the key/value heads here
     total_heads: int = 0  # 0: the heads here are all
+    sequences: tuple[int, ...] = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
     # --- how it is computed
     in_parts: bool = False  # other ranks or chunks add to the results, so whole-call kernels are out of question
     limit: int = 0  # the number of a `Limit` on memory; 0: none
@@ -66,6 +68,11 @@ class Call(NamedTuple):
     def is_few(self) -> bool:
         """Whether the queries are some rows among the keys."""
         return (self.start, self.queries) != (self.key_start, self.keys)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Where the sequences begin, and the end of the last one."""
+        return self.sequences or (0, self.total)
 
     @property
     def drops(self) -> bool:
@@ -112,7 +119,7 @@ class Call(NamedTuple):
                 *(self.pattern, self.is_causal, scale, self.dropout_p, self.backend),
                 *(samples, queries, keys, heads, kv_heads, head_dim, dtype, device, padding is not None),
                 *(start, 0, keys),  # start, key_start and total
-                *(self.first_head, self.total_heads, self.in_parts, self.limit),
+                *(self.first_head, self.total_heads, self.sequences, self.in_parts, self.limit),
                 *(torch.are_deterministic_algorithms_enabled(), switched_off(), flash, _tf32(dtype)),
             )
         )
@@ -136,6 +143,21 @@ class Call(NamedTuple):
         rates = ",".join([str(range(rate).stop) for rate in self.pattern.dilation_rates])
         text = f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {self.backend}"
         return [start, self.first_head, self.total_heads, self.limit], self.scale, self.dropout_p, text
+
+
+def read_sequences(given: Sequence[int] | Tensor, tokens: int | None) -> tuple[int, ...]:
+    """`Call.sequences` of ``cu_seqlens``; ``tokens`` is None where other ranks have some of them.
+
+    A tensor is read on the host. Empty sequences are left out, and one sequence alone is as if nothing was given.
+    """
+    numbers = given.tolist() if isinstance(given, Tensor) else list(given)
+    falls = any(after < before for before, after in itertools.pairwise(numbers))
+    if not numbers or numbers[0] != 0 or falls or (tokens is not None and numbers[-1] != tokens):
+        end = "the number of tokens of all ranks" if tokens is None else f"{tokens}, the number of tokens"
+        shown = f"{numbers[:4]} ... {numbers[-4:]}" if len(numbers) > 8 else f"{numbers}"
+        raise ValueError(f"cu_seqlens must begin with 0, never fall, and end with {end}, got {shown}")
+    borders = tuple(dict.fromkeys(numbers))
+    return borders if len(borders) > 2 or (tokens is None and len(borders) > 1) else ()
 
 
 def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> tuple[Call, int]:

@@ -6,6 +6,7 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D). Decoding: query has fewer 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd import forward_ad
 from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.blockwise import outside
 from dilated_attention.backends.choose import NAMES, Backend
-from dilated_attention.call import ON_DEVICE
+from dilated_attention.call import ON_DEVICE, read_sequences
 from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
@@ -49,7 +50,9 @@ def check_tensors(
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.is_nested:
-            raise ValueError(f"{name} is a nested tensor: pad it, and pass key_padding_mask")
+            raise ValueError(
+                f"{name} is a nested tensor: pass {name}.values().unsqueeze(0), and cu_seqlens={name}.offsets()"
+            )
         if x.layout is not torch.strided:
             raise ValueError(f"{name} has the layout {x.layout}: pass {name}.to_dense()")
         if x.dim() != 4:
@@ -156,6 +159,42 @@ def checked_start(query: Tensor, key: Tensor, offset: int | Tensor | None, *, is
     if not 0 <= offset <= last:
         raise ValueError(outside("query_offset", offset, query.shape[1], key.shape[1]))
     return offset
+
+
+def checked_sequences(
+    given: Sequence[int] | Tensor | None, query: Tensor, key: Tensor, mask: Tensor | None, *, in_parts: bool
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """``cu_seqlens`` as a call holds them, and as registered ops read them. A compiler sees no numbers: ops check."""
+    if given is None:
+        return (), None
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"cu_seqlens with {query.shape[1]} queries among {key.shape[1]} keys: it needs whole sequences"
+        )
+    if query.shape[0] != 1:
+        raise ValueError(f"cu_seqlens is for one row, (1, tokens, heads, head_dim), got a batch of {query.shape[0]}")
+    if mask is not None:
+        raise ValueError("key_padding_mask with cu_seqlens: leave ignored tokens out of the packed row instead")
+    if isinstance(given, Tensor):
+        if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"cu_seqlens must be one list of whole numbers, or int32 or int64 of one dimension, got {given.dtype} "
+                f"of shape {tuple(given.shape)}"
+            )
+        tensor = given.cpu()
+    else:
+        if not isinstance(given, Sequence) or not all(_is_int(x) or isinstance(x, torch.SymInt) for x in given):
+            raise TypeError(f"cu_seqlens must be a list of whole numbers, or an integer tensor, got {given!r}")
+        tensor = torch.tensor(given, dtype=torch.int64)
+    if torch.compiler.is_compiling():
+        return (), tensor
+    return read_sequences(tensor, None if in_parts else key.shape[1]), tensor
+
+
+def check_sequences_end(sequences: tuple[int, ...], tokens: int) -> None:
+    """Raise if packed sequences do not end where the shards of all ranks end."""
+    if sequences and sequences[-1] != tokens:
+        raise ValueError(f"cu_seqlens ends with {sequences[-1]}, and all ranks together have {tokens} tokens")
 
 
 def checked_probability(p: float, name: str = "dropout_p") -> float:

@@ -5,6 +5,7 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H). Decoding: q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -22,6 +23,7 @@ from dilated_attention.checks import (
     checked_heads,
     checked_probability,
     checked_scale,
+    checked_sequences,
     checked_start,
     computed_dtype,
     warn_of_mistakes,
@@ -50,6 +52,7 @@ def dilated_attention(
     return_lse: Literal[False] = ...,
     group: Group | ContextParallel | None = ...,
     heads: tuple[int, int] | None = ...,
+    cu_seqlens: Sequence[int] | Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -70,6 +73,7 @@ def dilated_attention(
     return_lse: Literal[True],
     group: Group | ContextParallel | None = ...,
     heads: tuple[int, int] | None = ...,
+    cu_seqlens: Sequence[int] | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -89,6 +93,7 @@ def dilated_attention(
     return_lse: bool = False,
     group: Group | ContextParallel | None = None,
     heads: tuple[int, int] | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes self-attention in which each head sees the tokens of ``pattern``: one softmax over all its branches.
 
@@ -114,6 +119,10 @@ def dilated_attention(
             group make the same call. Not traced by ``torch.compile``. A :class:`ContextParallel` says more: how rows
             travel (``exchange``, "auto" by default), what is kept, how long to wait, what is compared.
         heads: (first, total) of the key/value heads, where this process holds some of them (tensor parallelism).
+        cu_seqlens: sequences packed into one row, (1, T, H, D): ``[0, ..., T]``, where each begins and the last ends,
+            as a list or an integer tensor. Each has segments of its own, and none sees another. A tensor on CUDA makes
+            the host wait while it is read, once. Over a ``group`` it is that of all ranks' tokens, and sequences may
+            lie on several ranks. Not with few queries or ``key_padding_mask``.
 
     Returns:
         As query, or that and lse. A row with no key to see gets 0 and -inf.
@@ -127,7 +136,7 @@ def dilated_attention(
     link = None if group is None else link_of(ContextParallel.of(group))
     out, lse = attend(
         query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link,
-        query_offset=query_offset,
+        query_offset=query_offset, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -147,6 +156,7 @@ def attend(
     link: Link | None,
     seed: Tensor | None = None,
     query_offset: int | Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank.
 
@@ -163,6 +173,8 @@ def attend(
             ring.check_transforms()
         if link is not None and alone:
             check_total_length(link.total_length, (query.shape[1],))
+        sequences, borders = checked_sequences(cu_seqlens, query, key, key_padding_mask, in_parts=not alone)
+        call = call._replace(sequences=sequences)
         start = checked_start(query, key, query_offset, is_alone=link is None)
         dtype = computed_dtype(query)
         if query.dtype is not dtype:
@@ -178,7 +190,7 @@ def attend(
         if dropout_p > 0 and seed is None:
             seed = drawn_seed(query.device)
         positions = query_offset if isinstance(query_offset, Tensor) else None
-        inputs = Inputs(query, key, value, key_padding_mask, seed, positions)
+        inputs = Inputs(query, key, value, key_padding_mask, seed, positions, borders)
     except Exception as error:
         ring.tell_others(link, query, error)
         raise

@@ -10,6 +10,7 @@ Legend: query (B, N, H, D), fewer rows when decoding; key, value (B, N, Hk, D); 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ def attention(
     seed: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     query_offset: int | Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`, computed the plain way in ``dtype`` (None: the inputs')."""
@@ -51,7 +53,7 @@ def attention(
     key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
     scores = torch.einsum("bihd,bjhd->bhij", query, key) * (1 / math.sqrt(dim) if scale is None else scale)
 
-    counts, zeros = key_counts(pattern, tokens, heads, key_padding_mask, is_causal, group, query)
+    counts, zeros = key_counts(pattern, tokens, heads, key_padding_mask, is_causal, group, query, cu_seqlens)
     count = counts.sum(0)  # (B or 1, H, N, N)
     scores = scores.masked_fill(count == 0, -torch.inf)
     top = scores.detach().amax(-1, keepdim=True) if tokens else scores.new_zeros(*scores.shape[:3], 1)
@@ -79,17 +81,21 @@ def key_counts(
     is_causal: bool,
     group: int,
     like: Tensor,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Which keys each branch shows, (branches, B or 1, H, N, N), and each row's zero keys, (B or 1, H, N, 1)."""
-    position = torch.arange(tokens, device=like.device)
+    token = torch.arange(tokens, device=like.device)
+    borders = torch.tensor([0, tokens] if cu_seqlens is None else list(cu_seqlens), device=like.device)
+    after = torch.searchsorted(borders, token, right=True)
+    position, ends = token - borders[after - 1], (borders[after] - borders[after - 1])[None]  # in its own sequence
     head = torch.arange(heads, device=like.device) // group
-    visible = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=like.device)
+    visible = (after == after[:, None])[None, None]
     if is_causal:
-        visible = visible & (position <= position[:, None])
-    ends = torch.tensor([tokens], device=like.device)
+        visible = visible & (token <= token[:, None])
     if key_padding_mask is not None:
         visible = visible & ~key_padding_mask[:, None, None, :]
-        ends = torch.where(key_padding_mask, 0, position + 1).amax(1) if tokens else ends.expand(len(key_padding_mask))
+        ends = torch.where(key_padding_mask, 0, position + 1)
+        ends = ends.amax(1, keepdim=True).expand_as(ends) if tokens else ends
     counts, zeros = [], like.new_zeros(len(ends), heads, tokens, 1)
     for branch, (width, rate) in enumerate(pattern.branches):
         runs = [h in pattern.heads(branch, heads // group) for h in head.tolist()]
@@ -98,9 +104,9 @@ def key_counts(
         same_segment = position // width == position[:, None] // width
         counts.append(takes_part[:, :, None] & takes_part[:, None, :] & same_segment & visible)
         if pattern.dealing.adds_zeros and not is_causal:
-            real = (ends[:, None, None] - position // width * width).clamp(0, width)  # of each row's segment
+            real = (ends[:, None] - position // width * width).clamp(0, width)  # of each row's segment
             rows = ((real - offset[:, None] + rate - 1) // rate).clamp(min=0)
-            filled = (ends.clamp(max=width)[:, None, None] + rate - 1) // rate - rows
+            filled = (ends.clamp(max=width)[:, None] + rate - 1) // rate - rows
             zeros += torch.where(takes_part & (real > 0), filled, 0).unsqueeze(-1).to(zeros.dtype)
     return torch.stack(counts).to(like.dtype), zeros
 

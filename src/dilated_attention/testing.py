@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention import reference
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.call import Call
+from dilated_attention.call import Call, read_sequences
 from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
@@ -169,9 +169,11 @@ def run_sharded(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     backend: str = "auto",
+    cu_seqlens: Sequence[int] = (),
 ) -> tuple[Results, list[FakeTransport]]:
     """As `run`, with the sequence cut into shards of these lengths, one per rank; the ranks are threads."""
-    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, in_parts=True)
+    sequences = read_sequences(cu_seqlens, sum(lengths)) if cu_seqlens else ()
+    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, sequences=sequences, in_parts=True)
 
     def rank(transport: FakeTransport) -> Results:
         start = sum(lengths[: transport.rank])

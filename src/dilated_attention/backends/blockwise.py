@@ -88,7 +88,7 @@ class Work:
         elsewhere: Elsewhere | None = None,
     ) -> Work:
         """``ends``: of all ranks, where there are several. ``visited`` and ``elsewhere`` as in `plan`."""
-        q, k, v, padding, seed, positions = inputs
+        q, k, v, padding, seed, positions, _ = inputs
         choice = choose(call, backward)
         limits: Limits = choice.module.limits(call)
         if limits.span is not None and not call.in_parts and all(span(x) < limits.span for x in (q, k, v)):

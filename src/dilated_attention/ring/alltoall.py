@@ -149,9 +149,9 @@ class AllToAll:
 
     def blocks(self, bundle: Bundle, group: int) -> tuple[Block, ...]:
         """This rank's rows of a bundle, in place and packed."""
-        channel, tokens, pattern = bundle.channel, self.shards.tokens, self.work.call.pattern
-        length = channel.stop - channel.start
-        zeros = tuple(pattern.zeros_in_segment(channel.branch, length, offset, tokens) for _, offset in channel.heads)
+        channel, pattern = bundle.channel, self.work.call.pattern
+        about = (channel.branch, channel.stop - channel.start)
+        zeros = tuple(pattern.zeros_in_segment(*about, offset, channel.sequence) for _, offset in channel.heads)
         return packing.packed_blocks(channel, self.shards, self.rank, self.rank, self.samples, group, zeros)
 
     def rows(self, bundle: Bundle, member: int) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from dilated_attention.call import Call
+from dilated_attention.call import Call, read_sequences
 from dilated_attention.context_parallel import ROUTES, Route
 from dilated_attention.pattern import DilatedPattern, whole_number
 from dilated_attention.ring.shards import Shards
@@ -143,6 +143,7 @@ def plan_cost(
     is_causal: bool = False,
     has_padding: bool = False,
     lengths: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     latency: float = LINKS["nccl"][0],
     bandwidth: float = LINKS["nccl"][1],
     flops_per_second: float = 400e12,
@@ -154,6 +155,7 @@ def plan_cost(
         dtype: what is computed in, and so what travels: float32 for half precision on a CPU without AMX. Likewise
             ``head_dim`` is what the kernels see: on CUDA the next multiple of 8.
         has_padding: whether there is a key_padding_mask.
+        cu_seqlens: where packed sequences begin, and the end of the last one.
         latency, bandwidth: seconds per hop, and bytes per second into one rank. A hop counts once, however many
             messages it has.
         flops_per_second: how fast a rank computes, for ``compute_seconds`` only.
@@ -170,6 +172,8 @@ def plan_cost(
         7
     """
     shards = shards_of(whole_number("seq_len", seq_len), whole_number("num_ranks", num_ranks), lengths)
+    if cu_seqlens is not None:
+        shards = replace(shards, sequences=read_sequences(cu_seqlens, shards.tokens))
     num_heads = whole_number("num_heads", num_heads)
     kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
     pattern.check_heads(num_heads, kv_heads)

@@ -21,7 +21,7 @@ from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
-from dilated_attention.checks import check_total_length
+from dilated_attention.checks import check_sequences_end, check_total_length
 from dilated_attention.distributed.agreement import Asked, ask, refusal
 from dilated_attention.distributed.group import (
     Buffers,
@@ -143,7 +143,8 @@ def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
     check_total_length(link.total_length, lengths)
     number = transport.number = _counted(link)
     transport.warm_up()
-    shards = Shards.of(lengths)
+    shards = Shards.of(lengths, call.sequences)
+    check_sequences_end(call.sequences, shards.tokens)
     exchange = link.exchange
     if exchange == "auto":
         # in the dtype that travels, and without what differs from rank to rank
@@ -191,6 +192,7 @@ def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, ob
         "scale": call.scale,
         "dropout_p": call.dropout_p,
         "heads": call.held,
+        "cu_seqlens": call.sequences,
         "key_padding_mask": "given" if call.has_padding else "not given",
         "exchange": link.exchange,
         "use_checkpointing": link.use_checkpointing,

@@ -18,10 +18,11 @@ class Shards:
     """The lengths of all ranks' shards, in the order of the tokens."""
 
     starts: tuple[int, ...]  # one more than ranks: the last is the number of tokens
+    sequences: tuple[int, ...] = ()  # as of `Call`
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...]) -> Shards:
-        return cls(tuple(itertools.accumulate(lengths, initial=0)))
+    def of(cls, lengths: tuple[int, ...], sequences: tuple[int, ...] = ()) -> Shards:
+        return cls(tuple(itertools.accumulate(lengths, initial=0)), sequences)
 
     @classmethod
     def even(cls, tokens: int, ranks: int) -> Shards:
@@ -36,6 +37,18 @@ class Shards:
     @property
     def tokens(self) -> int:
         return self.starts[-1]
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Where the sequences begin, and the end of the last one."""
+        return self.sequences or (0, self.tokens)
+
+    def segment(self, token: int, width: int) -> tuple[int, int, int]:
+        """The segment that a token is in, [start, stop), and the tokens of its sequence."""
+        after = bisect.bisect_right(self.borders, token)
+        begin, end = self.borders[after - 1 : after + 1]
+        start = token - (token - begin) % width
+        return start, min(start + width, end), end - begin
 
     def piece(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """What of the tokens [start, stop) the rank holds."""
@@ -57,6 +70,7 @@ class Channel:
     start: int
     stop: int
     dilation: int
+    sequence: int  # tokens of the sequence that it is in
     heads: tuple[tuple[int, int], ...]  # (head, offset)
     members: tuple[int, ...]
 
@@ -86,27 +100,26 @@ def channels(pattern: DilatedPattern, shards: Shards, heads: Heads, rank: int) -
     if mine == end:
         return ()
     for branch, (width, dilation) in enumerate(pattern.branches):
-        for segment in sorted({mine // width, (end - 1) // width}):  # those between lie inside the shard
-            start, stop = segment * width, min((segment + 1) * width, shards.tokens)
-            if start < mine or stop > end:
-                found += _split_by_members(heads.of_branch(pattern, branch), shards, branch, start, stop, dilation)
+        for segment in sorted({shards.segment(token, width) for token in (mine, end - 1)}):  # others lie inside
+            if segment[0] < mine or segment[1] > end:
+                found += _split_by_members(heads.of_branch(pattern, branch), shards, branch, *segment, dilation)
     return tuple(channel for channel in found if rank in channel.members)
 
 
 def _split_by_members(
-    heads: list[tuple[int, int]], shards: Shards, branch: int, start: int, stop: int, dilation: int
+    heads: list[tuple[int, int]], shards: Shards, branch: int, start: int, stop: int, sequence: int, dilation: int
 ) -> list[Channel]:
     """Channels of one segment: heads together whose rows lie on the same two or more ranks."""
     pieces = {rank: shards.piece(rank, start, stop) for rank in shards.holders(start, stop)}
     members_of: dict[int, tuple[int, ...]] = {}
     for offset in {offset for _, offset in heads}:
-        whole = Channel(branch, start, stop, dilation, ((0, offset),), ())
+        whole = Channel(branch, start, stop, dilation, sequence, ((0, offset),), ())
         members_of[offset] = tuple(rank for rank, piece in pieces.items() if whole.rows(offset, piece))
     together: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for head, offset in heads:
         together.setdefault(members_of[offset], []).append((head, offset))
     return [
-        Channel(branch, start, stop, dilation, tuple(some), members)
+        Channel(branch, start, stop, dilation, sequence, tuple(some), members)
         for members, some in together.items()
         if len(members) > 1
     ]
@@ -115,4 +128,4 @@ def _split_by_members(
 def crosses(pattern: DilatedPattern, shards: Shards) -> bool:
     """Whether some segment lies on two ranks: alike on every rank, also on one that holds nothing."""
     borders = {border for border in shards.starts if 0 < border < shards.tokens}
-    return any(border % width for border in borders for width in pattern.segment_lengths)
+    return any(shards.segment(border, width)[0] < border for border in borders for width in pattern.segment_lengths)

@@ -138,7 +138,8 @@ def count(spread: Spread) -> tuple[Tally, Tally, Tally]:
     """The numbers of a ring, an all-gather and an all-to-all."""
     spread.check_range()
     with torch.device("cpu"):  # whatever device new tensors go to by default
-        starts, ranks = torch.tensor(spread.shards.starts), spread.shards.ranks
+        starts, borders = torch.tensor(spread.shards.starts), torch.tensor(spread.shards.borders)
+        ranks = spread.shards.ranks
         ring, allgather, alltoall = Tally(ranks), Tally(ranks), Tally(ranks)
         home_steps = [torch.zeros(0, dtype=torch.int64)]
         for branch, (width, rate) in enumerate(spread.call.pattern.branches):
@@ -147,7 +148,7 @@ def count(spread: Spread) -> tuple[Tally, Tally, Tally]:
                 continue
             offsets, order = torch.tensor([offset for _, offset in heads]).sort(stable=True)
             local = torch.zeros(ranks, dtype=torch.float64)
-            for pieces in _pieces(starts, min(width, spread.shards.tokens), AT_ONCE // len(heads)):
+            for pieces in _pieces(starts, borders, min(width, spread.shards.tokens), AT_ONCE // len(heads)):
                 columns = Columns.of(spread, pieces, rate, offsets, local)
                 if len(columns.rank):
                     home_steps.append(_circulate(spread, columns, ring, allgather))
@@ -160,14 +161,21 @@ def count(spread: Spread) -> tuple[Tally, Tally, Tally]:
     return ring, allgather, alltoall
 
 
-def _pieces(starts: Tensor, width: int, most: int) -> tuple[Tensor, ...]:
+def _pieces(starts: Tensor, borders: Tensor, width: int, most: int) -> tuple[Tensor, ...]:
     """(5, n): each piece's rank, its begin and end counted from the segment's start, its segment, and how many such
     segments it is. In parts of whole segments with about so many pieces at most."""
-    segment_start = starts // width * width
-    cuts = torch.unique(torch.cat((starts, segment_start, (segment_start + width).clamp(max=int(starts[-1])))))
+
+    def segments(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the segments of these tokens begin and end."""
+        after = torch.searchsorted(borders, tokens, right=True).clamp(max=len(borders) - 1)
+        begin = tokens - (tokens - borders[after - 1]) % width
+        return begin, torch.minimum(begin + width, borders[after])
+
+    last = borders[:-1] + borders.diff() // width * width  # where each sequence's shorter segment begins
+    cuts = torch.unique(torch.cat((starts, *segments(starts), borders, last)))
     begin, size = cuts[:-1], cuts.diff()
-    rank, segment = torch.searchsorted(starts, begin, right=True) - 1, begin // width
-    begin, times = begin - segment * width, (size // width).clamp(min=1)
+    rank, segment = torch.searchsorted(starts, begin, right=True) - 1, segments(begin)[0]
+    begin, times = begin - segment, (size // width).clamp(min=1)
     pieces = torch.stack((rank, begin, begin + size.clamp(max=width), segment, times))
     _, index, sizes = torch.unique_consecutive(segment, return_inverse=True, return_counts=True)
     part = (sizes.cumsum(0) - sizes)[index] // max(1, most)

@@ -42,7 +42,7 @@ def walk_keys(
     dq, q, dout, lse, slope, q_position, low, high, K, V, padding, entry, tiles, start, scale, threshold,
     factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     base, step, stop, left, bias = load_run(entry)
     base_, step_, stop_, left_, bias_ = load_run(entry + RUN)
@@ -52,8 +52,8 @@ def walk_keys(
         valid = position < stop
         if PADDING:
             valid = valid & (tl.load(padding + position, mask=valid, other=1) == 0)
-        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED)
-        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED)
+        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED, ALIGNED)
+        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED, ALIGNED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         weights = tl.math.exp2(scores * scale + (bias - lse)[:, None])
         if MASKED or CAUSAL:
@@ -76,11 +76,11 @@ def dq_kernel(
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, dout_sample, dout_token, dout_head,
     dlse_sample, dlse_token, dlse_head, dq_sample, dq_token, dq_head, stats_sample, stats_head, padding_sample,
-    scale, tokens, group, first_head, first_token, threshold, factor, plain_scale,
+    scale, group, first_head, first_token, threshold, factor, plain_scale,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr, FILLS: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, FILLS: tl.constexpr,
 ):  # fmt: skip
     record, index, head, start, sample = task(sections, group, SECTIONS)
     kv_head = head // group
@@ -95,7 +95,7 @@ def dq_kernel(
     here = start + base
     K += sample * k_sample + kv_head * k_head + start * k_token
     V += sample * v_sample + kv_head * v_head + start * v_token
-    q = load_rows(Q + sample * q_sample + head * q_head + here * q_token, steps, q_token, valid, D, BD, True)
+    q = load_rows(Q + sample * q_sample + head * q_head + here * q_token, steps, q_token, valid, D, BD, True, ALIGNED)
     OUT += sample * out_sample + head * out_head + here * out_token
     DOUT += sample * dout_sample + head * dout_head + here * dout_token
     LSE += sample * lse_sample + head * lse_head + here * lse_token
@@ -103,8 +103,8 @@ def dq_kernel(
     lse = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
     empty = lse == float("-inf")  # a row without keys sends nothing back, not even NaN
     lse = tl.where(empty, float("inf"), lse)
-    out = load_rows(OUT, steps, out_token, valid, D, BD, True)
-    dout = load_rows(DOUT, steps, dout_token, valid & ~empty, D, BD, True)
+    out = load_rows(OUT, steps, out_token, valid, D, BD, True, ALIGNED)
+    dout = load_rows(DOUT, steps, dout_token, valid & ~empty, D, BD, True, ALIGNED)
     slope = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     if HAS_DLSE:
         DLSE += sample * dlse_sample + head * dlse_head + here * dlse_token
@@ -116,18 +116,18 @@ def dq_kernel(
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
         position = first_token + start + q_position
-        low, high = row_words(tl.load(SEED), tl.load(record + 9), sample, head + first_head * group, position)
+        low, high = row_words(tl.load(SEED), tl.load(record + 12), sample, head + first_head * group, position)
     dq = tl.zeros((BM, BD), tl.float32)
     dq = walk_keys(
         dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + 3) * RUN,
         tl.load(tile + 4), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, PADDING,
-        False, PADDING, DROPOUT, SINGLE, PRECISION,
+        False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
     )  # fmt: skip
     if EDGES:
         dq = walk_keys(
             dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + 6) * RUN,
             tl.load(tile + 5), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN,
-            RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION,
+            RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION, ALIGNED,
         )  # fmt: skip
     DQ += sample * dq_sample + head * dq_head + here * dq_token
     store_rows(DQ, steps, dq_token, dq * plain_scale, inside, BD, ADD)
@@ -140,7 +140,7 @@ def walk_queries(
     dk, dv, k, v, k_position, ignored, seed, branch, sample, head, Q, DOUT, STATS, entry, tiles, start, scale,
     threshold, factor, q_stride, dout_stride, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     base, step, stop, left, bias = load_run(entry)
     base_, step_, stop_, left_, bias_ = load_run(entry + RUN)
@@ -148,8 +148,8 @@ def walk_queries(
         steps = row_steps(BM, step)
         position = base + steps
         valid = position < stop
-        q = load_rows(Q + base.to(tl.int64) * q_stride, steps, q_stride, valid, D, BD, MASKED)
-        dout = load_rows(DOUT + base.to(tl.int64) * dout_stride, steps, dout_stride, valid, D, BD, MASKED)
+        q = load_rows(Q + base.to(tl.int64) * q_stride, steps, q_stride, valid, D, BD, MASKED, ALIGNED)
+        dout = load_rows(DOUT + base.to(tl.int64) * dout_stride, steps, dout_stride, valid, D, BD, MASKED, ALIGNED)
         # both numbers of a row in one load: as two short loads every thread would read all rows
         pointers = STATS + base.to(tl.int64) * 2 + (steps * 2)[:, None] + tl.arange(0, 2)[None, :]
         if MASKED:
@@ -187,11 +187,11 @@ def dkdv_kernel(
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     dout_sample, dout_token, dout_head, dk_sample, dk_token, dk_head, dv_sample, dv_token, dv_head,
     stats_sample, stats_head, padding_sample,
-    scale, tokens, group, first_head, first_token, threshold, factor, plain_scale,
+    scale, group, first_head, first_token, threshold, factor, plain_scale,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr,
-    PRECISION: tl.constexpr, FILLS: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, FILLS: tl.constexpr,
 ):  # fmt: skip
     record, index, kv_head, start, sample = task(sections, 1, SECTIONS)
     tile = tiles + index * TILE
@@ -210,9 +210,13 @@ def dkdv_kernel(
         loaded = valid & (ignored == 0)
     else:
         loaded = valid
-    k = load_rows(K + sample * k_sample + kv_head * k_head + here * k_token, steps, k_token, loaded, D, BD, True)
-    v = load_rows(V + sample * v_sample + kv_head * v_head + here * v_token, steps, v_token, loaded, D, BD, True)
-    branch = tl.load(record + 9)
+    k = load_rows(
+        K + sample * k_sample + kv_head * k_head + here * k_token, steps, k_token, loaded, D, BD, True, ALIGNED
+    )
+    v = load_rows(
+        V + sample * v_sample + kv_head * v_head + here * v_token, steps, v_token, loaded, D, BD, True, ALIGNED
+    )
+    branch = tl.load(record + 12)
     seed = branch
     if DROPOUT:
         seed = tl.load(SEED)
@@ -229,13 +233,13 @@ def dkdv_kernel(
         dk, dv = walk_queries(
             dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
             runs + tl.load(tile + 3) * RUN, tl.load(tile + 4), first_token + start, scale, threshold, factor,
-            q_token, dout_token, D, BD, BM, False, False, PADDING, DROPOUT, SINGLE, PRECISION,
+            q_token, dout_token, D, BD, BM, False, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
         )  # fmt: skip
         if EDGES:
             dk, dv = walk_queries(
                 dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
                 runs + tl.load(tile + 6) * RUN, tl.load(tile + 5), first_token + start, scale, threshold, factor,
-                q_token, dout_token, D, BD, BM, RAGGED, CAUSAL, PADDING, DROPOUT, False, PRECISION,
+                q_token, dout_token, D, BD, BM, RAGGED, CAUSAL, PADDING, DROPOUT, False, PRECISION, ALIGNED,
             )  # fmt: skip
     DK += sample * dk_sample + kv_head * dk_head + here * dk_token
     DV += sample * dv_sample + kv_head * dv_head + here * dv_token

@@ -37,7 +37,7 @@ class DecodeConfig(NamedTuple):
 
 def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse). k and v may have another dtype than q."""
-    q, k, v, padding, _, positions = inputs
+    q, k, v, padding, _, positions, _ = inputs
     samples, queries, heads, dim = q.shape
     tokens, kv_heads = k.shape[1], k.shape[2]
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()

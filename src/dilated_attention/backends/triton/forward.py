@@ -31,7 +31,7 @@ def walk(
     acc, m, mass, q, q_position, low, high, K, V, padding, entry, tiles, start, scale, threshold, factor,
     k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
-    PRECISION: tl.constexpr, SHIFTED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Take in ``tiles`` tiles of keys, run after run."""
     base, step, stop, left, bias = load_run(entry)
@@ -42,7 +42,7 @@ def walk(
         valid = position < stop
         if PADDING:
             valid = valid & (tl.load(padding + position, mask=valid, other=1) == 0)
-        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED)
+        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED, ALIGNED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED or CAUSAL:
             scores = tl.where(seen(q_position, position, valid, CAUSAL), scores, float("-inf"))
@@ -61,7 +61,7 @@ def walk(
         if DROPOUT:
             keep = kept(low[:, None], high[:, None], (start + position)[None, :], threshold)
             weights = tl.where(keep, weights * factor, 0.0)
-        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED)
+        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED, ALIGNED)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_ = next_tile(
             entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, BN, SINGLE
@@ -74,31 +74,35 @@ def walk_all(
     acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, edge_entry, edge, start, scale, threshold,
     factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr, SHIFTED: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """The whole tiles, then those to be masked."""
     acc, m, mass = walk(
         acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, start, scale, threshold, factor,
-        k_stride, v_stride, D, BD, BN, PADDING, False, PADDING, DROPOUT, SINGLE, PRECISION, SHIFTED,
+        k_stride, v_stride, D, BD, BN, PADDING, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED, SHIFTED,
     )  # fmt: skip
     if EDGES:
         acc, m, mass = walk(
             acc, m, mass, q, q_position, low, high, K, V, padding, edge_entry, edge, start, scale, threshold,
             factor, k_stride, v_stride, D, BD, BN, RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION,
-            SHIFTED,
+            ALIGNED, SHIFTED,
         )  # fmt: skip
     return acc, m, mass
 
 
 @triton.jit
-def add_zero_keys(acc, m, mass, ENDS, sample, tokens, width, start, base, step, PADDING: tl.constexpr):
+def add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING: tl.constexpr):
     """The zero keys that torchscale appends to a sample's last segment: score 0, value 0."""
-    end = tokens
+    begin, end, width = (
+        tl.load(record + 4).to(tl.int64),
+        tl.load(record + 5).to(tl.int64),
+        tl.load(record + 13).to(tl.int64),
+    )
     if PADDING:
         end = tl.load(ENDS + sample)
     real = tl.minimum(end - start, width)
     present = tl.maximum((real - base % step + step - 1) // step, 0)
-    zeros = tl.where(real > 0, (tl.minimum(width, end) + step - 1) // step - present, 0).to(tl.float32)
+    zeros = tl.where(real > 0, (tl.minimum(width, end - begin) + step - 1) // step - present, 0).to(tl.float32)
     top = tl.where(zeros > 0, tl.maximum(m, 0.0), m)
     safe = tl.where(top == float("-inf"), 0.0, top)
     rescale = tl.math.exp2(m - safe)
@@ -110,11 +114,11 @@ def forward_kernel(
     Q, K, V, OUT, LSE, PADDING_MASK, ENDS, SEED, sections, tiles, runs,
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, padding_sample,
-    scale, tokens, group, first_head, first_token, threshold, factor,
+    scale, group, first_head, first_token, threshold, factor,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ZEROS: tl.constexpr,
     CONTINUE: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr, FILLS: tl.constexpr, SHIFTED: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, FILLS: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     record, index, head, start, sample = task(sections, group, SECTIONS)
     kv_head = head // group
@@ -134,7 +138,7 @@ def forward_kernel(
     LSE += sample * lse_sample + head * lse_head + (start + base) * lse_token
     entry, edge_entry = runs + tl.load(tile + 3) * RUN, runs + tl.load(tile + 6) * RUN
     plain, edge = tl.load(tile + 4), tl.load(tile + 5)
-    q = load_rows(Q, steps, q_token, valid, D, BD, True)
+    q = load_rows(Q, steps, q_token, valid, D, BD, True, ALIGNED)
     acc = tl.zeros((BM, BD), tl.float32)
     m = tl.full((BM,), float("-inf"), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
@@ -147,17 +151,17 @@ def forward_kernel(
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
         position = first_token + start + q_position
-        low, high = row_words(tl.load(SEED), tl.load(record + 9), sample, head + first_head * group, position)
+        low, high = row_words(tl.load(SEED), tl.load(record + 12), sample, head + first_head * group, position)
     sound = False
     if SHIFTED:
         # No running maximum: the weights are relative to that of the row's own key. They overflow only where another
         # score is 2^100 times as heavy; then, and only then, the tile starts over with the maximum.
-        own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, True)
+        own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, True, ALIGNED)
         m = tl.sum(q.to(tl.float32) * own.to(tl.float32), 1) * scale
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
             first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
-            SINGLE, EDGES, RAGGED, PRECISION, True,
+            SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, True,
         )  # fmt: skip
         too_much = tl.where(mass < 1.2e30, 0, 1) | tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1)
         sound = tl.max(too_much, 0) == 0
@@ -169,11 +173,10 @@ def forward_kernel(
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
             first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
-            SINGLE, EDGES, RAGGED, PRECISION, False,
+            SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, False,
         )  # fmt: skip
     if ZEROS:
-        width = tl.load(record + 10).to(tl.int64)
-        acc, m, mass = add_zero_keys(acc, m, mass, ENDS, sample, tokens, width, start, base, step, PADDING)
+        acc, m, mass = add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING)
     total = tl.where(mass == 0.0, 1.0, mass)  # a row without keys: out 0, lse -inf
     out = (acc / total[:, None]).to(OUT.dtype.element_ty)
     tl.store(OUT + (steps * out_token)[:, None] + columns[None, :], out, mask=inside)

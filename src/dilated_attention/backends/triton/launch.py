@@ -43,8 +43,9 @@ class Layout(NamedTuple):
         return cls(shape, tuple(strides[::-1]), dtype)
 
 
-def _constants(call: Call, found: Table, config: Config) -> dict[str, Any]:
-    """What all kernels are compiled for."""
+def _constants(call: Call, found: Table, config: Config, *read: Layout) -> dict[str, Any]:
+    """What all kernels are compiled for; ``read``: the layouts of the tensors whose rows they load."""
+    strides = [stride for layout in read for stride in layout.strides[:3]]
     return {
         "SECTIONS": found.parts,
         "D": call.head_dim,
@@ -58,6 +59,7 @@ def _constants(call: Call, found: Table, config: Config) -> dict[str, Any]:
         "EDGES": found.edges,
         "RAGGED": found.ragged and found.edges,  # only masked tiles look at it
         "PRECISION": "ieee" if call.dtype is torch.float32 and not call.tf32 else "tf32",
+        "ALIGNED": all(stride * call.dtype.itemsize % 16 == 0 for stride in strides),
     }
 
 
@@ -66,7 +68,7 @@ def _numbers(call: Call) -> tuple[float, ...]:
     scale = max(call.scale, 1e-30) * LOG2E
     threshold = min(round(call.dropout_p * 2**32), 2**32 - 1)
     factor = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0
-    return call.keys, scale, call.keys, call.group, call.first_head, 0, threshold, factor
+    return call.keys, scale, call.group, call.first_head, 0, threshold, factor
 
 
 def _optional(call: Call) -> tuple[torch.dtype, torch.dtype]:
@@ -84,11 +86,11 @@ def forward(
     """
     sees = "earlier" if call.is_causal else "all"
     strides = _strides(q, k, v, out, lse)
-    size = (call.samples, call.keys, call.group, config.rows, config.keys)
+    size = (call.samples, call.borders, call.group, config.rows, config.keys)
     found = table(nests, *size, sees, max(strides[1::3]), call.device)
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
     shifted = q.dtype is torch.bfloat16 and not (call.has_padding or call.drops or again)
-    constants = _constants(call, found, config)
+    constants = _constants(call, found, config, q, k, v)
     constants |= {"ZEROS": call.adds_zeros, "CONTINUE": again, "FILLS": fills, "SHIFTED": shifted}
     mask, seed = _optional(call)
     ends = torch.int64 if call.adds_zeros and call.has_padding else call.dtype
@@ -107,9 +109,9 @@ def backward_dq(
     """
     sees = "earlier" if call.is_causal else "all"
     strides = _strides(q, k, v, out, lse, dout, dlse or lse, dq)
-    size = (call.samples, call.keys, call.group, config.rows, config.keys)
+    size = (call.samples, call.borders, call.group, config.rows, config.keys)
     found = table(nests, *size, sees, max(strides[1::3]), call.device)
-    constants = _constants(call, found, config)
+    constants = _constants(call, found, config, q, k, v, out, dout)
     constants |= {"HAS_DLSE": dlse is not None, "ADD": again, "FILLS": fills}
     numbers = (*strides, *stats.strides[:2], *_numbers(call), call.scale)
     dtypes = [x.dtype for x in (q, k, v, out, lse, dout, dlse or q, dq, stats)]
@@ -123,8 +125,8 @@ def backward_dkdv(
     """The kernel for dk and dv: takes q, k, v, dout, stats, dk, dv, padding and seed."""
     sees = "later" if call.is_causal else "all"
     strides = _strides(q, k, v, dout, dk, dv)
-    found = table(nests, call.samples, call.keys, 1, config.keys, config.rows, sees, max(strides[1::3]), call.device)
-    constants = _constants(call, found, config)
+    found = table(nests, call.samples, call.borders, 1, config.keys, config.rows, sees, max(strides[1::3]), call.device)
+    constants = _constants(call, found, config, q, k, v, dout)
     constants |= {"ADD": again, "FILLS": fills, "GROUPED": call.group > 1}
     numbers = (*strides, *stats.strides[:2], *_numbers(call), call.scale)
     dtypes = [x.dtype for x in (q, k, v, dout, stats, dk, dv)]
@@ -179,7 +181,8 @@ class Launch:
         pointers = [x.data_ptr() for x in tensors]
         bits = functools.reduce(operator.or_, pointers)
         if not self.on_device or bits & 15:  # Triton compiles for aligned tensors apart
-            self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
+            given = {**self.given, "ALIGNED": self.given["ALIGNED"] and not bits & 15}
+            self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **given)
         elif self.runs is None:
             compiled = self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, **self.given)
             constants = (self.given[name] for name in _constants_of(self.kernel))

@@ -8,33 +8,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SECTION = tl.constexpr(11)  # integers of a section in the table, in the order in which `table` writes them
+SECTION = tl.constexpr(14)  # integers of a `table.Section`
+LANES = tl.constexpr(128)  # as of `table`
 TILE = tl.constexpr(7)  # of `tiling.Tile`
 RUN = tl.constexpr(5)  # of `tiling.Run`, the count as the bits of its log2
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # numbers of the length that 16 divides or does not: kernels are not compiled anew for that. (The strides of rows change
 # with it too, but are multiples of 16 for all common head dims, and long accesses need to know.)
-ANY_LENGTH = ("tokens", "padding_sample", "lse_sample", "dlse_sample", "stats_sample", "stats_head")
+ANY_LENGTH = ("padding_sample", "lse_sample", "dlse_sample", "stats_sample", "stats_head")
+
+
+@triton.jit
+def find_section(index, sections, SECTIONS: tl.constexpr):
+    """Where the section of a program is written, and the variants after the last section."""
+    if SECTIONS == 0:  # sequences are packed: any number of sections
+        padded, number = tl.load(sections).to(tl.int32), tl.load(sections + 1).to(tl.int32)
+        before = 0
+        for lane in range(0, padded, LANES):
+            firsts = tl.load(sections + 4 + lane + tl.arange(0, LANES))
+            before += tl.sum((firsts <= index).to(tl.int32), 0)
+        records = sections + 4 + padded
+        return records + (before - 1) * SECTION, records + number * SECTION
+    record = sections
+    for section in tl.static_range(1, SECTIONS):
+        here = sections + section * SECTION
+        record = tl.where(index >= tl.load(here), here, record)
+    return record, sections + SECTIONS * SECTION
 
 
 @triton.jit
 def task(sections, group, SECTIONS: tl.constexpr):
     """This program's section, tile, head, first token of the period and sample; ``group`` heads to a kv head."""
     index = tl.program_id(0)
-    record = sections
-    for section in tl.static_range(1, SECTIONS):
-        here = sections + section * SECTION
-        record = tl.where(index >= tl.load(here), here, record)
+    record, variants = find_section(index, sections, SECTIONS)
     index -= tl.load(record).to(tl.int32)
-    tiles, heads = tl.load(record + 6).to(tl.int32), tl.load(record + 4).to(tl.int32) * group
-    periods = tl.load(record + 8).to(tl.int32)
+    periods, tiles = tl.load(record + 3).to(tl.int32), tl.load(record + 9).to(tl.int32)
+    heads = tl.load(record + 7).to(tl.int32) * group
     tile, index = index % tiles, index // tiles
     head, index = index % heads, index // heads
-    # the tiles of each offset lie one after the other; after the sections stands which offset a head has
-    variant = tl.load(sections + SECTIONS * SECTION + tl.load(record + 7) + head // group)
-    tile = tl.load(record + 5) + variant * tiles + tile
-    head += tl.load(record + 3).to(tl.int32) * group
+    variant = tl.load(variants + tl.load(record + 11) + head // group)  # which offset a head has
+    tile = tl.load(record + 8) + variant * tl.load(record + 10) + tile
+    head += tl.load(record + 6).to(tl.int32) * group
     start = tl.load(record + 1).to(tl.int64) + (index % periods) * tl.load(record + 2).to(tl.int64)
     return record, tile, head.to(tl.int64), start, (index // periods).to(tl.int64)
 
@@ -46,10 +61,19 @@ def row_steps(count: tl.constexpr, step):
 
 
 @triton.jit
-def load_rows(base, steps, stride, valid, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """(R, BD) of the rows at ``base``; rows that are not valid, and columns beyond D, are 0."""
+def load_rows(
+    base, steps, stride, valid, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """(R, BD) of the rows at ``base``; rows that are not valid, and columns beyond D, are 0.
+
+    ALIGNED: rows begin at multiples of 16 bytes. Triton knows so by itself only where 16 divides all strides: with a
+    head dim of 24 it would load number by number.
+    """
     columns = tl.arange(0, BD)
-    pointers = base + (steps * stride)[:, None] + columns[None, :]
+    rows = base + steps * stride
+    if ALIGNED:
+        rows = tl.multiple_of(rows, 16)
+    pointers = rows[:, None] + columns[None, :]
     if MASKED:
         inside = valid[:, None] & (columns < D)[None, :] if D != BD else valid[:, None]
         x = tl.load(pointers, mask=inside, other=0.0)

@@ -5,8 +5,9 @@ counts equally often. Where the branches of a head are nested (each segment leng
 they can be one table: a pair that m branches share is computed once and counts m times, so nothing is merged and out is
 written once. For the rates 1, 2, 4, 8, 16 that is a quarter less work than branch by branch.
 
-The work repeats from period to period, so the table describes one period, and another one the shorter tail.
-Sequences come in all lengths, so a tail's table must be quick to make: tensors of integers, and no loop over rows.
+The work repeats from period to period, so the table describes one period, and the shorter tails of all sequences.
+Sequences come in all lengths, so tables of tails must be quick to make: tensors of integers, and no loop over rows or
+sequences.
 
 Legend: O offsets, T tiles, S segments of the first branch, L lists of runs, G regions that a list looks at, K kinds of
 rows (those that take part in the same branches).
@@ -64,6 +65,7 @@ class Tiling(NamedTuple):
     tiles: Tensor  # (O, T, 7), numbers of a `Tile`; run and edge_run count over all offsets
     runs: Tensor  # (runs, 5), numbers of a `Run`
     ragged: bool  # whether some tile is not full
+    counts: tuple[int, ...]  # how many of the T tiles each period has, in their order
 
 
 class Rows(NamedTuple):
@@ -96,8 +98,8 @@ class Kinds(NamedTuple):
     level: Tensor  # (K,)
 
     @staticmethod
-    def of(rates: tuple[int, ...], offsets: tuple[int, ...]) -> Kinds:
-        found = torch.tensor([rows_of(rates, offset) for offset in offsets], device=CPU)
+    def of(rates: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> Kinds:
+        found = torch.tensor([rows_of(rates, offset) for offset in offsets], device=device)
         return Kinds(found[:, :, 0], found[0, :, 1], found[0, :, 2])
 
 
@@ -129,16 +131,18 @@ def tiling(
     widths: tuple[int, ...],
     rates: tuple[int, ...],
     offsets: tuple[int, ...],
-    length: int,
+    lengths: tuple[int, ...],
     own: int,
     other: int,
     sees: str = "all",
+    device: torch.device = CPU,
 ) -> Tiling:
-    """The tiles of one period of ``length`` tokens: ``own`` rows in a program, which meets tiles of ``other`` rows.
+    """The tiles of periods of so many tokens: ``own`` rows in a program, which meets tiles of ``other`` rows.
 
-    ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when causal).
+    Positions count from each period's start. ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when
+    causal).
     """
-    kinds, regions = Kinds.of(rates, offsets), _regions(widths, length, sees)
+    kinds, (period, regions) = Kinds.of(rates, offsets, device), _regions(widths, lengths, sees, device)
     start, stop = regions.first[:, 0], regions.last[:, 0]
     segment, kind, number = _numbered(_over(_over((stop - start)[:, None], kinds.step), own))
     step, stop = kinds.step[kind], stop[segment]
@@ -146,15 +150,16 @@ def tiling(
     end = base + (own - 1) * step
     if sees == "all":  # all tiles of a level share a list in each segment, else each has its own
         count = len(rates)
-        every = torch.arange(len(start) * count, device=CPU)
+        every = torch.arange(len(start) * count, device=device)
         lists, mine = Lists(every // count, every % count), segment * count + kinds.level[kind]
     else:
-        lists, mine = Lists(segment, kinds.level[kind]), torch.arange(len(segment), device=CPU)
+        lists, mine = Lists(segment, kinds.level[kind]), torch.arange(len(segment), device=device)
     cut = _cut(kinds, regions, lists, other, sees, base, torch.minimum(end, stop - 1))
     runs, *about = _runs(kinds, regions, lists, other, cut)
     tiles = torch.stack([x.expand_as(base) for x in (base, step, stop, *(x[:, mine] for x in about))], -1)
     ragged = (runs[:, 0] + (runs[:, 3] * other - 1) * runs[:, 1] >= runs[:, 2]).any() | (end >= stop).any()
-    return Tiling(tiles, runs, bool(ragged))
+    counts = torch.bincount(period[segment], minlength=len(lengths))
+    return Tiling(tiles, runs, bool(ragged), tuple(counts.tolist()))
 
 
 def _over(x: Tensor, y: Tensor | int) -> Tensor:
@@ -165,25 +170,30 @@ def _over(x: Tensor, y: Tensor | int) -> Tensor:
 def _numbered(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The segment, the kind and the number in it of each tile, given their (S, K) counts."""
     each = counts.flatten()
-    which = torch.repeat_interleave(torch.arange(len(each), device=CPU), each)
-    number = torch.arange(len(which), device=CPU) - (each.cumsum(0) - each)[which]
+    which = torch.repeat_interleave(torch.arange(len(each), device=each.device), each)
+    number = torch.arange(len(which), device=each.device) - (each.cumsum(0) - each)[which]
     return which // counts.shape[1], which % counts.shape[1], number
 
 
-def _regions(widths: tuple[int, ...], length: int, sees: str) -> Regions:
-    start = torch.arange(0, length, widths[0], device=CPU)
-    first, last = start, (start + widths[0]).clamp(max=length)
+def _regions(
+    widths: tuple[int, ...], lengths: tuple[int, ...], sees: str, device: torch.device
+) -> tuple[Tensor, Regions]:
+    """Which period each segment of the first branch is in, (S,), and its regions."""
+    length = torch.tensor(lengths, device=device)
+    period, _, number = _numbered(_over(length, widths[0])[:, None])
+    start, length = number * widths[0], length[period]
+    first, last = start, torch.minimum(start + widths[0], length)
     found = [(0, first, last)]
     for branch, width in enumerate(widths[1:], 1):
         before = start // width * width
-        after = (before + width).clamp(max=length)
+        after = torch.minimum(before + width, length)
         if sees != "later":
             found.append((branch, before, first))
         if sees != "earlier":
             found.append((branch, last, after))
         first, last = before, after
     branches, firsts, lasts = zip(*found, strict=True)
-    return Regions(torch.tensor(branches, device=CPU), torch.stack(firsts, 1), torch.stack(lasts, 1))
+    return period, Regions(torch.tensor(branches, device=device), torch.stack(firsts, 1), torch.stack(lasts, 1))
 
 
 def _cut(kinds: Kinds, regions: Regions, lists: Lists, other: int, sees: str, first: Tensor, last: Tensor) -> Cut:
