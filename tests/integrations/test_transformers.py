@@ -251,6 +251,10 @@ def test_calls_that_are_refused(given: dict[str, Any], says: str) -> None:
     refused(model_of(), says, **given)
 
 
+def test_weights_are_refused_where_a_model_does_not_say_that_they_are_wanted() -> None:
+    refused(model_of("gpt2"), "output_attentions", output_attentions=True)
+
+
 def test_a_config_without_a_pattern_or_with_too_many() -> None:
     kind, shape = CONFIGS["llama"]
     refused(made(kind(**shape)), "no dilated_pattern: call set_pattern")

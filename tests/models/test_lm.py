@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention import DilatedPattern, local_positions, reference, sequence_mean, shard_sequence
-from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, shifted, token_losses
+from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, document_positions, shifted, token_losses
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
 from dilated_attention.ranks import pool
@@ -213,13 +213,13 @@ def test_what_is_refused() -> None:
         LMConfig.of("1T", PATTERN)
     model, tokens = small(), batch()
     for options, says in (
-        ({"cu_seqlens": [0, 5, TOKENS]}, "one row of tokens, got 2"),
+        ({"cu_seqlens": [0, 5, TOKENS]}, "one row, "),
         ({"positions": torch.arange(3)}, "positions must be"),
         ({"labels": tokens[:, 1:]}, "labels are"),
     ):
         with pytest.raises(ValueError, match=says):
             model(tokens, **options)
-    with pytest.raises(ValueError, match="rise from 0 to the number of tokens"):
+    with pytest.raises(ValueError, match="ends with 5, and there are 37 tokens"):
         model(tokens[:1], cu_seqlens=[0, 5])
 
 
@@ -246,6 +246,11 @@ def over_ranks(name: str) -> list[str]:
         found.append("positions")
     except ValueError as refused:
         found += [] if "local_positions" in str(refused) else ["the error"]
+    documents = torch.tensor([0, 3, 30, TOKENS])
+    places = shard_sequence(document_positions(documents)[None], group)
+    packed = model(shard[:1], positions=places, cu_seqlens=documents, group=group)
+    whole = model(tokens[:1], cu_seqlens=documents)
+    found += [] if error(packed, shard_sequence(whole, group)) < 1e-11 else ["packed"]
     encoder = small(name, LongNetEncoder)
     pooled = encoder.pooled(shard, positions=local_positions(TOKENS, group), group=group)
     return found + ([] if error(pooled, encoder.pooled(tokens)) < 1e-11 else ["pooled"])

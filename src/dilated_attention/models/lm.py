@@ -6,6 +6,7 @@ this rank's part of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,11 @@ from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models.generate import generate_tokens
 from dilated_attention.models.loss import CHUNK, token_losses
-from dilated_attention.models.packed import Documents, packed_attention, positions_of
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.pattern import DilatedPattern
 
 Over = Group | ContextParallel
+Documents = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,10 @@ class Whole:
     backend: Backend = "auto"
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": True, "backend": self.backend}
-        if self.documents is not None:
-            return packed_attention(q, k, v, self.patterns[layer], self.documents, **options)
         return dilated_attention(
-            q, k, v, self.patterns[layer], group=self.group, key_padding_mask=self.padding, return_lse=True, **options
-        )
+            q, k, v, self.patterns[layer], is_causal=self.is_causal, enable_gqa=True, group=self.group,
+            cu_seqlens=self.documents, key_padding_mask=self.padding, backend=self.backend, return_lse=True,
+        )  # fmt: skip
 
 
 class LongNetLM(Trunk):
@@ -90,7 +89,8 @@ class LongNetLM(Trunk):
         Args:
             tokens: (B, n) ids, or (B, n, E) embedded.
             labels: (B, n), the next token of each, shifted already; -100 where there is none: the loss is then 0.
-            positions: of the tokens, for rotary positions; over a group: ``local_positions(N, group)``.
+            positions: of the tokens, for rotary positions; over a group: ``local_positions(N, group)``, or for
+                packed documents this rank's shard of ``document_positions(cu_seqlens)``.
             cu_seqlens: where packed documents begin, and the end, for tokens (1, n): none sees another.
             group: the ranks that share the sequence; tokens are then this rank's shard of it.
             chunk: so many tokens have their logits at a time.
@@ -126,8 +126,6 @@ class LongNetEncoder(Trunk):
         group: Over | None = None,
     ) -> Tensor:
         """The state of each token. ``key_padding_mask``: (B, n), True = ignore; others as in :class:`LongNetLM`."""
-        if cu_seqlens is not None and key_padding_mask is not None:
-            raise ValueError("packed documents have no padding: give cu_seqlens or key_padding_mask")
         attend = Whole(self.config.patterns, False, group, cu_seqlens, key_padding_mask, self.backend)
         return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
 
@@ -152,14 +150,21 @@ def checked_positions(
 ) -> Tensor:
     """The positions given, or those of whole sequences or documents."""
     samples, n = tokens.shape[:2]
-    if documents is not None and group is not None:
-        raise ValueError("cu_seqlens is for one device: over a group, give each document a batch of its own")
     if positions is not None:
         if positions.shape not in ((n,), (samples, n)):
             raise ValueError(f"positions must be ({n},) or ({samples}, {n}), got {tuple(positions.shape)}")
         return positions
-    if documents is not None:
-        return positions_of(documents, n, tokens.device)
     if group is not None and ContextParallel.of(group).process_group().size() > 1:
         raise ValueError("over a group, give positions=local_positions(N, group): a shard does not know its place")
+    if documents is not None:
+        positions = document_positions(documents, tokens.device)
+        if len(positions) != n:
+            raise ValueError(f"cu_seqlens ends with {len(positions)}, and there are {n} tokens")
+        return positions
     return torch.arange(n, device=tokens.device)
+
+
+def document_positions(cu_seqlens: Documents, device: torch.device | str | None = None) -> Tensor:
+    """The position of each packed token in its own document, (T,)."""
+    ends = torch.as_tensor(cu_seqlens, device=device)
+    return torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(ends.diff())

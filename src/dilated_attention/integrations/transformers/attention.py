@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import output_capturing
 
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.functional import dilated_attention
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import pattern_of
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken
-from dilated_attention.models.packed import packed_attention
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "dilated"
@@ -31,6 +31,14 @@ REFUSED = {
     "position_bias": "position biases",
     "cache": "a paged cache",
 }
+
+
+class _Nobody:
+    """Stands for what collects outputs where transformers has nothing of that name."""
+
+    @staticmethod
+    def get() -> None:
+        return None
 
 
 def register() -> None:
@@ -64,6 +72,9 @@ def attention(
     if options.get("cu_seq_lens_q") is not None:
         grid = _told(grid, query, key, options)
     if not getattr(module, "layer_idx", 0) and not torch.compiler.is_compiling():
+        # GPT-2 tells its attention function nothing of output_attentions, but whoever asks for them waits for them here
+        if "attentions" in (getattr(output_capturing, "_active_collector", _Nobody).get() or ()):
+            raise ValueError(f"dilated attention cannot honour {REFUSED['output_attentions']}")
         _check_positions(options.get("position_ids"), grid, query, key, options.get("group"))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     kept = DilatedLayer.behind(key)
@@ -105,9 +116,7 @@ def attend(
         return kept.attend(q, k, v, grid, scale)
     if grid.documents is not None:
         one, two, three = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-        out, lse = packed_attention(
-            one, two, three, pattern, grid.documents, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True
-        )
+        out, lse = attended(one, two, three, cu_seqlens=grid.documents)
         return out.view(q.shape), lse.view(q.shape[:3])
     if grid.order is not None and grid.query_order is not None:
         start = None if q.shape[1] == k.shape[1] else grid.start
