@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -234,6 +235,7 @@ class Trunk(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.checkpointing = False  # compute each block again in the backward pass, instead of keeping what it needs
+        self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
         self.blocks = nn.ModuleList(Block(config, layer, **factory) for layer in range(config.depth))
@@ -259,7 +261,7 @@ class Trunk(nn.Module):
             waves = rotary(positions, self.config.head_size, base, x.dtype)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, waves, attend, use_reentrant=False, preserve_rng_state=False)
+                x = self.checkpoint(block, x, waves, attend)
             else:
                 x = block(x, waves, attend)
         return self.norm(x)  # type: ignore[no-any-return]

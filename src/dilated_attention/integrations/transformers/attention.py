@@ -63,19 +63,17 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer."""
-    for name, what in REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise ValueError(f"dilated attention cannot honour {what}")
+    refuse(options)
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError("dilated attention is for decoders here: bidirectional and cross-attention are not dilated")
     grid = Grid.read(attention_mask, query.shape[2])
     if options.get("cu_seq_lens_q") is not None:
-        grid = _told(grid, query, key, options)
+        grid = told(grid, query, None if key.shape[2] == query.shape[2] else key, options)
     if not getattr(module, "layer_idx", 0) and not torch.compiler.is_compiling():
         # GPT-2 tells its attention function nothing of output_attentions, but whoever asks for them waits for them here
         if "attentions" in (getattr(output_capturing, "_active_collector", _Nobody).get() or ()):
             raise ValueError(f"dilated attention cannot honour {REFUSED['output_attentions']}")
-        _check_positions(options.get("position_ids"), grid, query, key, options.get("group"))
+        check_positions(options.get("position_ids"), grid, len(query), options.get("group"))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     kept = DilatedLayer.behind(key)
     more: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
@@ -83,6 +81,13 @@ def attention(
     if options.get("s_aux") is not None:  # learned sinks
         out = out * torch.sigmoid(lse - options["s_aux"]).unsqueeze(-1).to(out.dtype)
     return out.contiguous(), None
+
+
+def refuse(options: dict[str, Any]) -> None:
+    """Raise if something is asked for that cannot be honoured."""
+    for name, what in REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"dilated attention cannot honour {what}")
 
 
 def attend(
@@ -130,22 +135,21 @@ def attend(
     return attended(q, k, v)
 
 
-def _told(grid: Grid, query: Tensor, key: Tensor, options: dict[str, Any]) -> Grid:
+def told(grid: Grid, tokens: Tensor, cache: Any, options: dict[str, Any]) -> Grid:
     """Documents by cu_seq_lens_q, as flash attention takes them."""
     ends, keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
     if keys is not None and not torch.equal(ends, keys):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache")
-    if grid._replace(documents=None) != Grid() or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+    if grid._replace(documents=None) != Grid() or len(tokens) != 1 or cache is not None:
         raise ValueError("cu_seq_lens_q is for one row of packed tokens without padding and without a cache")
     return Grid(documents=ends.cpu())
 
 
-def _check_positions(positions: Tensor | None, grid: Grid, query: Tensor, key: Tensor, group: Any) -> None:
+def check_positions(positions: Tensor | None, grid: Grid, samples: int, group: Any) -> None:
     """Raise where position_ids say something else than the grid: they count on, except where a document begins."""
     if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
         return
-    samples, tokens = len(query), positions.shape[1]
-    positions = positions.expand(samples, -1)
+    tokens, positions = positions.shape[1], positions.expand(samples, -1)
     if grid.documents is not None:
         begins = torch.zeros(samples * tokens + 1, dtype=torch.bool, device=positions.device)
         begins[grid.documents.to(positions.device)] = True
