@@ -28,8 +28,7 @@ def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = CH
     dtype = computed_dtype(states)
     states, weight = states.to(dtype), weight.to(dtype)
     with torch.autocast(states.device.type, enabled=False):
-        found = _Losses.apply(states.flatten(0, -2), weight, labels.flatten(), chunk)  # type: ignore[no-untyped-call]
-    return found.view(labels.shape)  # type: ignore[no-any-return]
+        return _Losses.apply(states.flatten(0, -2), weight, labels, chunk)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -47,14 +46,15 @@ def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        exact = accumulate_dtype(states.dtype)
-        losses = torch.empty(labels.shape, dtype=exact, device=states.device)
-        lse = torch.empty_like(losses)
+        exact, shape, labels = accumulate_dtype(states.dtype), labels.shape, labels.flatten()
+        # not a view in the end: FSDP2 warns of one
+        losses = torch.empty(shape, dtype=exact, device=states.device)
+        flat, lse = losses.view(-1), losses.new_empty(labels.shape)
         for part in _parts(len(labels), chunk):
             logits = (states[part] @ weight.T).to(exact)
             lse[part] = logits.logsumexp(-1)
             score = logits.gather(1, labels[part].clamp(min=0).unsqueeze(1)).squeeze(1)
-            losses[part] = torch.where(labels[part] == IGNORED, 0.0, lse[part] - score)
+            flat[part] = torch.where(labels[part] == IGNORED, 0.0, lse[part] - score)
         ctx.save_for_backward(states, weight, labels, lse)
         ctx.chunk = chunk
         return losses
@@ -63,7 +63,7 @@ class _Losses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         states, weight, labels, lse = ctx.saved_tensors
-        exact = lse.dtype
+        exact, grad = lse.dtype, grad.flatten()
         dstates = torch.empty_like(states)
         dweight = torch.zeros(weight.shape, dtype=exact, device=weight.device)
         for part in _parts(len(labels), ctx.chunk):

@@ -171,7 +171,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        tokens: Tensor = inputs_embeds * self.lm.scale if input_ids is None else input_ids  # type: ignore[operator]
+        tokens: Tensor = inputs_embeds * self.lm.scale if input_ids is None else input_ids  # type: ignore[operator, assignment]
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled()
         if use_cache and past_key_values is None and group is None:
