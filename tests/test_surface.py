@@ -69,6 +69,7 @@ LAYERS = [
     "charts",
     "models",
     "slides",
+    "integrations",
     "show",
     "advice",
     "bench",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.models import LongNetDecoder, LongNetEncoder, longvit_encoder
 from dilated_attention.models.layers import XPos
+from dilated_attention.models.torchscale import LongNetDecoder, LongNetEncoder, longvit_encoder
 from tests.models.golden import golden
 
 CLOSE = {"atol": 1e-5, "rtol": 0.0}

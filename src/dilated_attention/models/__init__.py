@@ -1,21 +1,28 @@
-"""Released models that use LongNet's attention, with their weights and outputs."""
+"""Models on dilated attention, in plain PyTorch: released ones with their weights and outputs, and language models."""
 
+from dilated_attention.models import torchscale
 from dilated_attention.models.explain import AttentionMap
 from dilated_attention.models.finetune import finetuning, parameter_groups
+from dilated_attention.models.lm import LongNetEncoder, LongNetLM, document_positions
+from dilated_attention.models.loss import shifted, token_losses
 from dilated_attention.models.positions import check_attributes
 from dilated_attention.models.presets import PRESETS, slide_pattern
 from dilated_attention.models.slide import SlideEncoder
-from dilated_attention.models.torchscale import LongNetDecoder, LongNetEncoder, longvit_encoder
+from dilated_attention.models.transformer import LMConfig
 
 __all__ = [
     "PRESETS",
     "AttentionMap",
-    "LongNetDecoder",
+    "LMConfig",
     "LongNetEncoder",
+    "LongNetLM",
     "SlideEncoder",
     "check_attributes",
+    "document_positions",
     "finetuning",
-    "longvit_encoder",
     "parameter_groups",
+    "shifted",
     "slide_pattern",
+    "token_losses",
+    "torchscale",
 ]

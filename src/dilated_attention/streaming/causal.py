@@ -9,7 +9,7 @@ of a branch: row i of a head is the i-th token of its offset in the open segment
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -38,28 +38,30 @@ class AtOnce(Stream):
         return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The next tokens: to the end of the period they continue, and those that begin one, where they lie."""
+        for out, _ in self.seen(q, k, v):
+            self.deliver(out)
+        self.keep(k, v)
+
+    def seen(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(out, lse) of the next tokens: to the end of the period they continue, and those that begin one, where they
+        lie. Nothing of them is kept yet."""
         first = min(q.shape[1], -self.position % self.period)
         if first:
-            self.deliver(self.continued(*(x[:, :first] for x in (q, k, v))))
+            yield self.continued(q[:, :first], k[:, :first], v[:, :first])
         if first < q.shape[1]:
-            q, k, v = (x[:, first:] for x in (q, k, v))
-            out, _ = self.attend(q, k, v)
-            self.deliver(out)
-            self.keep(k, v)
+            yield self.attend(q[:, first:], k[:, first:], v[:, first:])
 
     def end(self) -> None:
         """Nothing waits."""
 
-    def continued(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The output of tokens in the midst of segments."""
+    def continued(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) of tokens in the midst of segments."""
         with no_autocast(q.device):
             work = self.work(q, k, v, self.position % self.period)
             out, lse = work.forward()
             for index in range(len(self.branches)):
                 self.visit(index, work, out, lse)
-        self.keep(k, v)
-        return finished(out, work.call, q.dtype)
+        return finished(out, work.call, q.dtype), lse
 
     def visit(self, index: int, work: Work, out: Tensor, lse: Tensor) -> None:
         """Merge what new tokens see in the kept rows of a branch."""

@@ -85,7 +85,7 @@ def _outputs(
     for chunk in chunks:
         query, key, value = _checked(index, chunk, asked.pattern, enable_gqa)
         call, tokens = asked.of(query[:, :0], key[:, :0], None, 0), tokens + query.shape[1]
-        with _any_mode():
+        with any_mode():
             if work is None:
                 work = _begun(call, outputs, max_bytes, num_tokens)
             if _kind(call) != _kind(work.call):
@@ -99,7 +99,7 @@ def _outputs(
         while outputs.finished:
             yield outputs.finished.popleft()
     if work is not None:
-        with _any_mode():
+        with any_mode():
             work.end()
     while outputs.finished:
         yield outputs.finished.popleft()
@@ -146,7 +146,7 @@ def _checked(index: int, chunk: Chunk, pattern: DilatedPattern, enable_gqa: bool
 
 
 @contextlib.contextmanager
-def _any_mode() -> Iterator[None]:
+def any_mode() -> Iterator[None]:
     """Whatever mode a chunk is taken in, nothing held is an inference tensor: the next may come in another mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,0 +1,284 @@
+"""Train a LongNet language model on text files, on one device or many ranks.
+
+    python examples/train_lm.py TEXT ... --out runs/one
+    torchrun --nproc-per-node 8 examples/train_lm.py TEXT ... --out runs/long --sequence 8 --tokens 1048576 --size 125M
+
+A row is one packed sequence of --tokens tokens. It is spread over --sequence ranks; the other ranks take other rows.
+Started again with the same arguments, training goes on from its last checkpoint, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import witten_bell
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import dilated_attention as da
+from dilated_attention import charts
+from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
+from dilated_attention.models.checkpoints import Checkpoints
+from dilated_attention.models.loss import IGNORED
+from dilated_attention.models.text import BEGIN, BYTES, Rows, read_texts, tokens_of
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a LongNet language model on text files.")
+    add = parser.add_argument
+    add("text", nargs="+", type=Path, help="files, or folders whose files are read")
+    add("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of the files that are read in folders")
+    add("--out", type=Path, required=True, help="checkpoints, log.jsonl and loss.svg go there")
+    add("--tokenizer", help="a Hugging Face tokenizer, by name or folder; bytes by default")
+    add("--size", choices=["125M", "350M", "760M", "2.7B", "0.6B"], help="of the model, instead of the next three")
+    add("--dim", type=int, default=128)
+    add("--depth", type=int, default=2)
+    add("--heads", type=int, default=4)
+    add("--segments", nargs="+", type=int, help="segment lengths; by default those that are suggested for --tokens")
+    add("--rates", nargs="+", type=int, help="dilation rates, one per segment length")
+    add("--tokens", type=int, default=512, help="in a row")
+    add("--rows", type=int, default=4, help="in a step")
+    add("--steps", type=int, default=450)
+    add("--sequence", type=int, default=1, help="the ranks that share a row")
+    add("--lr", type=float, default=6e-3)
+    add("--warmup", type=int, default=30, help="steps")
+    add("--seed", type=int, default=0)
+    add("--save-every", type=int, default=200, help="steps")
+    add("--evaluate", nargs="+", type=int, help="lengths of rows for the held-out text; by default --tokens")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--float32", action="store_true", help="compute in float32; on CUDA it is bfloat16, with float32 weights")
+    add("--checkpointing", action="store_true", help="compute blocks again in the backward pass: less memory")
+    add("--plot", action="store_true", help="draw loss.svg; needs the extra bench")
+    add("--sample", type=int, default=0, help="tokens to generate at the end")
+    return parser.parse_args(given)
+
+
+class Trainer:
+    """The model on its ranks, its optimizer and its checkpoints."""
+
+    def __init__(self, options: argparse.Namespace, config: LMConfig) -> None:
+        self.options, self.config, self.step, device = options, config, 0, options.device
+        world, sequence = dist.get_world_size(), options.sequence
+        if world % sequence or options.rows % (world // sequence):
+            raise ValueError(f"{world} ranks: --sequence must divide them, and --rows be a multiple of the quotient")
+        self.mesh = init_device_mesh(device, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
+        self.group = self.mesh["sequence"].get_group()
+        torch.manual_seed(options.seed)
+        self.model = LongNetLM(config, device=device)
+        self.model.checkpointing = options.checkpointing
+        half = device == "cuda" and not options.float32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+        every = init_device_mesh(device, (world,), mesh_dim_names=("all",))
+        for part in (*self.model.blocks, self.model):
+            fully_shard(part, mesh=every, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, (0.9, 0.95), weight_decay=0.1)
+        same = {name: getattr(options, name) for name in ("tokens", "rows", "steps", "seed", "lr", "warmup")}
+        self.checkpoints = Checkpoints(options.out, {**config.to_dict(), **same})
+        state = self.state()
+        if self.checkpoints.load(state):
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+            self.step = int(state["step"])
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
+
+    def losses(self, row: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this rank's part of a row, and which of them count. Labels are shifted before anything is cut."""
+        whole = row, shifted(row, documents), document_positions(documents).unsqueeze(0)
+        tokens, labels, positions = (da.shard_sequence(x, self.group).to(self.options.device) for x in whole)
+        found = self.model(tokens, labels, positions=positions, cu_seqlens=documents, group=self.group)
+        return found, labels != IGNORED
+
+    def mine(self, rows: range) -> range:
+        """The rows that this rank takes part in."""
+        return rows[self.mesh["data"].get_local_rank() :: self.mesh["data"].size()]
+
+    def gradients(self, rows: Rows) -> Tensor:
+        """The loss of a step, averaged over its rows; gradients are those of one device."""
+        first, total = self.step * self.options.rows, torch.zeros((), device=self.options.device)
+        mine = self.mine(range(first, first + self.options.rows))
+        for index in mine:
+            self.model.set_requires_gradient_sync(index == mine[-1])
+            losses, counted = self.losses(*rows[index])
+            loss = da.sequence_mean(losses, self.group, counted) / len(mine)
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total, group=self.mesh["data"].get_group())
+        return total / self.mesh["data"].size()
+
+    def update(self) -> float:
+        """One step of the optimizer: cosine schedule, clipped gradients; their norm before that."""
+        rising = min(1.0, (self.step + 1) / max(1, self.options.warmup))
+        falling = 0.55 + 0.45 * math.cos(math.pi * self.step / self.options.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * rising * falling
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return float(norm.full_tensor())
+
+    @torch.no_grad()
+    def bits(self, documents: list[Tensor], tokens: int, most: int = 1 << 17) -> float:
+        """Bits per token of held-out documents, in rows of so many tokens."""
+        rows, sums = Rows(documents, tokens), torch.zeros(2, dtype=torch.float64, device=self.options.device)
+        every = range(min(rows.count, max(1, most // tokens)))
+        mine = self.mine(every)
+        for turn in range(-(-len(every) // self.mesh["data"].size())):  # every rank calls the model equally often
+            losses, counted = self.losses(*rows[mine[turn] if turn < len(mine) else 0])
+            if turn < len(mine):
+                sums += torch.stack((losses.double().sum(), counted.sum().double()))
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1] / math.log(2))
+
+    def sample(self, begin: int, count: int) -> list[int]:
+        """Tokens of the model, drawn on the first rank; every rank calls it."""
+        whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() or not count:
+            return []
+        plain = LongNetLM(self.config)
+        plain.load_state_dict(whole)
+        drawn = torch.Generator().manual_seed(self.options.seed)
+        found = plain.generate_tokens(torch.tensor([[begin]]), count, temperature=0.8, generator=drawn)
+        return [int(token) for token in found[0]]
+
+
+class Log:
+    """JSON lines, and a live line; of the first rank alone."""
+
+    def __init__(self, options: argparse.Namespace, step: int) -> None:
+        self.file, self.steps = options.out / "log.jsonl", options.steps
+        self.speaks, self.began = dist.get_rank() == 0, time.perf_counter()
+        old = self.file.read_text().splitlines() if self.speaks and self.file.exists() else []
+        self.lines = [line for line in map(json.loads, old) if line["step"] <= step]
+        if self.speaks:
+            charts.write(self.file, "".join(f"{json.dumps(line)}\n" for line in self.lines).encode())
+
+    def add(self, step: int, **facts: float) -> None:
+        if not self.speaks:
+            return
+        self.lines.append({"step": step, **facts})
+        with self.file.open("a") as file:
+            file.write(f"{json.dumps(self.lines[-1])}\n")
+        told = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
+        line = f"step {step}/{self.steps}: {told}, {time.perf_counter() - self.began:.0f} s"
+        if sys.stdout.isatty():
+            print(f"\r\033[K{line}", end="", flush=True)
+        elif step % max(1, self.steps // 10) == 0:
+            print(line, flush=True)
+
+    def plot(self, file: Path, levels: dict[str, float]) -> None:
+        altair = charts.library("altair")
+        rows = [
+            {"step": x["step"], "bits": x["loss"] / math.log(2), "what": "training"} for x in self.lines if "loss" in x
+        ]
+        rows += [{"step": at, "bits": bits, "what": name} for name, bits in levels.items() for at in (0, self.steps)]
+        bits = altair.Y("bits:Q", title="bits per token", scale=altair.Scale(zero=False))
+        chart = altair.Chart(altair.Data(values=rows)).mark_line().encode(x="step:Q", y=bits, color="what:N")
+        charts.write(file, charts.drawn(chart.properties(width=560, height=320).to_dict(), ".svg"))
+
+
+def run(trainer: Trainer, rows: Rows, log: Log) -> bool:
+    """Train to the end; False: SIGTERM came, and all is saved."""
+    asked: list[bool] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    try:
+        while trainer.step < trainer.options.steps:
+            loss = trainer.gradients(rows)
+            told = torch.tensor([float(bool(asked)), float(not loss.isfinite())], device=loss.device)
+            dist.all_reduce(told, dist.ReduceOp.MAX)  # what one rank has seen, all do
+            stops, broken = told.tolist()
+            if broken:
+                trainer.checkpoints.finish()
+                last = trainer.checkpoints.last()
+                raise ValueError(
+                    f"the loss of step {trainer.step + 1} is {loss}: lower --lr; the last checkpoint is {last}"
+                )
+            norm = trainer.update()
+            log.add(trainer.step, loss=float(loss), norm=norm)
+            if stops or trainer.step % trainer.options.save_every == 0 or trainer.step == trainer.options.steps:
+                trainer.checkpoints.save(trainer.step, trainer.state())
+            if stops:
+                break
+        trainer.checkpoints.finish()
+        return trainer.step == trainer.options.steps
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def train(options: argparse.Namespace) -> None:
+    tokenizer, texts = None, read_texts(options.text, options.suffix)
+    if options.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    vocabulary = BYTES if tokenizer is None else len(tokenizer)
+    pattern = da.DilatedPattern.suggest(options.tokens, options.heads)
+    if options.segments is not None:
+        pattern = da.DilatedPattern.longnet(options.segments, options.rates or [])
+    config = LMConfig(vocabulary, options.dim, options.depth, options.heads, pattern)
+    if options.size is not None:
+        config = LMConfig.of(options.size, pattern)
+    held_out = texts[9::10] or texts[-1:]
+    rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
+    rows = Rows(tokens_of(rest, config.vocab_size, tokenizer), options.tokens, options.seed)
+    judged = tokens_of(held_out, config.vocab_size, tokenizer)
+    trainer = Trainer(options, config)
+    log = Log(options, trainer.step)
+    if not run(trainer, rows, log):
+        return
+    per_byte = 1.0 if tokenizer is None else sum(map(len, judged)) / sum(map(len, held_out))
+    found = {n: trainer.bits(judged, n) * per_byte for n in options.evaluate or [options.tokens]}
+    written = trainer.sample(BEGIN if tokenizer is None else tokenizer.bos_token_id or 0, options.sample)
+    if log.speaks:
+        log.add(trainer.step, **{f"bits_per_byte_{n}": bits for n, bits in found.items()})
+        orders = witten_bell.bits_per_byte(b"".join(rest), b"".join(held_out))
+        print("\nheld-out bits per byte:", ", ".join(f"{x:.3f} in rows of {n}" for n, x in found.items()))
+        print("Witten-Bell models:", ", ".join(f"{x:.3f} of order {n}" for n, x in orders.items()))
+        print(
+            tokenizer.decode(written) if tokenizer else bytes(x for x in written if x < BEGIN).decode(errors="replace")
+        )
+        if options.plot:
+            levels = {"held out": found[max(found)], **{f"Witten-Bell, order {n}": x for n, x in orders.items()}}
+            log.plot(options.out / "loss.svg", levels)
+
+
+def main(given: list[str] | None = None) -> None:
+    options = arguments(given)
+    if alone := not dist.is_initialized():
+        if options.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"  # checkpoints are agreed on by the hosts
+        one = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **one)  # type: ignore[arg-type]
+    try:
+        train(options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

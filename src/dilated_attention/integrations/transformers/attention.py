@@ -1,0 +1,181 @@
+"""attn_implementation="dilated": the attention function of Hugging Face decoders, and how it is registered.
+
+Legend: query (B, H, n, D), key, value (B, Hk, N, D), as transformers has them; q (B, n, H, D), k, v (B, N, Hk, D), as
+the library has them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import output_capturing
+
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.functional import dilated_attention
+from dilated_attention.integrations.transformers.cache import DilatedLayer
+from dilated_attention.integrations.transformers.config import pattern_of
+from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken
+from dilated_attention.pattern import DilatedPattern
+
+NAME = "dilated"
+REFUSED = {
+    "softcap": "soft caps",
+    "head_mask": "head masks",
+    "output_attentions": "output_attentions: no weights are ever there",
+    "sliding_window": "sliding-window layers: set sliding_window=None in the config",
+    "position_bias": "position biases",
+    "cache": "a paged cache",
+}
+
+
+class _Nobody:
+    """Stands for what collects outputs where transformers has nothing of that name."""
+
+    @staticmethod
+    def get() -> None:
+        return None
+
+
+def register() -> None:
+    """Makes ``attn_implementation="dilated"`` known to transformers, for attention and masks together.
+
+    The pattern is in the config of a model: see `set_pattern`.
+    """
+    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError("this transformers is too old: dilated attention needs one that tells masks their q_offset")
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, grid_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer."""
+    refuse(options)
+    if options.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError("dilated attention is for decoders here: bidirectional and cross-attention are not dilated")
+    grid = Grid.read(attention_mask, query.shape[2])
+    if options.get("cu_seq_lens_q") is not None:
+        grid = told(grid, query, None if key.shape[2] == query.shape[2] else key, options)
+    if not getattr(module, "layer_idx", 0) and not torch.compiler.is_compiling():
+        # GPT-2 tells its attention function nothing of output_attentions, but whoever asks for them waits for them here
+        if "attentions" in (getattr(output_capturing, "_active_collector", _Nobody).get() or ()):
+            raise ValueError(f"dilated attention cannot honour {REFUSED['output_attentions']}")
+        check_positions(options.get("position_ids"), grid, len(query), options.get("group"))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    kept = DilatedLayer.behind(key)
+    more: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
+    out, lse = attend(pattern_of(module), q, k, v, grid, kept, options.get("group"), **more)
+    if options.get("s_aux") is not None:  # learned sinks
+        out = out * torch.sigmoid(lse - options["s_aux"]).unsqueeze(-1).to(out.dtype)
+    return out.contiguous(), None
+
+
+def refuse(options: dict[str, Any]) -> None:
+    """Raise if something is asked for that cannot be honoured."""
+    for name, what in REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"dilated attention cannot honour {what}")
+
+
+def attend(
+    pattern: DilatedPattern,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: Grid,
+    kept: DilatedLayer | None = None,
+    group: Any = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = dilated_attention(
+            q, k, v, pattern, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True, return_lse=True,
+            **where,
+        )  # fmt: skip
+        return found
+
+    if group is not None:
+        if grid != Grid() or kept is not None:
+            raise ValueError("over a group, sequences have no padding, no packed documents and no cache")
+        return attended(q, k, v, group=group)
+    if kept is not None:
+        if dropout_p:
+            raise ValueError("DilatedCache has no dropout: call model.eval()")
+        return kept.attend(q, k, v, grid, scale)
+    if grid.documents is not None:
+        one, two, three = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+        out, lse = attended(one, two, three, cu_seqlens=grid.documents)
+        return out.view(q.shape), lse.view(q.shape[:3])
+    if grid.order is not None and grid.query_order is not None:
+        start = None if q.shape[1] == k.shape[1] else grid.start
+        q, k, v = taken(q, grid.query_order), taken(k, grid.order), taken(v, grid.order)
+        out, lse = attended(q, k, v, query_offset=start)
+        return put_back(out, grid.query_order), put_back(lse, grid.query_order)
+    if isinstance(grid.start, Tensor):
+        return attended(q, k, v, query_offset=grid.start.expand(len(q)).contiguous())
+    if grid.start is not None:  # 0: the keys after them are not there yet
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    return attended(q, k, v)
+
+
+def told(grid: Grid, tokens: Tensor, cache: Any, options: dict[str, Any]) -> Grid:
+    """Documents by cu_seq_lens_q, as flash attention takes them."""
+    ends, keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
+    if keys is not None and not torch.equal(ends, keys):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache")
+    if grid._replace(documents=None) != Grid() or len(tokens) != 1 or cache is not None:
+        raise ValueError("cu_seq_lens_q is for one row of packed tokens without padding and without a cache")
+    return Grid(documents=ends.cpu())
+
+
+def check_positions(positions: Tensor | None, grid: Grid, samples: int, group: Any) -> None:
+    """Raise where position_ids say something else than the grid: they count on, except where a document begins."""
+    if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
+        return
+    tokens, positions = positions.shape[1], positions.expand(samples, -1)
+    if grid.documents is not None:
+        begins = torch.zeros(samples * tokens + 1, dtype=torch.bool, device=positions.device)
+        begins[grid.documents.to(positions.device)] = True
+        first = begins[:-1].view(samples, tokens)
+        restarts = positions[first & (torch.arange(tokens, device=positions.device) > 0)]
+        if restarts.any():
+            raise ValueError(
+                "position_ids jump, and not to 0: documents begin at 0; drop position_ids if these are not documents"
+            )
+        positions = positions.masked_fill(first, 0) - torch.where(first, positions, 0)
+        jumps = (positions.diff() != 1) & ~first[:, 1:]
+    elif grid.query_order is not None and grid.real is not None:
+        counted = positions.gather(1, grid.query_order).diff()
+        real = torch.arange(1, tokens, device=positions.device) < grid.real[:, None]
+        jumps = (counted != 1) & real & (positions.diff() != 1).any()  # or padding was counted, too
+    else:
+        jumps = positions.diff() != 1
+    if jumps.any():
+        raise ValueError(
+            "position_ids do not count on from token to token: packed documents are taken without attention_mask and "
+            "without a cache (use_cache=False), others, and tokens that a balancer reordered, not at all"
+        )
+    if group is not None:
+        rank, first_one = ContextParallel.of(group).process_group().rank(), int(positions[0, 0])
+        if not rank * tokens <= first_one <= rank * (tokens + 1):
+            raise ValueError(
+                f"position_ids of rank {rank} begin at {first_one}, with {tokens} tokens per rank: shards must follow "
+                "one another in the order of the ranks; turn a load balancer off"
+            )

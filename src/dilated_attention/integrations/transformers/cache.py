@@ -1,0 +1,184 @@
+"""DilatedCache: a cache of transformers whose layers keep only the rows that later tokens can see.
+
+A layer keeps the sum of w / r rows per key/value head, and the last chunk as it came: until the next one comes it can
+still be cropped.
+
+Legend: keys, values (B, Hk, n, D), as transformers has them; q, k, v (B, n, H, D).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dilated_attention.integrations.transformers.config import patterns_of
+from dilated_attention.integrations.transformers.grid import Grid, put_back, taken
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.streaming.chunks import any_mode
+from dilated_attention.streaming.kept import KeptRows
+
+
+class Chunk(NamedTuple):
+    """The last tokens, real ones first, and where they are in their sequences."""
+
+    k: Tensor
+    v: Tensor
+    at: Tensor
+    real: Tensor | None  # (B, n), in the order of the input; None: all
+
+    def counted(self) -> Tensor | None:
+        return None if self.real is None else self.real.sum(1)
+
+    def select(self, samples: Tensor) -> Chunk:
+        return Chunk(*(None if x is None else x.index_select(0, samples) for x in self))  # type: ignore[arg-type]
+
+    def cropped(self, tokens: int) -> Chunk:
+        """Without the last tokens."""
+        n = self.k.shape[1] - tokens
+        real = None if self.real is None else self.real[:, :n]
+        return Chunk(self.k[:, :n].clone(), self.v[:, :n].clone(), self.at, real)
+
+
+class DilatedLayer(CacheLayerMixin):
+    """The cache of one attention layer. It computes attention itself, as its rows are no sequence."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, pattern: DilatedPattern) -> None:
+        super().__init__()
+        self.pattern = pattern
+        self.kept: KeptRows | None = None
+        self.last: Chunk | None = None
+        self.length = 0  # tokens that were given, padding included
+        self.waiting = 0  # tokens of `update` that were not yet attended
+
+    @staticmethod
+    def behind(key: Tensor) -> DilatedLayer | None:
+        """The layer whose `update` gave these keys out, if it was one of this class."""
+        found = getattr(key, "kept_by", None)
+        return None if found is None else found()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        if key_states.shape != value_states.shape:
+            raise ValueError("keys and values must have one shape for dilated attention")
+        like = key_states[:, :, :0].transpose(1, 2)
+        self.kept = KeptRows(self.pattern, like, tokens=1)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Gives the new keys and values back. The attention function finds this layer by them, and calls `attend`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.waiting:
+            raise RuntimeError(
+                "DilatedCache got new tokens before the last ones were attended: it runs with "
+                'attn_implementation="dilated" only'
+            )
+        self.waiting = key_states.shape[2]
+        self.length += self.waiting
+        # weakly: the last chunk is a view of these keys, and Python could not see a circle through it
+        key_states.kept_by = weakref.ref(self)  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of new tokens. The chunk before them is kept now, and they wait to be."""
+        assert self.kept is not None
+        samples, n = q.shape[:2]
+        before, self.waiting = self.length - n, 0
+        self._keep_last()
+        self.kept.reserve(self.length)
+        if grid.documents is not None:
+            raise ValueError("packed documents are computed without a cache: pass use_cache=False")
+        order, count, real = grid.query_order, grid.real, None
+        if order is None or count is None:
+            at = torch.full((samples,), before, device=q.device)
+        else:
+            assert isinstance(grid.start, Tensor)
+            at = grid.start
+            q, k, v = (taken(x, order) for x in (q, k, v))
+            real = put_back(torch.arange(n, device=q.device) < count[:, None], order)
+        out, lse = self.kept.attend(q, k, v, at, count, scale=scale)
+        with any_mode():
+            self.last = Chunk(k.clone(), v.clone(), at.clone(), real)
+        return (out, lse) if order is None else (put_back(out, order), put_back(lse, order))
+
+    def _keep_last(self) -> None:
+        if self.last is not None and self.kept is not None:
+            self.kept.keep(self.last.k, self.last.v, self.last.at, self.last.counted())
+            self.last = None
+
+    @property
+    def nbytes(self) -> int:
+        """What is held."""
+        last = 0 if self.last is None else self.last.k.nbytes + self.last.v.nbytes
+        return last + (0 if self.kept is None else self.kept.nbytes)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.kept, self.last, self.length, self.waiting, self.is_initialized = None, None, 0, 0, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: as many as the last chunk had, at most."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
+        tokens = -tokens_to_remove
+        held = 0 if self.last is None else self.last.k.shape[1]
+        if tokens > held:
+            raise ValueError(
+                f"DilatedCache can forget the last chunk, {held} tokens, and {tokens} are to go: rows that no later "
+                "token could see are gone; start anew with reset()"
+            )
+        if tokens and self.last is not None:
+            self.last = None if tokens == held else self.last.cropped(tokens)
+            self.length -= tokens
+
+    def offload(self) -> None:
+        raise ValueError("DilatedCache is not offloaded: it is small")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.kept is not None:
+            samples = torch.arange(self.kept.like.shape[0], device=self.device)
+            self.batch_select_indices(samples.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.kept is not None:
+            indices = torch.arange(self.kept.like.shape[0], device=self.device)[indices.to(self.device)]
+            self.kept.select(indices)
+            self.last = None if self.last is None else self.last.select(indices)
+
+
+class DilatedCache(Cache):
+    """A cache that keeps only the rows later tokens can see: its memory does not grow beyond the longest segment.
+
+    Give it as ``past_key_values=`` to a model with ``attn_implementation="dilated"``, or to its ``generate()``.
+
+    Args:
+        config: of the model, with its pattern: see `set_pattern`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        config = config.get_text_config(decoder=True)
+        super().__init__(layers=[DilatedLayer(pattern) for pattern in patterns_of(config)])
+
+    @property
+    def nbytes(self) -> int:
+        """What all layers hold."""
+        return sum(layer.nbytes for layer in self.layers)

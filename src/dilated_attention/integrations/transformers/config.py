@@ -1,0 +1,48 @@
+"""The pattern in the config of a Hugging Face model: written as plain JSON, so that it is saved with the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dilated_attention.models.transformer import read_pattern, written
+from dilated_attention.pattern import DilatedPattern
+
+FIELD = "dilated_pattern"
+
+
+def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern]) -> Any:
+    """Writes a pattern into a config (or the config of a model), for all layers or one per layer; gives the config."""
+    config = getattr(config, "config", config)
+    found = written(pattern) if isinstance(pattern, DilatedPattern) else [written(some) for some in pattern]
+    setattr(config, FIELD, found)
+    return config
+
+
+def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
+    """The pattern of each layer, from a config."""
+    found = getattr(config, FIELD, None)
+    layers: int = config.num_hidden_layers
+    if found is None:
+        raise ValueError(f"the config has no {FIELD}: call set_pattern(config, pattern) before the model is made")
+    read = read_pattern(found)
+    if isinstance(read, DilatedPattern):
+        return (read,) * layers
+    if len(read) != layers:
+        raise ValueError(f"{FIELD} has {len(read)} patterns, and the model {layers} layers: give one, or one per layer")
+    return read
+
+
+def pattern_of(module: Any) -> DilatedPattern:
+    """The pattern of an attention module, read anew only if its config has changed."""
+    now = getattr(module.config, FIELD, None)
+    kept = getattr(module, "_dilated", None)
+    if kept is None or kept[0] != now:
+        kept = copy.deepcopy(now), patterns_of(module.config)[getattr(module, "layer_idx", 0)]
+        if not torch.compiler.is_compiling():
+            module._dilated = kept
+    found: DilatedPattern = kept[1]
+    return found

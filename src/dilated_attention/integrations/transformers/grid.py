@@ -1,0 +1,149 @@
+"""Where the tokens of a Hugging Face batch stand: what is padding, where documents begin, where the queries are.
+
+transformers asks for a mask once per forward pass and hands it to every layer. Ours is a small integer tensor, a grid.
+It has four dimensions, because transformers passes such a mask on as it is, and rebuilds all others. Its shape says
+what kind it is, so that no layer waits for the device:
+
+    (1, 1, 1, 1)        the queries are the last of the keys, and nothing is padding
+    (1, 1, 1, 2)        the queries begin at the key whose number it holds: a static cache
+    (1, 1, 1, 3)        the queries are the first of the keys: a static cache that was empty
+    (B, 1, 2, N + 1)    padding: real keys and real queries in order, and how many keys are real before the queries
+    (1, 1, 3, docs + 1) packed documents: cu_seqlens of all rows one after the other, on the CPU
+
+Legend: B samples, n queries, N keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+IN_THE_DATA = "the number of packed documents is in the data: for fullgraph=True pass an attention_mask"
+
+
+class Grid(NamedTuple):
+    """A grid, read from its tensor."""
+
+    start: Tensor | int | None = None  # of the queries among the keys; None: they are the last
+    order: Tensor | None = None  # (B, N): the real keys of each sample in order, then the others
+    query_order: Tensor | None = None  # (B, n), the same of the queries
+    real: Tensor | None = None  # (B,) how many queries are real
+    documents: Tensor | None = None  # cu_seqlens
+
+    @staticmethod
+    def read(mask: Tensor | None, queries: int) -> Grid:
+        """The grid in a tensor that `grid_mask` made, or an error that says what came instead."""
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.dtype != torch.int64 or mask.shape[1] != 1:
+            got = "none" if mask is None else f"{type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
+            raise ValueError(
+                f"dilated attention got the mask {got}, which its mask function did not make: pass attention_mask as "
+                "(batch, tokens), and call register() before the model runs"
+            )
+        kind, width = mask.shape[2:]
+        if kind == 3:
+            return Grid(documents=mask[0, 0, 0])
+        if kind == 1:
+            return Grid(start={1: None, 2: mask[0, 0, 0, 0], 3: 0}[width])
+        keys, others = mask[:, 0].unbind(1)
+        return Grid(keys[:, -1], keys[:, :-1], others[:, :queries], others[:, -1])
+
+
+def grid_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """The mask function of "dilated": a grid, see above."""
+    if local_size is not None:
+        raise ValueError(
+            "dilated attention cannot honour sliding-window or chunked layers: its pattern says who sees whom; set "
+            "sliding_window=None in the config, or layer_types to 'full_attention'"
+        )
+    if use_vmap:
+        raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
+    if mask_function is bidirectional_mask_function:
+        raise ValueError("dilated attention is for decoders here: bidirectional and cross-attention are not dilated")
+    if kv_offset:
+        raise ValueError("dilated attention cannot run on a cache that drops its first rows: use DilatedCache")
+    if mask_function is not causal_mask_function:
+        if kv_length != q_length or attention_mask is not None:
+            raise ValueError("dilated attention takes packed documents without a cache and without attention_mask")
+        found: Tensor = _documents(mask_function, batch_size, kv_length, device)
+        return found
+    if attention_mask is not None:
+        mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - attention_mask.shape[1])))
+        if not _is_plain(attention_mask, mask, q_offset, q_length):
+            return _padded(mask.bool(), q_length, q_offset)
+    if isinstance(q_offset, Tensor):
+        # a copy: the cache counts on in this very tensor before the first layer attends
+        return q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(1, 1, 1, 1).expand(1, 1, 1, 2)
+    if q_offset + q_length == kv_length:
+        return torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    if not q_offset:
+        return torch.zeros(1, 1, 1, 3, dtype=torch.int64, device=device)
+    return torch.full((1, 1, 1, 2), q_offset, dtype=torch.int64, device=device)
+
+
+def _is_plain(given: Tensor, mask: Tensor, start: int | Tensor, queries: int) -> bool:
+    """Whether nothing is padding. A compiler cannot know, nor where the positions are on the device."""
+    if torch.compiler.is_compiling():
+        return False
+    end = int(start) + queries  # what comes after is not there yet
+    return given.shape[1] >= end and bool(mask[:, :end].all())
+
+
+def _padded(mask: Tensor, queries: int, start: int | Tensor) -> Tensor:
+    """Real tokens first: a sample's grid begins at its first real token, and goes on after any padding between."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    place = start + torch.arange(queries, device=mask.device)
+    before = (mask & (position < start)).sum(1)
+    order = _real_first(mask & (position < start + queries))
+    real = mask[:, place]
+    query_order = F.pad(_real_first(real), (0, mask.shape[1] - queries))
+    keys = torch.cat((order, before[:, None]), 1)
+    others = torch.cat((query_order, real.sum(1)[:, None]), 1)
+    return torch.stack((keys, others), 1).unsqueeze(1)
+
+
+def _real_first(mask: Tensor) -> Tensor:
+    return (~mask).long().argsort(dim=1, stable=True)
+
+
+@torch.compiler.disable(reason=IN_THE_DATA)  # type: ignore[no-untyped-call, untyped-decorator]
+def _documents(mask_function: Callable[..., Any], samples: int, tokens: int, device: torch.device | str) -> Tensor:
+    """A document begins wherever a token does not see the one before it."""
+    position = torch.arange(tokens, device=device)
+    before = (position - 1).clamp(min=0)
+    sample = torch.arange(samples, device=device).unsqueeze(1)
+    seen: Tensor = mask_function(sample, 0, position, before)
+    later: Tensor = mask_function(sample, 0, before, position)
+    if bool((later & (position > 0)).any()):
+        raise ValueError("dilated attention cannot honour a mask in which tokens see later ones")
+    begins = ~seen.expand(samples, tokens) | (position == 0)
+    ends = begins.flatten().nonzero().flatten().cpu()
+    if len(ends) == samples:  # a compiler asks also where there are none
+        return torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    return torch.cat((ends, ends.new_tensor([samples * tokens]))).view(1, 1, 1, -1).expand(1, 1, 3, -1)
+
+
+def taken(x: Tensor, order: Tensor) -> Tensor:
+    """The tokens of each sample in this order."""
+    return x.gather(1, order.view(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def put_back(x: Tensor, order: Tensor) -> Tensor:
+    """The tokens where `taken` took them from."""
+    return taken(x, order.argsort(dim=1))

@@ -1,0 +1,235 @@
+"""LongNetForCausalLM: the plain LongNetLM as a model of transformers, with generate(), saving and the Auto classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from dilated_attention.integrations.transformers import attention
+from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer
+from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
+from dilated_attention.integrations.transformers.grid import Grid
+from dilated_attention.models.lm import LongNetLM
+from dilated_attention.models.loss import IGNORED, shifted, token_losses
+from dilated_attention.models.transformer import LMConfig, written
+from dilated_attention.pattern import DilatedPattern
+
+PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+NAMES = {  # in LMConfig, and as transformers calls it
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "depth": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "hidden_act",
+    "ffn_dim": "intermediate_size",
+    "norm": "norm",
+    "norm_eps": "norm_eps",
+    "sub_norm": "sub_norm",
+    "qk_norm": "qk_norm",
+    "rotary_base": "rotary_base",
+    "tied": "tie_word_embeddings",
+    "sinks": "sinks",
+}
+
+
+class LongNetConfig(PreTrainedConfig):
+    """The config of LongNetForCausalLM: `LMConfig` under the names of transformers, and the pattern as JSON."""
+
+    model_type = "longnet"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "gelu"
+    intermediate_size: int | None = None
+    norm: str = "layer"
+    norm_eps: float = 1e-5
+    sub_norm: bool = True
+    qk_norm: bool = False
+    rotary_base: float | None = 10_000.0
+    tie_word_embeddings: bool = True
+    sinks: bool = False
+    dilated_pattern: dict[str, Any] | list[dict[str, Any]] | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.dilated_pattern is None:
+            self.dilated_pattern = written(PAPER)
+        if kwargs.get("attn_implementation") is None:
+            kwargs["attn_implementation"] = attention.NAME
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def of(cls, config: LMConfig, **more: Any) -> LongNetConfig:
+        """From the config of a plain model."""
+        found = cls(**{theirs: getattr(config, ours) for ours, theirs in NAMES.items()}, **more)
+        set_pattern(found, config.pattern)
+        return found
+
+    def plain(self) -> LMConfig:
+        """As the config of a plain model."""
+        given = {ours: getattr(self, theirs) for ours, theirs in NAMES.items()}
+        patterns = patterns_of(self)
+        return LMConfig(**given, pattern=patterns[0] if isinstance(self.dilated_pattern, dict) else patterns)
+
+
+class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
+    """LongNetLM as transformers knows models; ``lm`` is the plain model. ``generate()`` runs on a `DilatedCache`.
+
+    With ``labels`` the output has a loss and no logits: those of all tokens are never there at once.
+    """
+
+    config_class = LongNetConfig
+    base_model_prefix = "lm"
+    supports_gradient_checkpointing = True
+    _supports_attention_backend = True
+    _no_split_modules = ("Block",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _tied_weights_keys = {"lm.head.weight": "lm.embed.weight"}  # noqa: RUF012 - transformers wants it here
+
+    def __init__(self, config: LongNetConfig) -> None:
+        attention.register()
+        if config._attn_implementation != attention.NAME:
+            raise ValueError(
+                f"LongNet is dilated attention: it has no attn_implementation={config._attn_implementation!r}"
+            )
+        super().__init__(config)
+        self.lm = LongNetLM(config.plain())
+        self.post_init()
+
+    def init_weights(self) -> None:
+        """The plain model has drawn them."""
+        self.tie_weights(recompute_mapping=False)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw what a checkpoint has not got."""
+        missing = {x: p for x, p in self.lm.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
+        if any(not parameter.is_meta for parameter in missing.values()):
+            fresh = dict(LongNetLM(self.lm.config).named_parameters())
+            for name, parameter in missing.items():
+                parameter.copy_(fresh[name])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.lm.embed
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.lm.embed = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm.head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm.head = value
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.lm.checkpointing
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        if every_n_layers != 1:
+            raise ValueError(f"LongNet checkpoints every layer, not every {every_n_layers}: leave every_n_layers out")
+        self.lm.checkpointing, self.lm.checkpoint = enable, gradient_checkpointing_func
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        group: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As a decoder of transformers. ``group``: ranks that share the sequence, each with its shard of it."""
+        attention.refuse(kwargs)
+        if kwargs.get("output_hidden_states"):
+            raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        tokens: Tensor = inputs_embeds * self.lm.scale if input_ids is None else input_ids  # type: ignore[operator, assignment]
+        if use_cache is None:
+            use_cache = self.config.use_cache and not torch.is_grad_enabled()
+        if use_cache and past_key_values is None and group is None:
+            past_key_values = DilatedCache(self.config)
+        positions = self._positions(tokens, attention_mask, position_ids, past_key_values)
+        mask = create_causal_mask(
+            config=self.config, inputs_embeds=torch.empty(*tokens.shape[:2], 0, device=tokens.device),
+            attention_mask=attention_mask, past_key_values=past_key_values, position_ids=positions,
+        )  # fmt: skip
+        grid = Grid.read(mask, tokens.shape[1])
+        if kwargs.get("cu_seq_lens_q") is not None:
+            grid = attention.told(grid, tokens, past_key_values, kwargs)
+        if not torch.compiler.is_compiling():
+            attention.check_positions(positions, grid, len(tokens), group)
+        states = self.lm.states(tokens, positions, self._attend(grid, past_key_values, group))
+        if labels is not None or shift_labels is not None:
+            shift_labels = shifted(labels) if shift_labels is None else shift_labels  # type: ignore[arg-type]
+            losses = token_losses(states, self.lm.head.weight, shift_labels)
+            count = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+            return CausalLMOutputWithPast(loss=losses.sum() / count, past_key_values=past_key_values)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=past_key_values)
+
+    @staticmethod
+    def _positions(tokens: Tensor, mask: Tensor | None, given: Tensor | None, cache: Any) -> Tensor:
+        """Those given, or the place of each token among the real ones of its sample."""
+        if given is not None:
+            return given
+        n, before = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
+        if mask is not None and mask.dim() == 2:
+            place = before + torch.arange(n, device=tokens.device)
+            return (mask.long().cumsum(1) - 1).clamp(min=0)[:, place]
+        return (before + torch.arange(n, device=tokens.device)).unsqueeze(0)
+
+    def _attend(self, grid: Grid, cache: Any, group: Any) -> Any:
+        patterns = self.lm.config.patterns
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            kept = None
+            if cache is not None:
+                keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
+                kept, k, v = DilatedLayer.behind(keys), keys.transpose(1, 2), values.transpose(1, 2)
+            return attention.attend(patterns[layer], q, k, v, grid, kept, group)
+
+        return attend
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> Any:
+        wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        if wanted and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = DilatedCache(self.config)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *more)
+
+
+def register() -> None:
+    """Makes ``attn_implementation="dilated"`` known to transformers, and LongNet to its Auto classes.
+
+    The pattern is in the config of a model: see `set_pattern`.
+    """
+    attention.register()
+    AutoConfig.register(LongNetConfig.model_type, LongNetConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LongNetConfig, LongNetForCausalLM, exist_ok=True)

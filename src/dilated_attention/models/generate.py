@@ -1,0 +1,195 @@
+"""Generation with kept rows: the prompt in chunks, then token by token, in a CUDA graph where there is one.
+
+Legend: tokens (B, n); logits (B, V); at (B,) the position of the next token of each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.models.transformer import Trunk
+from dilated_attention.pattern import whole_number
+from dilated_attention.streaming.kept import KeptRows
+
+PREFILL = 32_768  # tokens at a time
+WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
+LOOK = 16  # steps after which the host looks whether all samples have ended
+
+
+@dataclass
+class Decoder:
+    """A model with its kept rows, and the buffers of a step."""
+
+    model: Trunk
+    head: nn.Module
+    kept: list[KeptRows]
+    at: Tensor
+    token: Tensor  # (B, 1), the input of a step
+    logits: Tensor | None = None  # its output
+    count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
+    graph: torch.cuda.CUDAGraph | None = None
+    backend: Backend = "auto"
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        kept = self.kept[layer]
+        found = kept.attend(q, k, v, self.at, self.count, backend=self.backend)
+        kept.keep(k, v, self.at, self.count)
+        return found
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int) -> None:
+        """Take the prompts, padded at their ends; the logits are those after the last token of each."""
+        last = torch.empty(0, device=tokens.device)
+        for start in range(0, tokens.shape[1], chunk):
+            part = tokens[:, start : start + chunk]
+            self.count = (lengths - self.at).clamp(0, part.shape[1])
+            positions = self.at.unsqueeze(1) + torch.arange(part.shape[1], device=tokens.device)
+            states = self.model.states(part, positions, self.attend)
+            row = (self.count - 1).clamp(min=0)
+            found = states[torch.arange(len(tokens), device=tokens.device), row]
+            last = found if not start else torch.where((self.count > 0).unsqueeze(1), found, last)
+            self.at += self.count
+        self.count = None
+        self.logits = self.head(last)
+
+    def step(self) -> None:
+        """One token per sample. In place, as a CUDA graph needs it."""
+        states = self.model.states(self.token, self.at.unsqueeze(1), self.attend)
+        logits = self.head(states[:, -1])
+        self.at += 1
+        if self.logits is None:
+            self.logits = logits
+        else:
+            self.logits.copy_(logits)
+
+    def capture(self) -> None:
+        """The step as a CUDA graph; nothing runs yet."""
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step()
+
+    def advance(self, token: Tensor) -> None:
+        self.token.copy_(token)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.step()
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Trunk,
+    prompt: Tensor | Sequence[Tensor],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | None = None,
+    generator: torch.Generator | None = None,
+    prefill: int = PREFILL,
+    cuda_graph: bool | None = None,
+) -> Tensor:
+    """Continues each prompt by ``max_new_tokens``: (B, max_new_tokens), or fewer where all samples have ended.
+
+    Memory does not grow with the length: a layer keeps the rows that later tokens can see, the sum of w / r per
+    key/value head. The numbers are those of one call on the whole sequence, up to rounding.
+
+    Args:
+        model: a LongNetLM.
+        prompt: (B, n) token ids, or a list of 1-D tensors of different lengths.
+        max_new_tokens: how many tokens each sample gets at most.
+        temperature: 0 takes the likeliest token; others divide the logits before a token is drawn.
+        top_k, top_p: draw among the k likeliest tokens, or the likeliest that have this share together.
+        stop: the token that ends a sample; the rest of its row is that token again.
+        generator: what tokens are drawn with.
+        prefill: the prompt is taken so many tokens at a time.
+        cuda_graph: whether a step is captured as a CUDA graph; by default on CUDA.
+    """
+    tokens, lengths = padded(prompt, model.embed.weight.device)
+    steps = whole_number("max_new_tokens", max_new_tokens)
+    pick = Pick(temperature, top_k, top_p, generator)
+    captures = tokens.is_cuda if cuda_graph is None else cuda_graph
+    if captures and not tokens.is_cuda:
+        raise ValueError(f"cuda_graph=True needs a model on CUDA, and this one is on {tokens.device}")
+    decoder = decoder_of(model, tokens)
+    decoder.prefill(tokens, lengths, whole_number("prefill", prefill))
+    found = tokens.new_empty(len(tokens), steps)
+    ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+    for step in range(steps):
+        assert decoder.logits is not None
+        token = pick(decoder.logits)
+        if stop is not None:
+            token = token.masked_fill(ended, stop)
+            ended = ended | (token == stop)
+        found[:, step : step + 1] = token
+        if stop is not None and step % LOOK == 0 and bool(ended.all()):
+            return found[:, : step + 1]
+        if step + 1 < steps:
+            if captures and decoder.graph is None and step >= WARM:
+                decoder.capture()
+            decoder.advance(token)
+    return found
+
+
+def decoder_of(model: Trunk, tokens: Tensor) -> Decoder:
+    """A decoder that has seen nothing."""
+    config, weight = model.config, model.embed.weight
+    dtype = (
+        torch.get_autocast_dtype(weight.device.type) if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+    )
+    like = torch.empty(len(tokens), 0, config.kv_count, config.head_size, dtype=dtype, device=weight.device)
+    return Decoder(
+        model, model.get_submodule("head"), [KeptRows(pattern, like) for pattern in config.patterns],
+        tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1), backend=model.backend,
+    )  # fmt: skip
+
+
+def padded(prompt: Tensor | Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The prompts as one tensor, filled up at their ends, and their lengths."""
+    prompts = list(prompt.unbind(0)) if isinstance(prompt, Tensor) and prompt.dim() == 2 else prompt
+    if isinstance(prompts, Tensor) or not prompts or any(one.dim() != 1 or not len(one) for one in prompts):
+        raise ValueError("prompt must be (B, n) token ids, or a list of 1-D tensors, each of at least one token")
+    if any(one.is_floating_point() for one in prompts):
+        raise TypeError(f"prompt must be token ids, got {prompts[0].dtype}")
+    lengths = torch.tensor([len(one) for one in prompts], device=device)
+    return nn.utils.rnn.pad_sequence([one.to(device) for one in prompts], batch_first=True).long(), lengths
+
+
+@dataclass(frozen=True)
+class Pick:
+    """How the next token is taken from logits."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if not self.temperature and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p are for drawing: give a temperature above 0")
+        if self.top_k is not None:
+            whole_number("top_k", self.top_k)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(B, 1) token ids."""
+        if not self.temperature:
+            return logits.argmax(-1, keepdim=True)
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p is not None:
+            ordered, index = logits.sort(dim=-1, descending=True)
+            shares = ordered.softmax(-1)
+            beyond = shares.cumsum(-1) - shares >= self.top_p  # the likeliest one stays
+            logits = logits.scatter(-1, index, ordered.masked_fill(beyond, -torch.inf))
+        return torch.multinomial(logits.softmax(-1), 1, generator=self.generator)

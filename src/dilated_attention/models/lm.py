@@ -1,0 +1,170 @@
+"""LongNetLM, a decoder-only language model, and LongNetEncoder, for embeddings: plain PyTorch.
+
+Legend: tokens, labels (B, n); states (B, n, E); logits (B, n, V); positions (n,) or (B, n). Over a group of ranks, n is
+this rank's part of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.functional import dilated_attention
+from dilated_attention.models.generate import generate_tokens
+from dilated_attention.models.loss import CHUNK, token_losses
+from dilated_attention.models.transformer import LMConfig, Trunk
+from dilated_attention.pattern import DilatedPattern
+
+Over = Group | ContextParallel
+Documents = Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class Whole:
+    """How tokens of whole sequences attend, or of this rank's shards of them."""
+
+    patterns: tuple[DilatedPattern, ...]
+    is_causal: bool
+    group: Over | None = None
+    documents: Documents | None = None
+    padding: Tensor | None = None
+    backend: Backend = "auto"
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(
+            q, k, v, self.patterns[layer], is_causal=self.is_causal, enable_gqa=True, group=self.group,
+            cu_seqlens=self.documents, key_padding_mask=self.padding, backend=self.backend, return_lse=True,
+        )  # fmt: skip
+
+
+class LongNetLM(Trunk):
+    """A decoder-only language model with dilated attention.
+
+    Its blocks are those of MAGNETO (sub-layer norm) unless the config says otherwise. ``checkpointing``, an attribute,
+    computes each block again in the backward pass.
+
+    Args:
+        config: what the model is, for example ``LMConfig.of("125M", pattern)``.
+        device, dtype: of the parameters.
+
+    Examples:
+        >>> from dilated_attention.models import LMConfig, LongNetLM
+        >>> pattern = da.DilatedPattern.longnet([64, 256], [1, 4])
+        >>> model = LongNetLM(LMConfig(vocab_size=256, dim=32, depth=2, heads=4, pattern=pattern))
+        >>> tokens = torch.randint(256, (1, 100))
+        >>> model(tokens).shape  # logits
+        torch.Size([1, 100, 256])
+        >>> model(tokens[:, :-1], tokens[:, 1:]).mean().backward()  # the loss of each token
+        >>> model.generate_tokens(tokens, max_new_tokens=5).shape
+        torch.Size([1, 5])
+    """
+
+    def __init__(self, config: LMConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False, device=device, dtype=dtype)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        else:
+            nn.init.normal_(self.head.weight, std=config.dim**-0.5)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Documents | None = None,
+        group: Over | None = None,
+        chunk: int = CHUNK,
+    ) -> Tensor:
+        """Computes logits, or with labels the loss of each token, whose logits are never there all at once.
+
+        Args:
+            tokens: (B, n) ids, or (B, n, E) embedded.
+            labels: (B, n), the next token of each, shifted already; -100 where there is none: the loss is then 0.
+            positions: of the tokens, for rotary positions; over a group: ``local_positions(N, group)``, or for
+                packed documents this rank's shard of ``document_positions(cu_seqlens)``.
+            cu_seqlens: where packed documents begin, and the end, for tokens (1, n): none sees another.
+            group: the ranks that share the sequence; tokens are then this rank's shard of it.
+            chunk: so many tokens have their logits at a time.
+        """
+        attend = Whole(self.config.patterns, True, group, cu_seqlens, None, self.backend)
+        states = self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
+        return self.head(states) if labels is None else token_losses(states, self.head.weight, labels, chunk)
+
+    def generate_tokens(self, prompt: Any, max_new_tokens: int, **options: Any) -> Tensor:
+        """Continues a prompt: see :func:`dilated_attention.models.generate.generate_tokens`."""
+        return generate_tokens(self, prompt, max_new_tokens, **options)
+
+
+class LongNetEncoder(Trunk):
+    """The same model with attention to both sides, for embeddings of tokens and of whole sequences.
+
+    Examples:
+        >>> from dilated_attention.models import LMConfig, LongNetEncoder
+        >>> pattern = da.DilatedPattern.longnet([64, 256], [1, 4])
+        >>> model = LongNetEncoder(LMConfig(vocab_size=256, dim=32, depth=2, heads=4, pattern=pattern))
+        >>> tokens = torch.randint(256, (2, 100))
+        >>> model(tokens).shape, model.pooled(tokens).shape
+        (torch.Size([2, 100, 32]), torch.Size([2, 32]))
+    """
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cu_seqlens: Documents | None = None,
+        group: Over | None = None,
+    ) -> Tensor:
+        """The state of each token. ``key_padding_mask``: (B, n), True = ignore; others as in :class:`LongNetLM`."""
+        attend = Whole(self.config.patterns, False, group, cu_seqlens, key_padding_mask, self.backend)
+        return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
+
+    def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """The mean of the states of each sample, (B, E), padding left out; over a group that of the whole sequence."""
+        if options.get("cu_seqlens") is not None:
+            raise ValueError(
+                "pooled() takes samples: for packed documents pool what the model returns, with cu_seqlens"
+            )
+        states = self(tokens, key_padding_mask=key_padding_mask, **options)
+        counted = torch.ones_like(states[..., :1]) if key_padding_mask is None else ~key_padding_mask.unsqueeze(-1)
+        sums = torch.cat(((states * counted).sum(1), counted.sum(1).to(states.dtype)), -1).unsqueeze(1)
+        group = options.get("group")
+        if group is not None:
+            sums = gather_sequence(sums, ContextParallel.of(group).process_group())
+        total = sums.sum(1)
+        return total[:, :-1] / total[:, -1:].clamp(min=1)
+
+
+def checked_positions(
+    tokens: Tensor, positions: Tensor | None, documents: Documents | None, group: Over | None
+) -> Tensor:
+    """The positions given, or those of whole sequences or documents."""
+    samples, n = tokens.shape[:2]
+    if positions is not None:
+        if positions.shape not in ((n,), (samples, n)):
+            raise ValueError(f"positions must be ({n},) or ({samples}, {n}), got {tuple(positions.shape)}")
+        return positions
+    if group is not None and ContextParallel.of(group).process_group().size() > 1:
+        raise ValueError("over a group, give positions=local_positions(N, group): a shard does not know its place")
+    if documents is not None:
+        positions = document_positions(documents, tokens.device)
+        if len(positions) != n:
+            raise ValueError(f"cu_seqlens ends with {len(positions)}, and there are {n} tokens")
+        return positions
+    return torch.arange(n, device=tokens.device)
+
+
+def document_positions(cu_seqlens: Documents, device: torch.device | str | None = None) -> Tensor:
+    """The position of each packed token in its own document, (T,)."""
+    ends = torch.as_tensor(cu_seqlens, device=device)
+    return torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(ends.diff())

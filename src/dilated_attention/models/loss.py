@@ -1,0 +1,81 @@
+"""Cross-entropy of a large vocabulary, some tokens at a time: the logits of all tokens are never there at once.
+
+A million tokens and 151,936 words would be 600 GB of logits. The backward pass computes them again, part by part.
+
+Legend: states (T, E); weight (V, E); labels (T,), IGNORED where a token has no label; losses, lse (T,).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from dilated_attention.call import accumulate_dtype
+from dilated_attention.checks import computed_dtype
+
+IGNORED = -100  # as in PyTorch
+CHUNK = 4096  # tokens
+
+
+def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = CHUNK) -> Tensor:
+    """The cross-entropy of each token, shaped as ``labels``: float32, or float64; 0 where the label is IGNORED."""
+    if labels.shape != states.shape[:-1]:
+        raise ValueError(f"labels are {tuple(labels.shape)} and tokens {tuple(states.shape[:-1])}: they must agree")
+    dtype = computed_dtype(states)
+    states, weight = states.to(dtype), weight.to(dtype)
+    with torch.autocast(states.device.type, enabled=False):
+        return _Losses.apply(states.flatten(0, -2), weight, labels, chunk)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    """The label of each token: the next one. The last has none, nor has the last of a document.
+
+    Labels are shifted before a sequence is sharded: the label of a shard's last token is on the next rank.
+    ``documents``: (T + 1,) where documents begin and end, for tokens (1, T).
+    """
+    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    if documents is not None:
+        labels[:, documents[1:].to(labels.device) - 1] = IGNORED
+    return labels
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        exact, shape, labels = accumulate_dtype(states.dtype), labels.shape, labels.flatten()
+        # not a view in the end: FSDP2 warns of one
+        losses = torch.empty(shape, dtype=exact, device=states.device)
+        flat, lse = losses.view(-1), losses.new_empty(labels.shape)
+        for part in _parts(len(labels), chunk):
+            logits = (states[part] @ weight.T).to(exact)
+            lse[part] = logits.logsumexp(-1)
+            score = logits.gather(1, labels[part].clamp(min=0).unsqueeze(1)).squeeze(1)
+            flat[part] = torch.where(labels[part] == IGNORED, 0.0, lse[part] - score)
+        ctx.save_for_backward(states, weight, labels, lse)
+        ctx.chunk = chunk
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        states, weight, labels, lse = ctx.saved_tensors
+        exact, grad = lse.dtype, grad.flatten()
+        dstates = torch.empty_like(states)
+        dweight = torch.zeros(weight.shape, dtype=exact, device=weight.device)
+        for part in _parts(len(labels), ctx.chunk):
+            factor = torch.where(labels[part] == IGNORED, 0.0, grad[part])
+            scores = (states[part] @ weight.T).to(exact).sub_(lse[part].unsqueeze(1)).exp_()
+            label = labels[part].clamp(min=0).unsqueeze(1)
+            scores.scatter_add_(1, label, scores.new_full((), -1.0).expand(label.shape))
+            dlogits = scores.mul_(factor.unsqueeze(1)).to(states.dtype)
+            dstates[part] = dlogits @ weight
+            dweight += dlogits.T @ states[part]
+        return dstates, dweight.to(weight.dtype), None, None
+
+
+def _parts(tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, tokens, chunk)]

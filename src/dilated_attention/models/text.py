@@ -1,0 +1,82 @@
+"""Text for training: files as documents of tokens, packed one after the other into rows of equal length.
+
+Legend: a document (n,) int32; a row (1, T), with cu_seqlens of the documents in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BEGIN = 256  # the token before the first byte of a document
+BYTES = 257  # tokens that bytes need
+
+
+def read_texts(paths: Iterable[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:
+    """The contents of files, and of all files with these suffixes in folders, in the order of their names."""
+    found, paths = [], list(paths)
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        files = sorted(x for x in path.rglob("*") if x.suffix in suffixes and x.is_file()) if path.is_dir() else [path]
+        for file in files:
+            text = file.read_bytes()
+            if b"\0" in text:
+                raise ValueError(f"{file} is not text: it has zero bytes; leave it out")
+            if text:
+                found.append(text)
+    if len(found) < 2:
+        names = ", ".join(map(str, paths))
+        raise ValueError(f"{names}: {len(found)} files with text, and two are the least, as one is held out")
+    return found
+
+
+def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) -> list[Tensor]:
+    """Documents as tokens: BEGIN and bytes, or those of a Hugging Face tokenizer."""
+    if tokenizer is None:
+        found = [torch.tensor([BEGIN, *text], dtype=torch.int32) for text in texts]
+    else:
+        found = [torch.tensor(tokenizer(text.decode())["input_ids"], dtype=torch.int32) for text in texts]
+    found = [x for x in found if len(x)]
+    most = max((int(x.max()) for x in found), default=-1)
+    if most >= vocab_size:
+        raise ValueError(f"there is a token {most}, and the vocabulary has {vocab_size}: the tokenizer does not fit")
+    return found
+
+
+class Rows:
+    """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
+
+    ``rows[i]`` is the same on every rank, and whatever was asked for before: row i, of the first time round or a later
+    one. With a ``seed`` documents come in another order each time.
+    """
+
+    def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None) -> None:
+        self.documents, self.tokens, self.seed, self.round = documents, tokens, seed, -1
+        total = sum(map(len, documents))
+        self.count = total // tokens  # rows, each time round
+        if not self.count:
+            raise ValueError(f"the text has {total} tokens, and a row {tokens}: give more text, or shorter rows")
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """A row, and cu_seqlens. A document that a row cuts goes on in the next one as if it began there."""
+        around, place = divmod(index, self.count)
+        if around != self.round:
+            self._arrange(around)
+        first = place * self.tokens
+        inside = self.begins[(self.begins > first) & (self.begins < first + self.tokens)] - first
+        ends = torch.cat((torch.tensor([0]), inside, torch.tensor([self.tokens])))
+        return self.whole[first : first + self.tokens].long().unsqueeze(0), ends
+
+    def _arrange(self, around: int) -> None:
+        order = list(range(len(self.documents)))
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed + around)
+            order = torch.randperm(len(order), generator=generator).tolist()
+        self.whole = torch.cat([self.documents[i] for i in order])
+        self.begins = torch.tensor([0, *(len(self.documents[i]) for i in order)]).cumsum(0)
+        self.round = around

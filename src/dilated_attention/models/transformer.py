@@ -1,0 +1,267 @@
+"""The transformer of LongNetLM and LongNetEncoder: its config, its blocks, rotary positions.
+
+A block does not know how tokens attend: it is given a function that does. Training, a group of ranks, packed documents
+and a cache are different functions; the block is the same.
+
+Legend: E = dim; x (B, n, E); q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); positions (n,) or (B, n).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.pattern import DilatedPattern, Rule, whole_number
+
+Feedforward = Literal["gelu", "swiglu"]
+Norm = Literal["layer", "rms"]
+Attend = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (layer, q, k, v) -> (out, lse)
+Rotary = tuple[Tensor, Tensor]  # cos and sin, (..., n, 1, D / 2)
+
+PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
+SIZES: dict[str, dict[str, Any]] = {
+    "125M": {**PAPER, "dim": 768, "depth": 12, "heads": 12},
+    "350M": {**PAPER, "dim": 1024, "depth": 24, "heads": 16},
+    "760M": {**PAPER, "dim": 1536, "depth": 24, "heads": 16},
+    "2.7B": {**PAPER, "dim": 2560, "depth": 32, "heads": 32},
+    "0.6B": {
+        "dim": 1024, "depth": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": "swiglu", "ffn_dim": 3072,
+        "norm": "rms", "norm_eps": 1e-6, "sub_norm": False, "qk_norm": True, "rotary_base": 1e6, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """What a model is, apart from its weights. Frozen; how it runs (group, backend, checkpointing) is not part of it.
+
+    Args:
+        pattern: one for all layers, or one per layer.
+        heads, kv_heads, head_dim: by default as many key/value heads as query heads, of dim / heads.
+        ffn, ffn_dim: the feed-forward network, and its width: 4 * dim by default.
+        norm, norm_eps: layer norms or root-mean-square norms.
+        sub_norm: one more norm before each output projection, and the initialisation of MAGNETO.
+        qk_norm: a norm over each head of q and k.
+        rotary_base: of rotary positions; None: the model has no positions.
+        tied: the output projection is the embedding.
+        sinks: a learned score per head that takes part in every softmax, with a value of 0.
+    """
+
+    vocab_size: int
+    dim: int
+    depth: int
+    heads: int
+    pattern: DilatedPattern | tuple[DilatedPattern, ...]
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: Feedforward = "gelu"
+    ffn_dim: int | None = None
+    norm: Norm = "layer"
+    norm_eps: float = 1e-5
+    sub_norm: bool = True
+    qk_norm: bool = False
+    rotary_base: float | None = 10_000.0
+    tied: bool = True
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "depth", "heads"):
+            whole_number(name, getattr(self, name))
+        if self.head_dim is None and self.dim % self.heads:
+            raise ValueError(f"dim must be a multiple of heads, got {self.dim} and {self.heads}: or give head_dim")
+        defaults = {"kv_heads": self.heads, "head_dim": self.dim // self.heads, "ffn_dim": 4 * self.dim}
+        for name, default in defaults.items():
+            given = getattr(self, name)
+            object.__setattr__(self, name, default if given is None else whole_number(name, given))
+        for name, allowed in (("ffn", get_args(Feedforward)), ("norm", get_args(Norm))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.rotary_base is not None and self.head_size % 2:
+            raise ValueError(f"rotary positions need an even head_dim, got {self.head_size}")
+        if not isinstance(self.pattern, DilatedPattern):
+            object.__setattr__(self, "pattern", tuple(self.pattern))
+        if len(self.patterns) != self.depth:
+            raise ValueError(f"pattern must be one, or one per layer: got {len(self.patterns)} for {self.depth} layers")
+        for pattern in self.patterns:
+            pattern.check_heads(self.heads, self.kv_heads)
+
+    @classmethod
+    def of(cls, size: str, pattern: DilatedPattern | tuple[DilatedPattern, ...], **changes: Any) -> LMConfig:
+        """A size by its name: "125M", "350M", "760M" and "2.7B" as in the LongNet paper, "0.6B" as Qwen3."""
+        if size not in SIZES:
+            raise ValueError(f"unknown size {size!r}: use one of {', '.join(SIZES)}, or LMConfig(...)")
+        return cls(**{**SIZES[size], "pattern": pattern, **changes})
+
+    @property
+    def patterns(self) -> tuple[DilatedPattern, ...]:
+        """The pattern of each layer."""
+        return (self.pattern,) * self.depth if isinstance(self.pattern, DilatedPattern) else self.pattern
+
+    @property
+    def head_size(self) -> int:
+        return cast(int, self.head_dim)
+
+    @property
+    def kv_count(self) -> int:
+        return cast(int, self.kv_heads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it; `from_dict` reads it."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        one = isinstance(self.pattern, DilatedPattern)
+        found["pattern"] = written(self.patterns[0]) if one else [written(pattern) for pattern in self.patterns]
+        return found
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> LMConfig:
+        return cls(**{**found, "pattern": read_pattern(found["pattern"])})
+
+
+def written(pattern: DilatedPattern) -> dict[str, Any]:
+    """A pattern as JSON takes it."""
+    lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
+    return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates}
+
+
+def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
+    """The pattern that `written` wrote, or one per layer; a pattern is given as it is."""
+    if isinstance(found, DilatedPattern):
+        return found
+    if isinstance(found, list | tuple):
+        return tuple(cast(DilatedPattern, read_pattern(one)) for one in found)
+    if not isinstance(found, dict) or set(found) != {"rule", "segment_lengths", "dilation_rates"}:
+        raise ValueError(f"a pattern is a dict of rule, segment_lengths and dilation_rates, got {found!r}")
+    return DilatedPattern.of(cast(Rule, found["rule"]), found["segment_lengths"], found["dilation_rates"])
+
+
+def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rotary:
+    """cos and sin of each position. Angles are in float64: in float32 they are off by 0.06 at a million tokens."""
+    rates = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim)
+    some = [part.unsqueeze(-1) * rates for part in torch.split(positions, 1 << 16, dim=-1)]
+    cos, sin = (
+        torch.cat([wave(angles).to(dtype) for angles in some], -2).unsqueeze(-2) for wave in (torch.cos, torch.sin)
+    )
+    return cos, sin
+
+
+def rotated(x: Tensor, waves: Rotary) -> Tensor:
+    """q or k with the first and second half of each head turned by its position."""
+    (cos, sin), (a, b) = waves, x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Block(nn.Module):
+    """One layer: attention and a feed-forward network, each normalised before, and inside if ``sub_norm``."""
+
+    def __init__(self, config: LMConfig, layer: int, **factory: Any) -> None:
+        super().__init__()
+        E, H, Hk, D = config.dim, config.heads, config.kv_count, config.head_size
+        F_, self.layer, self.ffn = cast(int, config.ffn_dim), layer, config.ffn
+        self.counts, self.head_dim = (H, Hk, Hk), D
+        kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+
+        def norm(width: int, wanted: bool = True) -> nn.Module:
+            return kind(width, eps=config.norm_eps, **factory) if wanted else nn.Identity()
+
+        self.attention_norm = norm(E)
+        self.qkv = nn.Linear(E, (H + 2 * Hk) * D, bias=False, **factory)
+        self.q_norm, self.k_norm = norm(D, config.qk_norm), norm(D, config.qk_norm)
+        self.sink = nn.Parameter(torch.zeros(H, **factory)) if config.sinks else None
+        self.inner_norm = norm(H * D, config.sub_norm)
+        self.out = nn.Linear(H * D, E, bias=False, **factory)
+        self.ffn_norm = norm(E)
+        self.up = nn.Linear(E, 2 * F_ if config.ffn == "swiglu" else F_, bias=False, **factory)
+        self.ffn_inner_norm = norm(F_, config.sub_norm)
+        self.down = nn.Linear(F_, E, bias=False, **factory)
+
+    def forward(self, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
+        x = x + self._attention(self.attention_norm(x), waves, attend)
+        up = self.up(self.ffn_norm(x))
+        if self.ffn == "swiglu":
+            gate, up = up.chunk(2, dim=-1)
+            up = F.silu(gate) * up
+        else:
+            up = F.gelu(up)
+        return x + self.down(self.ffn_inner_norm(up))  # type: ignore[no-any-return]
+
+    def _attention(self, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.counts, dim=-2)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if waves is not None:
+            q, k = rotated(q, waves), rotated(k, waves)
+        out, lse = attend(self.layer, q, k, v)
+        if self.sink is not None:
+            out = out * torch.sigmoid(lse - self.sink).unsqueeze(-1).to(out.dtype)
+        return self.out(self.inner_norm(out.flatten(-2)))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def reset_parameters(self, depth: int) -> None:
+        """MAGNETO's: Xavier normal, the value, output and feed-forward weights with a gain of sqrt(log(2 depth)).
+        Without sub_norm: normal of 0.02, outputs less by sqrt(2 depth)."""
+        q, k, v = torch.split(self.qkv.weight, [count * self.head_dim for count in self.counts])
+        branches = [v, self.out.weight, *self.up.weight.chunk(2 if self.ffn == "swiglu" else 1), self.down.weight]
+        if isinstance(self.inner_norm, nn.Identity):
+            for weight in (q, k, *branches):
+                nn.init.normal_(weight, std=0.02)
+            for weight in (self.out.weight, self.down.weight):
+                weight.mul_((2 * depth) ** -0.5)
+        else:
+            for weight in (q, k):
+                nn.init.xavier_normal_(weight)
+            for weight in branches:
+                nn.init.xavier_normal_(weight, gain=math.sqrt(math.log(2 * depth)))
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and the last norm: from tokens to states."""
+
+    def __init__(self, config: LMConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config = config
+        self.checkpointing = False  # compute each block again in the backward pass, instead of keeping what it needs
+        self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        self.backend: Backend = "auto"
+        self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
+        self.blocks = nn.ModuleList(Block(config, layer, **factory) for layer in range(config.depth))
+        kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+        self.norm = kind(config.dim, eps=config.norm_eps, **factory)
+        # as in MAGNETO's models: small weights for the tied output, and an input of size 1
+        self.scale = config.dim**0.5 if config.sub_norm else 1.0
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5 if self.config.sub_norm else 0.02)
+        for block in self.blocks:
+            cast(Block, block).reset_parameters(self.config.depth)
+        self.norm.reset_parameters()
+
+    def states(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The normalised states after the last block, of token ids (B, n) or of embedded tokens (B, n, E)."""
+        if not x.is_floating_point():
+            x = self.embed(x) * self.scale
+        base, waves = self.config.rotary_base, None
+        if base is not None:
+            waves = rotary(positions, self.config.head_size, base, x.dtype)
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = self.checkpoint(block, x, waves, attend)
+            else:
+                x = block(x, waves, attend)
+        return self.norm(x)  # type: ignore[no-any-return]

@@ -1,0 +1,212 @@
+"""KeptRows: a cache for causal decoding that keeps only the K and V rows that later tokens can see.
+
+Of a branch (w, r) only the open segment matters, and of that every r-th token: w / r rows per key/value head, however
+long the sequence is. The next token of each sample is computed by itself, on the device and in fixed buffers, so that a
+CUDA graph can hold the step. More tokens at once are a chunk of a causal stream.
+
+Legend: q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); at (B,) the position of the first of the n tokens in its own
+sequence; count (B,) how many of the n tokens are real, the first ones; a shelf (B, b, rows, h, D) of b branches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
+from dilated_attention.functional import dilated_attention
+from dilated_attention.pattern import Branch, DilatedPattern
+from dilated_attention.streaming.causal import AtOnce
+from dilated_attention.streaming.chunks import any_mode
+from dilated_attention.streaming.stream import rows_of
+
+Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
+
+
+class Shelf:
+    """The rows of branches that have equally many rows and the same heads: they are attended in one call."""
+
+    def __init__(self, branches: dict[int, Branch], rows: int, like: Tensor) -> None:
+        """``like``: has the samples, head dim, dtype and device of the rows."""
+        some = list(branches.values())
+        self.branches, self.rows = branches, rows
+        self.heads = slice(some[0].first, some[0].last)
+        self.lengths = torch.tensor([one.length for one in some], device=like.device)
+        self.rates = torch.tensor([one.rate for one in some], device=like.device)
+        self.offsets = torch.tensor([[one.offset(h) for h in one.heads] for one in some], device=like.device)
+        shape = (like.shape[0], len(some), rows, len(some[0].heads), like.shape[-1])
+        self.kv: Pair = like.new_zeros(shape), like.new_zeros(shape)
+        self.dense = DilatedPattern.longnet([rows], [1])
+
+    def places(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each sample's next token in each branch, (B, b), and which heads take part with it, (B, b, h)."""
+        token = at.unsqueeze(1) % self.lengths
+        return token // self.rates, (token % self.rates).unsqueeze(2) == self.offsets
+
+    def earlier(self, q: Tensor, at: Tensor, scale: float | None, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse) of what one query per sample sees here, (B, b, h * G, ...), and which heads take part."""
+        row, here = self.places(at)
+        samples, count = row.shape
+        group = q.shape[2] // len(here[0, 0])
+        # each branch is one more sample: its query is at the last row that was written before
+        queries = q.unsqueeze(1).expand(-1, count, -1, -1, -1).flatten(0, 1)
+        keys, values = (x.flatten(0, 1) for x in self.kv)
+        out, lse = dilated_attention(
+            queries, keys, values, self.dense, is_causal=True, scale=scale, enable_gqa=True, backend=backend,
+            query_offset=(row - 1).clamp(min=0).flatten(), return_lse=True,
+        )  # fmt: skip
+        unseen = ~here | (row == 0).unsqueeze(2)
+        lse = lse.view(samples, count, -1).masked_fill(unseen.repeat_interleave(group, 2), -torch.inf)
+        return out.view(samples, count, *out.shape[2:]), lse, here
+
+    def put(self, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None) -> None:
+        """Keep one token per sample; heads that do not take part keep the row that they have."""
+        row, here = self.places(at)
+        if count is not None:
+            here = here & (count > 0)[:, None, None]
+        sample = torch.arange(len(at), device=at.device).unsqueeze(1)
+        index = sample, torch.arange(row.shape[1], device=at.device), row
+        for kept, x in zip(self.kv, (k, v), strict=True):
+            kept[index] = torch.where(here.unsqueeze(3), x[:, :, self.heads], kept[index])
+
+
+class KeptRows:
+    """The rows of one attention layer, for samples that may be at different positions."""
+
+    def __init__(self, pattern: DilatedPattern, like: Tensor, tokens: int | None = None) -> None:
+        """``like``: k or v of any tokens. ``tokens``: room for sequences so long, and no longer; None: for any."""
+        samples, _, kv_heads, head_dim = like.shape
+        self.pattern, self.kv_heads = pattern, kv_heads
+        self.branches = pattern.dealt(kv_heads)
+        with any_mode():
+            self.like = like.new_empty(samples, 0, head_dim)
+            self.shelves = self._shelves(tokens)
+        self.tokens = tokens
+
+    def _shelves(self, tokens: int | None) -> list[Shelf]:
+        alike: dict[tuple[int, range], dict[int, Branch]] = {}
+        for index, branch in enumerate(self.branches):
+            rows = rows_of(branch, branch.length if tokens is None else tokens)
+            if branch.heads and rows:
+                alike.setdefault((rows, branch.heads), {})[index] = branch
+        return [Shelf(branches, rows, self.like) for (rows, _), branches in alike.items()]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
+        if self.tokens is None or tokens <= self.tokens:
+            return
+        room = max(tokens, 2 * self.tokens)
+        self.tokens = None if room >= max(self.pattern.segment_lengths) else room
+        with any_mode():
+            old, self.shelves = dict(self._placed()), self._shelves(self.tokens)
+            for index, pair in self._placed():
+                for x, before in zip(pair, old.get(index, ()), strict=False):
+                    x[:, : before.shape[1]] = before
+
+    def _placed(self) -> Iterator[tuple[int, Pair]]:
+        """Each branch with its rows, (B, rows, h, D)."""
+        for shelf in self.shelves:
+            k, v = shelf.kv
+            for i, index in enumerate(shelf.branches):
+                yield index, (k[:, i], v[:, i])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for shelf in self.shelves for x in shelf.kv)
+
+    def select(self, samples: Tensor) -> None:
+        """Go on with these samples, each as often as it is named."""
+        with any_mode():
+            self.like = self.like[samples]
+            for shelf in self.shelves:
+                k, v = shelf.kv
+                shelf.kv = k.index_select(0, samples), v.index_select(0, samples)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at: Tensor,
+        count: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        backend: Backend = "auto",
+    ) -> Pair:
+        """(out, lse) of the next tokens, which see what is kept and one another. They are not kept yet: `keep` does it.
+
+        Rows that are not real, by ``count``, get 0 and -inf.
+        """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("kept rows have no gradients: decode under torch.no_grad()")
+        if q.shape[1] == 1:
+            return self._next(q, k, v, at, scale, backend)
+        with any_mode():
+            out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
+            for samples, first, n in self._alike(at, count, q.shape[1]):
+                parts = [x[samples, :n] for x in (q, k, v)]
+                stream = self._stream(samples, first, parts[0], parts[1], scale, backend)
+                outs, lses = zip(*stream.seen(*parts), strict=True)
+                out[samples, :n], lse[samples, :n] = torch.cat(outs, 1), torch.cat(lses, 1)
+        return out, lse
+
+    def keep(self, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None) -> None:
+        """Keep what tokens after these can see of them."""
+        with any_mode():
+            if k.shape[1] == 1:
+                for shelf in self.shelves:
+                    shelf.put(k, v, at, count)
+                return
+            for samples, first, n in self._alike(at, count, k.shape[1]):
+                stream = self._stream(samples, first, k[samples, :0], k[samples, :0], None, "auto")
+                stream.keep(k[samples, :n], v[samples, :n])
+
+    def _next(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float | None, backend: Backend) -> Pair:
+        """One token per sample, on the device: the host waits for nothing."""
+        samples, _, heads, dim = q.shape
+        group = heads // self.kv_heads
+        exact = accumulate_dtype(q.dtype)
+        outs = q.new_zeros(samples, len(self.branches) + 1, heads, dim, dtype=exact)
+        lses = q.new_full(outs.shape[:3], -torch.inf, dtype=exact)
+        times = at.new_zeros(samples, self.kv_heads)  # how many branches show the token to itself
+        first = 0
+        for shelf in self.shelves:
+            mine = slice(shelf.heads.start * group, shelf.heads.stop * group)
+            out, lse, here = shelf.earlier(q[:, :, mine], at, scale, backend)
+            last = first + len(shelf.branches)
+            outs[:, first:last, mine], lses[:, first:last, mine] = out.squeeze(2), lse
+            times[:, shelf.heads] += here.sum(1)
+            first = last
+        score = (q.view(samples, self.kv_heads, group, dim).to(exact) * k.transpose(1, 2).to(exact)).sum(-1)
+        score = score * (dim**-0.5 if scale is None else scale) + times.to(exact).log().unsqueeze(2)
+        outs[:, -1] = v.squeeze(1).repeat_interleave(group, 1)
+        lses[:, -1] = score.flatten(1)
+        total = lses.logsumexp(1, keepdim=True)
+        weights = (lses - total).exp().masked_fill(total == -torch.inf, 0.0)
+        return (weights.unsqueeze(3) * outs).sum(1, keepdim=True).to(q.dtype), total
+
+    def _alike(self, at: Tensor, count: Tensor | None, n: int) -> Iterator[tuple[slice, int, int]]:
+        """Samples that are computed together, with the position and number of their tokens."""
+        firsts: list[int] = at.tolist()
+        counts: list[int] = [n] * len(firsts) if count is None else count.tolist()
+        pairs = list(zip(firsts, counts, strict=True))
+        if len(set(pairs)) == 1:
+            yield slice(None), *pairs[0]
+            return
+        for sample, (first, number) in enumerate(pairs):
+            if number:
+                yield slice(sample, sample + 1), first, number
+
+    def _stream(self, samples: slice, at: int, q: Tensor, k: Tensor, scale: float | None, backend: Backend) -> AtOnce:
+        """A causal stream that goes on after ``at`` tokens. What it keeps, it keeps here."""
+        call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend)
+        stream = AtOnce(call.of(q[:, :0], k[:, :0], None, 0), lambda _: None, sys.maxsize)
+        stream.position = at
+        for index, pair in self._placed():
+            for held, x in zip(stream.kept[index], pair, strict=True):
+                held.store, held.last = x[samples], rows_of(self.branches[index], at % self.branches[index].length)
+        return stream

@@ -1,0 +1,256 @@
+"""The training example: gradients on any mesh, going on after SIGTERM, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dilated_attention.models.text import BEGIN, BYTES, Rows, read_texts, tokens_of
+from dilated_attention.ranks import pool
+from dilated_attention.testing import error
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_lm  # noqa: E402
+import witten_bell  # noqa: E402
+
+SMALL = {
+    "dim": 16, "depth": 2, "heads": 2, "segments": (8, 16), "rates": (1, 2), "tokens": 40, "rows": 4, "steps": 4,
+    "save-every": 2,
+}  # fmt: skip
+
+
+def corpus(folder: Path) -> Path:
+    """Documents of a few words each."""
+    folder.mkdir(exist_ok=True)
+    for index in range(12):
+        words = [f"word{(index * i) % 7} in line {i}\n" for i in range(3 + index)]
+        (folder / f"{index:02}.txt").write_text("".join(words))
+    return folder
+
+
+def given(folder: Path, *more: Any) -> list[str]:
+    small: list[Any] = []
+    for name, value in SMALL.items():
+        small += [f"--{name}", *(value if isinstance(value, tuple) else [value])]
+    words = [corpus(folder / "text"), "--out", folder / "out", "--device", "cpu", *small, *more]
+    return [str(word) for word in words]
+
+
+def names(folder: Path) -> list[str]:
+    """The checkpoints, finished or not."""
+    return sorted(x.name for x in (folder / "out").iterdir() if x.is_dir())
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+
+
+# --- over ranks -------------------------------------------------------------------------------------------------
+
+
+def gradients(arguments: list[str]) -> list[torch.Tensor]:
+    """Loss and gradients of the first step, whole, in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        options = train_lm.arguments(arguments)
+        config = train_lm.LMConfig(
+            BYTES, options.dim, options.depth, options.heads, train_lm.da.DilatedPattern.longnet([8, 16], [1, 2])
+        )
+        trainer = train_lm.Trainer(options, config)
+        loss = trainer.gradients(Rows(tokens_of(read_texts(options.text), BYTES), options.tokens, options.seed))
+        return [loss, *(parameter.grad.full_tensor() for parameter in trainer.model.parameters())]  # type: ignore[union-attr]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 4), (4, 2)], ids=["2", "4", "2x2"])
+def test_loss_and_gradients_are_those_of_one_rank(ranks: int, sequence: int, tmp_path: Path) -> None:
+    expected = pool(1).run(gradients, given(tmp_path))[0]
+    for found in pool(ranks).run(gradients, given(tmp_path, "--sequence", sequence)):
+        assert max(error(x, y) for x, y in zip(found, expected, strict=True)) < 1e-12
+
+
+def interrupted(arguments: list[str], at: int) -> None:
+    """The training on a rank that gets SIGTERM after a step."""
+    add = train_lm.Log.add
+
+    def told(self: Any, step: int, **facts: float) -> None:
+        add(self, step, **facts)
+        if step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(train_lm.Log, "add", told):
+        train_lm.main(arguments)
+
+
+def test_a_training_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    """Bit for bit on as many ranks, correctly on fewer."""
+    calm, ended, fewer = (tmp_path / name for name in ("calm", "ended", "fewer"))
+    calm.mkdir()
+    ended.mkdir()
+    pool(2).run(train_lm.main, given(calm, "--sequence", 2))
+    pool(2).run(interrupted, given(ended, "--sequence", 2), 2)
+    assert names(ended) == ["step-00000002", "step-00000003"]  # the step that it was in was ended, and saved
+    assert [line["step"] for line in lines(ended)] == [1, 2, 3]
+    shutil.copytree(ended, fewer)
+    pool(2).run(train_lm.main, given(ended, "--sequence", 2))
+    pool(1).run(train_lm.main, given(fewer))
+    assert lines(ended) == lines(calm)
+    assert names(ended) == ["step-00000003", "step-00000004"]
+    for one, other in zip(lines(fewer), lines(calm), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------
+
+
+def said(arguments: list[str]) -> str:
+    """What a training on this rank says when it gives up."""
+    try:
+        train_lm.main(arguments)
+    except SystemExit as refused:
+        return str(refused.code)
+    return "nothing"
+
+
+def poisoned(arguments: list[str]) -> str:
+    """From the third step on, a weight is NaN."""
+    update = train_lm.Trainer.update
+
+    def then(self: Any) -> float:
+        norm: float = update(self)
+        if self.step == 2:
+            with torch.no_grad():
+                self.model.embed.weight.to_local().fill_(math.nan)
+        return norm
+
+    with mock.patch.object(train_lm.Trainer, "update", then):
+        return said([*arguments, "--save-every", "1"])
+
+
+def without_room(arguments: list[str]) -> str:
+    """No file may grow beyond a few kilobytes after the first checkpoint."""
+    save, limits = train_lm.Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def then(self: Any, step: int, state: Any) -> None:
+        self.finish()
+        if step > 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        save(self, step, state)
+
+    try:
+        with mock.patch.object(train_lm.Checkpoints, "save", then):
+            return said(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_failures_leave_the_last_good_checkpoint(tmp_path: Path) -> None:
+    arguments = given(tmp_path)
+    told = pool(1).run(without_room, arguments)[0]
+    assert told.startswith("error: step 4 could not be saved; the last good checkpoint is ")
+    assert "step-00000002" in told
+    other = pool(1).run(said, [*arguments, "--dim", "32"])[0]
+    assert "is of another training: dim was 16 and is 32" in other
+    assert pool(1).run(said, [*arguments, "--sequence", "3"])[0].startswith("error: 1 ranks: --sequence must divide")
+
+
+def test_a_loss_that_is_nan(tmp_path: Path) -> None:
+    told = pool(1).run(poisoned, given(tmp_path))[0]
+    assert told.startswith("error: the loss of step 3 is nan: lower --lr; the last checkpoint is ")
+    assert told.endswith("step-00000002")
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_text_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for paths, says in (
+        ([empty], "0 files with text"),
+        ([tmp_path / "nowhere"], "does not exist"),
+        ([binary(tmp_path)], "is not text: it has zero bytes"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            read_texts(paths)
+    with pytest.raises(ValueError, match="a token 256, and the vocabulary has 100"):
+        tokens_of([b"text"], 100)
+    with pytest.raises(ValueError, match="has 5 tokens, and a row 40"):
+        Rows(tokens_of([b"text"], BYTES), 40)
+
+
+def binary(folder: Path) -> Path:
+    file = folder / "picture.txt"
+    file.write_bytes(b"\x89PNG\0\0")
+    return file
+
+
+def test_rows_hold_every_document(tmp_path: Path) -> None:
+    texts = read_texts([corpus(tmp_path / "text")])
+    rows = Rows(tokens_of(texts, BYTES), 40, seed=3)
+    for around in range(2):
+        row, ends = zip(*(rows[around * rows.count + i] for i in range(rows.count)), strict=True)
+        whole = torch.cat(row, 1)[0]
+        begins = torch.cat([part[:-1] + 40 * i for i, part in enumerate(ends)])
+        assert (whole == BEGIN).nonzero().flatten().tolist() == [b for b in begins.tolist() if whole[b] == BEGIN]
+        assert Counter(whole[whole < BEGIN].tolist()) <= Counter(b"".join(texts))
+        assert set(begins.tolist()) >= set(range(0, len(whole), 40))
+    first, second = ([rows[i][0] for i in range(start, start + 9)] for start in (0, rows.count))
+    assert not torch.equal(torch.cat(first), torch.cat(second))  # another order
+    assert torch.equal(first[4], rows[4][0])
+
+
+def test_witten_bell_by_hand() -> None:
+    train, held_out, order = b"abracadabra, abracadabra! " * 3, b"cadabra abra zoo", 3
+    counts: list[Any] = [defaultdict(Counter) for _ in range(order + 1)]
+    seen, new = bytes(order) + train, bytes(order) + held_out
+    for at in range(order, len(seen)):
+        for n in range(order + 1):
+            counts[n][seen[at - n : at]][seen[at]] += 1
+    bits = 0.0
+    for at in range(order, len(new)):
+        share = 1 / 256
+        for n in range(order + 1):
+            after = counts[n][new[at - n : at]]
+            if after:
+                share = (after[new[at]] + len(after) * share) / (sum(after.values()) + len(after))
+        bits -= math.log2(share) / len(held_out)
+    assert witten_bell.bits_per_byte(train, held_out, (order,))[order] == pytest.approx(bits, rel=1e-12)
+
+
+# --- as a program -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_program_well(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        str(EXAMPLES / "train_lm.py"),
+        *given(tmp_path, "--steps", 100_000, "--save-every", 50_000),
+    ]
+    program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (tmp_path / "out" / "log.jsonl").exists() or len(lines(tmp_path)) < 3:
+        assert program.poll() is None, program.communicate()[0]
+        time.sleep(0.2)
+    program.send_signal(signal.SIGTERM)
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 0, output
+    assert len(list((tmp_path / "out").glob("step-*"))) == 1

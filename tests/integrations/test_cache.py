@@ -1,0 +1,149 @@
+"""DilatedCache: what is kept, and every operation of a cache."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dilated_attention.integrations.transformers import DilatedCache
+from dilated_attention.testing import error
+from tests.integrations.hf import LENGTHS, OTHER, PATTERN, batch, config_of, made, model_of, tokens
+
+CLOSE = 1e-11
+
+
+class Pair:
+    """The same calls with a cache that keeps everything, and with ours."""
+
+    def __init__(self, **given: Tensor) -> None:
+        self.model = model_of()
+        self.caches = DynamicCache(config=self.model.config), DilatedCache(self.model.config)
+        self.mask = given.pop("attention_mask", torch.ones_like(given["input_ids"]))
+        self.run(given["input_ids"], self.mask)
+
+    def run(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        """The next tokens, and the check."""
+        if mask is None:
+            self.mask = torch.cat((self.mask, torch.ones_like(ids)), 1)
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        given = {"input_ids": ids, "attention_mask": self.mask, "position_ids": positions}
+        with torch.no_grad():
+            wanted, got = (self.model(**given, past_key_values=cache).logits for cache in self.caches)
+        counted = self.mask[:, -ids.shape[1] :].bool()
+        assert error(got[counted], wanted[counted]) < CLOSE
+        assert self.caches[0].get_seq_length() == self.caches[1].get_seq_length()
+
+    def both(self, name: str, *args: Any) -> None:
+        for cache in self.caches:
+            getattr(cache, name)(*args)
+
+
+def more(samples: int, count: int, seed: int = 5) -> Tensor:
+    return torch.randint(1, 40, (samples, count), generator=torch.Generator().manual_seed(seed))
+
+
+PADDED = pytest.mark.parametrize("given", [batch("left"), {"input_ids": tokens()}], ids=["padded", "alike"])
+
+
+@PADDED
+@pytest.mark.parametrize("samples", [[2, 0, 0], [1]], ids=str)
+def test_samples_are_chosen_and_repeated(given: dict[str, Tensor], samples: list[int]) -> None:
+    for operation in ("reorder_cache", "batch_select_indices"):
+        pair, index = Pair(**given), torch.tensor(samples)
+        pair.both(operation, index)
+        pair.mask = pair.mask[index]
+        pair.run(more(len(samples), 1))
+        pair.both("batch_repeat_interleave", 2)
+        pair.mask = pair.mask.repeat_interleave(2, 0)
+        for count in (1, 3, 1):
+            pair.run(more(2 * len(samples), count))
+
+
+@PADDED
+@pytest.mark.parametrize("tokens_to_remove", [1, 4, 6])
+def test_the_last_chunk_can_be_cropped(given: dict[str, Tensor], tokens_to_remove: int) -> None:
+    """Exactly, over the border of a segment as well, and again and again."""
+    pair = Pair(**given)
+    pair.run(more(3, 1))
+    for _ in range(4):
+        pair.run(more(3, 6))
+        pair.both("crop", -tokens_to_remove)
+        pair.mask = pair.mask[:, :-tokens_to_remove]
+        pair.run(more(3, 2, seed=8))
+    pair.both("crop", 0)
+    pair.run(more(3, 1))
+    with pytest.raises(ValueError, match="can forget the last chunk, 1 tokens, and 2 are to go"):
+        pair.caches[1].crop(-2)
+    with pytest.raises(ValueError, match="minus the number of tokens"):
+        pair.caches[1].crop(5)
+
+
+def test_a_padded_prompt_is_cropped() -> None:
+    """The chunk has padding in it; the tokens that go are the last of the row, real or not."""
+    pair = Pair(**batch("right"))
+    pair.both("crop", -9)
+    pair.mask = pair.mask[:, :-9]
+    pair.run(more(3, 1))
+    pair.run(more(3, 2))
+
+
+def test_reset() -> None:
+    pair = Pair(**batch("left"))
+    pair.run(more(3, 2))
+    pair.both("reset")
+    assert pair.caches[1].get_seq_length() == pair.caches[1].nbytes == 0
+    pair.mask = torch.ones(2, 0, dtype=torch.int64)
+    pair.run(more(2, 11))
+    pair.run(more(2, 1))
+
+
+def test_memory_is_flat_after_the_longest_segment() -> None:
+    """At most the sum of w / r rows per key/value head, and the last token."""
+    model = model_of()
+    cache, sizes = DilatedCache(model.config), []
+    assert len(cache) == 2
+    with torch.no_grad():
+        for _ in range(50):
+            model(more(1, 1), past_key_values=cache)
+            sizes.append(cache.nbytes)
+    row = 2 * 8 * 8  # k and v, of 8 numbers in float64
+    kept = [sum(-(-one.length // one.rate) * len(one.heads) for one in p.dealt(2)) for p in (PATTERN, OTHER)]
+    assert sizes[20:] == [row * (sum(kept) + 2 * 2)] * 30
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] / 3
+
+
+def test_nothing_holds_on_to_a_cache() -> None:
+    model = model_of()
+    cache = DilatedCache(model.config)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache)
+        model(tokens()[:, :1], past_key_values=cache)
+    gone = weakref.ref(cache.layers[0])
+    del cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_refused() -> None:
+    model = made(config_of())
+    with pytest.raises(ValueError, match="no gradients"):
+        model(tokens(), past_key_values=DilatedCache(model.config))
+    with torch.no_grad():
+        given = {"input_ids": tokens().view(1, -1)[:, :40], "past_key_values": DilatedCache(model.config)}
+        positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+        with pytest.raises(ValueError, match="do not count on"):
+            model(**given, position_ids=positions)
+        cache = DilatedCache(model.config)
+        model.set_attn_implementation("sdpa")
+        model(tokens(), past_key_values=cache)
+        with pytest.raises(RuntimeError, match='attn_implementation="dilated" only'):
+            model(tokens()[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="not offloaded"):
+        cache.layers[0].offload()

@@ -1,0 +1,165 @@
+"""LongNetForCausalLM: the plain model under another roof."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+
+from dilated_attention.integrations.transformers import DilatedCache, LongNetConfig, LongNetForCausalLM, register
+from dilated_attention.models import LMConfig, LongNetLM
+from dilated_attention.testing import error
+from tests.integrations.hf import LENGTHS, OTHER, PAD, PATTERN, alone, batch, packed, real, tokens
+from tests.over_ranks import changed
+
+PLAIN = LMConfig(
+    vocab_size=40, dim=32, depth=2, heads=4, kv_heads=2, pattern=(PATTERN, OTHER), sinks=True, ffn="swiglu"
+)
+CLOSE = 1e-11
+GREEDY = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": PAD}
+
+
+@functools.cache
+def model() -> Any:
+    register()
+    torch.manual_seed(0)
+    return changed(LongNetForCausalLM(LongNetConfig.of(PLAIN)).double()).eval()
+
+
+def expected() -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model().lm(row)[0] for row in alone()])
+
+
+@pytest.mark.parametrize(
+    "config", [PLAIN, LMConfig.of("0.6B", PATTERN), LMConfig.of("125M", PATTERN)], ids=["a", "b", "c"]
+)
+def test_a_config_is_the_plain_one(config: LMConfig, tmp_path: Path) -> None:
+    theirs = LongNetConfig.of(config)
+    theirs.save_pretrained(tmp_path)
+    register()
+    assert AutoConfig.from_pretrained(tmp_path).plain() == config
+    text = (tmp_path / "config.json").read_text()
+    assert json.loads(text)["model_type"] == "longnet"
+    assert '"group' not in text
+    assert LongNetConfig().plain().patterns[0].segment_lengths[-1] == 32768
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    """In safetensors, by the Auto classes, with the tied weight once."""
+    model().save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, LongNetForCausalLM)
+    assert loaded.lm.head.weight is loaded.lm.embed.weight
+    assert loaded.dtype == torch.float64
+    assert torch.equal(loaded.eval()(tokens(), use_cache=False).logits, model()(tokens(), use_cache=False).logits)
+
+
+def test_a_new_model_starts_as_the_plain_one() -> None:
+    torch.manual_seed(3)
+    ours: Any = AutoModelForCausalLM.from_config(LongNetConfig.of(PLAIN))
+    torch.manual_seed(3)
+    assert all(map(torch.equal, ours.lm.parameters(), LongNetLM(PLAIN).parameters()))
+
+
+def test_what_a_checkpoint_lacks_is_drawn(tmp_path: Path) -> None:
+    smaller = LMConfig(vocab_size=40, dim=32, depth=2, heads=4, kv_heads=2, pattern=PATTERN, ffn="swiglu")
+    small = LongNetForCausalLM(LongNetConfig.of(smaller))
+    small.save_pretrained(tmp_path)
+    config = LongNetConfig.of(PLAIN)
+    loaded: Any = LongNetForCausalLM.from_pretrained(tmp_path, config=config)
+    assert torch.equal(loaded.lm.blocks[1].up.weight, small.lm.blocks[1].up.weight)
+    assert torch.equal(loaded.lm.blocks[1].sink, torch.zeros(4))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_padding(side: str) -> None:
+    given = batch(side)
+    for less in ((), ("position_ids",)):
+        inputs = {key: value for key, value in given.items() if key not in less}
+        with torch.no_grad():
+            logits = model()(**inputs).logits
+        assert error(real(logits, given["attention_mask"]), expected()) < CLOSE
+
+
+def test_packed_documents() -> None:
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    with torch.no_grad():
+        assert error(model()(**packed()).logits[0], expected()) < CLOSE
+        assert error(model()(**packed(), cu_seq_lens_q=ends).logits[0], expected()) < CLOSE
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache, None])
+def test_generate(kind: Any) -> None:
+    """As the plain model, whatever the cache; by default it is ours."""
+    given = batch("left", junk=PAD)
+    wanted = model().lm.generate_tokens([row[0] for row in alone()], 30)
+    options: dict[str, Any] = {}
+    if kind is StaticCache:
+        options["cache_implementation"] = "static"
+    elif kind is not None:
+        options["past_key_values"] = kind(config=model().config)
+    inputs = {key: given[key] for key in ("input_ids", "attention_mask")}
+    found = model().generate(**inputs, **GREEDY, **options, return_dict_in_generate=True)
+    assert found.sequences[:, 20:].tolist() == wanted.tolist()
+    assert isinstance(found.past_key_values, kind or DilatedCache)
+
+
+def test_the_loss() -> None:
+    """Labels are shifted, or come shifted; a count of the whole batch may be given."""
+    ids, net = tokens(), model()
+    labels = ids.clone()
+    labels[0, 5] = -100
+    shift = F.pad(labels[:, 1:], (0, 1), value=-100)
+    wanted = F.cross_entropy(net.lm(ids).flatten(0, 1), shift.flatten())
+    plain = net(ids, labels=labels)
+    assert plain.logits is None
+    assert error(plain.loss, wanted) < CLOSE
+    assert error(net(ids, shift_labels=shift).loss, wanted) < CLOSE
+    count = int((shift != -100).sum())
+    assert error(net(ids, labels=labels, num_items_in_batch=2 * count).loss * 2, wanted) < CLOSE
+    grads = torch.autograd.grad(plain.loss, list(net.parameters()))
+    net.gradient_checkpointing_enable()
+    assert net.is_gradient_checkpointing
+    again = torch.autograd.grad(net(ids, labels=labels).loss, list(net.parameters()))
+    net.gradient_checkpointing_disable()
+    assert not net.lm.checkpointing
+    assert max(error(x, y) for x, y in zip(again, grads, strict=True)) < CLOSE
+
+
+def test_embeddings_and_some_logits() -> None:
+    net, ids = model(), tokens()
+    with torch.no_grad():
+        whole = net(ids).logits
+        embedded = net.get_input_embeddings()(ids)
+        assert error(net(inputs_embeds=embedded).logits, whole) < CLOSE
+        assert error(net(ids, logits_to_keep=2).logits, whole[:, -2:]) < CLOSE
+        assert error(net(ids, logits_to_keep=torch.tensor([3, 7])).logits, whole[:, [3, 7]]) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        ({"output_hidden_states": True}, "no hidden states"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
+        ({"position_ids": torch.arange(0, 40, 2)[None], "use_cache": False}, "jump, and not to 0"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], says: str) -> None:
+    with torch.no_grad(), pytest.raises(ValueError, match=says):
+        model()(tokens(), **given)
+
+
+def test_other_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="LongNet is dilated attention"):
+        LongNetForCausalLM(LongNetConfig(attn_implementation="sdpa"))
+    with pytest.raises(ValueError, match="every layer"):
+        model().gradient_checkpointing_enable(every_n_layers=2)

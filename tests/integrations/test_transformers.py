@@ -1,0 +1,277 @@
+"""attn_implementation="dilated": every way to call a decoder gives what each sample gives alone, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import dilated_attention.integrations.transformers.attention as adapter
+from dilated_attention import reference
+from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
+from dilated_attention.testing import error
+from tests.integrations.hf import (
+    CONFIGS,
+    LENGTHS,
+    OTHER,
+    PAD,
+    PATTERN,
+    alone,
+    batch,
+    config_of,
+    made,
+    model_of,
+    packed,
+    real,
+    tokens,
+)
+
+MODELS = pytest.mark.parametrize("name", CONFIGS)
+CLOSE = 1e-11
+
+
+def expected(name: str) -> Tensor:
+    """The logits of each sample alone."""
+    with torch.no_grad():
+        return torch.cat([model_of(name)(row, use_cache=False).logits[0] for row in alone()])
+
+
+# --- one forward pass -------------------------------------------------------------------------------------------
+
+
+@MODELS
+def test_a_sample_alone_is_the_oracles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, called = expected(name), []
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, is_causal: bool, scale: float, **_: Any) -> Any:
+        called.append(pattern)
+        return reference.attention(q, k, v, pattern, is_causal=is_causal, scale=scale)
+
+    monkeypatch.setattr(adapter, "dilated_attention", oracle)
+    assert error(found, expected(name)) < CLOSE
+    assert called == [PATTERN, OTHER] * len(LENGTHS)
+
+
+@MODELS
+@pytest.mark.parametrize("side", ["right", "left", "middle"])
+def test_padding(name: str, side: str) -> None:
+    given = batch(side)
+    with torch.no_grad():
+        logits = model_of(name)(**given).logits
+    assert error(real(logits, given["attention_mask"]), expected(name)) < CLOSE
+
+
+@MODELS
+@pytest.mark.parametrize("told", [False, True], ids=["position_ids", "cu_seq_lens"])
+def test_packed_documents(name: str, told: bool) -> None:
+    given = packed()
+    if told:
+        ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20}
+    with torch.no_grad():
+        logits = model_of(name)(**given).logits
+    assert error(logits[0], expected(name)) < CLOSE
+
+
+@pytest.mark.parametrize("given", ["left", "packed"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients(given: str, checkpointing: bool) -> None:
+    """Of every parameter, for the summed losses of all samples."""
+    model = made(config_of()).train()
+    parameters = list(model.parameters())
+    weight = torch.randn(sum(LENGTHS), 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    each = torch.cat([model(row, use_cache=False).logits[0] for row in alone()])
+    wanted = torch.autograd.grad((each * weight).sum(), parameters)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    inputs = packed() if given == "packed" else {**batch(given), "use_cache": False}
+    logits = model(**inputs).logits
+    logits = logits[0] if given == "packed" else real(logits, inputs["attention_mask"])
+    got = torch.autograd.grad((logits * weight).sum(), parameters)
+    assert max(error(x, y) for x, y in zip(got, wanted, strict=True)) < CLOSE
+
+
+def test_dropout_drops_and_sinks_are_honoured() -> None:
+    model = made(config_of(attention_dropout=0.5)).train()
+    inputs = batch("left")
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.eval()
+    plain = model(**inputs).logits
+    assert error(model(**inputs, s_aux=torch.full((4,), -1e9, dtype=torch.float64)).logits, plain) < CLOSE
+    assert error(model(**inputs, s_aux=torch.zeros(4, dtype=torch.float64)).logits, plain) > 1e-3
+
+
+# --- generation -------------------------------------------------------------------------------------------------
+
+NEW = 36  # with the prompts, more than three of the longest segments
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+CACHES: dict[str, dict[str, Any]] = {
+    "none": {"use_cache": False},
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "dilated": {},
+}
+
+
+def options(cache: str, model: Any) -> dict[str, Any]:
+    return {"past_key_values": DilatedCache(model.config)} if cache == "dilated" else CACHES[cache]
+
+
+def generated(model: Any, given: Tensor, **more: Any) -> Tensor:
+    found: Tensor = model.generate(given, **{"attention_mask": torch.ones_like(given), **GREEDY, **more})
+    return found[:, given.shape[1] :]
+
+
+@pytest.mark.parametrize(("name", "cache"), [*[("llama", cache) for cache in CACHES], ("gpt2", "dilated")])
+def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str) -> None:
+    model, given = model_of(name), batch("left", junk=PAD)
+    wanted = torch.cat([generated(model, row, use_cache=False) for row in alone()])
+    got = generated(model, given["input_ids"], attention_mask=given["attention_mask"], **options(cache, model))
+    assert got.tolist() == wanted.tolist()
+    assert len(set(got[0].tolist())) > 5  # not the same token over and over
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "dilated", "static"])
+def test_beams(cache: str) -> None:
+    model, given = model_of(), tokens()[:2, :9]
+    wanted = generated(model, given, num_beams=3, use_cache=False)
+    assert torch.equal(generated(model, given, num_beams=3, **options(cache, model)), wanted)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
+@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+def test_assisted_chunks(cache: str, how: str) -> None:
+    model, given = model_of(), tokens()[:1]
+    wanted = generated(model, given, use_cache=False)
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+    if how == "assistant":
+        more = {"assistant_model": changed_a_little(model)}
+    assert torch.equal(generated(model, given, **more, **options(cache, model)), wanted)
+
+
+def changed_a_little(model: Any) -> Any:
+    """A model that is right now and then."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for index, parameter in enumerate(other.parameters()):
+            noise = torch.randn(parameter.shape, dtype=parameter.dtype, generator=torch.Generator().manual_seed(index))
+            parameter.add_(0.02 * noise)
+    return other
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
+def test_a_prompt_in_chunks(cache: str) -> None:
+    model, given = model_of(), tokens()[:1]
+    wanted = generated(model, given, use_cache=False)
+    assert torch.equal(generated(model, given, prefill_chunk_size=6, **options(cache, model)), wanted)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache])
+def test_chunks_of_a_padded_batch(kind: Any, side: str) -> None:
+    """Any number of tokens at a time, by hand; padding is where it is."""
+    model, given = model_of(), batch(side)
+    cache = kind(config=model.config, max_cache_len=30) if kind is StaticCache else kind(config=model.config)
+    logits = []
+    with torch.no_grad():
+        for start, stop in ((0, 5), (5, 6), (6, 17), (17, 20)):
+            part = {key: value[:, start:stop] for key, value in given.items()}
+            part["attention_mask"] = given["attention_mask"][:, :stop]
+            logits.append(model(**part, past_key_values=cache).logits)
+    assert error(real(torch.cat(logits, 1), given["attention_mask"]), expected("llama")) < CLOSE
+
+
+# --- compilation ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["padded", "static", "packed"])
+def test_torch_compile(kind: str) -> None:
+    """fullgraph, but for packed documents, whose number is in the data."""
+    model = made(config_of())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=kind != "packed")
+    given = packed() if kind == "packed" else batch("left")
+    with torch.no_grad():
+        if kind != "static":
+            assert error(compiled(**given).logits, model(**given).logits) < CLOSE
+            return
+        cache = StaticCache(config=model.config, max_cache_len=30)
+        first = {key: value[:, :17] for key, value in given.items()}
+        logits = [model(**first, past_key_values=cache).logits]
+        for at in range(17, 20):
+            step = {key: value[:, at : at + 1] for key, value in given.items()}
+            step["attention_mask"] = given["attention_mask"][:, : at + 1]
+            logits.append(compiled(**step, past_key_values=cache).logits)
+        assert error(torch.cat(logits, 1)[:, 17:], model(**given, use_cache=False).logits[:, 17:]) < CLOSE
+
+
+# --- what cannot be honoured ------------------------------------------------------------------------------------
+
+
+def refused(model: Any, says: str, **given: Any) -> None:
+    with pytest.raises(ValueError, match=says):
+        model(**({"input_ids": tokens()} | given))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("mistral", {"sliding_window": 4}, "sliding-window or chunked layers"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "sliding-window"),
+        ("llama", {"is_causal": False}, "bidirectional"),
+    ],
+)
+def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
+    refused(made(config_of(name, **changes)), says)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        ({"head_mask": torch.ones(4)}, "head masks"),
+        ({"softcap": 30.0}, "soft caps"),
+        ({"attention_mask": torch.ones(3, 1, 20, 20, dtype=torch.bool)}, "did not make"),
+        ({**packed(), "use_cache": True}, "do not count on"),
+        ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "do not count on"),
+        ({"position_ids": torch.tensor([[*range(10), *range(15, 25)]]), "use_cache": False}, "jump, and not to 0"),
+        ({"position_ids": torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]]), "use_cache": True}, "balancer"),
+        ({"cu_seq_lens_q": torch.tensor([0, 60]), "use_cache": False}, "one row of packed tokens"),
+        (
+            {**packed(), "cu_seq_lens_q": torch.tensor([0, 20, 40]), "cu_seq_lens_k": torch.tensor([0, 40])},
+            "cu_seq_lens_q and cu_seq_lens_k differ",
+        ),
+    ],
+)
+def test_calls_that_are_refused(given: dict[str, Any], says: str) -> None:
+    refused(model_of(), says, **given)
+
+
+def test_weights_are_refused_where_a_model_does_not_say_that_they_are_wanted() -> None:
+    refused(model_of("gpt2"), "output_attentions", output_attentions=True)
+
+
+def test_a_config_without_a_pattern_or_with_too_many() -> None:
+    kind, shape = CONFIGS["llama"]
+    refused(made(kind(**shape)), "no dilated_pattern: call set_pattern")
+    refused(made(config_of(pattern=[PATTERN] * 3)), "3 patterns, and the model 2 layers")
+
+
+def test_the_pattern_is_saved_with_the_config(tmp_path: Any) -> None:
+    config = config_of(pattern=(PATTERN, OTHER))
+    config.save_pretrained(tmp_path)
+    assert type(config).from_pretrained(tmp_path).dilated_pattern == config.dilated_pattern
+    model = made(config_of())
+    before = model(tokens()).logits
+    set_pattern(model, OTHER)
+    assert error(model(tokens()).logits, before) > 1e-3
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match="too old"):
+        register()

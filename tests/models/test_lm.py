@@ -1,0 +1,324 @@
+"""The plain language model: against one with the oracle's attention, alone, packed, over ranks and token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dilated_attention import DilatedPattern, local_positions, reference, sequence_mean, shard_sequence
+from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, document_positions, shifted, token_losses
+from dilated_attention.models.loss import IGNORED
+from dilated_attention.models.transformer import SIZES
+from dilated_attention.ranks import pool
+from dilated_attention.testing import error
+from tests.over_ranks import changed, world
+
+PATTERN = DilatedPattern.longnet([4, 8, 16], [1, 2, 4])
+SHAPE: dict[str, Any] = {"vocab_size": 19, "dim": 24, "depth": 2, "heads": 4, "pattern": PATTERN}
+SMALL = LMConfig(**SHAPE)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "qwen": {
+        "kv_heads": 2, "head_dim": 8, "ffn": "swiglu", "ffn_dim": 20, "norm": "rms", "sub_norm": False, "qk_norm": True
+    },
+    "sinks": {"sinks": True, "tied": False, "kv_heads": 1, "pattern": DilatedPattern.longnet([8, 16], [2, 4])},
+    "a pattern per layer": {
+        "rotary_base": None, "pattern": (PATTERN, DilatedPattern.head_groups([5, 40], [1, 2]))
+    },
+}  # fmt: skip
+ALL = pytest.mark.parametrize("name", OPTIONS)
+TOKENS = 37
+
+
+def small(name: str = "paper", kind: type[Any] = LongNetLM, **more: Any) -> Any:
+    torch.manual_seed(0)
+    return changed(kind(dataclasses.replace(SMALL, **OPTIONS[name], **more), dtype=torch.float64))
+
+
+def batch(samples: int = 2, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(SMALL.vocab_size, (samples, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return max(error(x, y) for x, y in zip(got, expected, strict=True)) < 1e-11
+
+
+# --- one device -------------------------------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("kind", [LongNetLM, LongNetEncoder])
+def test_attention_is_the_oracles(name: str, kind: type[Any]) -> None:
+    """States and the gradients of every parameter."""
+    model, tokens = small(name, kind), batch()
+    patterns, is_causal = model.config.patterns, kind is LongNetLM
+
+    def oracle(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attention(q, k, v, patterns[layer], is_causal=is_causal)
+
+    states = model.states(tokens, torch.arange(TOKENS), oracle)
+    expected = model.head(states) if is_causal else states
+    got = model(tokens)
+    weight = torch.randn_like(got)
+    assert error(got, expected) < 1e-12
+    assert same(gradients(model, (got * weight).sum()), gradients(model, (expected * weight).sum()))
+
+
+def test_positions_are_relative() -> None:
+    """The angles of a model with rotary positions depend on distances alone, a million tokens away as well."""
+    model, tokens = small(), batch()
+    far = model(tokens, positions=torch.arange(TOKENS) + 1_000_003)
+    assert error(far, model(tokens)) < 1e-9
+    one_by_one = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) + 5])
+    assert error(model(tokens, positions=one_by_one), model(tokens)) < 1e-9
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_the_loss_in_chunks(chunk: int) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(2, 11, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(19, 6, dtype=torch.float64, requires_grad=True)
+    labels = batch(2, 11)
+    labels[0, 3] = labels[1, -1] = IGNORED
+    factor = torch.randn(2, 11, dtype=torch.float64)
+    got = token_losses(states, weight, labels, chunk)
+    expected = F.cross_entropy((states @ weight.T).transpose(1, 2), labels, reduction="none")
+    assert error(got, expected) < 1e-12
+    grads = [torch.autograd.grad((x * factor).sum(), [states, weight]) for x in (got, expected)]
+    assert same(list(grads[0]), list(grads[1]))
+
+
+def test_the_loss_follows_autocast() -> None:
+    states, weight = torch.randn(5, 6, requires_grad=True), torch.randn(19, 6, requires_grad=True)
+    labels = batch(1, 5)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = token_losses(states, weight, labels)
+    assert losses.dtype == torch.float32
+    grads = torch.autograd.grad(losses.sum(), [states, weight])
+    assert [x.dtype for x in grads] == [torch.float32] * 2
+    rounded = F.cross_entropy((states.bfloat16() @ weight.bfloat16().T).float(), labels, reduction="none")
+    assert error(losses, rounded) < 1e-5
+
+
+def test_losses_are_those_of_the_logits_and_checkpointing_changes_nothing() -> None:
+    model, tokens = small("sinks"), batch()
+    labels = shifted(tokens)
+    assert (labels[:, -1] == IGNORED).all()
+    expected = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
+    plain = model(tokens, labels)
+    assert error(plain, expected) < 1e-12
+    model.checkpointing = True
+    again = model(tokens, labels)
+    assert torch.equal(again, plain)
+    assert same(gradients(model, again.mean()), gradients(model, plain.mean()))
+
+
+@ALL
+def test_packed_documents_are_as_each_alone(name: str) -> None:
+    model, tokens = small(name), batch(1)
+    documents = torch.tensor([0, 5, 5, 22, TOKENS])
+    together = model(tokens, cu_seqlens=documents)
+    alone = [model(tokens[:, a:b]) for a, b in ((0, 5), (5, 22), (22, TOKENS))]
+    assert error(together, torch.cat(alone, 1)) < 1e-12
+    assert (shifted(tokens, documents) == IGNORED).nonzero()[:, 1].tolist() == [4, 21, 36]
+
+
+def test_a_pooled_embedding_leaves_padding_out() -> None:
+    model, tokens = small("sinks", LongNetEncoder), batch()
+    padding = torch.zeros(2, TOKENS, dtype=torch.bool)
+    padding[1, 20:] = True
+    pooled = model.pooled(tokens, key_padding_mask=padding)
+    assert error(pooled[0], model(tokens[:1])[0].mean(0)) < 1e-12
+    assert error(pooled[1], model(tokens[1:, :20])[0].mean(0)) < 1e-12
+
+
+def test_blocks_are_compiled_once() -> None:
+    """fullgraph, and steps that follow compile nothing anew."""
+    model, tokens = small("sinks"), batch()
+    expected = model(tokens)
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    for _ in range(3):
+        assert error(model(tokens), expected) < 1e-12
+    assert len(compiled) == len(model.blocks)
+
+
+# --- what a model is --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("125M", 124), ("350M", 354), ("760M", 757), ("2.7B", 2647), ("0.6B", 596)]
+)
+def test_sizes(size: str, millions: int) -> None:
+    model = LongNetLM(LMConfig.of(size, PATTERN), device="meta")
+    assert round(sum(x.numel() for x in model.parameters()) / 1e6) == millions
+    assert set(SIZES) == {"125M", "350M", "760M", "2.7B", "0.6B"}
+
+
+def test_the_start_is_magnetos() -> None:
+    config = LMConfig(vocab_size=100, dim=64, depth=8, heads=4, kv_heads=2, pattern=PATTERN)
+    block: Any = LongNetLM(config).blocks[3]
+    gain = math.sqrt(math.log(16))
+    q, k, v = block.qkv.weight.split([64, 32, 32])
+    for weight, expected in ((q, 1.0), (k, 1.0), (v, gain), (block.out.weight, gain), (block.up.weight, gain)):
+        rows, columns = weight.shape
+        assert weight.std().item() == pytest.approx(expected * math.sqrt(2 / (rows + columns)), rel=0.1)
+    assert isinstance(block.inner_norm, nn.LayerNorm)
+    assert isinstance(block.ffn_inner_norm, nn.LayerNorm)
+
+
+@ALL
+def test_a_config_is_written_as_json(name: str) -> None:
+    config = dataclasses.replace(SMALL, **OPTIONS[name])
+    assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"heads": 5}, "dim must be a multiple of heads"),
+        ({"ffn": "relu"}, "ffn must be one of gelu, swiglu"),
+        ({"norm": "batch"}, "norm must be one of"),
+        ({"head_dim": 5}, "even head_dim"),
+        ({"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
+        ({"kv_heads": 3}, "cannot be shared evenly"),
+        ({"depth": 0}, "depth must be 1 or more"),
+    ],
+)
+def test_a_config_is_checked(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LMConfig(**{**SHAPE, **changes})
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown size '1T'"):
+        LMConfig.of("1T", PATTERN)
+    model, tokens = small(), batch()
+    for options, says in (
+        ({"cu_seqlens": [0, 5, TOKENS]}, "one row, "),
+        ({"positions": torch.arange(3)}, "positions must be"),
+        ({"labels": tokens[:, 1:]}, "labels are"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            model(tokens, **options)
+    with pytest.raises(ValueError, match="ends with 5, and there are 37 tokens"):
+        model(tokens[:1], cu_seqlens=[0, 5])
+
+
+# --- over ranks -------------------------------------------------------------------------------------------------
+
+
+def over_ranks(name: str) -> list[str]:
+    """What differs from one device, on a rank; tokens do not divide evenly."""
+    group, model, tokens = world(), small(name), batch()
+    labels = shifted(tokens)
+    losses = model(tokens, labels)
+    expected = gradients(model, losses.sum() / (labels != IGNORED).sum())
+    shard, mine = shard_sequence(tokens, group), shard_sequence(labels, group)
+    got = model(shard, mine, positions=local_positions(TOKENS, group), group=group)
+    loss = sequence_mean(got, group, mine != IGNORED)
+    grads = gradients(model, loss)
+    for grad in grads:
+        torch.distributed.all_reduce(grad)
+        grad /= group.size()
+    found = ["losses"] if error(got, shard_sequence(losses, group)) > 1e-11 else []
+    found += [] if same(grads, expected) else ["gradients"]
+    try:
+        model(shard, group=group)
+        found.append("positions")
+    except ValueError as refused:
+        found += [] if "local_positions" in str(refused) else ["the error"]
+    documents = torch.tensor([0, 3, 30, TOKENS])
+    places = shard_sequence(document_positions(documents)[None], group)
+    packed = model(shard[:1], positions=places, cu_seqlens=documents, group=group)
+    whole = model(tokens[:1], cu_seqlens=documents)
+    found += [] if error(packed, shard_sequence(whole, group)) < 1e-11 else ["packed"]
+    encoder = small(name, LongNetEncoder)
+    pooled = encoder.pooled(shard, positions=local_positions(TOKENS, group), group=group)
+    return found + ([] if error(pooled, encoder.pooled(tokens)) < 1e-11 else ["pooled"])
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "sinks"), (4, "qwen")])
+def test_losses_and_gradients_are_those_of_one_device(ranks: int, name: str) -> None:
+    assert pool(ranks).run(over_ranks, name) == [[]] * ranks
+
+
+# --- generation -------------------------------------------------------------------------------------------------
+
+
+def greedy(model: Any, prompt: Tensor, steps: int) -> list[int]:
+    """By the whole sequence, over and over."""
+    tokens = prompt[None]
+    for _ in range(steps):
+        tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+@ALL
+@pytest.mark.parametrize("prefill", [1000, 6, 1], ids=["at once", "in chunks", "one by one"])
+def test_tokens_are_those_of_the_whole_sequence(name: str, prefill: int) -> None:
+    """Prompts of different lengths; together they go over more than two of the longest segments."""
+    model = small(name)
+    prompts = [batch(1, n)[0] for n in (3, 17, 9)]
+    with torch.no_grad():
+        expected = [greedy(model, prompt, 24) for prompt in prompts]
+    assert model.generate_tokens(prompts, 24, prefill=prefill).tolist() == expected
+
+
+def test_drawing() -> None:
+    model, prompt = small(), batch(2, 5)
+    drawn = [
+        model.generate_tokens(
+            prompt, 20, temperature=5.0, generator=torch.Generator().manual_seed(3), **options
+        ).tolist()
+        for options in ({}, {}, {"top_k": 1}, {"top_p": 1e-9}, {"top_p": 1.0, "top_k": 19})
+    ]
+    likeliest = model.generate_tokens(prompt, 20).tolist()
+    assert drawn[0] == drawn[1] == drawn[4] != likeliest
+    assert drawn[2] == drawn[3] == likeliest
+
+
+def test_a_token_that_stops() -> None:
+    model, prompt = small(), batch(2, 5)
+    plain = model.generate_tokens(prompt, 40)
+    stop = int(plain[0, 2])
+    found = model.generate_tokens(prompt, 40, stop=stop)
+    for row, free in zip(found.tolist(), plain.tolist(), strict=True):
+        end = free.index(stop) + 1 if stop in free else len(free)
+        assert row[:end] == free[: min(end, len(row))]
+        assert set(row[end:]) <= {stop}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ([], {}, "at least one token"),
+        (torch.zeros(2, 0, dtype=torch.int64), {}, "at least one token"),
+        (torch.zeros(1, 3), {}, "token ids"),
+        (batch(1, 3), {"top_k": 3}, "give a temperature"),
+        (batch(1, 3), {"temperature": -1.0}, "temperature must be 0 or more"),
+        (batch(1, 3), {"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),
+        (batch(1, 3), {"cuda_graph": True}, "needs a model on CUDA"),
+    ],
+)
+def test_generation_is_checked(prompt: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        small().generate_tokens(prompt, 3, **options)

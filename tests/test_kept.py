@@ -1,0 +1,75 @@
+"""KeptRows against the whole: samples at different positions, chunks and single tokens; how much is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, reference, testing
+from dilated_attention.streaming.kept import KeptRows
+
+TOKENS = 53
+PATTERNS = [
+    DilatedPattern.longnet([4, 8, 16], [1, 2, 4]),
+    DilatedPattern.longnet([5, 7, 12], [2, 2, 3]),  # straddling, and some rows see nothing
+    DilatedPattern.head_groups([4, 8, 64], [1, 2, 5]),
+    DilatedPattern.torchscale([8, 16], [3, 5]),
+]
+PROMPTS = [7, 20, 13]
+
+
+def rows(x: Tensor, at: Tensor, n: int) -> Tensor:
+    """n rows of each sample, from its own position on; beyond the end those of the last token."""
+    index = (at[:, None] + torch.arange(n)).clamp(max=x.shape[1] - 1)
+    return x[torch.arange(len(at))[:, None], index]
+
+
+@pytest.mark.parametrize("tokens", [None, 1], ids=["full", "growing"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_prompts_then_chunks_and_tokens(pattern: DilatedPattern, tokens: int | None) -> None:
+    qkv = testing.make_qkv(3, TOKENS, 6, 4, kv_heads=3, dtype=torch.float64)
+    expected = reference.attention(*qkv, pattern, is_causal=True)
+    kept = KeptRows(pattern, qkv[1], tokens)
+    at = torch.zeros(3, dtype=torch.int64)
+    # prompts, a chunk for all, chunks of different lengths, a token for some, then one by one
+    steps = [PROMPTS, [5, 5, 5], [1, 0, 4], [1, 0, 1], *[[1, 1, 1]] * 18]
+    for step in steps:
+        count, n = torch.tensor(step), max(step)
+        q, k, v = (rows(x, at, n) for x in qkv)
+        kept.reserve(int(at.max()) + n)
+        found = kept.attend(q, k, v, at, count)
+        kept.keep(k, v, at, count)
+        for got, whole in zip(found, expected, strict=True):
+            for sample in range(3):
+                here = slice(int(at[sample]), int(at[sample]) + step[sample])
+                assert testing.error(got[sample, : step[sample]], whole[sample, here]) <= 1e-12
+        at += count
+    assert at.max() > 40  # several of the longest segments, or most of it
+    assert kept.nbytes <= 8 * 2 * 3 * 4 * sum(-(-one.length // one.rate) * len(one.heads) for one in kept.branches)
+
+
+def test_a_scale_and_the_samples_that_go_on() -> None:
+    pattern = PATTERNS[0]
+    qkv = testing.make_qkv(2, TOKENS, 4, 4, kv_heads=2, dtype=torch.float64)
+    kept = KeptRows(pattern, qkv[1])
+    at = torch.zeros(2, dtype=torch.int64)
+    for n in (21, 1):  # a chunk, then a token
+        q, k, v = (rows(x, at, n) for x in qkv)
+        found, _ = kept.attend(q, k, v, at, scale=0.3)
+        whole, _ = reference.attention(*qkv, pattern, is_causal=True, scale=0.3)
+        assert testing.error(found, rows(whole, at, n)) <= 1e-12
+        kept.keep(k, v, at)
+        at += n
+    chosen = torch.tensor([1, 1, 0])
+    kept.select(chosen)
+    q, k, v = (rows(x[chosen], at[chosen], 1) for x in qkv)
+    whole, _ = reference.attention(*qkv, pattern, is_causal=True)
+    assert testing.error(kept.attend(q, k, v, at[chosen])[0], rows(whole[chosen], at[chosen], 1)) <= 1e-12
+
+
+def test_gradients_are_refused() -> None:
+    q, k, v = testing.make_qkv(1, 3, 2, 4)
+    kept = KeptRows(PATTERNS[3], k)
+    with pytest.raises(ValueError, match="no gradients"):
+        kept.attend(q.requires_grad_(), k, v, torch.zeros(1, dtype=torch.int64))
