@@ -478,3 +478,24 @@ def test_the_figures_of_streaming_and_decoding_are_the_measured_ones() -> None:
     assert f"takes {decoded['median_us']:.1f} µs" in page
     assert f"and {decoded['call_us']['auto']['median']:.0f} µs as a call" in page
     assert f"commit {decoded['machine']['commit']}" in page
+
+
+def test_the_page_of_slides_has_what_was_measured() -> None:
+    page = (ROOT / "docs/slides.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "benchmarks/results/slides/results.json").read_text(encoding="utf-8"))
+    tables = {table["title"]: table["rows"] for table in found["tables"]}
+    cells = [row.split("|")[1:-1] for row in page.splitlines() if re.match(r"\| [\d,]+ \|", row)]
+    said = {int(row[0].replace(",", "")): " / ".join(row[1:]).split("/") for row in cells}
+    ways = ("this library", "released way")
+    for tiles, numbers in said.items():
+        attention = {row[2]: row[3:6] for row in tables["Attention of slides"] if row[:2] == [48, tiles]}
+        model = {
+            row[2]: row[3:5] for row in tables["Whole slide encoders, forward"] if row[1] == tiles and "768" in row[0]
+        }
+        both = {way: [*attention[way], *model[way]] for way in ways}
+        measured = [both[way][column] for column in range(5) for way in ways]
+        for number, exact in zip(numbers, measured, strict=True):
+            assert (
+                number.strip() == "–" if exact is None else float(number) == pytest.approx(exact, rel=0.06, abs=0.006)
+            )
+    assert len(said) == 4
