@@ -10,10 +10,16 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-all test-gpu lint format docs docs-serve clean help
+.PHONY: bench train test test-all test-gpu test-integrations lint format docs docs-serve clean help
 
 bench: $(STAMP) ## check and time every implementation, report in report/ (the default)
 	$(PY) -m dilated_attention bench $(ARGS)
+
+# a byte model of this repository's own text on two ranks, one thread each; `rm -r report/train` to start anew
+train: $(STAMP) ## train a small language model, report in report/train (two minutes on two cores)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py src docs \
+		--out report/train --steps 400 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
+		$(ARGS)
 
 # tensors of tests are small: threads would only wait for one another
 test test-all: export OMP_NUM_THREADS = 1
