@@ -10,10 +10,16 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-all test-gpu lint format docs docs-serve clean help
+.PHONY: bench train test test-all test-gpu test-integrations lint format docs docs-serve clean help
 
 bench: $(STAMP) ## check and time every implementation, report in report/ (the default)
 	$(PY) -m dilated_attention bench $(ARGS)
+
+# a byte model of this repository's own text on two ranks, one thread each; `rm -r report/train` to start anew
+train: $(STAMP) ## train a small language model, report in report/train (two minutes on two cores)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py src docs \
+		--out report/train --steps 400 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
+		$(ARGS)
 
 # tensors of tests are small: threads would only wait for one another
 test test-all: export OMP_NUM_THREADS = 1
@@ -27,6 +33,13 @@ test-all: $(STAMP) ## run all tests
 
 test-gpu: $(STAMP) ## run the tests that need a GPU, many processes at once
 	$(PY) tests/run_gpu.py $(ARGS)
+
+# torchtitan and what it needs to be imported, beside .venv and not in it
+OTHERS := build/others
+test-integrations: $(STAMP) ## install torchtitan into build/, and run what we have for it
+	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(OTHERS) \
+		torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.16 docstring_parser==0.18.0
+	PYTHONPATH=$(OTHERS) OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations/torchtitan_cases.py $(ARGS)
 
 lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff check .

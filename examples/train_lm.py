@@ -139,7 +139,7 @@ class Trainer:
         return float(norm.full_tensor())
 
     @torch.no_grad()
-    def bits(self, documents: list[Tensor], tokens: int, most: int = 1 << 17) -> float:
+    def bits(self, documents: list[Tensor], tokens: int, most: int = 1 << 16) -> float:
         """Bits per token of held-out documents, in rows of so many tokens."""
         rows, sums = Rows(documents, tokens), torch.zeros(2, dtype=torch.float64, device=self.options.device)
         every = range(min(rows.count, max(1, most // tokens)))

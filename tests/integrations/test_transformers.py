@@ -239,7 +239,10 @@ def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str)
         ({**packed(), "use_cache": True}, "do not count on"),
         ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "do not count on"),
         ({"position_ids": torch.tensor([[*range(10), *range(15, 25)]]), "use_cache": False}, "jump, and not to 0"),
-        ({"position_ids": torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]]), "use_cache": True}, "balancer"),
+        (
+            {"position_ids": torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]]), "use_cache": True},
+            "others not at all",
+        ),
         ({"cu_seq_lens_q": torch.tensor([0, 60]), "use_cache": False}, "one row of packed tokens"),
         (
             {**packed(), "cu_seq_lens_q": torch.tensor([0, 20, 40]), "cu_seq_lens_k": torch.tensor([0, 40])},

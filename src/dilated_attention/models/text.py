@@ -52,7 +52,8 @@ class Rows:
     """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
 
     ``rows[i]`` is the same on every rank, and whatever was asked for before: row i, of the first time round or a later
-    one. With a ``seed`` documents come in another order each time.
+    one. With a ``seed``, documents and then rows are shuffled, each time anew: rows of one document would be too much
+    alike for a step.
     """
 
     def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None) -> None:
@@ -67,16 +68,16 @@ class Rows:
         around, place = divmod(index, self.count)
         if around != self.round:
             self._arrange(around)
-        first = place * self.tokens
+        first = self.order[place] * self.tokens
         inside = self.begins[(self.begins > first) & (self.begins < first + self.tokens)] - first
         ends = torch.cat((torch.tensor([0]), inside, torch.tensor([self.tokens])))
         return self.whole[first : first + self.tokens].long().unsqueeze(0), ends
 
     def _arrange(self, around: int) -> None:
-        order = list(range(len(self.documents)))
+        documents, self.order = list(range(len(self.documents))), list(range(self.count))
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + around)
-            order = torch.randperm(len(order), generator=generator).tolist()
-        self.whole = torch.cat([self.documents[i] for i in order])
-        self.begins = torch.tensor([0, *(len(self.documents[i]) for i in order)]).cumsum(0)
+            drawn = torch.Generator().manual_seed(self.seed + around)
+            documents, self.order = (torch.randperm(len(x), generator=drawn).tolist() for x in (documents, self.order))
+        self.whole = torch.cat([self.documents[i] for i in documents])
+        self.begins = torch.tensor([0, *(len(self.documents[i]) for i in documents)]).cumsum(0)
         self.round = around

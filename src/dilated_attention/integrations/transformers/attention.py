@@ -150,32 +150,36 @@ def check_positions(positions: Tensor | None, grid: Grid, samples: int, group: A
     if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
         return
     tokens, positions = positions.shape[1], positions.expand(samples, -1)
+    if group is not None:
+        _check_shard(positions, group)
+        return
+    jumps = positions.diff() != 1
     if grid.documents is not None:
         begins = torch.zeros(samples * tokens + 1, dtype=torch.bool, device=positions.device)
         begins[grid.documents.to(positions.device)] = True
-        first = begins[:-1].view(samples, tokens)
-        restarts = positions[first & (torch.arange(tokens, device=positions.device) > 0)]
-        if restarts.any():
+        begins = begins[:-1].view(samples, tokens)[:, 1:]
+        if (positions[:, 1:] * begins).any():
             raise ValueError(
                 "position_ids jump, and not to 0: documents begin at 0; drop position_ids if these are not documents"
             )
-        positions = positions.masked_fill(first, 0) - torch.where(first, positions, 0)
-        jumps = (positions.diff() != 1) & ~first[:, 1:]
+        jumps = jumps & ~begins
     elif grid.query_order is not None and grid.real is not None:
-        counted = positions.gather(1, grid.query_order).diff()
         real = torch.arange(1, tokens, device=positions.device) < grid.real[:, None]
-        jumps = (counted != 1) & real & (positions.diff() != 1).any()  # or padding was counted, too
-    else:
-        jumps = positions.diff() != 1
+        counted = (positions.gather(1, grid.query_order).diff() != 1) & real
+        jumps = counted & jumps.any()  # padding may have been counted, too
     if jumps.any():
         raise ValueError(
             "position_ids do not count on from token to token: packed documents are taken without attention_mask and "
-            "without a cache (use_cache=False), others, and tokens that a balancer reordered, not at all"
+            "without a cache (use_cache=False), others not at all"
         )
-    if group is not None:
-        rank, first_one = ContextParallel.of(group).process_group().rank(), int(positions[0, 0])
-        if not rank * tokens <= first_one <= rank * (tokens + 1):
-            raise ValueError(
-                f"position_ids of rank {rank} begin at {first_one}, with {tokens} tokens per rank: shards must follow "
-                "one another in the order of the ranks; turn a load balancer off"
-            )
+
+
+def _check_shard(positions: Tensor, group: Any) -> None:
+    """Raise unless this rank's tokens follow one another, and those of the ranks before it."""
+    rank, tokens = ContextParallel.of(group).process_group().rank(), positions.shape[1]
+    first = int(positions[0, 0])
+    if (positions.diff() != 1).any() or not rank * tokens <= first <= rank * (tokens + 1):
+        raise ValueError(
+            f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards must "
+            "be contiguous and in the order of the ranks; turn a load balancer that reorders tokens off"
+        )

@@ -1,0 +1,55 @@
+"""Dilated attention as the ``inner_attention`` of torchtitan's attention modules (torchtitan 0.3.0).
+
+    config.layers[i].attention.inner_attention = DilatedAttention.Config(segment_lengths=(...), dilation_rates=(...))
+
+It is a kind of torchtitan's VarlenAttention, so torchtitan gives it the borders of packed documents: each has its own
+grid. torchtitan's context parallelism does not run it, and its load balancer would reorder tokens.
+
+Legend: q (B, L, N, H), k, v (B, L, Nk, H), as torchtitan and the library have them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.protocols.module import Module
+
+from dilated_attention.functional import dilated_attention
+from dilated_attention.pattern import DilatedPattern, Rule
+
+
+class DilatedAttention(VarlenAttention):
+    """Causal dilated attention of packed documents."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        segment_lengths: tuple[int, ...]
+        dilation_rates: tuple[int, ...]
+        rule: Rule = "longnet"
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)  # VarlenAttention's own would choose a flash attention for the whole process
+        if tuple(config.window_size) != (-1, 0):
+            raise ValueError(f"dilated attention has no window_size, got {config.window_size}: the pattern says it all")
+        self.pattern = DilatedPattern.of(config.rule, config.segment_lengths, config.dilation_rates)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, scale: float | None = None, **options: Any
+    ) -> Tensor:
+        if not isinstance(attention_masks, VarlenMetadata):
+            raise TypeError(f"attention_masks must be VarlenMetadata, got {type(attention_masks).__name__}")
+        if isinstance(q, DTensor):
+            raise TypeError("dilated attention got a DTensor: torchtitan's context parallelism does not run it")
+        borders = attention_masks.cu_seq_q if attention_masks.cu_seq_q_host is None else attention_masks.cu_seq_q_host
+        rows = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)]
+        out, lse = dilated_attention(
+            rows[0], rows[1], rows[2], self.pattern, is_causal=True, scale=scale, enable_gqa=True, cu_seqlens=borders,
+            return_lse=True,
+        )  # fmt: skip
+        if (transform := options.get("out_transform")) is not None:
+            out = transform(out.view(q.shape), lse.view(q.shape[:3]))
+        return out.view(q.shape)

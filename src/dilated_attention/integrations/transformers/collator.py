@@ -1,0 +1,69 @@
+"""ShardingCollator: batches of the Hugging Face Trainer, each row cut over the ranks of a group.
+
+Legend: B samples of all ranks, N tokens in a row, n of them on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from dilated_attention.distributed.group import wire_device
+from dilated_attention.distributed.sequence import (
+    Group,
+    gather_sequence,
+    local_positions,
+    process_group,
+    shard_sequence,
+)
+from dilated_attention.models.loss import IGNORED, shifted
+
+FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
+
+
+class ShardingCollator:
+    """Gives every rank of a group its contiguous part of all rows that the group's ranks were given together.
+
+    A trainer deals samples out to ranks. Here ranks share sequences: what they were dealt is put together, so nothing
+    is lost, and each rank gets n of N tokens of every row. Labels are shifted before rows are cut. Use it as
+    ``data_collator=``, with no worker processes (``dataloader_num_workers=0``), as ranks talk while they collate.
+
+    Args:
+        collator: gives ``input_ids`` and ``labels``, (samples, tokens), padded on the right if at all.
+        group: the ranks that share sequences: a process group or a 1-D DeviceMesh.
+    """
+
+    def __init__(self, collator: Callable[[Any], Any], group: Group) -> None:
+        self.collator, self.group = collator, process_group(group)
+
+    def __call__(self, features: Any) -> dict[str, Any]:
+        batch = dict(self.collator(features))
+        unknown = set(batch) - set(FILL)
+        if unknown or "input_ids" not in batch or "labels" not in batch:
+            raise ValueError(f"a batch has input_ids, labels and perhaps attention_mask, got {sorted(batch)}")
+        mask = batch.pop("attention_mask", None)
+        if mask is not None and bool((mask.diff(dim=1) > 0).any()):
+            raise ValueError("rows are padded on the left, or between tokens: set tokenizer.padding_side = 'right'")
+        longest = torch.tensor(batch["input_ids"].shape[1], device=wire_device(self.group, torch.device("cpu")))
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        tokens, labels = (self._gathered(name, batch[name], int(longest)) for name in ("input_ids", "labels"))
+        labels = shard_sequence(shifted(labels), self.group)
+        positions = local_positions(tokens.shape[1], self.group).expand(len(tokens), -1)
+        # labels are there for the Trainer to count, shift_labels for the loss
+        return {
+            "input_ids": shard_sequence(tokens, self.group),
+            "labels": labels,
+            "shift_labels": labels,
+            "position_ids": positions.contiguous(),
+            "use_cache": False,
+            "group": self.group,
+        }
+
+    def _gathered(self, name: str, x: Tensor, tokens: int) -> Tensor:
+        """(B, N). Padding comes after all real tokens, and causal attention does not see it from there."""
+        return gather_sequence(F.pad(x, (0, tokens - x.shape[1]), value=FILL[name]), self.group, dim=0)
