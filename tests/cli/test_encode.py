@@ -35,10 +35,11 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def features(tmp_path: Path) -> Path:
-    made = (feature_files.trident, feature_files.gigapath, feature_files.trident)
-    for seed, ((name, tiles), make) in enumerate(zip(LENGTHS.items(), made, strict=True)):
-        make(tmp_path / "features" / f"{name}.h5", *feature_files.content(tiles, 6, seed))
-    return tmp_path / "features"
+    folder = tmp_path / "features"
+    feature_files.trident(folder / "long.h5", *feature_files.content(40, 6, 0))
+    feature_files.gigapath(folder / "mid.h5", *feature_files.content(33, 6, 1))
+    feature_files.trident(folder / "short.h5", *feature_files.content(5, 6, 2), tile_size=512)
+    return folder
 
 
 @pytest.fixture
@@ -91,14 +92,15 @@ def test_every_slide_has_a_result_and_a_row(encoded: Any, weights: Path, tmp_pat
     table = rows(tmp_path / "out/embeddings.csv")
     model = SlideEncoder.from_pretrained(weights, global_pool=True, num_heads=4)
     for seed, (name, tiles) in enumerate(LENGTHS.items()):
-        content = feature_files.content(tiles, 6, seed)
+        content, side = feature_files.content(tiles, 6, seed), 512 if name == "short" else 256
         found = embedding(tmp_path / "out", name)
         with torch.no_grad():
-            torch.testing.assert_close(found, model(*content)[0][0], atol=1e-6, rtol=0)  # alone, as in the batch
+            alone = model(*content, tile_size=side)[0][0]
+        torch.testing.assert_close(found, alone, atol=1e-6, rtol=0)
         assert table[name]["tiles"] == str(tiles)
         assert [float(table[name][f"e{index}"]) for index in range(32)] == pytest.approx(found.tolist(), rel=1e-6)
         with h5py.File(tmp_path / f"out/{name}.h5") as file:
-            about = {"tiles": tiles, "tile_size": 256, "layer": "last", "pool": "mean"}
+            about = {"tiles": tiles, "tile_size": side, "layer": "last", "pool": "mean"}
             assert about.items() <= dict(file.attrs).items()
 
 
@@ -122,7 +124,7 @@ def test_what_is_there_is_not_computed_again(
     everything = sorted(LENGTHS)
     assert again() == everything
     assert again() == []
-    feature_files.trident(features / "short.h5", *feature_files.content(6, 6))
+    feature_files.trident(features / "short.h5", *feature_files.content(5, 6, seed=9), tile_size=512)
     assert again() == ["short"], "the file is another"
     assert again("--layer", 1) == everything
     assert again("--layer", 1, pool="cls") == everything
@@ -242,8 +244,9 @@ def test_maps(run: Run, weights: Path, tmp_path: Path) -> None:
         feature_files.trident(tmp_path / f"in/{name}.h5", tiles, coords, **size)
     (tmp_path / "pictures").mkdir()
     Image.new("RGB", (10, 10)).save(tmp_path / "pictures/one.jpg")
-    given = ["--weights", weights, "--pool", "mean", "--heads", 4, "--out", tmp_path / "out", "--attention"]
-    ran = run("encode", tmp_path / "in", *given, "--thumbnails", tmp_path / "pictures")
+    given = ["--weights", weights, "--pool", "mean", "--heads", 4, "--out", tmp_path / "out"]
+    assert run("encode", tmp_path / "in/one.h5", *given).code == 0  # without maps: they are no reason to keep it
+    ran = run("encode", tmp_path / "in", *given, "--attention", "--thumbnails", tmp_path / "pictures")
     assert ran.code == 1
     assert "two.h5: there is no picture two.png or .jpg" in ran.err
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
