@@ -51,8 +51,14 @@ RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
 
 # queries, keys, warps, stages and at most so many registers; the default of the head dim is tried as well
 CANDIDATES = {
+    ("forward", 32): ((128, 64, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 4),
+                      (128, 64, 4, 3, 128), (64, 64, 4, 3, 128), (256, 64, 8, 3)),
+    ("dq", 32): ((128, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3), (64, 64, 4, 2, 128), (128, 64, 4, 2),
+                 (64, 64, 4, 3, 128)),
+    ("dkdv", 32): ((32, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 4, 3),
+                   (32, 64, 4, 3, 128), (64, 64, 4, 3, 128)),
     ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 3),
-                      (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (128, 64, 4, 3, 168)),
+                      (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (128, 64, 4, 3, 168), (128, 128, 8, 3)),
     ("dq", 64): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (64, 32, 4, 4),
                  (64, 32, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4), (64, 64, 4, 2, 128)),
     ("dkdv", 64): ((128, 128, 8, 3), (64, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3),
@@ -79,7 +85,9 @@ class Shape(NamedTuple):
     rates: tuple[int, ...]
 
 
+SLIDES = Shape(1 << 20, 16, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))  # those of the slide encoders
 SHAPES = {
+    32: SLIDES,
     64: Shape(1 << 20, 12, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
     128: Shape(1 << 17, 16, (2048, 8192, 32768), (1, 4, 16)),
     256: Shape(1 << 17, 8, (2048, 8192, 32768), (1, 4, 16)),
@@ -122,18 +130,26 @@ class Setting(NamedTuple):
     def tokens(self) -> int:
         return SHORT_TOKENS if self.short else SHAPES[self.size].tokens
 
-    def pattern(self, tokens: int, scale: int) -> DilatedPattern:
-        """The branches that such a length has room for; made smaller, two of them."""
+    def pattern(self, tokens: int, scale: int, one_launch: bool = False) -> DilatedPattern:
+        """The branches that such a length has room for; made smaller, two of them.
+
+        ``one_launch``: with heads divided among branches that otherwise have a launch each.
+        """
         if self.form == "dense":  # segments as long as the shortest of the others
             return DilatedPattern.head_groups([max(SHAPES[self.size].lengths[0] // scale, 256)], [1])
         nested = self.form == "nested"
-        shape = SHAPES[64 if self.causal and nested else self.size]  # rates of 1, 4, 16 share nothing when causal
+        # rates of 1, 4, 16 share nothing when causal, and lengths of slides never
+        shape = SHAPES[64 if nested and (self.causal or self.size < 64) else self.size]
+        shape = SLIDES if self.form == "apart" and self.size <= 64 else shape
+        rule = "head_groups" if one_launch and self.form == "apart" else RULES[self.form]
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
         if scale > 1:
             branches = [(max(w // scale, 256), r) for w, r in branches[:2]]
-        return DilatedPattern(RULES[self.form], *zip(*branches, strict=True))
+        return DilatedPattern(rule, *zip(*branches, strict=True))
 
     def heads(self) -> int:
+        if self.form == "apart" and self.size <= 64:
+            return SLIDES.heads
         return SHORT_HEADS if self.short else SHAPES[self.size].heads
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
@@ -142,8 +158,10 @@ class Setting(NamedTuple):
         made = max(tokens // place.scale, 64), max(self.heads() // place.scale, 2), self.size
         return *make_qkv(1, *made, **small), make_qkv(1, *made, seed=1, **small)[0]  # type: ignore[arg-type]
 
-    def attention(self, tokens: int, place: Place, backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
-        pattern = self.pattern(tokens, place.scale)
+    def attention(
+        self, tokens: int, place: Place, backend: str, one_launch: bool = False
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
+        pattern = self.pattern(tokens, place.scale, one_launch)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return dilated_attention(q, k, v, pattern, is_causal=self.causal, backend=backend, return_lse=True)
@@ -168,10 +186,11 @@ class Problem(NamedTuple):
     def make(setting: Setting, tokens: int, place: Place) -> Problem:
         q, k, v, dout = inputs = setting.inputs(tokens, place)
         with torch.no_grad():
-            out, lse = setting.attention(tokens, place, "sdpa")(q, k, v)
+            out, lse = setting.attention(tokens, place, "sdpa", one_launch=True)(q, k, v)
         slope = (out.float() * dout.float()).sum(-1)
         stats = torch.stack([lse * LOG2E, slope], -1).transpose(1, 2).contiguous()  # as the kernel of dq leaves it
-        call = Call(setting.pattern(tokens, place.scale), setting.causal, backend="triton").of(q, k, None, 0)
+        pattern = setting.pattern(tokens, place.scale, one_launch=True)
+        call = Call(pattern, setting.causal, backend="triton").of(q, k, None, 0)
         like = {"out": q, "lse": lse, "dq": q, "stats": stats, "dk": k, "dv": v}
         results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
         return Problem(call, inputs, out, lse, stats, results)
@@ -217,7 +236,7 @@ def expected(setting: Setting, place: Place) -> tuple[Problem, Results, dict[str
     tokens = min(CHECK_TOKENS, setting.tokens())
     problem = Problem.make(setting, tokens, place)
     *qkv, dout = problem.inputs
-    attention = setting.attention(tokens, place, "sdpa")
+    attention = setting.attention(tokens, place, "sdpa", one_launch=True)
     higher = torch.float64 if place.dtype is torch.float32 else torch.float32
     exact = results_of(attention, tuple(x.to(higher) for x in qkv), dout)
     return problem, exact, limits(exact, results_of(attention, tuple(qkv), dout), place.dtype)
@@ -354,8 +373,8 @@ class Tuning:
         self.failed: list[str] = []
         flags = (False, True)
         self.library = [Setting(*x) for x in product(options.head_dims, flags, ("", "nested", "dense", "apart"))]
-        dense = [setting for setting in self.library if setting.form == "dense"]
-        self.settings = [*(Setting(*x) for x in product(options.head_dims, flags, ("", "nested"), flags)), *dense]
+        others = [x for x in self.library if x.form == "dense" or (x.form == "apart" and x.size <= 64)]
+        self.settings = [*(Setting(*x) for x in product(options.head_dims, flags, ("", "nested"), flags)), *others]
 
     def wants(self, part: str, key: str) -> bool:
         words = {part, *key.split()}

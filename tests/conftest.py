@@ -32,9 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         if any(value is ranks.pool for value in vars(getattr(item, "module", item)).values()):
             item.add_marker(pytest.mark.xdist_group("ranks"))  # two pools at once would only wait for cores
     yield
-    # CHUNK=i/n leaves the i-th of n shares, dealt in blocks: neighbours share kernels, and files differ in length
+    # CHUNK=i/n leaves the i-th of n shares, dealt in blocks: neighbours share kernels, and files differ in length.
+    # Those of the benchmark take minutes each, and are dealt first, one by one.
     share, shares = (int(number) for number in os.environ.get("CHUNK", "0/1").split("/"))
-    items[:] = [item for at, item in enumerate(items) if at // NEIGHBOURS % shares == share]
+    long = [item for item in items if item.path.parent.name == "bench"]
+    rest = [item for item in items if item not in long]
+    items[:] = [*long[share::shares], *(item for at, item in enumerate(rest) if at // NEIGHBOURS % shares == share)]
 
 
 @pytest.fixture

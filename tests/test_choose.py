@@ -26,7 +26,7 @@ FORMS = {  # what a call is measured as
     "apart": DilatedPattern.longnet([16, 40], [1, 2]),
     "nested": DilatedPattern.longnet([512, 1024], [1, 2]),
 }
-SHORT_NAME = r"(64|128|256)( causal)?( nested)?"
+SHORT_NAME = r"(32|64|128|256)( causal)?( nested)?"
 
 
 def call_for(rows: int = 8192, *, form: str = "nested", samples: int = 1, heads: int = 1, **given: Any) -> Call:
@@ -167,6 +167,7 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     assert "from 4,096 rows on" in triton.preference(asked, False)[1]
     give_table(monkeypatch, library_from={"forward 64": 1})
     assert configs.prefers_library(CUDA, **call, form=form) is True
+    assert configs.prefers_library(CUDA, **{**call, "head_dim": 24}, form=form) is True  # nor a smaller head dim
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,9 @@ def is_sane(tile: Config) -> bool:
 
 
 def test_every_head_dim_has_a_sane_tile() -> None:
-    assert [configs.head_dim_class(dim) for dim in (1, 64, 65, 128, 129, 256)] == [64, 64, 128, 128, 256, 256]
+    assert [configs.head_dim_class(dim) for dim in (1, 32, 33, 64, 65, 128, 129, 256)] == [
+        *(32, 32, 64, 64, 128, 128, 256, 256)
+    ]
     assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.SMALL)
     assert set(configs.DEFAULTS) == set(itertools.product(configs.KERNELS, configs.SMALL))
     assert max(configs.SMALL) == triton.LARGEST_HEAD_DIM
@@ -328,9 +331,9 @@ def test_what_was_measured_can_be_read(name: str) -> None:
         assert set(about[part]) == set(rows[part])
         assert {record["run"] for record in about[part].values()} <= set(about["runs"])
     for key, numbers in rows["tiles"].items():
-        assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short| dense)?", key)
+        assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short| dense| apart)?", key)
         assert is_sane(Config(*numbers))
-        assert key.removesuffix(" short").removesuffix(" dense") in rows["tiles"]
+        assert re.sub(" (short|dense|apart)$", "", key) in rows["tiles"]
     for key, first in rows["library_from"].items():
         assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}( dense| apart)?", key)
         assert first is None or str(first) in about["library_from"][key]["ms"]

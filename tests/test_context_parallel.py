@@ -48,13 +48,13 @@ def test_it_is_frozen_hashable_and_its_own_copy() -> None:
         one.timeout = 7.0  # type: ignore[misc]
 
 
-def test_the_lists_of_names_are_the_types_and_the_function_has_ten_arguments_by_keyword() -> None:
+def test_the_lists_of_names_are_the_types_and_the_function_has_eleven_arguments_by_keyword() -> None:
     assert EXCHANGES == get_args(Exchange) == ("auto", *ROUTES)
     assert VERIFY == ("always", "first")
     parameters = inspect.signature(da.dilated_attention).parameters.values()
     assert [x.name for x in parameters if x.kind is x.KEYWORD_ONLY] == [
         "is_causal", "scale", "dropout_p", "key_padding_mask", "query_offset", "enable_gqa", "backend", "return_lse",
-        "group", "heads",
+        "group", "heads", "cu_seqlens",
     ]  # fmt: skip
 
 

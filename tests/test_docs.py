@@ -1,6 +1,6 @@
 """Every code block of the documentation is held to what the code does. What the fences mean:
 
-python                            runs, in order, in one namespace a page
+python                            runs, in order, in one namespace a page, in the folder of its commands
 python title="on 2 ranks"         runs on so many gloo ranks, with the tensors, modules and patterns made above it
 python title="train.py"           a file in the folder where the page's commands run
 console                           ``$ dilated-attention ...`` and ``$ torchrun ...`` run, and print what stands below
@@ -109,7 +109,8 @@ def check(blocks: list[Block], page: str, folder: Path) -> None:
         elif block.title:
             printed = run_on_ranks(block, page, names)
         else:
-            printed = run_python(block, page, names)
+            with contextlib.chdir(folder):
+                printed = run_python(block, page, names)
 
 
 def compiled(block: Block, page: str) -> CodeType:
@@ -230,7 +231,13 @@ def check_command(words: list[str]) -> None:
     while re.match(r"\w+=", words[0]):  # NAME=value in front of it
         words = words[1:]
     program, *arguments = words
-    known = {"make": check_make, "pip": check_pip, "torchrun": check_torchrun, "dilated-attention": check_ours}
+    known = {
+        "make": check_make,
+        "pip": check_pip,
+        "torchrun": check_torchrun,
+        "python": check_python,
+        "dilated-attention": check_ours,
+    }
     assert program in known, f"no check for {program}"
     known[program](arguments)
 
@@ -262,6 +269,11 @@ def check_torchrun(arguments: list[str]) -> None:
     source = script.read_text(encoding="utf-8")
     for word in options.training_script_args:
         assert not word.startswith("--") or f'add_argument("{word}"' in source, f"{script.name} has no option {word}"
+
+
+def check_python(arguments: list[str]) -> None:
+    """A script of this project, as for torchrun."""
+    check_torchrun(arguments)
 
 
 def check_ours(arguments: list[str]) -> None:
@@ -466,3 +478,24 @@ def test_the_figures_of_streaming_and_decoding_are_the_measured_ones() -> None:
     assert f"takes {decoded['median_us']:.1f} µs" in page
     assert f"and {decoded['call_us']['auto']['median']:.0f} µs as a call" in page
     assert f"commit {decoded['machine']['commit']}" in page
+
+
+def test_the_page_of_slides_has_what_was_measured() -> None:
+    page = (ROOT / "docs/slides.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "benchmarks/results/slides/results.json").read_text(encoding="utf-8"))
+    tables = {table["title"]: table["rows"] for table in found["tables"]}
+    cells = [row.split("|")[1:-1] for row in page.splitlines() if re.match(r"\| [\d,]+ \|", row)]
+    said = {int(row[0].replace(",", "")): " / ".join(row[1:]).split("/") for row in cells}
+    ways = ("this library", "released way")
+    for tiles, numbers in said.items():
+        attention = {row[2]: row[3:6] for row in tables["Attention of slides"] if row[:2] == [48, tiles]}
+        model = {
+            row[2]: row[3:5] for row in tables["Whole slide encoders, forward"] if row[1] == tiles and "768" in row[0]
+        }
+        both = {way: [*attention[way], *model[way]] for way in ways}
+        measured = [both[way][column] for column in range(5) for way in ways]
+        for number, exact in zip(numbers, measured, strict=True):
+            assert (
+                number.strip() == "–" if exact is None else float(number) == pytest.approx(exact, rel=0.06, abs=0.006)
+            )
+    assert len(said) == 4

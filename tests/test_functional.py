@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
-from dilated_attention.backends import sdpa
+from dilated_attention.backends import run, sdpa
+from dilated_attention.blocks import plan
 from dilated_attention.call import Call, unpacked
 from dilated_attention.pattern import RULES
 from tests.cases import Recorder, finite, leaves
@@ -63,8 +64,24 @@ def bad_calls() -> Iterator[Any]:
     yield bad("integers", "query must be float64, .*got torch.int64", TypeError, qkv=(x.long(),) * 3)
     yield bad("no-tensor", "query must be a tensor, got ndarray", TypeError, qkv=(x.numpy(), x, x))
     yield bad("sparse", r"query has the layout torch.sparse_coo: pass query.to_dense\(\)", qkv=(sparse,) * 3)
+    packed = (one,) * 3
+    yield bad("packed-batch", "cu_seqlens is for one row.*got a batch of 2", cu_seqlens=[0, 20])
+    yield bad("packed-few", "cu_seqlens with 3 queries among 20 keys", qkv=(one[:, :3], one, one), cu_seqlens=[0, 20])
+    mask = torch.zeros(1, 20, dtype=torch.bool)
+    yield bad("packed-mask", "leave ignored tokens out", qkv=packed, key_padding_mask=mask, cu_seqlens=[0, 20])
+    for number, borders in enumerate(([], [0], [1, 20], [0, 21], [0, 9, 4, 20], list(range(0, 19)))):
+        match = "cu_seqlens must begin with 0, never fall, and end with 20, the number of tokens, got "
+        yield bad(f"packed-{number}", match, qkv=packed, cu_seqlens=borders)
+    for number, borders in enumerate((20, [0.0, 20.0], torch.tensor([0.0, 20.0]), torch.tensor([[0, 20]]), [True, 20])):
+        yield bad(
+            f"packed-kind-{number}", "cu_seqlens must be .* whole numbers", TypeError, qkv=packed, cu_seqlens=borders
+        )
     nested = torch.nested.as_nested_tensor([torch.zeros(20, 4, 8), torch.zeros(10, 4, 8)], layout=torch.jagged)
-    yield bad("nested", "query is a nested tensor: pad it, and pass key_padding_mask", qkv=(nested,) * 3)
+    yield bad(
+        "nested",
+        r"query is a nested tensor: pass query\.values\(\)\.unsqueeze\(0\), and cu_seqlens=query\.offsets\(\)",
+        qkv=(nested,) * 3,
+    )
 
     flags = torch.zeros(2, 20, dtype=torch.bool)
     for name, mask, kind, match in (
@@ -300,7 +317,7 @@ def test_double_backward_says_what_to_do(backend: str, queries: int, linear: boo
 
 def test_double_backward_of_the_op_says_what_to_do() -> None:
     q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, 20, 4, 8))
-    out, _ = torch.ops.dilated_attention.forward(q, k, v, [None, None, None], *Call(PATTERN).packed(0))
+    out, _ = torch.ops.dilated_attention.forward(q, k, v, [None] * 4, *Call(PATTERN).packed(0))
     (grad,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         grad.square().sum().backward()
@@ -423,6 +440,51 @@ def test_lengths_that_vary_are_compiled_once(rule: str) -> None:
     assert 0 < frames[0] == frames[-1], "compiled again for another length"
 
 
+def test_another_packing_is_not_compiled_again() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return dilated_attention(q, k, v, PATTERN, cu_seqlens=cu_seqlens).square().sum()
+
+    compiled, qkv = torch.compile(attend, fullgraph=True, backend=counter), leaves(*testing.make_qkv(1, 24, 4, 8))
+    for borders in ([0, 5, 24], [0, 11, 24], [0, 23, 24]):
+        found = [torch.autograd.grad(f(*qkv, torch.tensor(borders)), qkv) for f in (compiled, attend)]
+        assert all(map(torch.equal, *found))
+        assert counter.frame_count == 1
+    with pytest.raises(ValueError, match="cu_seqlens must begin with 0"):
+        compiled(*qkv, torch.tensor([0, 25, 24]))
+
+
+def test_one_sequence_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan and its kernels are found again; and a row of nothing stays one."""
+    seen: list[tuple[int, ...]] = []
+    forward = run.forward
+    monkeypatch.setattr(run, "forward", lambda call, inputs: seen.append(call.sequences) or forward(call, inputs))
+    q = testing.make_qkv(1, 24, 4, 8)[0]
+    for borders in ([0, 24], [0, 0, 24, 24], torch.tensor([0, 24], dtype=torch.int32), (0, 4, 24)):
+        dilated_attention(q, q, q, PATTERN, cu_seqlens=borders)
+    assert seen == [(), (), (), (0, 4, 24)]
+    none = q[:, :0]
+    assert dilated_attention(none, none, none, PATTERN, cu_seqlens=[0, 0]).shape == none.shape
+
+
+def test_equal_sequences_share_blocks() -> None:
+    """As many as for one sequence, not as many as sequences."""
+    call = Call(PATTERN).of(*testing.make_qkv(1, 24 * 50, 4, 8)[:2], None, 0)
+    alone = plan(call._replace(queries=24, keys=24, total=24))
+    assert len(plan(call._replace(sequences=tuple(range(0, 1201, 24)))).blocks) == len(alone.blocks)
+
+
+def test_vmap_over_packed_rows() -> None:
+    q, k, v = testing.make_qkv(3, 24, 4, 8, dtype=torch.float64)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return dilated_attention(*(x.unsqueeze(0) for x in qkv), PATTERN, cu_seqlens=[0, 7, 24])[0]
+
+    assert testing.error(torch.func.vmap(attend)(q, k, v), torch.stack(list(map(attend, q, k, v)))) < 1e-12
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_new_numbers_are_a_new_graph(dynamic: bool | None) -> None:
     """Numbers that torch.compile would make symbols of: those of the pattern, and which heads these are."""
@@ -515,6 +577,7 @@ OP_CASES = {
     "dropout": Call(TORCHSCALE, is_causal=True, scale=0.3, dropout_p=0.5),
     "few": Call(TORCHSCALE, scale=0.3),
     "few_on_device": Call(TORCHSCALE, scale=0.3, dropout_p=0.5),
+    "packed": Call(DilatedPattern.torchscale([8, 20], [1, 3])),
 }
 
 
@@ -525,8 +588,9 @@ def op_arguments(name: str, layout: str = "contiguous") -> tuple[Any, ...]:
     mask = torch.arange(21).expand(2, -1) > 17 if call.pattern is TORCHSCALE else None
     seed = torch.tensor(1234567890123) if call.drops else None
     positions = torch.tensor([2, 9]) if name == "few_on_device" else None
+    packed = torch.tensor([0, 7, 9, 21]) if name == "packed" else None
     start = {"few": 5, "few_on_device": -1}.get(name, 0)
-    return q[:, :3] if name.startswith("few") else q, k, v, [mask, seed, positions], *call.packed(start)
+    return q[:, :3] if name.startswith("few") else q, k, v, [mask, seed, positions, packed], *call.packed(start)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(zip(OP_CASES, itertools.cycle(("transposed", "contiguous")))))
@@ -550,7 +614,7 @@ def test_opcheck_backward(name: str, which: tuple[bool, bool]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backward_op_takes_any_strides(backend: str) -> None:
     """Hooks on saved tensors, and compilers, may hand out and lse back in another layout."""
-    qkv, others = testing.make_qkv(3, 16, 4, 8, dtype=torch.float64), [None] * 3
+    qkv, others = testing.make_qkv(3, 16, 4, 8, dtype=torch.float64), [None] * 4
     packed = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed(0)
     out, lse = OPS.forward(*qkv, others, *packed)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -564,7 +628,7 @@ def test_gradients_have_the_dtypes_of_the_inputs() -> None:
     """Autograd would convert them, and a compiler would not. Few queries may be of another dtype than the keys."""
     q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
     for keys in ((k, v), (k.float(), v.float())):
-        qkv, others, packed = (q[:, :2], *keys), [None] * 3, Call(TORCHSCALE).packed(5)
+        qkv, others, packed = (q[:, :2], *keys), [None] * 4, Call(TORCHSCALE).packed(5)
         out, lse = OPS.forward(*qkv, others, *packed)
         grads = OPS.backward(out, lse, [*qkv, *others, out, lse], *packed)
         assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, *(x.dtype for x in qkv)]

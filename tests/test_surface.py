@@ -68,6 +68,7 @@ LAYERS = [
     "nn",
     "charts",
     "models",
+    "slides",
     "integrations",
     "show",
     "advice",
@@ -78,7 +79,7 @@ LAYERS = [
 
 OPTIONAL = [
     "altair", "vl_convert", "jinja2", "rich", "typer", "einops", "selenium", "transformers", "safetensors",
-    "triton", "pytest", "hypothesis",
+    "huggingface_hub", "peft", "h5py", "triton", "pytest", "hypothesis",
 ]  # fmt: skip
 
 
@@ -220,7 +221,7 @@ def test_a_module_imports_only_what_is_above_it(module: str) -> None:
             assert LAYERS.index(other.split(".")[0]) < LAYERS.index(layer), f"{module} imports {other}"
 
 
-TOOLS = ("charts", "show", "advice", "bench", "cli", "ranks", "__main__")
+TOOLS = ("charts", "slides", "show", "advice", "bench", "cli", "ranks", "__main__")
 
 
 def test_a_backend_is_named_in_its_folder_only() -> None:

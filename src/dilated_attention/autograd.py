@@ -260,12 +260,12 @@ def _autograd_forward(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any
 ) -> tuple[Tensor, Tensor]:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
-    way = Registered(keyset, packed)
+    way, inputs = Registered(keyset, packed), Inputs(query, key, value, *others)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return Attention.apply(query, key, value, *others, way)  # type: ignore[no-untyped-call, no-any-return]
+        return Attention.apply(*inputs, way)  # type: ignore[no-untyped-call, no-any-return]
     if is_plain(query, key, value):
         return _forward(query, key, value, others, *packed)
-    return way.forward(Inputs(query, key, value, *others))
+    return way.forward(inputs)
 
 
 def _autograd_backward(

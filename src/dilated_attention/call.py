@@ -15,7 +15,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from dilated_attention.pattern import DilatedPattern, Heads, Rule
+from dilated_attention.pattern import DilatedPattern, Heads, MixingGradient, Rule
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
@@ -141,7 +141,8 @@ class Call(NamedTuple):
         # a compiler may hold symbols for these as well, which have no text: a range needs their values
         lengths = ",".join([str(range(length).stop) for length in self.pattern.segment_lengths])
         rates = ",".join([str(range(rate).stop) for rate in self.pattern.dilation_rates])
-        text = f"{self.pattern.rule} {lengths} {rates} {int(self.is_causal)} {self.backend}"
+        mixing = self.pattern.mixing_gradient
+        text = f"{self.pattern.rule} {lengths} {rates} {mixing} {int(self.is_causal)} {self.backend}"
         return [start, self.first_head, self.total_heads, self.limit], self.scale, self.dropout_p, text
 
 
@@ -172,9 +173,10 @@ def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) 
 
 @functools.lru_cache(maxsize=256)
 def _read(text: str) -> tuple[DilatedPattern, bool, str]:
-    rule, lengths, rates, is_causal, backend = text.split()
+    rule, lengths, rates, mixing, is_causal, backend = text.split()
     numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
-    return DilatedPattern.of(cast(Rule, rule), *numbers), is_causal == "1", backend
+    pattern = DilatedPattern.of(cast(Rule, rule), numbers[0], numbers[1], cast(MixingGradient, mixing))
+    return pattern, is_causal == "1", backend
 
 
 _SWITCHES: dict[str, Callable[[], bool]] = {

@@ -157,16 +157,17 @@ def attend(
     seed: Tensor | None = None,
     query_offset: int | Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    warns: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank.
 
-    ``seed``: what dropout follows, drawn from torch's generator if it is not given.
+    ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
     """
     alone = link is None or link.size == 1
     try:
         call = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
-            decodes=link is None, in_parts=not alone,
+            decodes=link is None, in_parts=not alone, warns=warns and link is None,
             limit=0 if link is None or link.limit is None else link.limit.number,
         )  # fmt: skip
         if not alone:
@@ -226,6 +227,7 @@ def _checked(
     decodes: bool,
     in_parts: bool,
     limit: int,
+    warns: bool,
 ) -> Call:
     """All that can be wrong with a call, before any work."""
     check_flag("is_causal", is_causal)
@@ -236,7 +238,9 @@ def _checked(
         pattern.check_heads(total * (query.shape[2] // key.shape[2]), total)
     scale = DEFAULT_SCALE if scale is None else checked_scale(scale)
     check_backend(backend)
-    if decodes:  # on one device: a shard or its mask may well be short, or empty
+    if not pattern.is_exact and (in_parts or dropout_p):
+        raise ValueError("mixing_gradient='detached' is for one device, and without dropout: use 'exact'")
+    if warns:  # on one device: a shard or its mask may well be short, or empty
         warn_of_mistakes(query, key, pattern, key_padding_mask)
     return Call(
         pattern, is_causal, scale, checked_probability(dropout_p), backend, first_head=first, total_heads=total,

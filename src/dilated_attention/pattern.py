@@ -21,6 +21,7 @@ from dilated_attention.notice import warn
 
 Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
+MixingGradient = Literal["exact", "detached"]
 MAX_BRANCHES = 64
 MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 
@@ -85,10 +86,14 @@ class DilatedPattern:
     rule: Rule
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
+    mixing_gradient: MixingGradient = "exact"
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}: use one of {', '.join(RULES)}")
+        known = get_args(MixingGradient) if self.rule == "torchscale" else ("exact",)
+        if self.mixing_gradient not in known:
+            raise ValueError(f"mixing_gradient must be {' or '.join(known)}, got {self.mixing_gradient!r}")
         lengths = _branch_numbers("segment_lengths", self.segment_lengths)
         rates = _branch_numbers("dilation_rates", self.dilation_rates)
         if len(lengths) != len(rates):
@@ -102,9 +107,15 @@ class DilatedPattern:
         object.__setattr__(self, "dilation_rates", rates)
 
     @classmethod
-    def of(cls, rule: Rule, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+    def of(
+        cls,
+        rule: Rule,
+        segment_lengths: Iterable[int],
+        dilation_rates: Iterable[int],
+        mixing_gradient: MixingGradient = "exact",
+    ) -> DilatedPattern:
         """The pattern of a rule given by name."""
-        pattern = cls(rule, segment_lengths, dilation_rates)  # type: ignore[arg-type]  # made tuples when checked
+        pattern = cls(rule, segment_lengths, dilation_rates, mixing_gradient)  # type: ignore[arg-type]  # made tuples
         if all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1:
             _warn_of_swapped_lists(pattern)
         return pattern
@@ -115,12 +126,22 @@ class DilatedPattern:
         return cls.of("longnet", segment_lengths, dilation_rates)
 
     @classmethod
-    def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+    def torchscale(
+        cls,
+        segment_lengths: Iterable[int],
+        dilation_rates: Iterable[int],
+        *,
+        mixing_gradient: MixingGradient = "exact",
+    ) -> DilatedPattern:
         """The released LongNet code and checkpoints: offset h // ceil(H / r); zero keys fill up the last segment.
 
         Those zero keys are attended (not when causal, where they come after every query).
+
+        ``mixing_gradient="detached"``: the backward pass takes the weights that mix the branches as constants, as the
+        released code does. Outputs are the same. It is for one device and takes no dropout; backends sdpa and eager
+        compute it, with each branch's output once more.
         """
-        return cls.of("torchscale", segment_lengths, dilation_rates)
+        return cls.of("torchscale", segment_lengths, dilation_rates, mixing_gradient)
 
     @classmethod
     def head_groups(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
@@ -162,10 +183,20 @@ class DilatedPattern:
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
     def __repr__(self) -> str:
+        mixing = "" if self.is_exact else f", mixing_gradient={self.mixing_gradient!r}"
         return (
             f"DilatedPattern.{self.rule}(segment_lengths={list(self.segment_lengths)}, "
-            f"dilation_rates={list(self.dilation_rates)})"
+            f"dilation_rates={list(self.dilation_rates)}{mixing})"
         )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the gradient is that of the operation, the weights that mix branches included."""
+        return self.mixing_gradient == "exact"
+
+    def alone(self, branch: int) -> DilatedPattern:
+        """The pattern of one branch, of a rule under which every head runs every branch."""
+        return DilatedPattern(self.rule, (self.segment_lengths[branch],), (self.dilation_rates[branch],))
 
     # --- which head runs what -----------------------------------------------------------------------------------
 

@@ -36,6 +36,17 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dilated_attention`, computed the plain way in ``dtype`` (None: the inputs')."""
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
+    if not pattern.is_exact:  # the released formula: branches mixed by weights that are constants
+        found = [
+            attention(
+                query, key, value, pattern.alone(branch), is_causal=is_causal, scale=scale,
+                key_padding_mask=key_padding_mask, query_offset=query_offset, cu_seqlens=cu_seqlens, dtype=None,
+            )
+            for branch in range(len(pattern.branches))
+        ]  # fmt: skip
+        outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
+        mixing = (lses - lses.logsumexp(0)).exp().nan_to_num(0.0).detach()
+        return (mixing.unsqueeze(-1) * outs).sum(0), lses.logsumexp(0)
     if query_offset is not None or query.shape[1] != key.shape[1]:  # those rows of a whole query that is 0 elsewhere
         first = torch.as_tensor(key.shape[1] - query.shape[1] if query_offset is None else query_offset)
         token = first.to(query.device).view(-1, 1) + torch.arange(query.shape[1], device=query.device)

@@ -14,7 +14,7 @@ import pytest
 import dilated_attention
 from dilated_attention.cli import main
 
-COMMANDS = ("bench", "report", "compare", "show", "suggest", "plan", "doctor")
+COMMANDS = ("bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "convert")
 NO_UNICODE = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 
 

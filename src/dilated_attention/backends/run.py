@@ -27,6 +27,8 @@ def backward(
     call: Call, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     """The gradients of q, k and v from those of out and lse; None: nothing depends on it."""
+    if not call.pattern.is_exact:
+        return _detached(call, inputs, lse, dout, dlse)
     results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
     choice = choose(call, backward=True)
     if choice.is_whole:
@@ -37,3 +39,18 @@ def backward(
         work = Work.of(call, one_layout(inputs), backward=True)
         grads = work.backward(work.results(results))
     return finished_grads(grads, inputs, call, bad)
+
+
+def _detached(call: Call, inputs: Inputs, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+    """As if the weights that mix branches were constants: each branch's gradients, with its own out for the merged one.
+
+    A row's sum of dout times out is what its weights' gradients are measured from. With the merged out, they include
+    those of the mixing. lse stays the merged one: it gives a pair its share of the whole.
+    """
+    total: list[Tensor] = []
+    for branch in range(len(call.pattern.segment_lengths)):
+        one = call._replace(pattern=call.pattern.alone(branch), backend=choose(call, backward=True).name)
+        grads = [x.to(call.exact) for x in backward(one, inputs, forward(one, inputs)[0], lse, dout, dlse)]
+        total = [x.add_(y) for x, y in zip(total, grads, strict=True)] if total else grads
+    dq, dk, dv = (x.to(call.dtype) for x in total)
+    return dq, dk, dv

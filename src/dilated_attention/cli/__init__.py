@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli.arguments import Refused
 
-OPTIONAL = ("typer", "rich", "altair", "vl_convert", "jinja2", "numpy")  # what the extra `bench` installs
+# what the extras `bench`, `models` and `slides` install
+OPTIONAL = ("typer", "rich", "altair", "vl_convert", "jinja2", "numpy", "safetensors", "huggingface_hub", "h5py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

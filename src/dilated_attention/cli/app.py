@@ -11,7 +11,9 @@ import dilated_attention
 from dilated_attention.cli.arguments import Refused
 from dilated_attention.cli.bench import bench
 from dilated_attention.cli.compare import compare
+from dilated_attention.cli.convert import convert
 from dilated_attention.cli.doctor import doctor
+from dilated_attention.cli.encode import encode
 from dilated_attention.cli.plan import plan
 from dilated_attention.cli.report import report
 from dilated_attention.cli.show import show
@@ -28,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (bench, report, compare, show, suggest, plan, doctor):
+for command in (bench, report, compare, show, suggest, plan, doctor, encode, convert):
     app.command()(command)
 
 

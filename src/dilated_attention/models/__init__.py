@@ -1,7 +1,28 @@
-"""Models on dilated attention, in plain PyTorch. They are imported only when asked for."""
+"""Models on dilated attention, in plain PyTorch: released ones with their weights and outputs, and language models."""
 
+from dilated_attention.models import torchscale
+from dilated_attention.models.explain import AttentionMap
+from dilated_attention.models.finetune import finetuning, parameter_groups
 from dilated_attention.models.lm import LongNetEncoder, LongNetLM, document_positions
 from dilated_attention.models.loss import shifted, token_losses
+from dilated_attention.models.positions import check_attributes
+from dilated_attention.models.presets import PRESETS, slide_pattern
+from dilated_attention.models.slide import SlideEncoder
 from dilated_attention.models.transformer import LMConfig
 
-__all__ = ["LMConfig", "LongNetEncoder", "LongNetLM", "document_positions", "shifted", "token_losses"]
+__all__ = [
+    "PRESETS",
+    "AttentionMap",
+    "LMConfig",
+    "LongNetEncoder",
+    "LongNetLM",
+    "SlideEncoder",
+    "check_attributes",
+    "document_positions",
+    "finetuning",
+    "parameter_groups",
+    "shifted",
+    "slide_pattern",
+    "token_losses",
+    "torchscale",
+]

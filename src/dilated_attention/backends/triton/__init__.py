@@ -47,6 +47,8 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         reasons.append("its decoding has no dropout")
     if call.is_few and backward:
         reasons.append("its decoding has no backward pass")
+    if backward and not call.pattern.is_exact:
+        reasons.append("it has no gradient with mixing_gradient='detached'")
     if call.device.type != "cuda":
         if not (interpreted() and call.device.type == "cpu"):
             reasons.append(f"it runs on CUDA, not on {call.device.type}")
@@ -97,7 +99,7 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
     asked = (call.device, call.head_dim, call.is_causal, form, backward)
     faster, first = configs.prefers_library(*asked, call.rows), configs.library_from(*asked)
     if faster is None:
-        ours = form == "nested" and configs.head_dim_class(call.head_dim) == 64
+        ours = form == "nested" and call.head_dim <= 64
         return ours, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
     if first is None:
         return True, "measured: ours are faster at every length"

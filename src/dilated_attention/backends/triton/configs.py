@@ -35,6 +35,9 @@ class Config(NamedTuple):
 # For devices that were not measured: what fits into the shared memory of every GPU since compute capability 8.0, and
 # did well on one that was measured; and what fits even since 7.5.
 DEFAULTS = {
+    ("forward", 32): Config(64, 64, 4, 3),
+    ("dq", 32): Config(64, 64, 4, 3),
+    ("dkdv", 32): Config(64, 64, 4, 3),
     ("forward", 64): Config(64, 64, 4, 3),
     ("dq", 64): Config(64, 64, 4, 3),
     ("dkdv", 64): Config(32, 64, 4, 3),
@@ -45,8 +48,11 @@ DEFAULTS = {
     ("dq", 256): Config(32, 32, 4, 2),
     ("dkdv", 256): Config(32, 32, 4, 2),
 }
-SMALL = {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
-WITHOUT_TENSOR_CORES = {64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)}  # exact float32
+SMALL = {32: Config(64, 32, 4, 2), 64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
+# exact float32
+WITHOUT_TENSOR_CORES = {
+    32: Config(32, 32, 4, 1), 64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)
+}  # fmt: skip
 
 
 @functools.cache
@@ -106,7 +112,8 @@ def library_from(device: torch.device, head_dim: int, causal: bool, form: str, b
         return NOT_MEASURED
     rows: dict[str, int | None] = measured().get(device_class(device), {}).get("library_from", {})
     direction, size = "backward" if backward else "forward", head_dim_class(head_dim)
-    names = (key(direction, size, causal, some) for some in _forms(form))
+    sizes = (32, 64) if size == 32 else (size,)  # for 32 the choice was not measured at all lengths
+    names = (key(direction, some_size, causal, some) for some_size in sizes for some in _forms(form))
     return next((rows[name] for name in names if name in rows), NOT_MEASURED)
 
 

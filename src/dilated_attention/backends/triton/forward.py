@@ -91,6 +91,22 @@ def walk_all(
 
 
 @triton.jit
+def found_before(
+    OUT, LSE, steps, out_token, lse_token, valid, inside, BM: tl.constexpr, BD: tl.constexpr, CONTINUE: tl.constexpr
+):
+    """acc, m and mass to begin with: what earlier launches found is one more key."""
+    acc = tl.zeros((BM, BD), tl.float32)
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    mass = tl.zeros((BM,), tl.float32)
+    if CONTINUE:
+        m = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
+        mass = tl.where(m == float("-inf"), 0.0, 1.0)
+        pointers = OUT + (steps * out_token)[:, None] + tl.arange(0, BD)[None, :]
+        acc = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    return acc, m, mass
+
+
+@triton.jit
 def add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING: tl.constexpr):
     """The zero keys that torchscale appends to a sample's last segment: score 0, value 0."""
     begin, end, width = (
@@ -139,13 +155,7 @@ def forward_kernel(
     entry, edge_entry = runs + tl.load(tile + 3) * RUN, runs + tl.load(tile + 6) * RUN
     plain, edge = tl.load(tile + 4), tl.load(tile + 5)
     q = load_rows(Q, steps, q_token, valid, D, BD, True, ALIGNED)
-    acc = tl.zeros((BM, BD), tl.float32)
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    mass = tl.zeros((BM,), tl.float32)
-    if CONTINUE:  # what earlier launches found is one more key
-        m = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
-        mass = tl.where(m == float("-inf"), 0.0, 1.0)
-        acc = tl.load(OUT + (steps * out_token)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, inside, BM, BD, CONTINUE)
     low, high = q_position, q_position
     if PADDING:
         PADDING_MASK += sample * padding_sample + start
@@ -157,7 +167,11 @@ def forward_kernel(
         # No running maximum: the weights are relative to that of the row's own key. They overflow only where another
         # score is 2^100 times as heavy; then, and only then, the tile starts over with the maximum.
         own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, True, ALIGNED)
+        before = m
         m = tl.sum(q.to(tl.float32) * own.to(tl.float32), 1) * scale
+        if CONTINUE:
+            mass = tl.math.exp2(before - m)
+            acc *= mass[:, None]
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
             first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
@@ -166,9 +180,7 @@ def forward_kernel(
         too_much = tl.where(mass < 1.2e30, 0, 1) | tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1)
         sound = tl.max(too_much, 0) == 0
         if not sound:
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            mass = tl.zeros((BM,), tl.float32)
-            acc = tl.zeros((BM, BD), tl.float32)
+            acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, inside, BM, BD, CONTINUE)
     if not sound:
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,

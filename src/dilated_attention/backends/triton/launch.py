@@ -89,7 +89,7 @@ def forward(
     size = (call.samples, call.borders, call.group, config.rows, config.keys)
     found = table(nests, *size, sees, max(strides[1::3]), call.device)
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
-    shifted = q.dtype is torch.bfloat16 and not (call.has_padding or call.drops or again)
+    shifted = q.dtype is torch.bfloat16 and not (call.has_padding or call.drops)
     constants = _constants(call, found, config, q, k, v)
     constants |= {"ZEROS": call.adds_zeros, "CONTINUE": again, "FILLS": fills, "SHIFTED": shifted}
     mask, seed = _optional(call)

@@ -95,8 +95,8 @@ def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> st
 
 
 def is_short(call: Call) -> bool:
-    """Whether a call has so few rows that smaller tiles are faster."""
-    return call.rows < FEW_ROWS
+    """Whether a call, or each of its packed sequences, has so few rows that smaller tiles are faster."""
+    return call.rows // max(1, len(call.sequences) - 1) < FEW_ROWS
 
 
 def config(kernel: str, call: Call, nests: Nests) -> Config:

@@ -24,7 +24,7 @@ NEVER = 2**31 - 1  # the first program of nothing
 P = ParamSpec("P")
 LANES = 128  # sections that a program looks at together, where sequences are packed
 AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
-FEW = 1 << 15  # candidates: those of more are looked through on the device
+FEW = 1 << 19  # candidates: those of more are looked through on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def _made(
     tiles, runs = found.joined()
     parts = [_laid_out(sections, variants, is_packed), tiles.flatten(), runs.flatten()]
     parts = [F.pad(part, (0, -len(part) % 4)) for part in parts]  # each aligned as Triton likes it
-    data = torch.cat([part.to(device, torch.int64 if wide else torch.int32) for part in parts])
+    data = torch.cat([part.to(tiles.device, torch.int64 if wide else torch.int32) for part in parts]).to(device)
     cut = data.split_with_sizes([len(part) for part in parts])
     single, edges = all(len(nest.widths) == 1 for nest in nests), bool(tiles[:, 5].any())
     return Table(cut[0], cut[1], cut[2], 0 if is_packed else len(sections), programs, single, edges, found.ragged)
@@ -231,20 +231,23 @@ class _Tables:
         at_once = max(1, AT_ONCE // size)
         for first in range(0, len(offsets), at_once):
             part = make(nest.widths, nest.rates, offsets[first : first + at_once], lengths, *self.how, where)
-            tiles, runs = (x.to(self.device) for x in (part.tiles.flatten(0, 1), part.runs))
-            self.tiles.append(tiles + torch.tensor([0, 0, 0, 1, 0, 0, 1], device=self.device) * self.runs_number)
-            self.runs.append(runs)
+            tiles = part.tiles.flatten(0, 1)
+            if self.runs_number:
+                tiles = tiles.clone()  # a period's are kept
+                tiles[:, 3::3] += self.runs_number
+            self.tiles.append(tiles)
+            self.runs.append(part.runs)
             self.number, self.runs_number = self.number + len(self.tiles[-1]), self.runs_number + len(part.runs)
             self.ragged, counts = self.ragged or part.ragged, part.counts
         return at, counts
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """All tiles and runs."""
-        runs = torch.cat(
-            [*self.runs, torch.tensor([[0, 1, 0, 1, 1]] * 2, device=self.device)]
-        )  # read, not used, after the last
+        """All tiles and runs: on the CPU if all were made there, so that they are moved at once."""
+        where = max((x.device for x in self.runs), key=lambda device: device != CPU)
+        after = torch.tensor([[0, 1, 0, 1, 1]] * 2, device=CPU)  # the last run: read, not used
+        runs = torch.cat([x.to(where) for x in (*self.runs, after)])
         runs[:, 4] = runs[:, 4].float().log2().view(torch.int32)  # the kernels take the bits of a float32
-        return torch.cat(self.tiles), runs
+        return torch.cat([x.to(where) for x in self.tiles]), runs
 
 
 def _candidates(nest: Nest, lengths: tuple[int, ...], own: int) -> int:

@@ -21,6 +21,8 @@ from dilated_attention.backends.triton.launch import Launch, Layout
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call, sample_ends
 
+MOST_BYTES = 256 << 20  # of out in float32 between launches
+
 
 class Prepared(NamedTuple):
     """The launches of one direction of a call, in their order."""
@@ -40,6 +42,9 @@ def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Ten
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
     if prepared is None:
+        most = _heads_at_once(call)
+        if most < call.kv_heads:
+            return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), trains, most)
         prepared = _prepared(call, (q, k, v), call.device.type == "cuda" and trains())
     padding = ends = None
     if inputs.padding is not None:
@@ -55,6 +60,27 @@ def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Ten
     for one in prepared.launches:
         one(q, k, v, out, lse, *given)
     return out if prepared.dtype is q.dtype else out.to(q.dtype), lse
+
+
+def _heads_at_once(call: Call) -> int:
+    """Key/value heads whose results, in float32 between launches, do not take more than MOST_BYTES."""
+    if len(steps(call)) == 1 or call.dtype is torch.float32:
+        return call.kv_heads
+    return max(1, MOST_BYTES * call.kv_heads // (4 * call.rows * call.head_dim))
+
+
+def _some_heads_at_a_time(call: Call, inputs: Inputs, trains: Callable[[], bool], most: int) -> tuple[Tensor, Tensor]:
+    """The same call in parts, each of some of the heads."""
+    out, lse = _empty_like(inputs.q, call.dtype), inputs.q.new_empty(inputs.q.shape[:3], dtype=torch.float32)
+    for first in range(0, call.kv_heads, most):
+        held = min(most, call.kv_heads - first)
+        kv, rows = slice(first, first + held), slice(first * call.group, (first + held) * call.group)
+        some = inputs._replace(q=inputs.q[:, :, rows], k=inputs.k[:, :, kv], v=inputs.v[:, :, kv])
+        part = call._replace(
+            heads=held * call.group, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
+        )
+        out[:, :, rows], lse[:, :, rows] = forward(part, some, trains)
+    return out, lse
 
 
 def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:

@@ -20,11 +20,14 @@ from dilated_attention.bench.suites import (
     quick,
     ring,
     scaling,
+    slides,
     stream,
 )
 
 _COMPARED = (copies, improved, ring, profile, scaling, optimisations)
-_MODULES = {module.__name__.rpartition(".")[2]: module for module in (quick, *_COMPARED, kernels, decode, stream)}
+_MODULES = {
+    module.__name__.rpartition(".")[2]: module for module in (quick, *_COMPARED, kernels, decode, stream, slides)
+}
 ALL = [module.__name__.rpartition(".")[2] for module in _COMPARED]
 SUITES = {
     **{name: (module.__doc__ or "").splitlines()[0] for name, module in _MODULES.items()},

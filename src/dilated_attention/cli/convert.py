@@ -1,0 +1,40 @@
+"""`convert`: the weights of a slide encoder as safetensors, which hold no code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dilated_attention.cli import arguments
+from dilated_attention.cli.output import console
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The released slide_encoder.pth.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new file that ends in .safetensors.")],
+) -> None:
+    """Convert the weights of a slide encoder to safetensors.
+
+    Only tensors are read: no code in the file runs. A file that exists is not overwritten.
+
+    Example: dilated-attention convert slide_encoder.pth slide_encoder.safetensors
+    """
+    with arguments.refusing():
+        arguments.file("TARGET", target, (".safetensors",))
+        if not source.is_file():
+            raise ValueError(f"there is no file {source}")
+        if target.exists():
+            raise ValueError(f"{target} exists already: name another file, or remove it")
+    import torch
+
+    from dilated_attention.models import SlideEncoder, weights
+    from dilated_attention.models.presets import sizes_of
+
+    with arguments.refusing():
+        state = weights.read(source)
+        with torch.device("meta"):
+            weights.check(SlideEncoder(**sizes_of(state, source), num_heads=1, global_pool=False), state, source)
+        weights.save(state, target)
+    console().print(f"written: {target}", soft_wrap=True)

@@ -1,0 +1,177 @@
+"""`encode`: the embeddings of many slides, from files with the features of their tiles."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dilated_attention.bench.results import escaped
+from dilated_attention.cli import arguments, options
+from dilated_attention.cli.output import console
+from dilated_attention.cli.progress import watching
+from dilated_attention.units import number_text, seconds_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from dilated_attention.slides.encode import Job, Outcome
+
+POOLS = {"mean": True, "cls": False}
+DTYPES = ("float32", "bfloat16")
+
+
+def encode(
+    features: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Feature files (.h5), or folders with such files.")
+    ],
+    weights: Annotated[
+        str, typer.Option(metavar="WEIGHTS", help="A .safetensors or .pth file, or a hub id, which is downloaded.")
+    ],
+    pool: Annotated[
+        str, typer.Option(metavar="POOL", help="mean: of the tiles' outputs; cls: the class token's output.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for a .h5 file per slide.")] = Path(
+        "embeddings"
+    ),
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="All embeddings in one .csv file.  [default: embeddings.csv in --out]"),
+    ] = None,
+    layer: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="The output after N layers, 11 for example, instead of the last."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if there is one.")
+    ] = "",
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.size,
+            metavar="SIZE",
+            help="What a batch may take, about.  [default: half of what is free on the GPU; 4GiB on CPU]",
+        ),
+    ] = None,
+    tile_size: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="PIXELS", help="The side of a tile, for files that do not say.  [default: 256]"),
+    ] = None,
+    attention: Annotated[
+        bool, typer.Option("--attention", help="Also write attention maps: into the .h5, and as .png and .html.")
+    ] = False,
+    thumbnails: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Pictures of the slides (.png, .jpg) to draw the maps over."),
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, metavar="H", help="The number of heads that the weights have.")] = 16,
+    max_wsi_size: Annotated[
+        int, typer.Option(min=1, metavar="PIXELS", help="As the weights were trained; it gives the segment lengths.")
+    ] = 262144,
+    slide_ngrids: Annotated[
+        int, typer.Option(min=1, metavar="CELLS", help="Positions along each side, as the weights were trained.")
+    ] = 1000,
+) -> int:
+    """Compute embeddings of slides from their tiles' features.
+
+    Reads the files of TRIDENT, GigaPath and STAMP. Slides that are done with the same weights and options are not
+    computed again. A file that cannot be encoded is reported and left out; the exit code is then 1. After Ctrl-C, what
+    was written stays, and the exit code is 130.
+
+    Example: dilated-attention encode features/*.h5 --weights slide_encoder.pth --pool mean --out embeddings/
+    """
+    with arguments.refusing():
+        paths = _files(features)
+        if pool not in POOLS:
+            raise ValueError(f"--pool must be mean or cls, got {pool!r}")
+        if thumbnails is not None and not (attention and thumbnails.is_dir()):
+            raise ValueError("--thumbnails must be a folder, and needs --attention")
+        arguments.writable(out)
+        table = arguments.file("--table", table or out / "embeddings.csv", (".csv",))
+    # here and not above: help needs no torch, and these take a while
+    import torch
+
+    from dilated_attention.models import SlideEncoder
+    from dilated_attention.models import weights as stored
+    from dilated_attention.slides import draw, files
+    from dilated_attention.slides import encode as work
+
+    files.h5py()
+    with arguments.refusing():
+        where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        kind = arguments.dtype("--dtype", dtype or ("bfloat16" if where.type == "cuda" else "float32"))
+        if str(kind).removeprefix("torch.") not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        located = stored.located(weights)
+        sizes = {"num_heads": heads, "max_wsi_size": max_wsi_size, "slide_ngrids": slide_ngrids}
+        model = SlideEncoder.from_pretrained(located, global_pool=POOLS[pool], **sizes).to(where, kind)
+        if layer is not None and layer > model.depth:
+            raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {layer}")
+    key = work.hashed(work.digest(located), pool, layer, str(kind), sizes, attention, thumbnails)
+    job = work.Job(model, out, key, layer, memory or _budget(where), draw.Writer(thumbnails) if attention else None)
+    return _run(job, paths, table, tile_size)
+
+
+def _files(given: Sequence[Path]) -> list[Path]:
+    """The files, and those in the folders. Each must have a name of its own, which its result gets."""
+    found = [file for path in given for file in (sorted(path.glob("*.h5")) if path.is_dir() else [path])]
+    found = list(dict.fromkeys(found))
+    if not found:
+        raise ValueError(f"there is no .h5 file in {', '.join(map(str, given))}")
+    twice = [name for name, times in Counter(file.stem for file in found).items() if times > 1]
+    if twice:
+        same = ", ".join(str(file) for file in found if file.stem == twice[0])
+        raise ValueError(f"these files have the same name, and so would their results: {same}; encode them apart")
+    return found
+
+
+def _budget(device: torch.device) -> int:
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 * 2**30
+
+
+def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) -> int:
+    from dilated_attention.slides import encode as work
+
+    outcome, start, code = work.Outcome(), time.monotonic(), 0
+    screen = console()
+    with watching() as bar:
+
+        def watch(slides: int, tiles: int, share: float, seconds: float) -> None:
+            pace = (
+                f", {number_text(slides / seconds)} slides/s, {number_text(tiles / seconds)} tiles/s" if tiles else ""
+            )
+            bar.step(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else 0.0)
+
+        try:
+            work.run(job, paths, outcome, tile_size=tile_size, watch=watch)
+        except KeyboardInterrupt:
+            code = 130
+        except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
+            raise arguments.Refused(f"cannot write {error.filename}: {error.strerror}") from error
+    rows = work.write_table(job, outcome.slides, table)
+    _tell(outcome, seconds_text(time.monotonic() - start), is_whole=not code)
+    screen.print(f"written: {table}, {rows:,} slides", soft_wrap=True)
+    return code or int(bool(outcome.failed))
+
+
+def _tell(outcome: Outcome, took: str, *, is_whole: bool) -> None:
+    errors = console(stderr=True)
+    for text in outcome.warned:
+        errors.print(f"warning: {escaped(text)}", soft_wrap=True)
+    for path, reason in outcome.failed.items():
+        errors.print(f"skipped: {escaped(f'{path}: {reason}')}", soft_wrap=True)
+    tiles = sum(slide.tiles for slide in outcome.encoded)
+    parts = [f"{len(outcome.encoded):,} slides encoded ({tiles:,} tiles, {took})"]
+    parts += [f"{len(outcome.kept):,} were there already"] if outcome.kept else []
+    parts += [f"{len(outcome.failed):,} skipped"] if outcome.failed else []
+    parts += [] if is_whole else ["interrupted: the same command goes on from here"]
+    console().print("; ".join(parts), soft_wrap=True)

@@ -1,0 +1,90 @@
+"""Fine-tuning a slide encoder as published: learning rates that fall towards the first layer, warm-up, cosine."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from dilated_attention.models.slide import SlideEncoder
+
+
+def parameter_groups(
+    module: nn.Module, lr: float, *, layer_decay: float = 0.95, weight_decay: float = 0.05
+) -> list[dict[str, Any]]:
+    """The trainable parameters of a module that has a slide encoder in it, as groups for an optimizer.
+
+    The learning rate falls by ``layer_decay`` from layer to layer, down to the class token's. The tile projection and
+    all that is not in a layer, such as a classifier, keep the full rate, as published. Biases and norms do not decay.
+    """
+    prefix, encoder = _encoder(module)
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        depth = _depth(name.removeprefix(prefix), encoder.depth + 1)
+        decays = parameter.ndim > 1
+        group = groups.setdefault(
+            (depth, decays),
+            {
+                "params": [],
+                "lr": lr * layer_decay ** (encoder.depth + 1 - depth),
+                "weight_decay": weight_decay if decays else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
+
+
+def finetuning(
+    module: nn.Module,
+    steps_per_epoch: int,
+    *,
+    epochs: int = 5,
+    warmup_epochs: int = 1,
+    base_lr: float = 0.002,
+    min_lr: float = 1e-6,
+    batch_size: int = 1,
+    accumulation: int = 32,
+    layer_decay: float = 0.95,
+    weight_decay: float = 0.05,
+) -> tuple[AdamW, LambdaLR]:
+    """The optimizer and the schedule of the published recipe; step both once every ``accumulation`` batches.
+
+    The rate is ``base_lr * batch_size * accumulation / 256``. It rises over the warm-up and falls as half a cosine to
+    ``min_lr``. The recipe also makes the model with ``dropout=0.1, drop_path_rate=0.0`` and takes the class token's
+    embedding after layer 11.
+    """
+    if not 0 <= warmup_epochs < epochs or steps_per_epoch < 1:
+        raise ValueError(f"no schedule with {epochs=}, {warmup_epochs=} and {steps_per_epoch=}")
+    lr = base_lr * batch_size * accumulation / 256
+    optimizer = AdamW(parameter_groups(module, lr, layer_decay=layer_decay, weight_decay=weight_decay), lr=lr)
+
+    def factor(step: int) -> float:
+        epoch = step / steps_per_epoch
+        if epoch < warmup_epochs:
+            return epoch / warmup_epochs
+        done = min(1.0, (epoch - warmup_epochs) / (epochs - warmup_epochs))
+        return (min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * done))) / lr
+
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+def _encoder(module: nn.Module) -> tuple[str, SlideEncoder]:
+    found = [(name, part) for name, part in module.named_modules() if isinstance(part, SlideEncoder)]
+    if len(found) != 1:
+        raise ValueError(f"the module must have one SlideEncoder in it, got {len(found)} in {type(module).__name__}")
+    name, encoder = found[0]
+    return (f"{name}." if name else ""), encoder
+
+
+def _depth(name: str, last: int) -> int:
+    """0 for the class token, 1 + i for layer i, ``last`` for all the rest."""
+    layer = re.match(r"encoder\.layers\.(\d+)\.", name)
+    if layer:
+        return int(layer[1]) + 1
+    return 0 if name == "cls_token" else last

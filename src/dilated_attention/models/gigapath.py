@@ -1,0 +1,56 @@
+"""The names and arguments of Prov-GigaPath's own module, for programs that call it: they change one import."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from pathlib import Path
+from typing import Any
+
+from dilated_attention.charts import write
+from dilated_attention.models import weights
+from dilated_attention.models.slide import SlideEncoder
+
+
+class LongNetViT(SlideEncoder):
+    """A `SlideEncoder` that takes what callers of the released code pass.
+
+    Coordinates in half precision are taken with a warning, since some pass them scaled to 0 to 1000.
+    """
+
+    takes_half_coords = True
+
+
+def create_model(
+    pretrained: str,
+    model_arch: str,
+    in_chans: int,
+    local_dir: str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> LongNetViT:
+    """A released model by its name, in training mode as the released code gives it: call ``.eval()``.
+
+    Args:
+        pretrained: a file or folder with weights; ``hf_hub:org/name``, which downloads into the hub's cache; or ``""``
+            for fresh weights. Where there is no such file, it raises; the released code goes on with fresh weights.
+        model_arch: one of `PRESETS`.
+        in_chans: channels of a tile's features.
+        local_dir: also put the downloaded file into this folder. Another file of its name there is an error.
+        kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
+    """
+    model = LongNetViT.preset(model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
+    if local_dir is not None and not pretrained.startswith(weights.HUB):
+        raise ValueError(f"local_dir is for downloads, and pretrained is {pretrained!r}: leave local_dir out")
+    if pretrained:
+        path = weights.located(pretrained, takes_plain_ids=False)
+        weights.load(model, weights.read(path), path)
+        if local_dir is not None:
+            _copy(path, Path(local_dir) / weights.FILE)
+    return model
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not target.exists():
+        write(target, source.read_bytes())
+    elif not filecmp.cmp(source, target, shallow=False):
+        raise ValueError(f"{target} is another file than the one downloaded: name another local_dir, or leave it out")

@@ -1,0 +1,197 @@
+"""The layer that all released LongNet models share: pre-norm, with one more LayerNorm inside each half (sub-LayerNorm).
+
+The names of the modules are those of the released weights; LoRA tools match the same names.
+
+Legend: x (B, N, C) with N tokens of C channels; H heads of D channels. Packed: B is 1, and sequences share the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention import functional
+from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import checked_probability, computed_dtype
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.group import wire_device
+from dilated_attention.distributed.sequence import Group
+from dilated_attention.pattern import DilatedPattern
+
+AT_ONCE = 1 << 16  # tokens that go through a feed-forward layer together where no gradient is wanted: its hidden rows
+# are four times as wide as its own, and would take most of the memory
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of x are: by default B sequences of equal length."""
+
+    bounds: tuple[int, ...] | None = None  # of packed sequences, (0, ..., N)
+    group: Group | ContextParallel | None = None  # the ranks of which this one has a shard of each sequence
+    backend: Backend = "auto"
+
+
+class XPos(nn.Module):
+    """xPos: rotary positions whose length falls with the distance, for causal attention.
+
+    Queries grow and keys shrink by powers of the position that cancel where a query sees a key. Products with future
+    keys overflow; attention leaves them out by choice, not by adding -inf. Float32 reaches 65,536 tokens.
+    """
+
+    MOST_TOKENS = 65536
+    scale: Tensor
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"xPos needs an even head dim, got {head_dim}")
+        self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N, H, D), turned and scaled by their positions."""
+        tokens, pairs = q.shape[1], q.shape[-1] // 2
+        if tokens > self.MOST_TOKENS:
+            raise ValueError(f"xPos reaches {self.MOST_TOKENS} tokens, got {tokens}: its scales leave float32's range")
+        if computed_dtype(q) == torch.float16:
+            raise TypeError("xPos leaves the range of float16: use bfloat16 or float32")
+        position = torch.arange(tokens, dtype=torch.float64)
+        frequency = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+        angle = position[:, None] * frequency
+        power = self.scale.to("cpu", torch.float64) ** ((position - (tokens + 1) // 2)[:, None] / 512)
+        return self._turned(q, angle, power), self._turned(k, angle, 1 / power)
+
+    @staticmethod
+    def _turned(x: Tensor, angle: Tensor, power: Tensor) -> Tensor:
+        cos, sin = ((f(angle) * power).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
+        even, odd = x[..., ::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
+class SelfAttention(nn.Module):
+    """Project, attend, normalise, project."""
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, pattern: DilatedPattern, *, is_causal: bool = False, xpos: bool = False
+    ) -> None:
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        self.num_heads = num_heads
+        self.pattern = pattern
+        self.is_causal = is_causal
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.inner_attn_ln = nn.LayerNorm(embed_dim)
+        self.xpos = XPos(embed_dim // num_heads) if xpos else None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, (B, N, H, D) each."""
+        heads = (self.num_heads, -1)
+        q, k, v = (linear(x).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        if self.xpos is not None:
+            q, k = self.xpos(q, k)
+        return q, k, v
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        q, k, v = self.project(x)
+        link = None if rows.group is None else functional.link_of(ContextParallel.of(rows.group))
+        out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
+            q, k, v, self.pattern, self.is_causal, None, 0.0, None, False, rows.backend, None, link,
+            cu_seqlens=rows.bounds, warns=False,
+        )  # fmt: skip
+        found: Tensor = self.out_proj(self.inner_attn_ln(out.flatten(2)))
+        return found
+
+
+class FeedForward(nn.Module):
+    """The released order: GELU, then the LayerNorm."""
+
+    def __init__(self, embed_dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+        self.ffn_layernorm = nn.LayerNorm(ffn_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.shape[1] <= AT_ONCE:
+            return self._of(x)
+        return torch.cat([self._of(part) for part in torch.split(x, AT_ONCE, dim=1)], dim=1)
+
+    def _of(self, x: Tensor) -> Tensor:
+        # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
+        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x))))
+        return found
+
+
+class Layer(nn.Module):
+    """One layer. In training, dropout follows each half; drop path drops the half for a whole sequence."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ffn_dim: int,
+        pattern: DilatedPattern,
+        *,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        is_causal: bool = False,
+        xpos: bool = False,
+    ) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(embed_dim, num_heads, pattern, is_causal=is_causal, xpos=xpos)
+        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
+        self.ffn = FeedForward(embed_dim, ffn_dim)
+        self.final_layer_norm = nn.LayerNorm(embed_dim)
+        self.dropout = checked_probability(dropout, "dropout")
+        self.drop_path = checked_probability(drop_path, "drop_path_rate")
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), rows), rows)
+        return x + self._dropped(self.ffn(self.final_layer_norm(x)), rows)
+
+    def _dropped(self, x: Tensor, rows: Rows) -> Tensor:
+        x = F.dropout(x, self.dropout, self.training)
+        return drop_path(x, self.drop_path, rows) if self.training and self.drop_path > 0 else x
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_chans, embed_dim)
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        found: Tensor = self.proj(tiles)
+        return found
+
+
+class Encoder(nn.Module):
+    """The layers, and the LayerNorm after the last."""
+
+    def __init__(self, layers: list[Layer], embed_dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.layer_norm = nn.LayerNorm(embed_dim)
+
+
+def drop_path(x: Tensor, p: float, rows: Rows) -> Tensor:
+    """x with whole sequences dropped with probability p, the others scaled by 1 / (1 - p)."""
+    sequences = len(x) if rows.bounds is None else len(rows.bounds) - 1
+    kept = x.new_empty(sequences, 1, 1).bernoulli_(1 - p)
+    if rows.group is not None:  # all ranks of a sequence must draw the same
+        group = ContextParallel.of(rows.group).process_group()
+        sent = kept.to(wire_device(group, kept.device))
+        dist.broadcast(sent, group=group, group_src=0)
+        kept = sent.to(kept.device)
+    if p < 1:
+        kept = kept / (1 - p)
+    if rows.bounds is not None:
+        sizes = torch.tensor(rows.bounds, device=x.device).diff()
+        kept = kept.view(1, -1, 1).repeat_interleave(sizes, dim=1, output_size=rows.bounds[-1])
+    return x * kept

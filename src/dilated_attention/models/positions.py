@@ -1,0 +1,114 @@
+"""Where tiles are on a slide: their cells in a square grid, checked before any work, and the embedding of a cell.
+
+The released models add row ``x_cell * slide_ngrids + y_cell + 1`` of a 2-D sin-cos table. Its angles are float64: in
+float32 they would be wrong by 6e-5 in a grid of 1000. The table has 10^6 rows and takes 3 GB. Half of its channels
+come from y and half from x alone, so that here two rows of a table of ``slide_ngrids`` rows give one of its rows.
+
+Legend: coords (B, L, 2), x then y of a tile's corner, in pixels of level 0; cells (B, L, 2); position (B, L, C).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.notice import warn
+
+HALF = (torch.float16, torch.bfloat16)
+TileSize = int | float | Sequence[int] | Sequence[float] | Tensor  # one, or one for each slide
+
+
+def cells(
+    coords: Tensor,
+    tile_size: TileSize,
+    slide_ngrids: int,
+    padding_mask: Tensor | None = None,
+    *,
+    takes_half: bool = False,
+) -> Tensor:
+    """(B, L, 2) int64 on the host; padding is in cell (0, 0). Raises where a tile has no cell.
+
+    ``takes_half``: half-precision coordinates are an occasion for a warning, not an error.
+    """
+    check_dtype(coords, takes_half)
+    sides = _sides(tile_size, len(coords))
+    pixels = coords.detach().to("cpu", torch.float64)
+    if padding_mask is not None:
+        pixels = pixels.masked_fill(padding_mask.cpu().unsqueeze(-1), 0.0)
+    found = (pixels / sides.view(-1, 1, 1)).floor()
+    wrong = ~((found >= 0) & (found < slide_ngrids)).all(-1)  # true for NaN, too
+    if wrong.any():
+        slide, tile = (int(index) for index in wrong.nonzero()[0])
+        raise ValueError(_complaint(pixels[slide, tile], slide, tile, sides[slide].item(), slide_ngrids))
+    return found.long()
+
+
+def check_dtype(coords: Tensor, takes_half: bool = False) -> None:
+    """Half precision rounds coordinates beyond 2048 (float16) or 256 (bfloat16), and is infinite from 65,520 on."""
+    if coords.dtype == torch.bool or coords.is_complex():
+        raise TypeError(f"coords must be numbers, x and y in pixels of level 0, got {coords.dtype}")
+    if coords.dtype in HALF:
+        text = f"coords are {coords.dtype}, which rounds pixels to other cells: pass them as integers or float32"
+        if not takes_half:
+            raise TypeError(text)
+        warn(text)
+
+
+def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
+    """What the attributes of a file say about its coordinates (L, 2): an error for µm, a warning for (row, column)."""
+    unit = str(attributes.get("unit", "px")).lower()
+    if unit in ("um", "µm", "μm", "micron", "microns"):
+        raise ValueError(
+            f"coords are in {unit}, as the attribute 'unit' says, and must be in pixels of level 0: divide them by the "
+            "µm per pixel at level 0, and give the tile_size in the same pixels"
+        )
+    width, height = (attributes.get(name) for name in ("level0_width", "level0_height"))
+    if width is None or height is None or not len(coords):
+        return
+    x, y = coords.amax(-2).tolist()
+    if (x >= width or y >= height) and x < height and y < width:
+        warn(
+            f"coords reach ({x:g}, {y:g}) on a slide {width} pixels wide and {height} high: they are probably (row, "
+            "column), and must be (x, y); pass coords.flip(-1)"
+        )
+
+
+def _sides(tile_size: TileSize, slides: int) -> Tensor:
+    sides = torch.as_tensor(tile_size, dtype=torch.float64, device="cpu").reshape(-1)
+    if len(sides) not in (1, slides):
+        raise ValueError(f"tile_size must be one number, or one for each of {slides} slides, got {len(sides)}")
+    if not bool(((sides > 0) & sides.isfinite()).all()):
+        raise ValueError(f"tile_size must be positive, the side of a tile in pixels of level 0, got {tile_size}")
+    return sides.expand(slides)
+
+
+def _complaint(pixel: Tensor, slide: int, tile: int, side: float, slide_ngrids: int) -> str:
+    x, y = pixel.tolist()
+    where = f"tile {tile} of slide {slide} is at ({x:g}, {y:g})"
+    if not bool(pixel.isfinite().all()):
+        return f"{where}: coordinates must be finite numbers"
+    if min(x, y) < 0:
+        return f"{where}: coordinates must not be negative; give those of the tile's upper left corner at level 0"
+    return (
+        f"{where}, beyond the grid of {slide_ngrids} × {slide_ngrids} cells of {side:g} pixels: check that tile_size "
+        "is the side of a tile at level 0, or make a model with more slide_ngrids"
+    )
+
+
+def embedded(cell: Tensor, embed_dim: int, slide_ngrids: int, like: Tensor) -> Tensor:
+    """The position embedding of cells (..., 2), on the device and in the dtype of ``like``."""
+    table = _table(embed_dim // 2, slide_ngrids).to(like.dtype).to(like.device)  # some devices have no float64
+    cell = cell.to(like.device)
+    return torch.cat([table[cell[..., 1]], table[cell[..., 0]]], dim=-1)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(channels: int, rows: int) -> Tensor:
+    """(rows, channels) float64: the sines, then the cosines, of rows times falling frequencies."""
+    frequency = 10000.0 ** -(torch.arange(channels // 2, dtype=torch.float64) / (channels / 2))
+    angle = torch.arange(rows, dtype=torch.float64)[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=1)

@@ -1,0 +1,39 @@
+"""The sizes of the released slide encoders: by name, from their weights, and the pattern that goes with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dilated_attention.pattern import DilatedPattern, whole_number
+
+DILATION_RATES = (1, 2, 4, 8, 16)
+PRESETS: dict[str, dict[str, int]] = {
+    "gigapath_slide_enc12l768d": {"in_chans": 1536, "embed_dim": 768, "depth": 12},
+    "gigapath_slide_enc12l384d": {"in_chans": 384, "embed_dim": 384, "depth": 12},
+    "gigapath_slide_enc24l1024d": {"in_chans": 1536, "embed_dim": 1024, "depth": 24},
+    "gigapath_slide_enc12l1536d": {"in_chans": 1536, "embed_dim": 1536, "depth": 12},
+}
+
+
+def slide_pattern(max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
+    """The pattern of the released models: five segment lengths, in even steps of their logarithm, from 1024 on."""
+    across = whole_number("max_wsi_size", max_wsi_size) // whole_number("tile_size", tile_size)
+    if across < 32:
+        raise ValueError(f"max_wsi_size must be 32 tiles or more, got {max_wsi_size} with tile_size {tile_size}")
+    top = int(math.log2(across**2))  # floored, as released
+    return DilatedPattern.torchscale([int(2 ** (10 + (top - 10) * step / 4)) for step in range(5)], DILATION_RATES)
+
+
+def sizes_of(state: Mapping[str, Tensor], source: object) -> dict[str, Any]:
+    """Width, depth and in_chans of the weights of a slide encoder."""
+    needed = ("cls_token", "patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight")
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(f"{source} has no weights of a slide encoder: missing: {', '.join(missing)}")
+    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
+    indices = {int(name.split(".")[2]) for name in state if name.startswith("encoder.layers.")}
+    mlp_ratio = len(state["encoder.layers.0.ffn.fc1.weight"]) / embed_dim
+    return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": max(indices) + 1, "mlp_ratio": mlp_ratio}

@@ -1,0 +1,329 @@
+"""SlideEncoder: the released slide encoders (Prov-GigaPath, GigaPath-Flash), with their weights and outputs.
+
+Legend: B slides of L tiles; tiles (B, L, in_chans); coords (B, L, 2); x (B, 1 + L, C), the class token first.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import checked_probability
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.functional import link_of
+from dilated_attention.models import explain, positions, weights
+from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Rows
+from dilated_attention.models.positions import TileSize
+from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
+from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.ring.run import tell_others
+
+
+class SlideEncoder(nn.Module):
+    """Turns the tiles of a slide and their coordinates into one embedding: Prov-GigaPath's slide encoder.
+
+    Args:
+        in_chans: channels of a tile's features.
+        embed_dim, depth, num_heads, mlp_ratio: the sizes of the transformer.
+        slide_ngrids: cells of the position grid along each side.
+        tile_size: the side of a tile in pixels of level 0. It is an attribute, too, and may change between slides.
+        max_wsi_size: the largest side of a slide in pixels of level 0. With tile_size, it gives the segment lengths.
+        dropout, drop_path_rate: in training only.
+        global_pool: True: the mean of the tiles' outputs; False: the class token's output.
+        checkpoint_activations: the backward pass computes each layer again, and keeps only its input.
+        pattern: instead of the one that max_wsi_size and tile_size give, for models of your own.
+        backend: of the attention, as in `dilated_attention`.
+
+    Examples:
+        >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True).eval()
+        >>> tiles, coords = torch.randn(1, 50, 24), torch.randint(0, 100, (1, 50, 2)) * 256
+        >>> [embedding] = model(tiles, coords)
+        >>> embedding.shape
+        torch.Size([1, 32])
+    """
+
+    takes_half_coords = False
+
+    def __init__(
+        self,
+        in_chans: int = 1536,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        slide_ngrids: int = 1000,
+        tile_size: int = 256,
+        max_wsi_size: int = 262144,
+        dropout: float = 0.25,
+        drop_path_rate: float = 0.1,
+        *,
+        global_pool: bool,
+        checkpoint_activations: bool = False,
+        pattern: DilatedPattern | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        if whole_number("embed_dim", embed_dim) % 4:
+            raise ValueError(f"embed_dim must be a multiple of 4, for sines and cosines of x and y, got {embed_dim}")
+        if not isinstance(global_pool, bool):
+            raise TypeError(f"global_pool must be True (mean of the tiles) or False (class token), got {global_pool!r}")
+        self.embed_dim, self.depth = embed_dim, whole_number("depth", depth)
+        self.slide_ngrids = whole_number("slide_ngrids", slide_ngrids)
+        self.tile_size: TileSize = tile_size
+        self.global_pool = global_pool
+        self.dropout = checked_probability(dropout, "dropout")
+        self.checkpoint_activations = checkpoint_activations
+        self.backend: Backend = backend
+        top_rate = checked_probability(drop_path_rate, "drop_path_rate")
+        rates = [top_rate * index / max(1, depth - 1) for index in range(depth)]
+        pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.patch_embed = PatchEmbed(whole_number("in_chans", in_chans), embed_dim)
+        ffn_dim = int(embed_dim * mlp_ratio)
+        self.encoder = Encoder(
+            [Layer(embed_dim, num_heads, ffn_dim, pattern, dropout=dropout, drop_path=rate) for rate in rates],
+            embed_dim,
+        )
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.cls_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    @classmethod
+    def preset(cls, name: str, *, global_pool: bool, **sizes: Any) -> Self:
+        """A released model by its name, with fresh weights; ``sizes`` are those of the constructor."""
+        if name not in PRESETS:
+            raise ValueError(f"unknown model {name!r}: use one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **sizes}, global_pool=global_pool)
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], *, global_pool: bool, **sizes: Any) -> Self:
+        """The model of a file, in eval mode.
+
+        Args:
+            path_or_hub_id: a .safetensors or .pth file, a folder with ``slide_encoder.safetensors`` or
+                ``slide_encoder.pth``, or a hub id (``org/name``), which downloads into the hub's cache.
+            global_pool: True: the mean of the tiles' outputs; False: the class token's output.
+            sizes: further arguments of the constructor. Width, depth and in_chans come from the weights. The weights
+                do not tell ``num_heads`` (16), ``tile_size``, ``max_wsi_size`` and ``slide_ngrids``.
+        """
+        path = weights.located(path_or_hub_id)
+        state = weights.read(path)
+        model = cls(**{**sizes_of(state, path), **sizes}, global_pool=global_pool)
+        weights.load(model, state, path)
+        return model.eval()
+
+    def forward(
+        self,
+        tiles: Tensor,
+        coords: Tensor,
+        all_layer_embed: bool = False,
+        *,
+        padding_mask: Tensor | None = None,
+        tile_size: TileSize | None = None,
+        per_tile: bool = False,
+        group: Group | ContextParallel | None = None,
+    ) -> list[Tensor]:
+        """The embeddings of slides, each (B, embed_dim), in a list as the released code gives it.
+
+        Args:
+            tiles: (B, L, in_chans), or (L, in_chans) for one slide. Their order matters: segments are by index.
+            coords: (B, L, 2), or (L, 2) for all slides: x and y of each tile's upper left corner in pixels of level 0.
+            all_layer_embed: also the embedding before the first layer, and after each layer (before the encoder's last
+                LayerNorm): depth + 1 entries. By default one entry.
+            padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing and changes
+                nothing.
+            tile_size: of this call, one or one for each slide, instead of the attribute.
+            per_tile: the outputs of the tiles, (B, L, embed_dim), instead of embeddings; 0 where there is no tile.
+            group: the ranks among which each slide is cut. The tiles and coords are this rank's contiguous shard; the
+                embeddings are those of the whole slide, on every rank.
+        """
+        states, rows = self._states(tiles, coords, padding_mask, tile_size, group, keeps_all=all_layer_embed)
+        if not all_layer_embed:
+            states = [self.encoder.layer_norm(states[-1])]
+        if per_tile:
+            return [self._tiles(self.norm(state), padding_mask, rows) for state in states]
+        return [self._pooled(state, rows) for state in states]
+
+    @torch.no_grad()
+    def attention_map(
+        self,
+        tiles: Tensor,
+        coords: Tensor,
+        query: explain.Query = "cls",
+        layer: int | None = -1,
+        head: int | None = None,
+        *,
+        tile_size: TileSize | None = None,
+    ) -> explain.AttentionMap:
+        """The exact attention weights of one query over all tiles of one slide; they take time and memory linear in L.
+
+        Args:
+            tiles, coords: of one slide, as in :meth:`forward`.
+            query: "cls" or the index of a tile.
+            layer: counted from 0, or from the end; None: all, in a first dimension.
+            head: the same for heads, by default all of them.
+            tile_size: as in :meth:`forward`.
+        """
+        states = self._explained(tiles, coords, tile_size)
+        return explain.attention_map(self._layers(), states, query, layer, head)
+
+    @torch.no_grad()
+    def rollout(
+        self, tiles: Tensor, coords: Tensor, query: explain.Query | None = None, *, tile_size: TileSize | None = None
+    ) -> explain.AttentionMap:
+        """Attention rollout of one slide: how much each tile has in the embedding, by attention through all layers.
+
+        In each layer, half of a row stays (the residual), and half goes to the keys by the mean of all heads.
+
+        Args:
+            tiles, coords: of one slide, as in :meth:`forward`.
+            query: the row whose origin is asked for: "cls", the index of a tile, or "mean" of the tiles; by default
+                what the embedding is made of.
+            tile_size: as in :meth:`forward`.
+        """
+        states = self._explained(tiles, coords, tile_size)
+        count = states[0].shape[1] - 1
+        wide = torch.promote_types(states[0].dtype, torch.float32)
+        start = torch.zeros(count + 1, dtype=wide, device=states[0].device)
+        if query == "mean" or (query is None and self.global_pool):
+            start[1:] = 1 / count
+        else:
+            start[explain.row_of("cls" if query is None else query, count)] = 1
+        return explain.rollout(self._layers(), states, start)
+
+    def _explained(self, tiles: Tensor, coords: Tensor, tile_size: TileSize | None) -> list[Tensor]:
+        """The inputs of each layer, for one slide."""
+        if self.training:
+            raise ValueError("the model is in training mode, in which attention changes with dropout: call .eval()")
+        if len(tiles) != 1 and tiles.dim() == 3:
+            raise ValueError(f"give the tiles of one slide, got {len(tiles)} slides")
+        return self._states(tiles, coords, None, tile_size, None, keeps_all=True)[0][:-1]
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.encoder.layers if isinstance(layer, Layer)]
+
+    def _states(
+        self,
+        tiles: Tensor,
+        coords: Tensor,
+        padding_mask: Tensor | None,
+        tile_size: TileSize | None,
+        group: Group | ContextParallel | None,
+        *,
+        keeps_all: bool,
+    ) -> tuple[list[Tensor], Rows]:
+        """The rows before the first layer and after each, or only after the last."""
+        try:
+            tiles, coords = self._checked(tiles, coords, padding_mask, group)
+            size = self.tile_size if tile_size is None else tile_size
+            cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
+        except Exception as error:
+            if group is not None:  # the other ranks would wait for this one
+                tell_others(link_of(ContextParallel.of(group)), tiles, error)
+            raise
+        x, rows = self._embedded(tiles, cell, padding_mask, group)
+        states = [x]
+        for layer in self.encoder.layers:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(layer, x, rows, use_reentrant=False)
+            else:
+                x = layer(x, rows)
+            states = [*states, x] if keeps_all else [x]
+        return states, rows
+
+    def _checked(
+        self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
+    ) -> tuple[Tensor, Tensor]:
+        """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
+        if not isinstance(tiles, Tensor) or not isinstance(coords, Tensor):
+            raise TypeError(f"tiles and coords must be tensors, got {type(tiles).__name__}, {type(coords).__name__}")
+        in_chans = self.patch_embed.proj.in_features
+        if tiles.dim() not in (2, 3) or tiles.shape[-1] != in_chans:
+            wanted = f"(slides, tiles, {in_chans})"
+            raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
+        tiles = tiles if tiles.dim() == 3 else tiles.unsqueeze(0)
+        slides, length, _ = tiles.shape
+        if coords.shape not in ((length, 2), (slides, length, 2)):
+            wanted = f"({slides}, {length}, 2) or ({length}, 2)"
+            raise ValueError(f"coords must be {wanted} like the tiles, x and y of each, got {tuple(coords.shape)}")
+        if padding_mask is not None:
+            if group is not None:
+                raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
+            if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
+                got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
+                raise ValueError(f"padding_mask must be bool, True = no tile, ({slides}, {length}), got {got}")
+        none = padding_mask.all(1).any() if padding_mask is not None else length == 0
+        if none and group is None:
+            raise ValueError("a slide has no tiles: leave it out")
+        return tiles, coords.expand(slides, length, 2)
+
+    def _embedded(
+        self, tiles: Tensor, cell: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
+    ) -> tuple[Tensor, Rows]:
+        """The class token and the tiles, packed in one row if a mask is given."""
+        slides, bounds = len(tiles), None
+        if padding_mask is not None:
+            kept = ~padding_mask
+            sizes = kept.sum(1).tolist()
+            tiles, cell = tiles[kept.to(tiles.device)], cell[kept.cpu()]
+        x = self.patch_embed(tiles.to(self.patch_embed.proj.weight.dtype))
+        x = x + positions.embedded(cell, self.embed_dim, self.slide_ngrids, self.cls_token)
+        token = self.cls_token.to(x.dtype)
+        if padding_mask is not None:
+            x = torch.cat([row for part in x.split(sizes) for row in (token[0], part)]).unsqueeze(0)
+            bounds = (0, *torch.tensor([size + 1 for size in sizes]).cumsum(0).tolist())
+        else:  # it is on the first rank; an empty slice gives the other ranks a gradient of 0
+            is_first = group is None or ContextParallel.of(group).process_group().rank() == 0
+            x = torch.cat([token.expand(slides, -1, -1)[:, : int(is_first)], x], dim=1)
+        return F.dropout(x, self.dropout, self.training), Rows(bounds, group, self.backend)
+
+    def _pooled(self, x: Tensor, rows: Rows) -> Tensor:
+        """(B, C): the mean of the tiles, or the class token, through `norm`."""
+        if rows.bounds is not None:
+            spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
+            x = x[0]
+            if self.global_pool:
+                x = torch.stack([x[first + 1 : last].mean(0) for first, last in spans])
+            else:
+                x = x[[first for first, _ in spans]]
+        elif rows.group is not None:
+            x = self._pooled_over(x, ContextParallel.of(rows.group))
+        else:
+            x = x[:, 1:].mean(1) if self.global_pool else x[:, 0]
+        found: Tensor = self.norm(x)
+        return found
+
+    def _pooled_over(self, x: Tensor, over: ContextParallel) -> Tensor:
+        """The same from shards. Gradients come out right if the trainer averages them over the ranks."""
+        group = over.process_group()
+        is_first = group.rank() == 0
+        if not self.global_pool:
+            return gather_sequence(x[:, : int(is_first)], group)[:, 0]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        sums = gather_sequence(x[:, int(is_first) :].sum(1, keepdim=True, dtype=wide), group).sum(1)
+        counts = gather_sequence(torch.tensor([[x.shape[1] - is_first]], device=x.device), group)
+        return (sums / counts.sum()).to(x.dtype)
+
+    def _tiles(self, x: Tensor, padding_mask: Tensor | None, rows: Rows) -> Tensor:
+        """The tiles' rows without the class token, where the tiles were."""
+        if padding_mask is None:
+            is_first = rows.group is None or ContextParallel.of(rows.group).process_group().rank() == 0
+            return x[:, 1:] if is_first else x
+        assert rows.bounds is not None
+        is_tile = torch.ones(x.shape[1], dtype=torch.bool)
+        is_tile[list(rows.bounds[:-1])] = False
+        found = x.new_zeros(*padding_mask.shape, x.shape[-1])
+        return found.index_put((~padding_mask.to(x.device),), x[0, is_tile.to(x.device)])

@@ -1,0 +1,195 @@
+"""torchscale's LongNetEncoder and LongNetDecoder, with their weights: pre-norm, with sub-LayerNorm, GELU.
+
+Legend: tokens (B, N) integers; x (B, N, C).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import checked_probability
+from dilated_attention.models import weights
+from dilated_attention.models.layers import Layer, Rows
+from dilated_attention.pattern import DilatedPattern
+
+FIRST_POSITION = 2  # of the table of position embeddings; rows 0 and 1 are not used
+# Parts of released models that dilated attention, or this module, has no place for: a pattern of their weights' names.
+REFUSED = {
+    r"\.moe_layer\.": "mixture of experts",
+    r"\.[AB]\.": "multiway weights",
+    r"relative_position": "relative position bias",
+    r"\.encoder_attn": "attention to an encoder's outputs",
+}
+LONGVIT_SEGMENTS = {
+    1024: (64, 128, 256, 512, 1024),
+    4096: (1024, 2048, 4096, 8192, 16384),
+    8192: (1024, 4096, 8192, 16384, 65536),
+    16384: (1024, 4096, 16384, 65536, 262144),
+    32768: (1024, 4096, 32768, 262144, 1048576),
+}  # by the side of the image in pixels
+
+
+class LongNet(nn.Module):
+    """What encoder and decoder share. Make one with :meth:`from_torchscale`."""
+
+    is_causal = False
+
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        num_heads: int,
+        pattern: DilatedPattern,
+        *,
+        scale_embedding: bool = False,
+        dropout: float = 0.0,
+        drop_path_rate: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        """With the parts that ``state`` has weights for. `from_torchscale` also loads them."""
+        super().__init__()
+        ffn_dim, embed_dim = state["layers.0.ffn.fc1.weight"].shape
+        depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
+        rates = [checked_probability(drop_path_rate) * index / max(1, depth - 1) for index in range(depth)]
+        has_xpos = "layers.0.self_attn.xpos.scale" in state
+        self.embed_scale = math.sqrt(embed_dim) if scale_embedding else 1.0
+        self.dropout = checked_probability(dropout, "dropout")
+        self.backend: Backend = backend
+        self.layers = nn.ModuleList(
+            Layer(
+                embed_dim, num_heads, ffn_dim, pattern,
+                dropout=dropout, drop_path=rate, is_causal=self.is_causal, xpos=has_xpos,
+            )
+            for rate in rates
+        )  # fmt: skip
+        self.embed_tokens = self._table(state, "embed_tokens")
+        self.embed_positions = self._table(state, "embed_positions")
+        self.layernorm_embedding = nn.LayerNorm(embed_dim) if "layernorm_embedding.weight" in state else None
+        self.layer_norm = nn.LayerNorm(embed_dim) if "layer_norm.weight" in state else None
+        self.output_projection: nn.Linear | None = None
+        if "output_projection.weight" in state:
+            self.output_projection = nn.Linear(embed_dim, len(state["output_projection.weight"]), bias=False)
+
+    @staticmethod
+    def _table(state: Mapping[str, Tensor], name: str) -> nn.Embedding | None:
+        found = state.get(f"{name}.weight")
+        return None if found is None else nn.Embedding(*found.shape)
+
+    @classmethod
+    def from_torchscale(
+        cls,
+        source: Mapping[str, Tensor] | str | os.PathLike[str],
+        *,
+        num_heads: int,
+        segment_lengths: Iterable[int],
+        dilation_rates: Iterable[int],
+        **options: Any,
+    ) -> Self:
+        """The model of a state dict, or of a .safetensors or .pth file, in eval mode.
+
+        Args:
+            source: the weights, under the names that torchscale gives them.
+            num_heads, segment_lengths, dilation_rates: as in torchscale's config; the weights do not tell them.
+            options: ``scale_embedding`` (the opposite of torchscale's ``no_scale_embedding``), ``dropout``,
+                ``drop_path_rate`` and ``backend``.
+        """
+        state = source if isinstance(source, Mapping) else weights.read(Path(source))
+        said = "the state dict" if isinstance(source, Mapping) else str(source)
+        refuse(state, said, is_decoder=cls.is_causal)
+        model = cls(state, num_heads, DilatedPattern.torchscale(segment_lengths, dilation_rates), **options)
+        weights.load(model, state, said)
+        tokens, output = model.embed_tokens, model.output_projection
+        if tokens is not None and output is not None and torch.equal(tokens.weight, output.weight):
+            output.weight = tokens.weight  # as they were shared, so they are trained
+        return model.eval()
+
+    def forward(self, tokens: Tensor | None = None, *, embeddings: Tensor | None = None) -> Tensor:
+        """Logits (B, N, vocabulary), or the last layer's rows (B, N, C) where the weights have no output projection.
+
+        Args:
+            tokens: (B, N) integers.
+            embeddings: (B, N, C), instead of the embeddings of tokens.
+        """
+        if (tokens is None) == (embeddings is None):
+            raise ValueError("give either tokens or embeddings")
+        if embeddings is None:
+            if self.embed_tokens is None:
+                raise ValueError("these weights have no embed_tokens: give embeddings")
+            embeddings = self.embed_tokens(tokens)
+        x = self.embed_scale * embeddings
+        if self.embed_positions is not None:
+            room = self.embed_positions.num_embeddings - FIRST_POSITION
+            if x.shape[1] > room:
+                raise ValueError(f"the position embeddings are for {room} tokens, got {x.shape[1]}")
+            x = x + self.embed_positions.weight[FIRST_POSITION : FIRST_POSITION + x.shape[1]]
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = F.dropout(x, self.dropout, self.training)
+        for layer in self.layers:
+            x = layer(x, Rows(backend=self.backend))
+        for last in (self.layer_norm, self.output_projection):
+            x = x if last is None else last(x)
+        return x
+
+
+class LongNetEncoder(LongNet):
+    """torchscale's LongNetEncoder.
+
+    Examples:
+        >>> encoder = models.LongNetEncoder.from_torchscale(
+        ...     "encoder.pth", num_heads=12, segment_lengths=[2048, 4096], dilation_rates=[1, 2]
+        ... )  # doctest: +SKIP
+    """
+
+
+class LongNetDecoder(LongNet):
+    """torchscale's LongNetDecoder: causal, with xPos if its weights have it."""
+
+    is_causal = True
+
+
+def refuse(state: Mapping[str, Tensor], source: str, *, is_decoder: bool) -> None:
+    """Raise if the weights have a part that cannot be honoured, or lack one that every such model has."""
+    for pattern, what in REFUSED.items():
+        found = next((name for name in state if re.search(pattern, f".{name}")), None)
+        if found is not None:
+            raise ValueError(f"{source} has {what} ({found}), which is not supported: only plain layers are")
+    if "layers.0.ffn.fc1.weight" not in state:
+        raise ValueError(f"{source} has no weights of torchscale's LongNet: missing: layers.0.ffn.fc1.weight")
+    if "layers.0.self_attn.inner_attn_ln.weight" not in state:
+        raise ValueError(
+            f"{source} has no sub-LayerNorm (layers.0.self_attn.inner_attn_ln), as models with deepnorm or post-norm: "
+            "they are not supported"
+        )
+    if not is_decoder and "layers.0.self_attn.xpos.scale" in state:
+        raise ValueError(f"{source} has xPos, which is for causal models: load it as a LongNetDecoder")
+
+
+def longvit_encoder(
+    source: Mapping[str, Tensor] | str | os.PathLike[str], *, image_size: int, num_heads: int = 16, **options: Any
+) -> tuple[LongNetEncoder, dict[str, Tensor]]:
+    """The encoder of a LongViT, and all its other weights (patch and position embeddings, heads) by their names.
+
+    The encoder takes ``embeddings`` (B, N, C). No output of the released LongViT was at hand: these weights' names are
+    mapped, and the results could not be compared.
+    """
+    if image_size not in LONGVIT_SEGMENTS:
+        sizes = ", ".join(map(str, LONGVIT_SEGMENTS))
+        raise ValueError(f"image_size must be one that LongViT was made for, {sizes}, got {image_size}")
+    state = source if isinstance(source, Mapping) else weights.read(Path(source))
+    state = {re.sub(r"^(module\.)?(backbone\.)?", "", name): x for name, x in state.items()}
+    layers = {name.removeprefix("encoder."): x for name, x in state.items() if name.startswith("encoder.")}
+    encoder = LongNetEncoder.from_torchscale(
+        layers, num_heads=num_heads, segment_lengths=LONGVIT_SEGMENTS[image_size], dilation_rates=(1, 2, 4, 8, 16),
+        **options,
+    )  # fmt: skip
+    return encoder, {name: x for name, x in state.items() if not name.startswith("encoder.")}

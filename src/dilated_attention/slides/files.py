@@ -1,0 +1,197 @@
+"""Feature files of slides, as TRIDENT, GigaPath and STAMP write them, and the files with results.
+
+A feature file is HDF5 with `features` or `feats`, (L, C) or (1, L, C), and `coords`, (L, 2). What its coordinates mean
+is in attributes: TRIDENT's are pixels of level 0 and `coords` has `patch_size_level0`; STAMP's are µm and the file has
+`tile_size_um` and `tile_size_px`; GigaPath's are pixels and say no more.
+
+Legend: L tiles of C channels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention import charts
+from dilated_attention.models import positions
+
+FEATURES, COORDS = ("features", "feats"), "coords"
+MICRONS = ("um", "µm", "μm", "micron", "microns")
+TILE_SIZE = 256  # of files that do not say: GigaPath's
+# Public tile encoders by the number of their features. Several share a number, so a width alone only suggests one.
+ENCODERS = {
+    384: "GigaPath-Flash's tile encoder or another ViT-S",
+    512: "CONCH or PLIP",
+    768: "CTransPath, Phikon or CONCH v1.5",
+    1024: "UNI, Phikon-v2 or another ViT-L",
+    1280: "the class token of Virchow",
+    1536: "Prov-GigaPath's tile encoder, UNI2-h or H-optimus",
+    2048: "a ResNet-50 or RetCCL",
+    2560: "Virchow or Virchow2",
+}
+
+
+class BadFile(ValueError):  # noqa: N818 - the name says what is wrong
+    """A file that cannot be encoded; the message says why, without its name."""
+
+
+@dataclass(frozen=True)
+class Slide:
+    """What a feature file says of itself; its features are not read yet."""
+
+    path: Path
+    tiles: int
+    channels: int
+    tile_size: float  # the side of a tile in pixels
+    pixels: float  # per unit of the coordinates
+    attributes: Mapping[str, Any]
+    stamp: tuple[int, int]  # bytes of the file, and when it was written in ns: another file is another slide
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+
+def h5py() -> Any:
+    try:
+        return importlib.import_module("h5py")
+    except ModuleNotFoundError as error:
+        text = 'feature files need h5py, which is not installed: pip install ".[slides]" from a clone'
+        raise ModuleNotFoundError(text) from error
+
+
+def look(path: Path, tile_size: float | None = None) -> Slide:
+    """The slide in a file. ``tile_size``: in pixels, for files that do not say."""
+    with _opened(path) as file:
+        features, coords = _datasets(file)
+        shape = features.shape[1:] if len(features.shape) == 3 and features.shape[0] == 1 else features.shape
+        if len(shape) != 2 or features.dtype.kind != "f":
+            raise BadFile(f"{features.name} must be (tiles, channels) of floats, got {features.shape} {features.dtype}")
+        if coords.shape not in ((shape[0], 2), (1, shape[0], 2)):
+            raise BadFile(f"coords must be ({shape[0]}, 2), x and y of each tile, got {coords.shape}")
+        if coords.dtype.kind not in "iuf" or coords.dtype == "float16":
+            raise BadFile(f"coords are {coords.dtype}: pixels must be integers, float32 or float64")
+        if not shape[0]:
+            raise BadFile("it has no tiles")
+        attributes = {**file.attrs, **features.attrs, **coords.attrs}
+        size, pixels = _scale(attributes, tile_size)
+        status = path.stat()
+        stamp = (status.st_size, status.st_mtime_ns)
+        return Slide(path, shape[0], shape[1], size, pixels, {name: _plain(x) for name, x in attributes.items()}, stamp)
+
+
+def read(slide: Slide) -> tuple[Tensor, Tensor]:
+    """The features, (L, C) in the dtype of the file, and the coordinates in pixels, (L, 2) float64."""
+    with _opened(slide.path) as file:
+        features, coords = _datasets(file)
+        try:
+            tiles, places = torch.from_numpy(features[()]), torch.from_numpy(coords[()].astype("float64"))
+        except OSError as error:
+            raise BadFile(f"it cannot be read: {error}") from error
+    tiles, places = tiles.view(-1, slide.channels), places.view(-1, 2) * slide.pixels
+    if tiles.shape[0] != slide.tiles or len(places) != slide.tiles:
+        raise BadFile("it has changed since it was first looked at")
+    wrong = (~tiles.isfinite().all(1)).nonzero()
+    if len(wrong):
+        raise BadFile(f"{len(wrong)} of {len(tiles)} tiles have NaN or infinite features, the first is {int(wrong[0])}")
+    return tiles, places
+
+
+def check_width(slide: Slide, channels: int) -> None:
+    """Raise if the features are those of another encoder than the weights take."""
+    if slide.channels != channels:
+        stated = next((slide.attributes[name] for name in ("extractor", "encoder") if name in slide.attributes), None)
+        ours = f"the file says {stated}" if stated else _looks(slide.channels)
+        raise BadFile(
+            f"its tiles have {slide.channels} features ({ours}); the weights take {channels} ({_looks(channels)})"
+        )
+
+
+def check_places(slide: Slide, coords: Tensor, slide_ngrids: int) -> list[str]:
+    """Raise where tiles are not on the grid of positions; returns warnings."""
+    attributes = {name: value for name, value in slide.attributes.items() if name != "unit"}  # they are pixels by now
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            positions.check_attributes(coords, attributes)
+            positions.cells(coords.unsqueeze(0), slide.tile_size, slide_ngrids)
+    except ValueError as error:
+        raise BadFile(str(error)) from error
+    return [str(warning.message) for warning in caught]
+
+
+def write(path: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+    """An HDF5 file of arrays: the whole of it or none."""
+    content = io.BytesIO()
+    with h5py().File(content, "w") as file:
+        for name, array in arrays.items():
+            small = "gzip" if array.nbytes > 2**20 else None  # maps have many zeros
+            file.create_dataset(name, data=array, track_times=False, compression=small)
+        file.attrs.update(attributes)
+    charts.write(path, content.getvalue())
+
+
+def written(path: Path, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The arrays of these names in a result, and its attributes; None where there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        with _opened(path) as file:
+            arrays = {name: file[name][()] for name in names if name in file}
+            return arrays, {name: _plain(value) for name, value in file.attrs.items()}
+    except (BadFile, OSError):
+        return None  # not one of ours
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return h5py().File(path, "r")
+    except FileNotFoundError as error:
+        raise BadFile("there is no such file") from error
+    except OSError as error:
+        raise BadFile(f"it cannot be read as HDF5: {str(error).splitlines()[0]}") from error
+
+
+def _datasets(file: Any) -> tuple[Any, Any]:
+    dataset = h5py().Dataset
+    features = next((file[name] for name in FEATURES if isinstance(file.get(name), dataset)), None)
+    if features is None or not isinstance(file.get(COORDS), dataset):
+        missing = " or ".join(FEATURES) if features is None else COORDS
+        raise BadFile(f"it has no {missing}, only: {', '.join(sorted(file)) or 'nothing'}")
+    return features, file[COORDS]
+
+
+def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[float, float]:
+    """The side of a tile in pixels, and the pixels per unit of the coordinates."""
+    microns = str(_plain(attributes.get("unit", ""))).lower() in MICRONS
+    names = ("tile_size_um", "tile_size_px") if microns else ("patch_size_level0", "tile_size_px", "tile_size")
+    said = {name: float(_plain(attributes[name])) for name in names if attributes.get(name) is not None}
+    if not all(math.isfinite(value) and value > 0 for value in said.values()):
+        raise BadFile(f"its tile size is {said}: it must be positive")
+    if microns and len(said) < 2:
+        raise BadFile("its coordinates are in µm, and it lacks tile_size_um or tile_size_px, which give the pixels")
+    if not said:
+        return tile_size or TILE_SIZE, 1.0
+    size = said["tile_size_px"] if microns else next(iter(said.values()))
+    if tile_size is not None and tile_size != size:
+        raise BadFile(f"it says that its tiles are {size:g} pixels wide, and not {tile_size:g}: leave --tile-size out")
+    return size, size / said["tile_size_um"] if microns else 1.0
+
+
+def _looks(channels: int) -> str:
+    return f"looks like {ENCODERS[channels]}" if channels in ENCODERS else "of an encoder we do not know"
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as Python has it: HDF5 gives arrays of one element, and bytes."""
+    value = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -1,0 +1,114 @@
+"""Attention maps and rollout, against dense matrices that the oracle's counts give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import dilated_attention, reference
+from dilated_attention.models import AttentionMap, SlideEncoder
+from tests.models.golden import COORDS, PATTERN, TILES, slide_encoder, small
+from tests.over_ranks import changed
+
+ONE, PLACES = TILES[:1], COORDS[:1]
+
+
+def model(**options: Any) -> SlideEncoder:
+    return changed(small(pattern=PATTERN, depth=3, **options).double())
+
+
+@torch.no_grad()
+def dense(encoder: SlideEncoder) -> list[Tensor]:
+    """The attention of each layer as a matrix, (H, N, N), zero keys left out."""
+    inputs: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, given, __: inputs.append(given[0])) for layer in encoder.encoder.layers
+    ]
+    encoder(ONE, PLACES)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for layer, x in zip(encoder.encoder.layers, inputs, strict=True):
+        attn = layer.self_attn
+        q, k, _ = attn.project(layer.self_attn_layer_norm(x))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
+        counts, zeros = reference.key_counts(attn.pattern, x.shape[1], attn.num_heads, None, False, 1, q)
+        weights = counts.sum(0) * scores.exp()
+        found.append((weights / (weights.sum(-1, keepdim=True) + zeros))[0])
+    return found
+
+
+def joined(found: AttentionMap) -> Tensor:
+    return torch.cat([found.cls.unsqueeze(-1), found.tiles], dim=-1)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=1e-13, rtol=1e-12)
+
+
+@pytest.mark.parametrize("query", ["cls", 0, 7, 22, 40])
+def test_a_map_is_a_row_of_the_matrix(query: Any) -> None:
+    encoder = model()
+    wanted = torch.stack(dense(encoder))
+    row = 0 if query == "cls" else query + 1
+    found = encoder.attention_map(ONE, PLACES, query, layer=None)
+    close(joined(found), wanted[:, :, row])
+    close(joined(found).sum(-1) + found.zeros, torch.ones(3, 4, dtype=torch.float64))
+    assert bool(found.zeros.any()) == (query in (22, 40))  # where 42 tokens do not fill a segment
+    for layer, head in ((0, 1), (-1, 3), (1, None)):
+        some = encoder.attention_map(ONE, PLACES, query, layer=layer, head=head)
+        close(joined(some), wanted[layer, slice(None) if head is None else head, row])
+    assert encoder.attention_map(ONE, PLACES, query, head=0).tiles.shape == (41,)
+
+
+def test_the_weights_give_the_output() -> None:
+    """At the released segments: weights times values is what the operation gives."""
+    encoder, data = slide_encoder("gigapath_grid_1100")
+    found = encoder.attention_map(data["x"], data["coords"], 1023, layer=0)
+    x = encoder.encoder.layers[0].self_attn_layer_norm(encoder._explained(data["x"], data["coords"], None)[0])
+    q, k, v = encoder.encoder.layers[0].self_attn.project(x)
+    out = dilated_attention(q, k, v, encoder.encoder.layers[0].self_attn.pattern)
+    torch.testing.assert_close(torch.einsum("hn,nhd->hd", joined(found), v[0]), out[0, 1024], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("query", "global_pool"), [(None, False), (None, True), ("mean", False), (5, True)])
+def test_a_rollout_is_the_product_of_the_matrices(query: Any, global_pool: bool) -> None:
+    encoder = model(global_pool=global_pool)
+    product = torch.eye(42, dtype=torch.float64)
+    for weights in dense(encoder):
+        product = (weights.mean(0) + torch.eye(42, dtype=torch.float64)) / 2 @ product
+    wanted = (
+        product[1:].mean(0)
+        if query == "mean" or (query is None and global_pool)
+        else product[query + 1 if query else 0]
+    )
+    found = encoder.rollout(ONE, PLACES, query)
+    close(joined(found), wanted)
+    close(joined(found).sum() + found.zeros, torch.tensor(1.0, dtype=torch.float64))
+    assert found.zeros > 1e-4
+    close(joined(encoder.rollout(ONE[0], PLACES[0], query)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"query": 41}, "query must be 'cls' or the index of one of 41 tiles"),
+        ({"query": "mean"}, "query must be"),
+        ({"query": True}, "query must be"),
+        ({"layer": 3}, "layer must be from -3 to 2"),
+        ({"head": -5}, "head must be from -4 to 3"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        model().attention_map(ONE, PLACES, **options)
+
+
+def test_one_slide_in_eval_mode() -> None:
+    with pytest.raises(ValueError, match="one slide, got 2"):
+        model().rollout(TILES, COORDS)
+    with pytest.raises(ValueError, match="training mode"):
+        model().train().attention_map(ONE, PLACES)

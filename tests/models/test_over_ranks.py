@@ -1,0 +1,95 @@
+"""One slide cut over several ranks: the same embeddings and gradients. Ranks import this file: it stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import shard_sequence
+from dilated_attention.models import SlideEncoder
+from dilated_attention.ranks import pool
+from tests.models.golden import COORDS, PATTERN, TILES, gradients, small
+from tests.over_ranks import changed, raised, world
+
+
+def over_ranks(make: Callable[..., SlideEncoder], options: dict[str, Any], tiles: Tensor, coords: Tensor) -> Any:
+    """Of this rank: the embeddings, the tiles' outputs, and gradients as averaged by a trainer."""
+    model = make(**options)
+    mine = shard_sequence(tiles, world()), shard_sequence(coords, world())
+    torch.manual_seed(torch.distributed.get_rank())  # ranks need not agree
+    layers = model(*mine, all_layer_embed=True, group=world())
+    outputs = model(*mine, per_tile=True, group=world())[0].detach()
+    sum(x.square().sum() for x in layers).backward()
+    found = gradients(model)
+    for x in found:
+        torch.distributed.all_reduce(x)
+        x /= torch.distributed.get_world_size()
+    return torch.stack(layers).detach(), outputs, found
+
+
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_a_slide_over_ranks_is_the_slide(global_pool: bool) -> None:
+    options = {"global_pool": global_pool, "checkpoint_activations": global_pool}
+    model = plain(**options)
+    layers = model(TILES, COORDS, all_layer_embed=True)
+    sum(x.square().sum() for x in layers).backward()
+    outputs = model(TILES, COORDS, per_tile=True)[0].detach()
+    found = pool(3).run(over_ranks, plain, options, TILES, COORDS)
+    for embeddings, _, grads in found:
+        torch.testing.assert_close(embeddings, torch.stack(layers).detach(), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(grads, gradients(model), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(torch.cat([x for _, x, _ in found], 1), outputs, atol=1e-12, rtol=1e-12)
+
+
+def plain(**options: Any) -> SlideEncoder:
+    return changed(small(pattern=PATTERN, **options).double())
+
+
+@torch.no_grad()
+def tiles_over_ranks(tiles: Tensor, coords: Tensor) -> Tensor:
+    mine = shard_sequence(tiles, world()), shard_sequence(coords, world())
+    return small(embed_dim=16, depth=1).double()(*mine, per_tile=True, group=world())[0]
+
+
+@torch.no_grad()
+def test_a_segment_of_5792_across_ranks() -> None:
+    tiles = torch.randn(1, 6001, 6, dtype=torch.float64)
+    coords = torch.randint(0, 999, (1, 6001, 2)) * 256
+    [wanted] = small(embed_dim=16, depth=1).double()(tiles, coords, per_tile=True)
+    found = pool(2).run(tiles_over_ranks, tiles, coords)
+    torch.testing.assert_close(torch.cat(found, 1), wanted, atol=1e-12, rtol=1e-12)
+
+
+def dropped_over_ranks() -> list[Tensor]:
+    model = small(dropout=0.0, drop_path_rate=1.0, depth=3).double().train()
+    torch.manual_seed(torch.distributed.get_rank())
+    mine = shard_sequence(TILES, world()), shard_sequence(COORDS, world())
+    return [x.detach() for x in model(*mine, all_layer_embed=True, group=world())]
+
+
+def test_ranks_drop_the_same_slides_and_refuse_the_same_calls() -> None:
+    first, *others = pool(3).run(dropped_over_ranks)
+    for other in others:
+        torch.testing.assert_close(other, first)
+    mask = torch.zeros(2, 41, dtype=torch.bool)
+    said = pool(3).run(refused_over_ranks, mask)
+    assert all("padding_mask cannot be given together with a group" in text for text in said)
+
+
+def refused_on_one_rank() -> str:
+    coords = COORDS - 10**6 if torch.distributed.get_rank() == 1 else COORDS
+    return raised(small(), TILES.float(), coords, group=world())
+
+
+def test_coordinates_that_one_rank_refuses_all_ranks_refuse() -> None:
+    said = pool(3).run(refused_on_one_rank)
+    assert "must not be negative" in said[1]
+    assert all("rank 1" in text and "must not be negative" in text for text in (said[0], said[2]))
+
+
+def refused_over_ranks(mask: Tensor) -> str:
+    return raised(small(), TILES.float(), COORDS, padding_mask=mask, group=world())

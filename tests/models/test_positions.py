@@ -1,0 +1,100 @@
+"""Coordinates: what is refused before any work, and the embedding of a cell."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from dilated_attention.models import check_attributes, positions
+from dilated_attention.notice import DilatedAttentionWarning
+from tests.models.golden import small
+
+GOOD = torch.tensor([[[0, 0], [255999, 511]]])
+
+
+def test_the_embedding_is_that_of_the_released_table() -> None:
+    """Row x·1000 + y + 1 of a table in which the first half is from y: here from Python's own float64."""
+    cell, dim = (998, 37), 32
+    found = positions.embedded(torch.tensor([cell]), dim, 1000, torch.zeros(1))
+    assert found.dtype == torch.float32
+    wanted = []
+    for place in (cell[1], cell[0]):
+        angles = [place / 10000 ** (index / (dim // 4)) for index in range(dim // 4)]
+        wanted += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
+    torch.testing.assert_close(found[0], torch.tensor(wanted), atol=6e-8, rtol=0.0)  # float32 angles are off by 6e-5
+
+
+def test_cells_are_floors() -> None:
+    found = positions.cells(GOOD, 256, 1000)
+    assert found.tolist() == [[[0, 0], [999, 1]]]
+    assert positions.cells(GOOD, [512], 1000).tolist() == [[[0, 0], [499, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "said"),
+    [
+        (0.0, torch.nan, "tile 1 of slide 0 is at .0, nan.: coordinates must be finite"),
+        (torch.inf, 0.0, "finite"),
+        (-1.0, 5.0, "tile 1 of slide 0 is at .-1, 5.: coordinates must not be negative"),
+        (256000.0, 5.0, "beyond the grid of 1000 × 1000 cells of 256 pixels: check that tile_size"),
+        (5.0, 256000.0, "tile 1 of slide 0 is at .5, 256000., beyond the grid"),  # released: the next column
+    ],
+)
+def test_a_tile_outside_of_the_grid_is_refused_before_any_work(x: float, y: float, said: str) -> None:
+    model = small()
+    model.patch_embed.register_forward_hook(lambda *_: pytest.fail("work was done"))
+    coords = torch.tensor([[[0.0, 0.0], [x, y]]])
+    with pytest.raises(ValueError, match=said):
+        model(torch.zeros(1, 2, 6), coords)
+
+
+def test_padding_has_no_coordinates() -> None:
+    coords = torch.tensor([[[0.0, 0.0], [torch.nan, -1.0]]])
+    small()(torch.zeros(1, 2, 6), coords, padding_mask=torch.tensor([[False, True]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool])
+def test_coordinates_in_half_precision_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=str(dtype)):
+        small()(torch.zeros(1, 2, 6), torch.zeros(1, 2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [0, -256, math.nan, [256, 256, 256]])
+def test_a_tile_size_that_is_none_is_refused(size: object) -> None:
+    with pytest.raises(ValueError, match="tile_size must be"):
+        small()(torch.zeros(1, 2, 6), GOOD, tile_size=size)
+
+
+def test_attributes_of_a_file() -> None:
+    coords = torch.tensor([[10, 20], [90000, 4000]])
+    slide = {"level0_width": 60000, "level0_height": 100000}
+    with pytest.raises(ValueError, match="in um, as the attribute 'unit' says"):
+        check_attributes(coords, {"unit": "um"})
+    with pytest.warns(DilatedAttentionWarning, match="probably .row, column."):
+        check_attributes(coords, slide)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for attributes in (slide, {}, {"unit": "px"}):
+            check_attributes(coords.flip(-1), attributes)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "coords", "mask", "said"),
+    [
+        ((1, 4, 7), (1, 4, 2), None, "features of another encoder"),
+        ((1, 4, 6), (1, 5, 2), None, "coords must be"),
+        ((2, 4, 6), (1, 4, 2), None, "coords must be"),
+        ((1, 0, 6), (1, 0, 2), None, "no tiles"),
+        ((1, 4, 6), (1, 4, 2), torch.ones(1, 4, dtype=torch.bool), "no tiles"),
+        ((1, 4, 6), (1, 4, 2), torch.zeros(1, 4), "padding_mask must be bool"),
+        ((1, 4, 6), (1, 4, 2), torch.zeros(1, 5, dtype=torch.bool), "padding_mask must be bool"),
+    ],
+)
+def test_shapes_are_checked(
+    tiles: tuple[int, ...], coords: tuple[int, ...], mask: torch.Tensor | None, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        small()(torch.zeros(tiles), torch.zeros(coords), padding_mask=mask)

@@ -1,0 +1,165 @@
+"""The slide encoder: outputs of the released code from its weights, and what is refused."""
+
+from __future__ import annotations
+
+import doctest
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dilated_attention import models
+from dilated_attention.models import PRESETS, SlideEncoder, layers, slide_pattern
+from tests.models.golden import SLIDES, golden, slide_encoder, small
+
+CLOSE = {"atol": 1e-5, "rtol": 0.0}
+
+
+@pytest.mark.parametrize("name", SLIDES)
+def test_outputs_are_the_released_ones(name: str) -> None:
+    model, data = slide_encoder(name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(data["x"], data["coords"])[0], data["cls"], **CLOSE)
+        layers = model(data["x"], data["coords"], all_layer_embed=True)
+        torch.testing.assert_close(torch.stack(layers), data["all_layers_cls"], **CLOSE)
+        model.global_pool = True
+        torch.testing.assert_close(model(data["x"], data["coords"])[0], data["pooled"], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("max_wsi_size", "lengths"),
+    [(262144, [1024, 5792, 32768, 185363, 1048576]), (250000, [1024, 4870, 23170, 110217, 524288])],
+)
+def test_segments_are_the_released_ones(max_wsi_size: int, lengths: list[int]) -> None:
+    pattern = slide_pattern(max_wsi_size)
+    assert list(pattern.segment_lengths) == lengths
+    assert pattern.dilation_rates == (1, 2, 4, 8, 16)
+    assert pattern.rule == "torchscale"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_released_keys_and_sizes(name: str) -> None:
+    with torch.device("meta"):
+        model = SlideEncoder.preset(name, global_pool=False)
+    sizes, keys = PRESETS[name], model.state_dict()
+    assert len(keys) == 7 + 20 * sizes["depth"]
+    assert keys["encoder.layers.11.ffn.fc1.weight"].shape == (4 * sizes["embed_dim"], sizes["embed_dim"])
+    assert keys["patch_embed.proj.weight"].shape == (sizes["embed_dim"], sizes["in_chans"])
+    assert all(layer.self_attn.num_heads == 16 for layer in model.encoder.layers)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, kind: str) -> Path:
+    """The weights of a golden file in each format that can be loaded."""
+    _, state, _ = golden("gigapath_tiny_50")
+    file = folder / ("slide_encoder.safetensors" if kind == "safetensors" else "slide_encoder.pth")
+    if kind == "safetensors":
+        save_file(state, file)
+    else:
+        torch.save({"model": state} if kind == "released" else state, file)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "released", "plain"])
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_weights_load_from_a_file(kind: str, by_folder: bool, tmp_path: Path) -> None:
+    file = saved(tmp_path, kind)
+    model = SlideEncoder.from_pretrained(
+        file.parent if by_folder else str(file), global_pool=True, num_heads=4, slide_ngrids=64
+    )
+    data = golden("gigapath_tiny_50")[2]
+    assert not model.training
+    torch.testing.assert_close(model(data["x"], data["coords"])[0], data["pooled"], **CLOSE)
+
+
+def without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: x for key, x in state.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: without(s, "norm.bias"), "missing: norm.bias"),
+        (lambda s: s | {"decoder.bias": torch.ones(1)}, "unexpected: decoder.bias"),
+        (lambda s: s | {"norm.bias": torch.ones(3)}, r"another shape: norm.bias is \(3,\), not \(32,\)"),
+        (lambda s: without(s, "cls_token"), "no weights of a slide encoder: missing: cls_token"),
+        (lambda s: {"epoch": 3}, "not a state dict"),
+        (lambda s: s | {"norm.bias": Path("x")}, "more in it than tensors"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: object, said: str, tmp_path: Path) -> None:
+    torch.save({"model": change(golden("gigapath_tiny_50")[1])}, tmp_path / "slide_encoder.pth")  # type: ignore[operator]
+    with pytest.raises(ValueError, match=said):
+        SlideEncoder.from_pretrained(tmp_path, global_pool=False, num_heads=4)
+
+
+@pytest.mark.parametrize("name", ["nothing.pth", "some/nothing.safetensors", "/a/b/c", "word"])
+def test_a_path_without_weights_is_an_error_not_a_download(name: str) -> None:
+    with pytest.raises(ValueError, match="no weights at"):
+        SlideEncoder.from_pretrained(name, global_pool=False)
+
+
+def test_saving_never_replaces_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "new.safetensors"
+    models.weights.save(small().state_dict(), file)
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="exists already"):
+        models.weights.save({}, file)
+    assert file.read_bytes() == before
+
+
+# --- batches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("global_pool", [False, True])
+def test_a_slide_does_not_depend_on_its_batch(global_pool: bool) -> None:
+    model, data = slide_encoder("gigapath_grid_1100", global_pool)
+    sizes, tiles, coords = [1100, 1, 700, 37], data["x"][0], data["coords"][0]
+    mask = torch.arange(1100) >= torch.tensor(sizes)[:, None]
+    padded = torch.where(mask[..., None], torch.nan, tiles.expand(4, -1, -1))  # padding is not read
+    with torch.no_grad():
+        batch = model(padded, coords, all_layer_embed=True, padding_mask=mask)
+        outputs = model(padded, coords, padding_mask=mask, per_tile=True)[0]
+        for index, size in enumerate(sizes):
+            alone = model(tiles[None, :size], coords[None, :size], all_layer_embed=True)
+            for one, many in zip(alone, batch, strict=True):
+                torch.testing.assert_close(many[index], one[0], atol=1e-6, rtol=1e-6)
+            per_tile = model(tiles[:size], coords[:size], per_tile=True)[0]
+            torch.testing.assert_close(outputs[index, :size], per_tile[0], atol=1e-6, rtol=1e-6)
+            assert not outputs[index, size:].any()
+
+
+def test_feed_forward_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "AT_ONCE", 7)
+    widest: list[int] = []
+    half = layers.FeedForward(8, 32).double()
+    half.fc1.register_forward_hook(lambda _, given, found: widest.append(found.shape[1]))
+    x = torch.randn(2, 23, 8, dtype=torch.float64)
+    with torch.no_grad():
+        parts = half(x)
+    assert max(widest) == 7
+    torch.testing.assert_close(parts, half(x), rtol=1e-12, atol=1e-12)
+    assert max(widest) == 23  # all at once where a gradient is wanted
+
+
+def test_a_slide_of_few_tiles_is_no_mistake() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small(num_heads=16)(torch.zeros(1, 3, 6), torch.zeros(1, 3, 2))
+
+
+@pytest.mark.parametrize("name", models.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    """And their examples run."""
+    value = getattr(models, name)
+    if name == "PRESETS":
+        return
+    text = value.__doc__
+    assert text.splitlines()[0].endswith(".")
+    examples = doctest.DocTestParser().get_doctest(text, {"torch": torch, "models": models}, name, None, None)
+    assert doctest.DocTestRunner().run(examples).failed == 0

@@ -1,0 +1,138 @@
+"""torchscale's models: outputs of the released code from its weights, xPos at its limits, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilated_attention import DilatedPattern, dilated_attention
+from dilated_attention.models.layers import XPos
+from dilated_attention.models.torchscale import LongNetDecoder, LongNetEncoder, longvit_encoder
+from tests.models.golden import golden
+
+CLOSE = {"atol": 1e-5, "rtol": 0.0}
+
+
+def converted(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    config, state, data = golden(name)
+    cls = LongNetDecoder if config["kind"] == "decoder" else LongNetEncoder
+    sizes = {key: config[key] for key in ("segment_lengths", "dilation_rates")}
+    return cls.from_torchscale(state, num_heads=config["heads"], **sizes, **options), data
+
+
+@pytest.mark.parametrize("name", ["torchscale_encoder", "torchscale_decoder", "torchscale_decoder_xpos"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_outputs_are_the_released_ones(name: str, backend: str) -> None:
+    model, data = converted(name, backend=backend)
+    assert not model.training
+    torch.testing.assert_close(model(data["tokens"]), data["out"], **CLOSE)
+    torch.testing.assert_close(model(embeddings=model.embed_tokens(data["tokens"])), data["out"], **CLOSE)
+
+
+def test_shared_embeddings_stay_shared() -> None:
+    assert converted("torchscale_decoder")[0].output_projection.weight is not None
+    model, _ = converted("torchscale_decoder")
+    assert model.output_projection.weight is model.embed_tokens.weight
+    model, _ = converted("torchscale_encoder")
+    assert model.output_projection.weight is not model.embed_tokens.weight
+
+
+@torch.no_grad()
+def test_positions_and_norms_of_embeddings() -> None:
+    """Parts that the golden models lack: rows from 2 on, then the LayerNorm; the scale is the root of the width."""
+    _, state, data = golden("torchscale_encoder")
+    table, norm = torch.randn(152, 32), {"weight": torch.randn(32), "bias": torch.randn(32)}
+    state = state | {"embed_positions.weight": table} | {f"layernorm_embedding.{k}": x for k, x in norm.items()}
+    sizes: Any = {"num_heads": 4, "segment_lengths": [16, 64, 256], "dilation_rates": [1, 2, 4]}
+    model = LongNetEncoder.from_torchscale(state, scale_embedding=True, **sizes)
+    plain, _ = converted("torchscale_encoder")
+    x = math.sqrt(32) * plain.embed_tokens(data["tokens"]) + table[2:]
+    wanted = plain(embeddings=torch.nn.functional.layer_norm(x, (32,), norm["weight"], norm["bias"]))
+    torch.testing.assert_close(model(data["tokens"]), wanted, **CLOSE)
+    with pytest.raises(ValueError, match="for 150 tokens, got 151"):
+        model(torch.zeros(1, 151, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("layers.0.moe_layer.gate.weight", "mixture of experts"),
+        ("layers.0.self_attn.A.k_proj.weight", "multiway"),
+        ("relative_position.relative_attention_bias.weight", "relative position bias"),
+        ("self_attn_relative_position.relative_attention_bias.weight", "relative position bias"),
+        ("layers.0.encoder_attn.k_proj.weight", "attention to an encoder"),
+        ("layers.0.self_attn.xpos.scale", "load it as a LongNetDecoder"),
+        ("something.else", "unexpected: something.else"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(name: str, said: str) -> None:
+    _, state, _ = golden("torchscale_encoder")
+    options: Any = {"num_heads": 4, "segment_lengths": [16], "dilation_rates": [1]}
+    with pytest.raises(ValueError, match=said):
+        LongNetEncoder.from_torchscale(state | {name: torch.zeros(4)}, **options)
+    deep = {key: x for key, x in state.items() if "inner_attn_ln" not in key}
+    with pytest.raises(ValueError, match="no sub-LayerNorm"):
+        LongNetDecoder.from_torchscale(deep, **options)
+    with pytest.raises(ValueError, match="no weights of torchscale"):
+        LongNetDecoder.from_torchscale({}, **options)
+
+
+def test_longvit_by_its_names() -> None:
+    """Only the names are checked: no outputs of the released model are at hand."""
+    _, state, data = golden("torchscale_encoder")
+    layers = {f"module.backbone.encoder.{key}": x for key, x in state.items() if key.startswith("layers.")}
+    others = {"pos_embed": torch.zeros(1, 1024, 32), "patch_embed.proj.weight": torch.zeros(32, 3, 32, 32)}
+    encoder, rest = longvit_encoder(
+        layers | {f"module.backbone.{key}": x for key, x in others.items()}, image_size=1024, num_heads=4
+    )
+    assert rest.keys() == others.keys()
+    assert encoder.layers[0].self_attn.pattern == DilatedPattern.torchscale([64, 128, 256, 512, 1024], [1, 2, 4, 8, 16])
+    assert encoder(embeddings=torch.zeros(1, 50, 32)).shape == (1, 50, 32)
+    with pytest.raises(ValueError, match="image_size must be"):
+        longvit_encoder(layers, image_size=1000)
+    with pytest.raises(ValueError, match="no embed_tokens"):
+        encoder(data["tokens"])
+
+
+# --- xPos -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_xpos_reaches_65536_tokens(backend: Any) -> None:
+    """Products with future keys overflow there, in value and in gradient, and must not be seen."""
+    tokens, pattern = 65536, DilatedPattern.torchscale([64, 65536], [1, 512])
+    torch.manual_seed(0)
+    x = [torch.randn(1, tokens, 1, 8, requires_grad=True) for _ in range(3)]
+    q, k = XPos(8)(x[0], x[1])
+    assert not torch.isfinite((q[:, :1] * k[:, -1:]).sum(-1)).all()
+    out = dilated_attention(q, k, x[2], pattern, is_causal=True, backend=backend)
+    out.square().sum().backward()
+    assert all(torch.isfinite(y).all() for y in (out, *(leaf.grad for leaf in x)))
+    q, k = XPos(8).double()(x[0].detach().double(), x[1].detach().double())
+    for row in (0, 1, 63, 512, 32768, 65024, 65535):
+        keys = torch.tensor(pattern.keys(row, 0, num_tokens=tokens, num_heads=1, is_causal=True))
+        weights = ((q[0, row, 0] * k[0, keys, 0]).sum(-1) / math.sqrt(8)).softmax(0)
+        torch.testing.assert_close(out[0, row, 0].double(), weights @ x[2][0, keys, 0].double(), atol=1e-5, rtol=1e-5)
+
+
+def test_xpos_depends_on_distances_only() -> None:
+    q, k = torch.ones(2, 1, 100, 1, 8, dtype=torch.float64)
+    q, k = XPos(8).double()(q, k)
+    scores = torch.einsum("bihd,bjhd->ij", q, k)
+    torch.testing.assert_close(scores[50, 20:50], scores[80, 50:80], atol=1e-12, rtol=1e-12)
+    assert scores[80, 0].abs() < scores[80, 80]
+
+
+def test_xpos_says_where_it_ends() -> None:
+    x = torch.zeros(1, 1, 1, 8).expand(1, 65537, 1, 8)
+    with pytest.raises(ValueError, match="65536 tokens, got 65537"):
+        XPos(8)(x, x)
+    with pytest.raises(TypeError, match="float16"):
+        XPos(8)(torch.zeros(1, 4, 1, 8).half(), torch.zeros(1, 4, 1, 8).half())
+    with pytest.raises(ValueError, match="even"):
+        XPos(7)

@@ -1,0 +1,177 @@
+"""Training: dropout where the released code has it, checkpointing, layer decay, and LoRA."""
+
+from __future__ import annotations
+
+import math
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from dilated_attention import reference
+from dilated_attention.models import SlideEncoder, finetuning, parameter_groups
+from tests.models.golden import COORDS, PATTERN, TILES, gradients, small
+from tests.over_ranks import changed
+
+
+def trained(**options: Any) -> SlideEncoder:
+    """In float64, with small segments and all dropout on."""
+    return changed(small(pattern=PATTERN, dropout=0.3, drop_path_rate=0.5, **options).double()).train()
+
+
+# --- train mode ---------------------------------------------------------------------------------------------------
+
+
+def released_forward(model: SlideEncoder, tiles: Tensor, cells: Tensor, p: float, rates: list[float]) -> Tensor:
+    """The released order of what is random, written out: the same seed gives the same numbers."""
+
+    def dropped(x: Tensor, rate: float) -> Tensor:
+        x = F.dropout(x, p)
+        return x if rate == 0 else x * x.new_empty(len(x), 1, 1).bernoulli_(1 - rate).div_(1 - rate)
+
+    from dilated_attention.models import positions
+
+    x = model.patch_embed(tiles) + positions.embedded(cells, model.embed_dim, 1000, tiles)
+    x = F.dropout(torch.cat([model.cls_token.expand(len(x), -1, -1), x], 1), p)
+    for layer, rate in zip(model.encoder.layers, rates, strict=True):
+        attn, normed = layer.self_attn, layer.self_attn_layer_norm(x)
+        q, k, v = (f(normed).unflatten(-1, (attn.num_heads, -1)) for f in (attn.q_proj, attn.k_proj, attn.v_proj))
+        out, _ = reference.attention(q, k, v, attn.pattern)
+        x = x + dropped(attn.out_proj(attn.inner_attn_ln(out.flatten(2))), rate)
+        ffn = layer.ffn
+        x = x + dropped(ffn.fc2(ffn.ffn_layernorm(F.gelu(ffn.fc1(layer.final_layer_norm(x))))), rate)
+    return model.norm(model.encoder.layer_norm(x))[:, 0]
+
+
+def test_train_mode_is_the_released_one() -> None:
+    model = trained()
+    torch.manual_seed(7)
+    [found] = model(TILES, COORDS)
+    found.square().sum().backward()
+    got = [x.clone() for x in gradients(model)]
+    model.zero_grad()
+    torch.manual_seed(7)
+    wanted = released_forward(model, TILES, COORDS // 256, 0.3, [0.0, 0.5])
+    wanted.square().sum().backward()
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(got, gradients(model), atol=1e-11, rtol=1e-11)
+    assert not torch.equal(found, model.eval()(TILES, COORDS)[0])
+
+
+def test_packed_slides_are_dropped_one_by_one() -> None:
+    """Drop path drops whole slides: with a rate of 1 in the second layer, it does nothing."""
+    model = small(dropout=0.0, drop_path_rate=1.0).train()
+    mask = torch.arange(41) >= torch.tensor([41, 17])[:, None]
+    layers = model(TILES.float(), COORDS, True, padding_mask=mask)
+    assert torch.equal(layers[1], layers[2])
+    assert not torch.equal(layers[0], layers[1])
+    from dilated_attention.models.layers import Rows, drop_path
+
+    torch.manual_seed(0)
+    kept = drop_path(torch.ones(1, 30, 2), 0.5, Rows((0, 4, 5, 12, 30)))[0]
+    for first, last in ((0, 4), (4, 5), (5, 12), (12, 30)):
+        assert kept[first:last].unique().tolist() in ([0.0], [2.0])
+    assert len(kept.unique()) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpointing_changes_nothing(packed: bool) -> None:
+    found = []
+    mask = (torch.arange(41) >= torch.tensor([41, 17])[:, None]) if packed else None
+    for checkpoint in (False, True):
+        model = trained(checkpoint_activations=checkpoint)
+        torch.manual_seed(3)
+        layers = model(TILES, COORDS, True, padding_mask=mask)
+        sum(x.square().sum() for x in layers).backward()
+        found.append((torch.stack(layers), gradients(model)))
+    torch.testing.assert_close(*found, atol=1e-12, rtol=1e-12)
+
+
+def test_checkpointing_keeps_less() -> None:
+    """What the graph holds: the rows before each layer instead of all that is inside."""
+
+    def kept(checkpoint: bool) -> int:
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            trained(checkpoint_activations=checkpoint)(TILES, COORDS)
+        return sum(x.numel() for x in saved)
+
+    assert kept(True) < kept(False) / 5
+
+
+# --- the recipe -----------------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self, encoder: SlideEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.embed_dim, 3)
+
+
+def test_rates_fall_towards_the_first_layer() -> None:
+    model = Classifier(small(depth=3))
+    rate = {
+        id(x): (group["lr"], group["weight_decay"])
+        for group in parameter_groups(model, 1.0, layer_decay=0.5)
+        for x in group["params"]
+    }
+    assert len(rate) == len(list(model.parameters()))
+    names = {name: rate[id(x)] for name, x in model.named_parameters()}
+    assert names["encoder.cls_token"] == (0.5**4, 0.05)
+    assert names["encoder.encoder.layers.0.ffn.fc1.weight"] == (0.5**3, 0.05)
+    assert names["encoder.encoder.layers.2.self_attn.q_proj.bias"] == (0.5, 0.0)
+    for name in ("encoder.patch_embed.proj", "head"):
+        assert names[f"{name}.weight"] == (1.0, 0.05)
+    assert names["encoder.norm.weight"] == (1.0, 0.0)
+    model.encoder.requires_grad_(False)
+    assert sum(len(group["params"]) for group in parameter_groups(model, 1.0)) == 2
+    with pytest.raises(ValueError, match="one SlideEncoder"):
+        parameter_groups(model.head, 1.0)
+
+
+def test_the_published_schedule() -> None:
+    optimizer, schedule = finetuning(Classifier(small()), 10, epochs=5, warmup_epochs=1)
+    top = []
+    for _ in range(51):
+        top.append(optimizer.param_groups[-1]["lr"])
+        optimizer.step()
+        schedule.step()
+    lr = 0.002 * 32 / 256
+    wanted = [
+        lr * step / 10 if step < 10 else 1e-6 + (lr - 1e-6) * (1 + math.cos(math.pi * (step - 10) / 40)) / 2
+        for step in range(51)
+    ]
+    torch.testing.assert_close(torch.tensor(top), torch.tensor(wanted))
+    with pytest.raises(ValueError, match="no schedule"):
+        finetuning(Classifier(small()), 10, epochs=1, warmup_epochs=1)
+
+
+def test_lora_finds_its_modules_by_name() -> None:
+    model = small()
+    before = model(TILES.float(), COORDS)[0]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj", "fc1"]))
+    names = {name.split(".lora_")[0] for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert len(names) == 2 * 3
+    torch.testing.assert_close(adapted(TILES.float(), COORDS)[0], before)  # LoRA starts at zero
+    adapted(TILES.float(), COORDS)[0].sum().backward()
+    trainable = [x for x in adapted.parameters() if x.requires_grad]
+    assert len(trainable) == 2 * len(names)
+    assert all(x.grad is not None for x in trainable)
+    assert sum(len(group["params"]) for group in parameter_groups(adapted, 1.0)) == len(trainable)
+    assert len({group["lr"] for group in parameter_groups(adapted, 1.0)}) == 2  # by layer, under its names too
+
+
+def test_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = Path(__file__).parents[2] / "examples" / "finetune_slides.py"
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    made = runpy.run_path(str(example))
+    torch.manual_seed(0)
+    model = made["Classifier"](SlideEncoder(16, 32, 2, 4, dropout=0.1, drop_path_rate=0.0, global_pool=False), 2)
+    assert made["train"](model.train(), made["noise"](24), 4, 2) < 0.5

@@ -1,0 +1,157 @@
+"""The page of attention maps in a browser: sliders, hover, zoom and click, and nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dilated_attention.slides import draw
+from dilated_attention.slides.maps import Maps, Thumbnail
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="the page is opened with selenium")
+
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin  # noqa: E402
+from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+pytestmark = [
+    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver on the PATH"),
+    pytest.mark.xdist_group("browser"),
+]
+SIDE = 10
+PLACES = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE)).flip(-1).double() * 256  # row by row
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+def example() -> Maps:
+    """Weights that tell query, layer and head apart: those of tile 42 in layer 1 and head 2 lie on one tile."""
+    torch.manual_seed(0)
+    weights = torch.rand(3, 2, 4, SIDE**2)
+    weights[1, 1, 2] = 0.0
+    weights[1, 1, 2, 17] = 1.0
+    weights = 0.75 * weights / weights.sum(-1, keepdim=True)
+    share = torch.full((3, 2, 4), 0.125)
+    return Maps("slide 1", PLACES, 256.0, ("cls", 42, 88), weights, share, share)
+
+
+def pixel(page: Any, tile: int, x: float = 0.5, y: float = 0.5) -> list[int]:
+    """Where a tile is on the canvas, from its upper left corner."""
+    found = (
+        "const {place, view} = window.shown, [left, top] = place(arguments[0]); return [left, top, 256 * view.scale]"
+    )
+    left, top, side = page.execute_script(found, tile)
+    return [round(left + x * side), round(top + y * side)]
+
+
+def colour(page: Any, tile: int) -> list[int]:
+    read = "return [...document.querySelector('canvas').getContext('2d').getImageData(...arguments, 1, 1).data]"
+    return page.execute_script(read, *pixel(page, tile))  # type: ignore[no-any-return]
+
+
+def middle(page: Any, tile: int) -> tuple[float, float]:
+    """The tile from the middle of the canvas, from where selenium counts."""
+    canvas, (x, y) = page.find_element("id", "map"), pixel(page, tile)
+    return x - canvas.size["width"] / 2, y - canvas.size["height"] / 2
+
+
+def pointed(page: Any, tile: int) -> ActionChains:
+    x, y = middle(page, tile)
+    return ActionChains(page).move_to_element_with_offset(page.find_element("id", "map"), round(x), round(y))
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_the_page(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    file, maps = tmp_path / "page.html", example()
+    Image.new("RGB", (50, 50), (0, 200, 0)).save(tmp_path / "thumb.png")
+    picture = Thumbnail(tmp_path / "thumb.png", SIDE * 256, SIDE * 256)
+    draw.save(replace(maps, thumbnail=picture) if width == 390 else maps, file)
+    # high enough to see all of the canvas: selenium counts from the middle of what is seen
+    size = {"width": width, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    browser.get("about:blank")
+    for log in ("browser", "performance"):  # what came before, such as the browser's own first page
+        browser.get_log(log)
+    browser.get(file.as_uri())
+    wait = WebDriverWait(browser, 60)
+    wait.until(lambda page: page.execute_script("return window.shown !== undefined"))
+
+    def shown(query: int, layer: int, head: int | None) -> None:
+        """The page shows this map, by its weights."""
+        where = [query, layer, -1 if head is None else head]
+        state = "const {query, layer, head} = window.shown; return [query, layer, head]"
+        wait.until(lambda page: page.execute_script(state) == where)
+        rows = maps.weights[maps.queries.index("cls" if query < 0 else query), layer]
+        wanted = (rows.mean(0) if head is None else rows[head]).tolist()
+        assert browser.execute_script("return [...window.shown.weights]") == pytest.approx(wanted, rel=4e-4)
+
+    def about() -> str:
+        return str(browser.find_element("id", "about").text)
+
+    shown(-1, 1, None)
+    assert about().startswith("Query: the class token. Of its weight, 75.0 % is on tiles, 12.5 % on the class token")
+    pointed(browser, 43).click().perform()  # next to tile 42, whose weights are on the page
+    shown(42, 1, None)
+    assert about().startswith("Query: tile 42.")
+    browser.find_element("name", "head").send_keys("\ue014" * 3)  # right: the mean, 0, 1, 2
+    shown(42, 1, 2)
+    bright, other = colour(browser, 17), colour(browser, 18)
+    assert bright != other
+    if width == 390:
+        assert other[:3] == [0, 200, 0], "the picture is seen where the weight is 0"
+    else:
+        assert bright[:3] == [252, 255, 164]
+    pointed(browser, 17).perform()
+    hover = wait.until(lambda page: page.find_element("css selector", "#hover:not([hidden])"))
+    assert hover.text.split("\n") == ["tile 17", "(1,792, 256)", "weight 0.750"]
+    browser.find_element("name", "layer").send_keys("\ue012")  # left
+    shown(42, 0, 2)
+    browser.find_element("name", "cls").click()
+    shown(-1, 0, 2)
+    before = pixel(browser, 17)
+    canvas = browser.find_element("id", "map")
+    origin = ScrollOrigin.from_element(canvas, *(round(part) for part in middle(browser, 17)))
+    scale = browser.execute_script("return window.shown.view.scale")
+    ActionChains(browser).scroll_from_origin(origin, 0, -200).perform()
+    wait.until(lambda page: page.execute_script("return window.shown.view.scale") > 1.5 * scale)
+    ActionChains(browser).drag_and_drop_by_offset(canvas, 40, 30).perform()
+    wait.until(lambda page: pixel(page, 17)[0] > before[0] + 20)
+    shown(-1, 0, 2)  # dragging is no click
+    browser.find_element("name", "whole").click()
+    wait.until(lambda page: pixel(page, 17) == before)
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    said = [entry for entry in browser.get_log("browser") if entry["source"] != "rendering"]  # of getImageData here
+    assert said == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+    assert {url for url in asked if not url.startswith("data:")} == {file.as_uri()}
+    injected = (
+        "const one = document.createElement('script'); one.textContent = 'window.ran = 1'; document.body.append(one)"
+    )
+    assert browser.execute_script(f"{injected}; return window.ran === undefined"), "the policy lets other scripts run"

@@ -1,0 +1,119 @@
+"""Attention maps: those of the model, drawn as a picture and a page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dilated_attention.models import SlideEncoder
+from dilated_attention.slides import draw, files, maps
+from dilated_attention.slides.files import BadFile
+from tests.slides import feature_files
+
+TILES, COORDS = feature_files.content(60, 6)
+
+
+@pytest.fixture(scope="module")
+def model() -> SlideEncoder:
+    torch.manual_seed(0)
+    return SlideEncoder(6, 32, 2, 4, global_pool=True).eval()
+
+
+@pytest.fixture(scope="module")
+def found(model: SlideEncoder) -> maps.Maps:
+    return maps.collect(model, TILES, COORDS, ["cls", 7, 59], name="slide <1>")
+
+
+@pytest.fixture
+def thumbnail(tmp_path: Path) -> maps.Thumbnail:
+    Image.new("RGB", (40, 20), (0, 200, 0)).save(tmp_path / "thumb.png")
+    return maps.Thumbnail(tmp_path / "thumb.png", 51200, 25600)
+
+
+def test_they_are_those_of_the_model(model: SlideEncoder, found: maps.Maps) -> None:
+    assert found.weights.shape == (3, 2, 4, 60)
+    for index, query in enumerate(found.queries):
+        wanted = model.attention_map(TILES, COORDS, query, None, None)
+        torch.testing.assert_close(found.weights[index], wanted.tiles)
+        torch.testing.assert_close(found.zero_share[index], wanted.zeros)
+        torch.testing.assert_close(found.cls_share[index], wanted.cls)
+    torch.testing.assert_close(found.weights.sum(-1) + found.zero_share + found.cls_share, torch.ones(3, 2, 4))
+
+
+def test_a_page_has_as_many_queries_as_fit(model: SlideEncoder) -> None:
+    assert maps.spread(model, 5) == ("cls", 0, 1, 2, 3, 4)
+    assert maps.spread(model, 1000)[:3] == ("cls", 31, 93)
+    with torch.device("meta"):
+        released = SlideEncoder(global_pool=True)
+    assert len(maps.spread(released, 10_000)) == 17
+    assert len(maps.spread(released, 45_680)) == 10
+    assert maps.spread(released, 10**6) == ("cls",)
+
+
+def test_codes_keep_a_weight_within_three_in_ten_thousand() -> None:
+    weights = torch.tensor([1.0, 0.5, 1 / 45680, 1e-13, 1e-15, 0.0], dtype=torch.float64)
+    bits, code = maps.codes(weights)
+    assert bits == b"\xf0", "four of six are not 0"
+    found = np.frombuffer(code, "<u2").astype("float64")
+    assert np.exp((found - 65535) * maps.STEP) == pytest.approx(weights[:4].numpy(), rel=3e-4)
+
+
+def test_the_weights_must_fit_the_tiles(found: maps.Maps) -> None:
+    with pytest.raises(ValueError, match=r"weights must be .* \(3, 2, 4, 59\), got \(3, 2, 4, 60\)"):
+        replace(found, coords=found.coords[:59])
+
+
+def test_a_picture(found: maps.Maps, thumbnail: maps.Thumbnail, tmp_path: Path) -> None:
+    """The drawn values are the weights, and the pixels show them: a bright tile is where the largest weight is."""
+    spec = draw.picture(found, 1, -1, None)
+    (columns,) = spec["layer"][0]["data"]["values"]
+    assert columns["weight"] == pytest.approx(found.weights[1, 1].mean(0).tolist())
+    assert spec["title"]["subtitle"][0] == "layer 1, mean of all heads, query: tile 7"
+    one = torch.zeros(1, 1, 1, 2)
+    one[..., 1] = 1.0
+    share = torch.zeros(1, 1, 1)
+    small = maps.Maps("two", torch.tensor([[0.0, 0.0], [512.0, 0.0]]), 256.0, ("cls",), one, share, share)
+    draw.save(small, tmp_path / "plain.png")
+    draw.save(replace(small, thumbnail=thumbnail), tmp_path / "over.png", head=0)
+    with Image.open(tmp_path / "plain.png") as plain, Image.open(tmp_path / "over.png") as over:
+        assert {(0, 0, 4), (252, 255, 164)} <= {colour[:3] for _, colour in plain.getcolors(10**6) or []}
+        colours = {colour[:3] for _, colour in over.getcolors(10**6) or []}
+    assert (0, 200, 0) in colours, "the picture below"
+    with pytest.raises(ValueError, match=r"ends in .html, .png"):
+        draw.save(small, tmp_path / "a.svg")
+    with pytest.raises(ValueError, match=r"a thumbnail must end in .png, .jpg, .jpeg"):
+        maps.Thumbnail(tmp_path / "a.tif", 1, 1).url()
+
+
+def test_a_page_holds_all_that_it_needs(found: maps.Maps, thumbnail: maps.Thumbnail, tmp_path: Path) -> None:
+    draw.save(replace(found, thumbnail=thumbnail), tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<title>Attention in slide &lt;1&gt;</title>" in text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy
+    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy[1]
+    outside = re.sub(r"<script[^>]*>.*?</script>", lambda found: found[0].partition(">")[0], text, flags=re.S)
+    assert not re.search(r"<(link|img|iframe|base)\b|\b(src|href)=", outside)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert data
+    held = json.loads(data[1])
+    assert held["queries"] == [-1, 7, 59]
+    rows = [tuple(base64.b64decode(part) for part in row) for row in held["rows"]]
+    assert rows == [maps.codes(row) for row in found.weights]
+    assert held["thumbnail"].startswith("data:image/png;base64,")
+
+
+def test_a_thumbnail_needs_the_size_of_the_slide(tmp_path: Path) -> None:
+    Image.new("RGB", (10, 10)).save(tmp_path / "one.png")
+    slide = files.look(feature_files.trident(tmp_path / "one.h5", TILES, COORDS))
+    with pytest.raises(BadFile, match="it lacks the attribute 'level0_width'"):
+        draw.Writer(tmp_path)._thumbnail(slide)
