@@ -1,6 +1,6 @@
 """The Hugging Face Trainer on the ranks of torchrun, which share sequences; writes the weights it ends with.
 
-torchrun --standalone --nproc-per-node=2 trainer_script.py FILE
+torchrun --standalone --nproc-per-node=2 trainer_script.py FILE RANKS
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from tests.integrations.test_collator import collated
 def main() -> None:
     ranks = int(sys.argv[2])
     options: dict[str, Any] = {
-        "per_device_train_batch_size": 4 // ranks, "max_steps": 3, "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant", "report_to": [], "save_strategy": "no", "logging_strategy": "no", "remove_unused_columns": False,
-        "use_cpu": True, "optim": "sgd", "dataloader_num_workers": 0,
-    }  # fmt: skip
+        "per_device_train_batch_size": 4 // ranks,
+        "max_steps": 3,
+        "optim": "sgd",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "dataloader_num_workers": 0,
+        "remove_unused_columns": False,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
     arguments = TrainingArguments(tempfile.mkdtemp(), **options)
     model = made(config_of(pattern=PATTERN)).train()
     drawn = torch.Generator().manual_seed(0)

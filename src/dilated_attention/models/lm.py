@@ -100,7 +100,7 @@ class LongNetLM(Trunk):
         return self.head(states) if labels is None else token_losses(states, self.head.weight, labels, chunk)
 
     def generate_tokens(self, prompt: Any, max_new_tokens: int, **options: Any) -> Tensor:
-        """Continues a prompt: see :func:`dilated_attention.models.generate.generate_tokens`."""
+        """Continues a prompt: see `dilated_attention.models.generate.generate_tokens`."""
         return generate_tokens(self, prompt, max_new_tokens, **options)
 
 
@@ -125,7 +125,7 @@ class LongNetEncoder(Trunk):
         cu_seqlens: Documents | None = None,
         group: Over | None = None,
     ) -> Tensor:
-        """The state of each token. ``key_padding_mask``: (B, n), True = ignore; others as in :class:`LongNetLM`."""
+        """The state of each token. ``key_padding_mask``: (B, n), True = ignore; others as in `LongNetLM`."""
         attend = Whole(self.config.patterns, False, group, cu_seqlens, key_padding_mask, self.backend)
         return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
 

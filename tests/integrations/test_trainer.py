@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer on two ranks that share sequences: `make test-integrations` installs accelerate for it."""
+"""The Hugging Face Trainer itself, on two ranks that share sequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trained(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_the_trainer_on_two_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     one, two = trained(tmp_path, 1), trained(tmp_path, 2)
     assert max(error(two[name], one[name]) for name in one) < 1e-6  # the loss of Llama is in float32
