@@ -14,6 +14,7 @@ import torch
 from dilated_attention.bench import machine, session, suites
 from dilated_attention.bench.implementations import named
 from dilated_attention.bench.pace import Lines, Pace, Quiet
+from dilated_attention.bench.run import Timing
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.suites import (
@@ -23,8 +24,10 @@ from dilated_attention.bench.suites import (
     decode,
     improved,
     kernels,
+    language,
     optimisations,
     profile,
+    slides,
     stream,
 )
 
@@ -148,7 +151,7 @@ def test_unknown_suites_are_refused_before_any_work() -> None:
 
 
 def test_all_is_what_compares_implementations() -> None:
-    assert set(ALL) == set(SUITES) - {"quick", "all", "kernels", "decode", "stream", "slides"}
+    assert set(ALL) == set(SUITES) - {"quick", "all", "kernels", "decode", "stream", "slides", "language"}
     assert all(SUITES.values())
 
 
@@ -162,6 +165,31 @@ def test_every_suite_can_be_planned(name: str, device: str) -> None:
     planned = suites.steps_of(name, made)
     assert planned
     assert all(step.seconds > 0 for step in planned)
+
+
+def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made short: every table has its rows, all of them right, and ways that compute the same give the same."""
+    made = started()
+    numbers = iter(range(1, 1000))  # each call takes longer than the one before
+
+    def time(calls: dict[Any, Any], seconds: float = 1.0) -> dict[Any, Timing]:
+        for call in calls.values():
+            call()
+        return {key: Timing(next(numbers), 0.0, 0.0, 1) for key in calls}
+
+    monkeypatch.setattr(made, "time", time)
+    monkeypatch.setattr(slides, "MODELS", {"gigapath_slide_enc12l384d": 24})
+    monkeypatch.setattr(slides, "TILES", {"cpu": (20,)})
+    monkeypatch.setattr(slides, "TRAINED", {"cpu": 20})
+    monkeypatch.setattr(language, "LENGTHS", {"cpu": (65,)})
+    monkeypatch.setattr(language, "LARGE", {"cpu": (("125M", 65),)})
+    monkeypatch.setattr(language, "PROMPTS", {"cpu": (20,)})
+    monkeypatch.setattr(language, "GENERATED", 2)
+    made.run({name: suites.steps_of(name, made) for name in ("slides", "language")}, lambda found: None)
+    tables = {table["title"]: table["rows"] for table in made.results["tables"]}
+    assert [len(rows) for rows in tables.values()] == [2, 2, 1, 2, 1, 1]
+    assert all(check["verdict"] == "exact" for check in made.results["checks"])
+    assert tables["Whole slide encoders, forward"][1][5] < 1e-5
 
 
 def test_quick_takes_about_a_minute() -> None:

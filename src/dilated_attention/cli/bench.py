@@ -14,7 +14,7 @@ from dilated_attention.cli.output import console, print_written
 from dilated_attention.cli.progress import watching
 from dilated_attention.cli.tables import print_results
 
-NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, kernels, decode, stream, slides, all"
+NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, kernels, decode, stream, slides, language, all"
 
 
 def bench(

@@ -15,6 +15,7 @@ from dilated_attention.bench.suites import (
     decode,
     improved,
     kernels,
+    language,
     optimisations,
     profile,
     quick,
@@ -26,7 +27,8 @@ from dilated_attention.bench.suites import (
 
 _COMPARED = (copies, improved, ring, profile, scaling, optimisations)
 _MODULES = {
-    module.__name__.rpartition(".")[2]: module for module in (quick, *_COMPARED, kernels, decode, stream, slides)
+    module.__name__.rpartition(".")[2]: module
+    for module in (quick, *_COMPARED, kernels, decode, stream, slides, language)
 }
 ALL = [module.__name__.rpartition(".")[2] for module in _COMPARED]
 SUITES = {

@@ -1,0 +1,138 @@
+"""LongNet as a language model: training steps by length beside dense attention, a million tokens, generation.
+
+A step is forward and backward of one row, with checkpointing and the loss in chunks; weights are in the main dtype, and
+there is no optimiser. Its attention is checked against float64 first. Utilisation counts the model's operations, not
+those of checkpointing, against the fastest matrix product that was measured here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.bench import baselines, probes
+from dilated_attention.bench.session import Session, Step
+from dilated_attention.models import LMConfig, LongNetLM, token_losses
+from dilated_attention.models.lm import Whole
+from dilated_attention.models.transformer import Attend
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.testing import make_qkv
+
+SUITE, GIB = "language", 1 << 30
+PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
+FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
+LENGTHS = {"cuda": (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20), "cpu": (1 << 10,)}
+MOST_DENSE = 1 << 17  # tokens: beyond, a step with dense attention takes minutes
+LARGE = {"cuda": (("0.6B", 1 << 17), ("0.6B", 1 << 19), ("0.6B", 1 << 20)), "cpu": ()}
+PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
+SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "vocab_size": 256}  # on a CPU
+GENERATED = 256
+
+
+def steps(session: Session) -> list[Step]:
+    return [Step(training_table, 60.0), Step(large_table, 90.0), Step(generation_table, 30.0)]
+
+
+def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention to every earlier token; nothing asks for its lse."""
+    return baselines.dense(q, k, v, is_causal=True), q.new_empty(0)
+
+
+def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
+    changes = {} if session.on_cuda else SMALL
+    torch.manual_seed(0)
+    with torch.device(session.device):
+        model = LongNetLM(LMConfig.of(size, pattern, **changes), dtype=session.dtypes[0])
+    model.checkpointing = True
+    return model
+
+
+def is_exact(session: Session, pattern: DilatedPattern, tokens: int, heads: int, dim: int) -> bool:
+    qkv = make_qkv(1, tokens, heads, dim, dtype=session.dtypes[0], device=session.device)
+    with torch.no_grad():
+        out, _ = Whole((pattern,), True)(0, *qkv)
+    check = probes.check_rows(out, qkv, pattern, True)
+    return session.judge("language model", check["worst"], check["limit"], causal=True)
+
+
+class Training:
+    """One step of a model on a row of random tokens."""
+
+    def __init__(self, session: Session, model: LongNetLM, tokens: int, attend: Attend) -> None:
+        self.session, self.model, self.attend, self.tokens = session, model, attend, tokens
+        draws = torch.Generator(session.device).manual_seed(tokens)
+        shape = (1, tokens + 1)
+        ids = torch.randint(model.config.vocab_size, shape, generator=draws, device=session.device)
+        self.inputs, self.labels = ids[:, :-1], ids[:, 1:]
+        self.positions = torch.arange(tokens, device=session.device)
+
+    def __call__(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        states = self.model.states(self.inputs, self.positions, self.attend)
+        loss = token_losses(states, self.model.head.weight, self.labels).mean()
+        torch.autograd.backward(loss)
+
+    def measure(self) -> list[Any]:
+        """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
+        weights = sum(x.nbytes for x in self.model.parameters())
+        peak = (probes.peak_bytes(self, self.session.device) + weights) / GIB
+        seconds = self.session.time({"": self}, 0.5)[""].median / 1000
+        return [seconds, self.tokens / seconds, peak, self.operations() / seconds / self.ceiling()]
+
+    def operations(self) -> float:
+        config, pattern = self.model.config, self.model.config.patterns[0]
+        products = 6 * sum(x.numel() for x in self.model.parameters()) * self.tokens
+        pairs = pattern.pairs(self.tokens, config.heads, num_kv_heads=config.kv_heads, is_causal=True)
+        if self.attend is dense:
+            pairs = config.heads * self.tokens * (self.tokens + 1) // 2
+        return products + 12 * pairs * config.head_size * config.depth
+
+    def ceiling(self) -> float:
+        self.session.measure_ceilings(self.session.dtypes[0])
+        return float(self.session.results["ceilings"][0]["matmul_tflops"]) * 1e12
+
+
+COLUMNS = ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
+
+
+def training_table(session: Session) -> None:
+    model, rows = model_of(session, "125M", PATTERN), []
+    for tokens in LENGTHS[session.device.type]:
+        session.pace.step(f"training, {tokens:,} tokens", 10.0)
+        if not is_exact(session, PATTERN, tokens, model.config.heads, model.config.head_size):
+            continue
+        ways: dict[str, Attend] = {"longnet": Whole(model.config.patterns, True)}
+        if tokens <= MOST_DENSE:
+            ways["dense SDPA"] = dense
+        rows += [[tokens, name, *Training(session, model, tokens, attend).measure()] for name, attend in ways.items()]
+        size = "125M" if session.on_cuda else "a small model"
+        session.table(SUITE, "A training step", f"{size}, causal, {PATTERN}.", COLUMNS, rows)
+
+
+def large_table(session: Session) -> None:
+    rows: list[list[Any]] = []
+    for size, tokens in LARGE[session.device.type]:
+        session.pace.step(f"{size}, {tokens:,} tokens", 30.0)
+        model = model_of(session, size, FAR)
+        if is_exact(session, FAR, tokens, model.config.heads, model.config.head_size):
+            found = Training(session, model, tokens, Whole(model.config.patterns, True)).measure()
+            rows.append([tokens, size, *found])
+        session.table(SUITE, "A training step of a larger model", f"{FAR}.", COLUMNS, rows)
+        del model
+
+
+@torch.no_grad()
+def generation_table(session: Session) -> None:
+    """Tokens per second after a prompt: the time of many new tokens less that of one."""
+    model, rows = model_of(session, "125M", PATTERN).eval(), []
+    for prompt in PROMPTS[session.device.type]:
+        session.pace.step(f"generation after {prompt:,} tokens", 10.0)
+        ids = torch.randint(model.config.vocab_size, (1, prompt), device=session.device)
+        few, many = 16, 16 + GENERATED  # both have captured their graph
+        ways = {count: lambda count=count, ids=ids: model.generate_tokens(ids, count) for count in (few, many)}
+        found = {count: timing.median for count, timing in session.time(ways, 2.0).items()}
+        rows.append([prompt, found[few] / 1000, GENERATED / (found[many] - found[few]) * 1000])
+        columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
+        session.table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns, rows)
