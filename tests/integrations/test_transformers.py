@@ -49,11 +49,11 @@ def expected(name: str) -> Tensor:
 def test_a_sample_alone_is_the_oracles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, called = expected(name), []
 
-    def oracle(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, is_causal: bool, scale: float, **_: Any) -> Any:
+    def oracle(q: Tensor, k: Tensor, v: Tensor, pattern: Any, causal: bool, scale: float, *_: Any, **__: Any) -> Any:
         called.append(pattern)
-        return reference.attention(q, k, v, pattern, is_causal=is_causal, scale=scale)
+        return reference.attention(q, k, v, pattern, is_causal=causal, scale=scale)
 
-    monkeypatch.setattr(adapter, "dilated_attention", oracle)
+    monkeypatch.setattr(adapter.functional, "attend", oracle)
     assert error(found, expected(name)) < CLOSE
     assert called == [PATTERN, OTHER] * len(LENGTHS)
 
