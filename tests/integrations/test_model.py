@@ -22,7 +22,7 @@ PLAIN = LMConfig(
     vocab_size=40, dim=32, depth=2, heads=4, kv_heads=2, pattern=(PATTERN, OTHER), sinks=True, ffn="swiglu"
 )
 CLOSE = 1e-11
-GREEDY = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": PAD}
+GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def test_packed_documents() -> None:
 def test_generate(kind: Any) -> None:
     """As the plain model, whatever the cache; by default it is ours."""
     given = batch("left", junk=PAD)
-    wanted = model().lm.generate_tokens([row[0] for row in alone()], 30)
+    wanted = model().lm.generate_tokens([row[0] for row in alone()], 20)
     options: dict[str, Any] = {}
     if kind is StaticCache:
         options["cache_implementation"] = "static"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.integrations.hf import (
 )
 
 MODELS = pytest.mark.parametrize("name", CONFIGS)
+SLOW = pytest.mark.slow
 CLOSE = 1e-11
 
 
@@ -47,11 +49,11 @@ def expected(name: str) -> Tensor:
 def test_a_sample_alone_is_the_oracles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, called = expected(name), []
 
-    def oracle(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, is_causal: bool, scale: float, **_: Any) -> Any:
+    def oracle(q: Tensor, k: Tensor, v: Tensor, pattern: Any, causal: bool, scale: float, *_: Any, **__: Any) -> Any:
         called.append(pattern)
-        return reference.attention(q, k, v, pattern, is_causal=is_causal, scale=scale)
+        return reference.attention(q, k, v, pattern, is_causal=causal, scale=scale)
 
-    monkeypatch.setattr(adapter, "dilated_attention", oracle)
+    monkeypatch.setattr(adapter.functional, "attend", oracle)
     assert error(found, expected(name)) < CLOSE
     assert called == [PATTERN, OTHER] * len(LENGTHS)
 
@@ -107,7 +109,7 @@ def test_dropout_drops_and_sinks_are_honoured() -> None:
 
 # --- generation -------------------------------------------------------------------------------------------------
 
-NEW = 36  # with the prompts, more than three of the longest segments
+NEW = 30  # with the prompts, more than three of the longest segments
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 CACHES: dict[str, dict[str, Any]] = {
     "none": {"use_cache": False},
@@ -121,6 +123,12 @@ def options(cache: str, model: Any) -> dict[str, Any]:
     return {"past_key_values": DilatedCache(model.config)} if cache == "dilated" else CACHES[cache]
 
 
+@functools.cache
+def greedy(name: str) -> list[list[int]]:
+    """What each sample goes on with alone, without a cache."""
+    return torch.cat([generated(model_of(name), row, use_cache=False) for row in alone()]).tolist()
+
+
 def generated(model: Any, given: Tensor, **more: Any) -> Tensor:
     found: Tensor = model.generate(given, **{"attention_mask": torch.ones_like(given), **GREEDY, **more})
     return found[:, given.shape[1] :]
@@ -129,28 +137,27 @@ def generated(model: Any, given: Tensor, **more: Any) -> Tensor:
 @pytest.mark.parametrize(("name", "cache"), [*[("llama", cache) for cache in CACHES], ("gpt2", "dilated")])
 def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str) -> None:
     model, given = model_of(name), batch("left", junk=PAD)
-    wanted = torch.cat([generated(model, row, use_cache=False) for row in alone()])
     got = generated(model, given["input_ids"], attention_mask=given["attention_mask"], **options(cache, model))
-    assert got.tolist() == wanted.tolist()
+    assert got.tolist() == greedy(name)
     assert len(set(got[0].tolist())) > 5  # not the same token over and over
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "dilated", "static"])
 def test_beams(cache: str) -> None:
     model, given = model_of(), tokens()[:2, :9]
-    wanted = generated(model, given, num_beams=3, use_cache=False)
-    assert torch.equal(generated(model, given, num_beams=3, **options(cache, model)), wanted)
+    wanted = generated(model, given, num_beams=3, use_cache=False, max_new_tokens=20)
+    assert torch.equal(generated(model, given, num_beams=3, max_new_tokens=20, **options(cache, model)), wanted)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
-@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+@pytest.mark.parametrize(
+    ("cache", "how"), [("dynamic", "prompt lookup"), ("dilated", "prompt lookup"), ("dilated", "assistant")]
+)
 def test_assisted_chunks(cache: str, how: str) -> None:
     model, given = model_of(), tokens()[:1]
-    wanted = generated(model, given, use_cache=False)
     more: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
     if how == "assistant":
         more = {"assistant_model": changed_a_little(model)}
-    assert torch.equal(generated(model, given, **more, **options(cache, model)), wanted)
+    assert generated(model, given, **more, **options(cache, model)).tolist() == greedy("llama")[:1]
 
 
 def changed_a_little(model: Any) -> Any:
@@ -166,8 +173,7 @@ def changed_a_little(model: Any) -> Any:
 @pytest.mark.parametrize("cache", ["dynamic", "dilated"])
 def test_a_prompt_in_chunks(cache: str) -> None:
     model, given = model_of(), tokens()[:1]
-    wanted = generated(model, given, use_cache=False)
-    assert torch.equal(generated(model, given, prefill_chunk_size=6, **options(cache, model)), wanted)
+    assert generated(model, given, prefill_chunk_size=6, **options(cache, model)).tolist() == greedy("llama")[:1]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -188,7 +194,7 @@ def test_chunks_of_a_padded_batch(kind: Any, side: str) -> None:
 # --- compilation ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["padded", "static", "packed"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("padded", marks=SLOW), pytest.param("packed", marks=SLOW)])
 def test_torch_compile(kind: str) -> None:
     """fullgraph, but for packed documents, whose number is in the data."""
     model = made(config_of())
@@ -200,13 +206,10 @@ def test_torch_compile(kind: str) -> None:
             assert error(compiled(**given).logits, model(**given).logits) < CLOSE
             return
         cache = StaticCache(config=model.config, max_cache_len=30)
-        first = {key: value[:, :17] for key, value in given.items()}
-        logits = [model(**first, past_key_values=cache).logits]
-        for at in range(17, 20):
-            step = {key: value[:, at : at + 1] for key, value in given.items()}
-            step["attention_mask"] = given["attention_mask"][:, : at + 1]
-            logits.append(compiled(**step, past_key_values=cache).logits)
-        assert error(torch.cat(logits, 1)[:, 17:], model(**given, use_cache=False).logits[:, 17:]) < CLOSE
+        model(**{key: value[:, :19] for key, value in given.items()}, past_key_values=cache)
+        step = {key: value if key == "attention_mask" else value[:, 19:] for key, value in given.items()}
+        logits = compiled(**step, past_key_values=cache).logits
+        assert error(logits, model(**given, use_cache=False).logits[:, 19:]) < CLOSE
 
 
 # --- what cannot be honoured ------------------------------------------------------------------------------------

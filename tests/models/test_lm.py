@@ -272,8 +272,9 @@ def greedy(model: Any, prompt: Tensor, steps: int) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
-@ALL
-@pytest.mark.parametrize("prefill", [1000, 6, 1], ids=["at once", "in chunks", "one by one"])
+@pytest.mark.parametrize(
+    ("name", "prefill"), [*[(name, 1000) for name in OPTIONS], ("paper", 6), ("sinks", 1)], ids=str
+)
 def test_tokens_are_those_of_the_whole_sequence(name: str, prefill: int) -> None:
     """Prompts of different lengths; together they go over more than two of the longest segments."""
     model = small(name)

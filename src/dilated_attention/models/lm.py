@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
-from dilated_attention.functional import dilated_attention
 from dilated_attention.models.generate import generate_tokens
 from dilated_attention.models.loss import CHUNK, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
@@ -38,9 +38,10 @@ class Whole:
     backend: Backend = "auto"
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return dilated_attention(
-            q, k, v, self.patterns[layer], is_causal=self.is_causal, enable_gqa=True, group=self.group,
-            cu_seqlens=self.documents, key_padding_mask=self.padding, backend=self.backend, return_lse=True,
+        link = None if self.group is None else functional.link_of(ContextParallel.of(self.group))
+        return functional.attend(  # a short prompt has fewer tokens than heads: nobody is to be warned of it
+            q, k, v, self.patterns[layer], self.is_causal, None, 0.0, self.padding, True, self.backend, None, link,
+            cu_seqlens=self.documents, warns=False,
         )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import output_capturing
 
+from dilated_attention import functional
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.functional import dilated_attention
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import pattern_of
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken
@@ -104,17 +104,18 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
 
+    link = None if group is None else functional.link_of(ContextParallel.of(group))
+
     def attended(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = dilated_attention(
-            q, k, v, pattern, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True, return_lse=True,
-            **where,
-        )  # fmt: skip
-        return found
+        # a short prompt has fewer tokens than heads: nobody is to be warned of it
+        return functional.attend(
+            q, k, v, pattern, True, scale, dropout_p, None, True, "auto", None, link, warns=False, **where
+        )
 
     if group is not None:
         if grid != Grid() or kept is not None:
             raise ValueError("over a group, sequences have no padding, no packed documents and no cache")
-        return attended(q, k, v, group=group)
+        return attended(q, k, v)
     if kept is not None:
         if dropout_p:
             raise ValueError("DilatedCache has no dropout: call model.eval()")
