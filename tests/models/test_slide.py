@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import dilated_attention
 from dilated_attention import models
 from dilated_attention.models import PRESETS, SlideEncoder, layers, slide_pattern
 from tests.models.golden import SLIDES, golden, slide_encoder, small
@@ -161,5 +162,6 @@ def test_public_names_are_documented(name: str) -> None:
         return
     text = value.__doc__
     assert text.splitlines()[0].endswith(".")
-    examples = doctest.DocTestParser().get_doctest(text, {"torch": torch, "models": models}, name, None, None)
+    names = {"torch": torch, "models": models, "da": dilated_attention}
+    examples = doctest.DocTestParser().get_doctest(text, names, name, None, None)
     assert doctest.DocTestRunner().run(examples).failed == 0
