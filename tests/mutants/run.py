@@ -40,7 +40,7 @@ from mutants import MUTANTS, Mutant, tests_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/dilated_attention")
-COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
+COPIED = ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 INTERPRETED = "interpreted:"
 OPTIONS = ("-p", "no:cacheprovider", "--color=no", "-x", "-v", "--tb=short")
 WITHOUT_A_GPU = ("-m", "not gpu")  # in the interpreter, paths of a GPU run as well
