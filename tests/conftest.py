@@ -12,9 +12,14 @@ from hypothesis import settings
 from dilated_attention import ranks
 from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.cache import CACHE
+from tests.triton_kernels.interpreter import quicken
 
 # Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
 torch.set_num_threads(1)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    quicken()
 
 NEIGHBOURS = 7  # tests
 
@@ -25,7 +30,7 @@ settings.load_profile("no-deadline")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    has_device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    has_device = torch.cuda.is_available() or INTERPRETED
     for item in items:
         if item.get_closest_marker("gpu") and not has_device:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

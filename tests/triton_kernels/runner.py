@@ -1,4 +1,4 @@
-"""Runs a file of cases in a process of its own: Triton reads at its import whether it interprets or compiles."""
+"""Runs files of cases in a process of its own: Triton reads at its import whether it interprets or compiles."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 CACHE = ROOT / ".cache/triton"  # of compiled kernels, by what they are compiled from: it is kept between runs
 
 
-def run(cases: str, *options: str, **environment: str) -> int:
+def run(*files: str, options: tuple[str, ...] = (), **environment: str) -> int:
     """How many of these cases passed; fails unless all did. ``options`` of pytest."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{cases}", *options]
+    cases = [f"tests/{file}" for file in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases, *options]
     without = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CHUNK")}
     given = {**without, **ONE_THREAD, "TRITON_CACHE_DIR": str(CACHE), **environment}
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=2400)
