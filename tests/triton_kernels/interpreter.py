@@ -1,6 +1,6 @@
 """Triton's interpreter, less what it does for nothing: that took most of the time of our kernels in it.
 
-Seen in Triton 3.7. Every call of a device function replaces all names of the language, as the launch has done already.
+Seen in Triton 3.7, and done for that version only: these are names of its own. Every call of a device function replaces all names of the language, as the launch has done already.
 Every sum and product of integers is computed once more, for a check whose result is not looked at unless its option
 `debug` is on. The table of dtypes is made anew whenever one is looked up.
 """
@@ -14,9 +14,12 @@ from typing import Any
 
 def quicken() -> None:
     """In this process, for good."""
+    import triton
     from triton import language as tl
     from triton.runtime import interpreter
 
+    if not triton.__version__.startswith("3.7."):
+        return
     every: Any = interpreter._patch_lang
 
     @functools.cache
