@@ -1,8 +1,9 @@
 """Triton's interpreter, less what it does for nothing: that took most of the time of our kernels in it.
 
-Seen in Triton 3.7, and done for that version only: these are names of its own. Every call of a device function replaces all names of the language, as the launch has done already.
-Every sum and product of integers is computed once more, for a check whose result is not looked at unless its option
-`debug` is on. The table of dtypes is made anew whenever one is looked up.
+Seen in Triton 3.7, and done for that version only, because the names are Triton's own. Every call of a device function
+replaces all names of the language, as the launch has done already. Every sum and product of integers is computed once
+more, for a check whose result is not looked at unless its option `debug` is on. The table of dtypes is made anew
+whenever one is looked up.
 """
 
 from __future__ import annotations
