@@ -114,10 +114,10 @@ def profile_table(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Kernel times of one forward + backward in both runs: pairs, and all that is around them."""
     commits = [run["machine"]["commit"] for run in (before, after)]
     found = [
-        f"{after['machine']['device']}, kernels of one forward + backward; commit {commits[0]}, "
-        f"then {commits[1]}:",
+        f"{after['machine']['device']}, kernels of one forward + backward; commit {commits[0]}, then {commits[1]}:",
         "",
-        "| case | rule | attention, without our kernels | around it, without | attention, with our kernels | around it, with |",
+        "| case | rule | attention, without our kernels | around it, without "
+        "| attention, with our kernels | around it, with |",
         "|---|---|---:|---:|---:|---:|",
     ]
     records = [{(x["case"], x["rule"]): x.get("kernels") for x in run["profiles"]} for run in (before, after)]
@@ -130,7 +130,9 @@ def profile_table(before: dict[str, Any], after: dict[str, Any]) -> str:
 def _split(kernels: list[tuple[str, int, float]]) -> tuple[str, str]:
     pairs = [kernel for kernel in kernels if any(word in kernel[0] for word in ATTENTION)]
     others = [kernel for kernel in kernels if kernel not in pairs]
-    first, second = (f"{sum(x[2] for x in some):.1f} ms, {sum(x[1] for x in some)} launches" for some in (pairs, others))
+    first, second = (
+        f"{sum(x[2] for x in some):.1f} ms, {sum(x[1] for x in some)} launches" for some in (pairs, others)
+    )
     return first, second
 
 
