@@ -133,6 +133,14 @@ class Pool:
     def _stack(self, rank: int) -> Path:
         return self._folder / f"stack-{rank}"
 
+    def _written_stack(self, rank: int) -> str:
+        """Where a rank says it is, as soon as it has written it: at once, but for a busy machine or a frozen rank."""
+        text, before, end = "", None, time.monotonic() + GRACE / 2
+        while (not text or text != before) and time.monotonic() < end:
+            time.sleep(0.1)
+            before, text = text, self._stack(rank).read_text(errors="replace")
+        return text
+
     def _join(self) -> list[Outcome]:
         """Put the ranks in a new group. They meet in a file: no port that another process could take first."""
         self._groups += 1
@@ -180,12 +188,11 @@ class Pool:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):  # it ended this moment
                 os.kill(self.pids[rank], signal.SIGUSR1)
-        time.sleep(0.2)  # for the stacks to be written, by a handler that needs no interpreter
-        for rank in ranks:
-            process, stack = self._processes[rank], self._stack(rank)
+        stacks = {rank: self._written_stack(rank) for rank in ranks}
+        for rank, text in stacks.items():
+            process = self._processes[rank]
             process.kill()
             process.join()
-            text = stack.read_text(errors="replace") if stack.exists() else ""
             error = f"no answer in {seconds:.1f} s"
             outcomes[rank] = Outcome(rank, None, error, "hung", seconds, process.exitcode, text)
         return outcomes
