@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -43,6 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     long = [item for item in items if item.path.parent.name == "bench"]
     rest = [item for item in items if item not in long]
     items[:] = [*long[share::shares], *(item for at, item in enumerate(rest) if at // NEIGHBOURS % shares == share)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_idling() -> Iterator[None]:
+    """Of a process with thousands of tests and many ranks."""
+    gc.freeze()  # what was imported and collected so far is never freed: gc.collect() takes half a second to see that
+    yield
+    ranks.renew_pools()
 
 
 @pytest.fixture

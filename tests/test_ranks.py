@@ -152,6 +152,21 @@ def test_tensors_come_back_as_they_were(pair: Pool) -> None:
             assert one.stride() == tensor.stride()
 
 
+def threads_of_a_new_group() -> int:
+    dist.all_reduce(torch.ones(1), group=dist.new_group())
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+def test_a_new_group_ends_the_threads_of_those_that_calls_made(pair: Pool) -> None:
+    first, _ = pair.run(threads_of_a_new_group)
+    pair.run(threads_of_a_new_group)
+    pids = pair.pids
+    pair.renew()
+    assert pair.pids == pids
+    assert pair.run(threads_of_a_new_group)[0] <= first
+
+
 def test_bad_calls_are_refused(pair: Pool) -> None:
     with pytest.raises(ValueError, match="at least one rank, got size=0"):
         Pool(0)

@@ -71,7 +71,7 @@ class Pool:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._groups = 0
-        self._out_of_step = False
+        self._out_of_step = self._used = False
         self._end = weakref.finalize(self, _end, os.getpid(), self._processes, self._pipes, self._folder)
         context = multiprocessing.get_context("forkserver")
         # not this package: the server would import it from wherever it finds one, not from where we come from
@@ -108,6 +108,7 @@ class Pool:
         """
         if self.broken:
             raise RuntimeError("this pool is broken or closed: make a new one, or ask pool() for one")
+        self._used = True
         outcomes = self._call(function, args, timeout)
         failed = any(x.error_type for x in outcomes)
         if failed and not self.broken:
@@ -119,6 +120,11 @@ class Pool:
         if failed:
             raise RanksFailed(getattr(function, "__qualname__", repr(function)), outcomes)
         return [x.value for x in outcomes]
+
+    def renew(self) -> None:
+        """A new group, if the ranks ran anything: those that calls made are gone, with their threads, which poll."""
+        if self._used and not self.broken:
+            self._used, self._out_of_step = False, any(x.error_type for x in self._join())
 
     def close(self) -> None:
         """End all ranks, whatever they are doing."""
@@ -199,6 +205,11 @@ class Pool:
 
 
 _pools: dict[int, Pool] = {}
+
+
+def renew_pools() -> None:
+    for one in _pools.values():
+        one.renew()
 
 
 def pool(size: int) -> Pool:
