@@ -54,6 +54,9 @@ SHARDED: dict[str, tuple[Any, ...]] = {
     "recompute": (True, False),
 }
 PACKED: dict[str, tuple[Any, ...]] = {"packing": ("even", "mixed", "ones", "empty"), "mask": ("none",), "samples": (1,)}
+LITTLE: dict[str, tuple[Any, ...]] = {  # the path "triton" has the rest
+    "head_dim": (1, 16, 20), "pattern": ("nested", "odd", "twice", "far"), "layout": LAYOUTS[:3],
+}  # fmt: skip
 KERNEL: dict[str, tuple[Any, ...]] = {
     **CALL,
     "pattern": ("nested", "sparse_nested", "odd", "rate_over_length", "twice", "far"),
@@ -61,6 +64,7 @@ KERNEL: dict[str, tuple[Any, ...]] = {
     "samples": (1, 2),
     "head_dim": (1, 16, 20, 200),
     "dtype": ("f32", "f16"),  # the interpreter knows no bfloat16
+    "layout": ("contiguous", "transposed", "expanded", "odd"),
     "dropout_p": (0.0, 0.3),
     "dout": ("expanded", "strided", "cut"),
 }
@@ -149,7 +153,7 @@ PATHS = {
     "packed_triton": Path(
         {
             **(OURS if not INTERPRETED else KERNEL), **PACKED,
-            **({"tokens": (40,), "head_dim": (1, 16, 20)} if INTERPRETED else {}),
+            **({**LITTLE, "tokens": (32,)} if INTERPRETED else {}),
         },
         on_gpu=True,
     ),
@@ -158,7 +162,8 @@ PATHS = {
     "triton_few": Path(
         {
             **(OURS if not INTERPRETED else KERNEL), "rows": ("last", "inside", "each", "many"), "dropout_p": (0.0,),
-            "tokens": (37,) if INTERPRETED else (37, 509), "dlse": (False,),
+            "tokens": (37, 509), "dlse": (False,),
+            **({**LITTLE, "tokens": (37,)} if INTERPRETED else {}),
         },
         on_gpu=True,
     ),

@@ -314,6 +314,7 @@ def test_the_policy_holds(show: Open) -> None:
     assert len(chrome.get_log("browser")) >= 5  # and the browser says so: an empty log in other tests means something
 
 
+@pytest.mark.slow
 def test_screenshots(pages: dict[str, str], tmp_path: Path) -> None:
     shown = Path(pages["sample"].removeprefix("file://"))
     shown.with_name("results.json").write_text("the results")

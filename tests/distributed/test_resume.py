@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import dilated_attention
@@ -23,6 +24,7 @@ def train_undisturbed(folder: Path) -> None:
     train(folder, STEPS, None, world())
 
 
+@pytest.mark.slow
 def test_weights_after_a_crash_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     death = (random.randrange(1, STEPS), random.randrange(2))
     calm, crashed = tmp_path / "calm", tmp_path / "crashed"

@@ -84,6 +84,7 @@ def size(item: tuple[str, Config]) -> int:
     return (tile.rows + tile.keys) * tile.stages * int(key.split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_the_largest_measured(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """A GPU runs them all, in test_triton_gpu."""
@@ -102,12 +103,6 @@ def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str)
 
 def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
     check(75, compiled(monkeypatch, 75, "forward", 64, HALF, configs.SMALL[64], SINGLE), tensor_cores=False)
-
-
-@pytest.mark.parametrize("kernel", configs.KERNELS)
-def test_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    tile = configs.WITHOUT_TENSOR_CORES[64]
-    check(80, compiled(monkeypatch, 80, kernel, 40, FULL, tile, SINGLE), tensor_cores=False)
 
 
 def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,11 +98,11 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
-        ("grouped", 75),
+        pytest.param("grouped", 75, marks=pytest.mark.slow),
         ("zeros", 80),
         ("widest", 75),
-        ("widest", 86),  # the least shared memory beside that
-        ("wide", 75),
+        pytest.param("widest", 86, marks=pytest.mark.slow),  # the least shared memory beside that
+        pytest.param("wide", 75, marks=pytest.mark.slow),
         ("one_launch", 90),
     ],
 )

@@ -5,6 +5,7 @@ Colours are those for light paper. `dark_style` turns them where the reader pref
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +37,10 @@ VALUES = (
 
 
 def line_chart(
-    data: alt.Data | alt.NamedData, height: int, figure: str = "time", lengths: Sequence[int] = (), inside: str = "true"
+    data: alt.NamedData, height: int, figure: str = "time", lengths: Sequence[int] = (), inside: str = "true"
 ) -> alt.LayerChart:
-    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` are `series.points`.
+    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` are `series.points`, by
+    name: every step that makes a chart copies all of it.
 
     ``lengths`` are named on the axis. ``inside`` says of a name whether it is on the plot: after zooming it may not be.
     """
@@ -103,6 +105,7 @@ def _names(drawn: alt.Chart, height: int, inside: str) -> list[alt.Chart]:
     return [one.encode(text="series:N", y="at:Q", opacity=seen) for one in (halo, ends.mark_text(**text))]
 
 
+@functools.cache
 def interactive(name: str) -> dict[str, Any]:
     """The specification for the page: with a crosshair at one length, and zoom. ``name`` is that of its data."""
     data = alt.NamedData(name)
@@ -136,16 +139,17 @@ def pictures(results: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
 
 def _panels(drawn: Sequence[dict[str, Any]], figure: str, wanted: str) -> dict[str, Any] | None:
     lengths = sorted({one["tokens"] for one in drawn})  # one list: panels cannot differ in a parameter
+    points = {direction: [one for one in drawn if one["direction"] == direction] for direction in DIRECTIONS}
     panels = [
-        line_chart(alt.Data(values=some), 380, figure, lengths).properties(
-            width=420, title=f"{FIGURES[figure]}, {words}"
+        line_chart(alt.NamedData(direction), 380, figure, lengths).properties(
+            width=420, title=f"{FIGURES[figure]}, {DIRECTIONS[direction]}"
         )
-        for direction, words in DIRECTIONS.items()
-        if (some := [one for one in drawn if one["direction"] == direction])
+        for direction, some in points.items()
+        if some
     ]
     if not panels:
         return None
-    return styled(alt.hconcat(*panels, title=wanted).resolve_scale(y="shared"))
+    return {**styled(alt.hconcat(*panels, title=wanted).resolve_scale(y="shared")), "datasets": points}
 
 
 def _errors(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
