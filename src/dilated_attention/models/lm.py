@@ -85,7 +85,7 @@ class LongNetLM(Trunk):
         group: Over | None = None,
         chunk: int = CHUNK,
     ) -> Tensor:
-        """Computes logits, or with labels the loss of each token, whose logits are never there all at once.
+        """Computes logits, or with labels the loss of each token, whose logits are never in memory all at once.
 
         Args:
             tokens: (B, n) ids, or (B, n, E) embedded.
