@@ -114,7 +114,11 @@ def test_wrong_layouts_and_heads_are_refused() -> None:
             module(inputs, key_padding_mask=mask)
     for options, kind, match in (
         ({"num_kv_heads": 3}, ValueError, "4 query heads cannot be shared evenly by 3 key/value heads"),
-        ({"pattern": GROUPS, "num_kv_heads": 1}, ValueError, "head_groups deals 2 branches to 1 key/value heads"),
+        (
+            {"pattern": GROUPS, "num_kv_heads": 1},
+            ValueError,
+            "got 2 branches and 1 key/value heads",
+        ),
         ({"batch_first": 0}, TypeError, "batch_first must be True or False, got 0"),
     ):
         with pytest.raises(kind, match=match):
