@@ -63,8 +63,8 @@ def test_a_pattern_instead_of_two_lists(cls: Any) -> None:
     for lists, options, kind, match in (
         ((), {}, ValueError, "no pattern: give segment_lengths and dilation_rates, or pattern="),
         (([4],), {}, ValueError, "no pattern: give"),
-        (([4], [1]), {"pattern": PATTERN}, ValueError, "beside pattern=.*: give the lists or the pattern"),
-        ((), {"pattern": PATTERN, "rule": "torchscale"}, ValueError, "rule='torchscale' beside pattern"),
+        (([4], [1]), {"pattern": PATTERN}, ValueError, "pattern=.*: give the lists or the pattern"),
+        ((), {"pattern": PATTERN, "rule": "torchscale"}, ValueError, "rule='torchscale' and pattern"),
         ((), {"pattern": "longnet"}, TypeError, "pattern must be a DilatedPattern, got str"),
     ):
         with pytest.raises(kind, match=match):
