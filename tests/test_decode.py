@@ -197,7 +197,7 @@ def bad_calls() -> Iterator[Any]:
     for at in (1.0, True, [1, 2]):
         yield pytest.param(3, {"query_offset": at}, TypeError, "query_offset must be an int or a tensor", id=str(at))
     for name, at in {"float": torch.ones(2), "scalar": torch.tensor(1), "three": torch.ones(3).long()}.items():
-        match = r"query_offset must be an int, or int32 or int64 of shape \(batch,\) = \(2,\), got"
+        match = r"query_offset must be an int, or an int32 or int64 tensor of shape \(batch,\) = \(2,\), got"
         yield pytest.param(3, {"query_offset": at}, ValueError, match, id=name)
     elsewhere = torch.ones(2, dtype=torch.int64, device="meta")
     yield pytest.param(3, {"query_offset": elsewhere}, ValueError, "is on meta and query on cpu: move it", id="device")

@@ -221,10 +221,10 @@ def test_the_most_branches_and_unknown_rules() -> None:
 def test_head_groups_with_fewer_heads_than_branches() -> None:
     pattern = DilatedPattern.head_groups([2, 4, 8], [1, 2, 4])
     for heads in ((2,), (8, 2)):  # the key/value heads count
-        with pytest.raises(ValueError, match=r"3 branches to 2 key/value heads"):
+        with pytest.raises(ValueError, match=r"3 branches and 2 key/value heads"):
             pattern.check_heads(*heads)
     for question in (pattern.pairs, pattern.coverage):
-        with pytest.raises(ValueError, match="at least one head per branch"):
+        with pytest.raises(ValueError, match="at least one key/value head per branch"):
             question(8, 2)
     assert pattern.check_heads(6, 3) == 2
 

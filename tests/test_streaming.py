@@ -314,7 +314,7 @@ def test_what_is_wrong_with_the_first_chunk_or_the_length() -> None:
             next(da.stream([chunk], GOOD, enable_gqa=True))
     outputs = da.stream([like(tokens=8), like(tokens=3)], GOOD, num_tokens=10, enable_gqa=True)
     next(outputs)
-    with pytest.raises(ValueError, match="chunk 1 makes it 11 tokens, and num_tokens is 10"):
+    with pytest.raises(ValueError, match="with chunk 1 there are 11 tokens, and num_tokens is 10"):
         next(outputs)
 
 
@@ -322,7 +322,7 @@ def test_what_is_wrong_with_the_first_chunk_or_the_length() -> None:
 def test_a_backend_that_cannot_run_says_so(pattern: DilatedPattern, is_causal: bool) -> None:
     """With the first chunk, not where a segment is first cut: our kernels take no parts of segments."""
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": is_causal}
-    with pytest.raises(ValueError, match=r"'triton' takes whole segments, and a stream that is causal.*'auto'"):
+    with pytest.raises(ValueError, match=r"'triton' takes whole segments only, but a causal stream.*'auto'"):
         next(da.stream([like(tokens=8)], pattern, backend="triton", **options))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), pytest.raises(ValueError, match="sdpa"):
         next(da.stream([like(tokens=8)], pattern, backend="sdpa", **options))

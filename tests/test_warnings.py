@@ -27,7 +27,7 @@ def said(function: Any) -> list[warnings.WarningMessage]:
 
 
 WRONG = {
-    "swapped": (lambda: da.DilatedPattern.longnet([1, 2], [512, 1024]), "swapped, give the segment lengths first"),
+    "swapped": (lambda: da.DilatedPattern.longnet([1, 2], [512, 1024]), "swapped: give the segment lengths first"),
     "swapped in a module": (
         lambda: da.MultiheadDilatedAttention(8, 2, [2, 4], [2, 8]),
         "two lists are probably swapped",

@@ -64,7 +64,8 @@ def check_tensors(
         alike = x.dtype is query.dtype or computed_dtype(x) == computed_dtype(query)
         if not alike or x.device != query.device:
             raise ValueError(
-                f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: make them alike"
+                f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}: give both one dtype and "
+                "one device"
             )
     q_shape, k_shape = query.shape, key.shape  # asking a tensor takes longer than all that is compared here
     if k_shape != value.shape:
@@ -79,7 +80,7 @@ def check_tensors(
     if samples != key_samples or head_dim != key_dim:
         raise ValueError(f"query and key must agree in batch and head_dim, got {tuple(q_shape)} and {tuple(k_shape)}")
     if heads != key_heads and not enable_gqa:
-        raise ValueError(f"query has {heads} heads and key {key_heads}: give them equally many, or set enable_gqa=True")
+        raise ValueError(f"query has {heads} heads and key {key_heads}: use as many heads, or set enable_gqa=True")
     if head_dim < 1:
         raise ValueError("head_dim must be 1 or more, got 0")
     pattern.check_heads(heads, key_heads, whole=whole)
@@ -105,14 +106,15 @@ def warn_of_mistakes(query: Tensor, key: Tensor, pattern: DilatedPattern, mask: 
     _, tokens, heads, _ = shape = tuple(query.shape)
     if heads > tokens == key.shape[1] > 1 and tokens < min(pattern.segment_lengths):
         warn(
-            f"query is {shape}, (batch, tokens, heads, head_dim), with more heads than tokens, and every segment is "
-            "longer than the sequence: if that is (batch, heads, tokens, head_dim), pass query.transpose(1, 2)"
+            f"query has shape {shape}, read as (batch, tokens, heads, head_dim): it has more heads than tokens, and "
+            "every segment is longer than the sequence. If it is (batch, heads, tokens, head_dim), pass "
+            "query.transpose(1, 2)"
         )
     if mask is None or mask.device.type != "cpu" or not mask.numel() or not is_plain(mask):
         return
     if bool(mask.all()):
         warn(
-            "key_padding_mask ignores every key of every sample, so that all outputs are 0: True = ignore, as in "
+            "key_padding_mask ignores every key of every sample, so all outputs are 0: True = ignore, as in "
             "nn.MultiheadAttention; pass ~mask if True means keep"
         )
 
@@ -133,7 +135,10 @@ def checked_heads(heads: tuple[int, int], key_heads: int) -> tuple[int, int]:
         raise TypeError(f"heads must be two whole numbers, (first, total) of the key/value heads, got {heads!r}")
     first, total = heads
     if not 0 <= first <= total - key_heads:
-        raise ValueError(f"heads must be (first, total) with the {key_heads} key heads given inside, got {heads}")
+        raise ValueError(
+            f"key has {key_heads} heads: heads must be (first, total) with 0 <= first <= total - {key_heads}, got "
+            f"{heads}"
+        )
     return first, total
 
 
@@ -148,8 +153,8 @@ def checked_start(query: Tensor, key: Tensor, offset: int | Tensor | None, *, is
     if isinstance(offset, Tensor):
         if offset.dtype not in (torch.int32, torch.int64) or offset.shape != query.shape[:1]:
             raise ValueError(
-                f"query_offset must be an int, or int32 or int64 of shape (batch,) = {tuple(query.shape[:1])}, got "
-                f"{offset.dtype} of shape {tuple(offset.shape)}"
+                "query_offset must be an int, or an int32 or int64 tensor of shape (batch,) = "
+                f"{tuple(query.shape[:1])}, got {offset.dtype} of shape {tuple(offset.shape)}"
             )
         if offset.device != query.device:
             raise ValueError(f"query_offset is on {offset.device} and query on {query.device}: move it, or give an int")
@@ -169,17 +174,18 @@ def checked_sequences(
         return (), None
     if query.shape[1] != key.shape[1]:
         raise ValueError(
-            f"cu_seqlens with {query.shape[1]} queries among {key.shape[1]} keys: it needs whole sequences"
+            f"cu_seqlens needs as many queries as keys, got {query.shape[1]} queries and {key.shape[1]} keys: leave "
+            "cu_seqlens out, or pass whole sequences"
         )
     if query.shape[0] != 1:
         raise ValueError(f"cu_seqlens is for one row, (1, tokens, heads, head_dim), got a batch of {query.shape[0]}")
     if mask is not None:
-        raise ValueError("key_padding_mask with cu_seqlens: leave ignored tokens out of the packed row instead")
+        raise ValueError("cu_seqlens takes no key_padding_mask: leave ignored tokens out of the packed row instead")
     if isinstance(given, Tensor):
         if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
             raise TypeError(
-                f"cu_seqlens must be one list of whole numbers, or int32 or int64 of one dimension, got {given.dtype} "
-                f"of shape {tuple(given.shape)}"
+                f"cu_seqlens must be a list of whole numbers, or an int32 or int64 tensor of one dimension, got "
+                f"{given.dtype} of shape {tuple(given.shape)}"
             )
         tensor = given.cpu()
     else:

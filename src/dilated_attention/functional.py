@@ -239,7 +239,7 @@ def _checked(
     scale = DEFAULT_SCALE if scale is None else checked_scale(scale)
     check_backend(backend)
     if not pattern.is_exact and (in_parts or dropout_p):
-        raise ValueError("mixing_gradient='detached' is for one device, and without dropout: use 'exact'")
+        raise ValueError("mixing_gradient='detached' works only on one device and without dropout: use 'exact'")
     if warns:  # on one device: a shard or its mask may well be short, or empty
         warn_of_mistakes(query, key, pattern, key_padding_mask)
     return Call(

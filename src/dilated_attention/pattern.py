@@ -230,8 +230,8 @@ class DilatedPattern:
             )
         if whole and self.dealing.is_divided and kv_heads < len(self.segment_lengths):
             raise ValueError(
-                f"{self.rule} deals {len(self.segment_lengths)} branches to {kv_heads} key/value heads: it needs at "
-                "least one head per branch; use fewer branches, more heads, or rule 'longnet'"
+                f"{self.rule} needs at least one key/value head per branch, got {len(self.segment_lengths)} branches "
+                f"and {kv_heads} key/value heads: use fewer branches, more heads, or rule 'longnet'"
             )
         return num_heads // kv_heads
 
@@ -350,7 +350,10 @@ class DilatedPattern:
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         group = self.check_heads(num_heads, kv_heads)
         if not 0 <= query < num_tokens or not 0 <= head < num_heads:
-            raise ValueError(f"no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads")
+            raise ValueError(
+                f"there is no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads: count "
+                "from 0"
+            )
         found = []
         for branch, (width, rate) in enumerate(self.branches):
             if head // group not in self.heads(branch, kv_heads):
@@ -394,8 +397,8 @@ class Heads(NamedTuple):
 def _warn_of_swapped_lists(pattern: DilatedPattern) -> None:
     if not torch.compiler.is_compiling():
         warn(
-            f"{pattern} has no rate below its segment length, so that a query sees no other token: the two lists are "
-            "probably swapped, give the segment lengths first"
+            f"{pattern}: no rate is smaller than its segment length, so a query sees no other token. The two lists are "
+            "probably swapped: give the segment lengths first"
         )
 
 

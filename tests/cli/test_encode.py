@@ -147,7 +147,7 @@ def test_an_interruption_keeps_what_was_written(encoded: Any, tmp_path: Path, mo
     code, out, _ = encoded("--memory", "1kB")
     assert code == 130
     assert "2 slides encoded" in out
-    assert "interrupted: the same command goes on from here" in out
+    assert "interrupted: run the same command again to continue" in out
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["embeddings.csv", "long.h5", "mid.h5"]
     monkeypatch.setattr(work, "embed", original)
     assert "1 slides encoded (5 tiles" in encoded().out

@@ -84,7 +84,7 @@ def test_what_fits(run: Any) -> None:
     ("arguments", "message"),
     [
         (["-w", "2048,4096", "-r", "1"], "segment_lengths has 2 entries and dilation_rates 1"),
-        (["-w", "1k,2k", "-r", "1,2", "--rule", "head_groups", "--heads", "1"], "2 branches to 1 key/value heads"),
+        (["-w", "1k,2k", "-r", "1,2", "--rule", "head_groups", "--heads", "1"], "2 branches and 1 key/value heads"),
         (["-w", "1k", "-r", "1", "--rule", "short"], "unknown rule 'short': use one of longnet"),
         (["-w", "1k", "-r", "0"], "'-r' / '--dilation-rates': '0' is not a whole number"),
         (["-w", "1k", "-r", "1", "--heads", "12", "--kv-heads", "5"], "12 query heads cannot be shared evenly by 5"),

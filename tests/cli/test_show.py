@@ -61,7 +61,7 @@ def test_into_a_file(run: Any, tmp_path: Path, ending: str) -> None:
         (["--head", "8"], "there is no head 8 among 8"),
         (["--query", "-1"], "'--query': '-1' is not a whole number"),
         (["--window", "4k:2k"], "give a first token and a later end"),
-        (["--rule", "head_groups", "--heads", "1"], "2 branches to 1 key/value heads"),
+        (["--rule", "head_groups", "--heads", "1"], "2 branches and 1 key/value heads"),
         (["--ranks", "4"], "name one with -o"),
         (["--colour", "branch"], "name one with -o"),
         (["--ranks", "100", "-o", "a.svg"], "1 to 64 ranks, got 100"),

@@ -167,7 +167,7 @@ def test_failures_leave_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert told.startswith("error: step 4 could not be saved; the last good checkpoint is ")
     assert "step-00000002" in told
     other = pool(1).run(said, [*arguments, "--dim", "32"])[0]
-    assert "is of another training: dim was 16 and is 32" in other
+    assert "is from another training: dim was 16 and is 32" in other
     assert pool(1).run(said, [*arguments, "--sequence", "3"])[0].startswith("error: 1 ranks: --sequence must divide")
 
 
@@ -184,13 +184,13 @@ def test_bad_text_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for paths, says in (
-        ([empty], "0 files with text"),
+        ([empty], "got 0 in"),
         ([tmp_path / "nowhere"], "does not exist"),
         ([binary(tmp_path)], "is not text: it has zero bytes"),
     ):
         with pytest.raises(ValueError, match=says):
             read_texts(paths)
-    with pytest.raises(ValueError, match="a token 256, and the vocabulary has 100"):
+    with pytest.raises(ValueError, match="token 256 is outside the vocabulary of 100"):
         tokens_of([b"text"], 100)
     with pytest.raises(ValueError, match="has 5 tokens, and a row 40"):
         Rows(tokens_of([b"text"], BYTES), 40)

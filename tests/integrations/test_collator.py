@@ -91,7 +91,7 @@ def refusals() -> list[str]:
 def test_what_is_refused() -> None:
     for found in pool(2).run(refusals):
         for says, text in zip(
-            ("turn a load balancer", "turn a load balancer", "no padding", "padding_side", "labels"), found,
+            ("turn off load balancers", "turn off load balancers", "no padding", "padding_side", "labels"), found,
             strict=True,
         ):  # fmt: skip
             assert text.startswith("ValueError"), text

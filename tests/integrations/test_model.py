@@ -150,7 +150,7 @@ def test_embeddings_and_some_logits() -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"output_hidden_states": True}, "no hidden states"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
-        ({"position_ids": torch.arange(0, 40, 2)[None], "use_cache": False}, "jump, and not to 0"),
+        ({"position_ids": torch.arange(0, 40, 2)[None], "use_cache": False}, "jump to another number than 0"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], says: str) -> None:
@@ -159,7 +159,7 @@ def test_what_is_refused(given: dict[str, Any], says: str) -> None:
 
 
 def test_other_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="LongNet is dilated attention"):
+    with pytest.raises(ValueError, match="LongNet always uses dilated attention"):
         LongNetForCausalLM(LongNetConfig(attn_implementation="sdpa"))
     with pytest.raises(ValueError, match="every layer"):
         model().gradient_checkpointing_enable(every_n_layers=2)

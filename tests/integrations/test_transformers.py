@@ -239,12 +239,12 @@ def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str)
         ({"head_mask": torch.ones(4)}, "head masks"),
         ({"softcap": 30.0}, "soft caps"),
         ({"attention_mask": torch.ones(3, 1, 20, 20, dtype=torch.bool)}, "did not make"),
-        ({**packed(), "use_cache": True}, "do not count on"),
-        ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "do not count on"),
-        ({"position_ids": torch.tensor([[*range(10), *range(15, 25)]]), "use_cache": False}, "jump, and not to 0"),
+        ({**packed(), "use_cache": True}, "must grow by 1"),
+        ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "must grow by 1"),
+        ({"position_ids": torch.tensor([[*range(10), *range(15, 25)]]), "use_cache": False}, "another number than 0"),
         (
             {"position_ids": torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]]), "use_cache": True},
-            "others not at all",
+            "must grow by 1",
         ),
         ({"cu_seq_lens_q": torch.tensor([0, 60]), "use_cache": False}, "one row of packed tokens"),
         (

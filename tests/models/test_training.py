@@ -149,7 +149,7 @@ def test_the_published_schedule() -> None:
         for step in range(51)
     ]
     torch.testing.assert_close(torch.tensor(top), torch.tensor(wanted))
-    with pytest.raises(ValueError, match="no schedule"):
+    with pytest.raises(ValueError, match="a schedule needs"):
         finetuning(Classifier(small()), 10, epochs=1, warmup_epochs=1)
 
 

@@ -138,7 +138,7 @@ def test_errors(cls: Any) -> None:
         with pytest.raises(kind, match=message):
             cls(*lists, **options)
     module, (query, key, value) = cls(LENGTHS, RATES), testing.make_qkv(1, 8, 2, 4)
-    with pytest.raises(ValueError, match="head_groups deals 2 branches to 1 key/value heads"):
+    with pytest.raises(ValueError, match=r"head_groups needs .* got 2 branches and 1 key/value heads"):
         module(*testing.make_qkv(1, 8, 1, 4))
     with pytest.raises(TypeError, match="key_padding_mask must be bool"):
         module(query, key, value, key_padding_mask=torch.zeros(1, 8))

@@ -63,8 +63,8 @@ def test_a_pattern_instead_of_two_lists(cls: Any) -> None:
     for lists, options, kind, match in (
         ((), {}, ValueError, "no pattern: give segment_lengths and dilation_rates, or pattern="),
         (([4],), {}, ValueError, "no pattern: give"),
-        (([4], [1]), {"pattern": PATTERN}, ValueError, "beside pattern=.*: give the lists or the pattern"),
-        ((), {"pattern": PATTERN, "rule": "torchscale"}, ValueError, "rule='torchscale' beside pattern"),
+        (([4], [1]), {"pattern": PATTERN}, ValueError, "pattern=.*: give the lists or the pattern"),
+        ((), {"pattern": PATTERN, "rule": "torchscale"}, ValueError, "rule='torchscale' and pattern"),
         ((), {"pattern": "longnet"}, TypeError, "pattern must be a DilatedPattern, got str"),
     ):
         with pytest.raises(kind, match=match):
@@ -114,7 +114,11 @@ def test_wrong_layouts_and_heads_are_refused() -> None:
             module(inputs, key_padding_mask=mask)
     for options, kind, match in (
         ({"num_kv_heads": 3}, ValueError, "4 query heads cannot be shared evenly by 3 key/value heads"),
-        ({"pattern": GROUPS, "num_kv_heads": 1}, ValueError, "head_groups deals 2 branches to 1 key/value heads"),
+        (
+            {"pattern": GROUPS, "num_kv_heads": 1},
+            ValueError,
+            "got 2 branches and 1 key/value heads",
+        ),
         ({"batch_first": 0}, TypeError, "batch_first must be True or False, got 0"),
     ):
         with pytest.raises(kind, match=match):

@@ -383,10 +383,10 @@ def unexpected_errors() -> list[str]:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (world, {}, "TypeError: mesh must be a DeviceMesh, got"),
         (line(), {}, f"have no names: pass mesh_dim_names, out of {names}, to init_device_mesh()"),
-        (other, {}, f"ValueError: the mesh has axes ('dp', 'sequence') and ['dp'] are none of {names}"),
+        (other, {}, f"ValueError: the mesh has axes ('dp', 'sequence'), and ['dp'] are not among {names}"),
         (other, {"data": "dp"}, "nothing raised"),
         (four, {"data": "heads"}, "ValueError: data, sequence and heads must name three axes, got 'heads', 'sequence'"),
-        (line(mesh_dim_names=("heads",)), {}, "ValueError: there are 6 key/value heads and the heads axis of the mesh"),
+        (line(mesh_dim_names=("heads",)), {}, "ValueError: 6 key/value heads cannot be divided evenly"),
         (outside, {}, "ValueError: this process is not a member of"),
         (None, {}, "TypeError: mesh must be a DeviceMesh, got None"),
         (

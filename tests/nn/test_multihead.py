@@ -472,7 +472,7 @@ def test_encoder_layer_compiles_as_one_graph() -> None:
         ({"embed_dim": 20.0}, TypeError, "embed_dim must be a whole number, got 20.0"),
         ({"num_heads": 0}, ValueError, "num_heads must be 1 or more, got 0"),
         ({"num_heads": True}, TypeError, "num_heads must be a whole number, got True"),
-        ({"num_heads": 1}, ValueError, "head_groups deals 2 branches to 1 key/value heads"),
+        ({"num_heads": 1}, ValueError, "head_groups needs .* got 2 branches and 1 key/value heads"),
         ({"segment_lengths": [4]}, ValueError, "1 entries and dilation_rates 2"),
         ({"dropout": 1.5}, ValueError, r"must be a number in \[0, 1\], got 1.5"),
         ({"bias": 0.1}, TypeError, "bias must be True or False, got 0.1"),

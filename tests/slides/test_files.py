@@ -42,7 +42,7 @@ def test_a_file_that_changed_is_another_slide(tmp_path: Path) -> None:
     slide = files.look(path)
     feature_files.trident(path, TILES[:5], COORDS[:5])
     assert files.look(path).stamp != slide.stamp
-    with pytest.raises(BadFile, match="has changed"):
+    with pytest.raises(BadFile, match="it changed"):
         files.read(slide)
 
 
@@ -60,7 +60,7 @@ def test_a_file_that_changed_is_another_slide(tmp_path: Path) -> None:
         (
             {"feats": TILES, "coords": COORDS},
             {"unit": "um", "tile_size_um": 256.0},
-            "in µm, and it lacks .*tile_size_px",
+            "in µm: .* needs both tile_size_um and tile_size_px",
         ),
         ({"feats": TILES, "coords": COORDS}, {"tile_size_px": -1}, "must be positive"),
     ],
@@ -94,7 +94,7 @@ def test_features_that_are_no_numbers(tmp_path: Path) -> None:
             r"have 1024 features \(looks like UNI, .*\); the weights take 1536 \(looks like Prov",
         ),
         (feature_files.stamp, 768, r"have 768 features \(the file says gigapath\)"),
-        (feature_files.gigapath, 7, r"have 7 features \(of an encoder we do not know\)"),
+        (feature_files.gigapath, 7, r"have 7 features \(from an unknown encoder\)"),
     ],
 )
 def test_the_features_of_another_encoder(tmp_path: Path, made: Any, channels: int, match: str) -> None:

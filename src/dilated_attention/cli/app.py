@@ -38,7 +38,7 @@ for command in (bench, report, compare, show, suggest, plan, doctor, encode, con
 def _options(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Exact dilated attention: measure it, draw its patterns, plan it on many devices.
+    """Exact dilated attention: measure it, choose and draw its patterns, plan its cost on many devices, encode slides.
 
     Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
     """

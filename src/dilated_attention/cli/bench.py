@@ -20,7 +20,7 @@ NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, kernels
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help=f"Comma-separated, or repeat the option: {NAMES}.  [default: quick]"),
+        typer.Option(metavar="NAME", help=f"The suites, comma-separated or one per option: {NAMES}.  [default: quick]"),
     ] = None,
     device: Annotated[
         str,
@@ -38,7 +38,9 @@ def bench(
     ),
     seconds: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds of timing per setting, shared by all.  [default: 3, on CUDA 2]"),
+        typer.Option(
+            metavar="S", help="Seconds of timing per setting, for all its calls together.  [default: 3, on CUDA 2]"
+        ),
     ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record if this copy has no .git.")] = None,
 ) -> int:

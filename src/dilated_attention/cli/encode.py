@@ -27,24 +27,27 @@ DTYPES = ("float32", "bfloat16")
 
 def encode(
     features: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Feature files (.h5), or folders with such files.")
+        list[Path], typer.Argument(metavar="FILE", help="Feature files (.h5), or folders with such files.")
     ],
     weights: Annotated[
-        str, typer.Option(metavar="WEIGHTS", help="A .safetensors or .pth file, or a hub id, which is downloaded.")
+        str,
+        typer.Option(
+            metavar="WEIGHTS", help="A .safetensors or .pth file, a folder with one, or a hub id, which is downloaded."
+        ),
     ],
     pool: Annotated[
-        str, typer.Option(metavar="POOL", help="mean: of the tiles' outputs; cls: the class token's output.")
+        str, typer.Option(metavar="POOL", help="mean (of the tiles' outputs) or cls (the output of the class token).")
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for a .h5 file per slide.")] = Path(
         "embeddings"
     ),
     table: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="All embeddings in one .csv file.  [default: embeddings.csv in --out]"),
+        typer.Option(metavar="FILE", help="The .csv file for all embeddings.  [default: embeddings.csv in --out]"),
     ] = None,
     layer: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="The output after N layers, 11 for example, instead of the last."),
+        typer.Option(min=0, metavar="N", help="Take the output after N layers, for example 11, not after all layers."),
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]")
@@ -57,7 +60,7 @@ def encode(
         typer.Option(
             parser=options.size,
             metavar="SIZE",
-            help="What a batch may take, about.  [default: half of what is free on the GPU; 4GiB on CPU]",
+            help="About how much memory a batch may take.  [default: half of the GPU's free memory; 4GiB on a CPU]",
         ),
     ] = None,
     tile_size: Annotated[
@@ -73,10 +76,14 @@ def encode(
     ] = None,
     heads: Annotated[int, typer.Option(min=1, metavar="H", help="The number of heads that the weights have.")] = 16,
     max_wsi_size: Annotated[
-        int, typer.Option(min=1, metavar="PIXELS", help="As the weights were trained; it gives the segment lengths.")
+        int,
+        typer.Option(
+            min=1, metavar="PIXELS", help="The max_wsi_size of the training. It determines the segment lengths."
+        ),
     ] = 262144,
     slide_ngrids: Annotated[
-        int, typer.Option(min=1, metavar="CELLS", help="Positions along each side, as the weights were trained.")
+        int,
+        typer.Option(min=1, metavar="CELLS", help="The slide_ngrids of the training: positions along each side."),
     ] = 1000,
 ) -> int:
     """Compute embeddings of slides from their tiles' features.
@@ -128,7 +135,7 @@ def _files(given: Sequence[Path]) -> list[Path]:
     twice = [name for name, times in Counter(file.stem for file in found).items() if times > 1]
     if twice:
         same = ", ".join(str(file) for file in found if file.stem == twice[0])
-        raise ValueError(f"these files have the same name, and so would their results: {same}; encode them apart")
+        raise ValueError(f"these files have the same name, and so would their results: {same}; give each its own --out")
     return found
 
 
@@ -171,7 +178,7 @@ def _tell(outcome: Outcome, took: str, *, is_whole: bool) -> None:
         errors.print(f"skipped: {escaped(f'{path}: {reason}')}", soft_wrap=True)
     tiles = sum(slide.tiles for slide in outcome.encoded)
     parts = [f"{len(outcome.encoded):,} slides encoded ({tiles:,} tiles, {took})"]
-    parts += [f"{len(outcome.kept):,} were there already"] if outcome.kept else []
+    parts += [f"{len(outcome.kept):,} were encoded before"] if outcome.kept else []
     parts += [f"{len(outcome.failed):,} skipped"] if outcome.failed else []
-    parts += [] if is_whole else ["interrupted: the same command goes on from here"]
+    parts += [] if is_whole else ["interrupted: run the same command again to continue"]
     console().print("; ".join(parts), soft_wrap=True)

@@ -158,7 +158,7 @@ Memory = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FOLDER", help="The folder to write into; by default that of the results."),
+    typer.Option("--out", metavar="FOLDER", help="The folder to write into; by default, the folder of the results."),
 ]
 
 

@@ -47,7 +47,8 @@ def show(
 ) -> None:
     """Draw which keys each query sees: a picture of a pattern.
 
-    Up to 512 tokens of a file are drawn one by one. Longer sequences are drawn in larger cells, or in part by --window.
+    In a file, up to 512 tokens are drawn one by one. A longer sequence is drawn in larger cells. --window draws a part
+    of it token by token.
 
     Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
     """

@@ -311,7 +311,10 @@ def carries(group: ProcessGroup, device: torch.device) -> bool:
 def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Where a device's tensors must be to be sent: gloo says that it takes CUDA tensors, and crashes on them."""
     if not carries(group, device):
-        raise ValueError(f"the process group carries no {device.type} tensors: it has {group.name()} alone")
+        raise ValueError(
+            f"the process group carries no {device.type} tensors, because its only backend is {group.name()}: pass "
+            "'cpu:gloo,cuda:nccl' to init_process_group()"
+        )
     return torch.device("cpu") if backend_name(group, device) in (None, "gloo") else device
 
 

@@ -34,7 +34,7 @@ class DilatedAttention(VarlenAttention):
     def __init__(self, config: Config) -> None:
         Module.__init__(self)  # VarlenAttention's own would choose a flash attention for the whole process
         if tuple(config.window_size) != (-1, 0):
-            raise ValueError(f"dilated attention has no window_size, got {config.window_size}: the pattern says it all")
+            raise ValueError(f"dilated attention has no window_size, got {config.window_size}: its pattern replaces it")
         self.pattern = DilatedPattern.of(config.rule, config.segment_lengths, config.dilation_rates)
 
     def forward(
@@ -43,7 +43,7 @@ class DilatedAttention(VarlenAttention):
         if not isinstance(attention_masks, VarlenMetadata):
             raise TypeError(f"attention_masks must be VarlenMetadata, got {type(attention_masks).__name__}")
         if isinstance(q, DTensor):
-            raise TypeError("dilated attention got a DTensor: torchtitan's context parallelism does not run it")
+            raise TypeError("dilated attention got a DTensor: it does not work with torchtitan's context parallelism")
         borders = attention_masks.cu_seq_q if attention_masks.cu_seq_q_host is None else attention_masks.cu_seq_q_host
         rows = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)]
         out, lse = dilated_attention(

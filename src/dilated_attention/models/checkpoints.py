@@ -80,6 +80,6 @@ class Checkpoints:
         facts = json.loads((found[-1] / "facts.json").read_text())
         other = [f"{key} was {facts.get(key)} and is {now}" for key, now in self.facts.items() if facts.get(key) != now]
         if other:
-            raise ValueError(f"{found[-1]} is of another training: {'; '.join(other)}; take another folder")
+            raise ValueError(f"{found[-1]} is from another training: {'; '.join(other)}; use another folder")
         load(state, checkpoint_id=str(found[-1]))
         return True

@@ -60,7 +60,10 @@ def finetuning(
     embedding after layer 11.
     """
     if not 0 <= warmup_epochs < epochs or steps_per_epoch < 1:
-        raise ValueError(f"no schedule with {epochs=}, {warmup_epochs=} and {steps_per_epoch=}")
+        raise ValueError(
+            f"a schedule needs 0 <= warmup_epochs < epochs and steps_per_epoch >= 1, got {warmup_epochs=}, {epochs=} "
+            f"and {steps_per_epoch=}"
+        )
     lr = base_lr * batch_size * accumulation / 256
     optimizer = AdamW(parameter_groups(module, lr, layer_decay=layer_decay, weight_decay=weight_decay), lr=lr)
 

@@ -173,7 +173,7 @@ class Pick:
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
         if not self.temperature and (self.top_k is not None or self.top_p is not None):
-            raise ValueError("top_k and top_p are for drawing: give a temperature above 0")
+            raise ValueError("top_k and top_p have no effect at temperature 0: give a temperature above 0")
         if self.top_k is not None:
             whole_number("top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -53,4 +53,4 @@ def _copy(source: Path, target: Path) -> None:
     if not target.exists():
         write(target, source.read_bytes())
     elif not filecmp.cmp(source, target, shallow=False):
-        raise ValueError(f"{target} is another file than the one downloaded: name another local_dir, or leave it out")
+        raise ValueError(f"{target} differs from the downloaded file: name another local_dir, or leave it out")

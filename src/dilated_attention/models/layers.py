@@ -55,9 +55,11 @@ class XPos(nn.Module):
         """(B, N, H, D), turned and scaled by their positions."""
         tokens, pairs = q.shape[1], q.shape[-1] // 2
         if tokens > self.MOST_TOKENS:
-            raise ValueError(f"xPos reaches {self.MOST_TOKENS} tokens, got {tokens}: its scales leave float32's range")
+            raise ValueError(
+                f"xPos takes at most {self.MOST_TOKENS} tokens, because its scales would overflow float32, got {tokens}"
+            )
         if computed_dtype(q) == torch.float16:
-            raise TypeError("xPos leaves the range of float16: use bfloat16 or float32")
+            raise TypeError("the scales of xPos would overflow float16: use bfloat16 or float32")
         position = torch.arange(tokens, dtype=torch.float64)
         frequency = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
         angle = position[:, None] * frequency

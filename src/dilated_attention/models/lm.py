@@ -85,7 +85,7 @@ class LongNetLM(Trunk):
         group: Over | None = None,
         chunk: int = CHUNK,
     ) -> Tensor:
-        """Computes logits, or with labels the loss of each token, whose logits are never there all at once.
+        """Computes logits, or with labels the loss of each token, whose logits are never in memory all at once.
 
         Args:
             tokens: (B, n) ids, or (B, n, E) embedded.
@@ -133,9 +133,7 @@ class LongNetEncoder(Trunk):
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
         """The mean of the states of each sample, (B, E), padding left out; over a group that of the whole sequence."""
         if options.get("cu_seqlens") is not None:
-            raise ValueError(
-                "pooled() takes samples: for packed documents pool what the model returns, with cu_seqlens"
-            )
+            raise ValueError("pooled() takes no cu_seqlens: call the model, and average the states of each document")
         states = self(tokens, key_padding_mask=key_padding_mask, **options)
         counted = torch.ones_like(states[..., :1]) if key_padding_mask is None else ~key_padding_mask.unsqueeze(-1)
         sums = torch.cat(((states * counted).sum(1), counted.sum(1).to(states.dtype)), -1).unsqueeze(1)
@@ -156,7 +154,7 @@ def checked_positions(
             raise ValueError(f"positions must be ({n},) or ({samples}, {n}), got {tuple(positions.shape)}")
         return positions
     if group is not None and ContextParallel.of(group).process_group().size() > 1:
-        raise ValueError("over a group, give positions=local_positions(N, group): a shard does not know its place")
+        raise ValueError("over a group, pass positions=local_positions(N, group), with N tokens on all ranks together")
     if documents is not None:
         positions = document_positions(documents, tokens.device)
         if len(positions) != n:

@@ -1,4 +1,4 @@
-"""Cross-entropy of a large vocabulary, some tokens at a time: the logits of all tokens are never there at once.
+"""Cross-entropy of a large vocabulary, some tokens at a time: the logits of all tokens are never in memory at once.
 
 A million tokens and 151,936 words would be 600 GB of logits. The backward pass computes them again, part by part.
 

@@ -95,7 +95,7 @@ def _complaint(pixel: Tensor, slide: int, tile: int, side: float, slide_ngrids: 
         return f"{where}: coordinates must not be negative; give those of the tile's upper left corner at level 0"
     return (
         f"{where}, beyond the grid of {slide_ngrids} × {slide_ngrids} cells of {side:g} pixels: check that tile_size "
-        "is the side of a tile at level 0, or make a model with more slide_ngrids"
+        "is the side of a tile at level 0, or make a model with a larger slide_ngrids"
     )
 
 

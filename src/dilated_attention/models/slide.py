@@ -207,7 +207,7 @@ class SlideEncoder(nn.Module):
     def _explained(self, tiles: Tensor, coords: Tensor, tile_size: TileSize | None) -> list[Tensor]:
         """The inputs of each layer, for one slide."""
         if self.training:
-            raise ValueError("the model is in training mode, in which attention changes with dropout: call .eval()")
+            raise ValueError("the model is in training mode, where dropout changes the attention: call .eval()")
         if len(tiles) != 1 and tiles.dim() == 3:
             raise ValueError(f"give the tiles of one slide, got {len(tiles)} slides")
         return self._states(tiles, coords, None, tile_size, None, keeps_all=True)[0][:-1]

@@ -31,7 +31,7 @@ def read_texts(paths: Iterable[Path], suffixes: Sequence[str] = (".txt", ".md", 
                 found.append(text)
     if len(found) < 2:
         names = ", ".join(map(str, paths))
-        raise ValueError(f"{names}: {len(found)} files with text, and two are the least, as one is held out")
+        raise ValueError(f"at least two files with text are needed, as one is held out, got {len(found)} in {names}")
     return found
 
 
@@ -44,7 +44,7 @@ def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) ->
     found = [x for x in found if len(x)]
     most = max((int(x.max()) for x in found), default=-1)
     if most >= vocab_size:
-        raise ValueError(f"there is a token {most}, and the vocabulary has {vocab_size}: the tokenizer does not fit")
+        raise ValueError(f"token {most} is outside the vocabulary of {vocab_size}: give a vocab_size above {most}")
     return found
 
 

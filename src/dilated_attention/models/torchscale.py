@@ -167,8 +167,8 @@ def refuse(state: Mapping[str, Tensor], source: str, *, is_decoder: bool) -> Non
         raise ValueError(f"{source} has no weights of torchscale's LongNet: missing: layers.0.ffn.fc1.weight")
     if "layers.0.self_attn.inner_attn_ln.weight" not in state:
         raise ValueError(
-            f"{source} has no sub-LayerNorm (layers.0.self_attn.inner_attn_ln), as models with deepnorm or post-norm: "
-            "they are not supported"
+            f"{source} has no sub-LayerNorm (layers.0.self_attn.inner_attn_ln): models without it, such as those with "
+            "deepnorm or post-norm, are not supported"
         )
     if not is_decoder and "layers.0.self_attn.xpos.scale" in state:
         raise ValueError(f"{source} has xPos, which is for causal models: load it as a LongNetDecoder")

@@ -78,7 +78,7 @@ class LMConfig:
         for name in ("vocab_size", "dim", "depth", "heads"):
             whole_number(name, getattr(self, name))
         if self.head_dim is None and self.dim % self.heads:
-            raise ValueError(f"dim must be a multiple of heads, got {self.dim} and {self.heads}: or give head_dim")
+            raise ValueError(f"dim must be a multiple of heads if head_dim is not given, got {self.dim}, {self.heads}")
         defaults = {"kv_heads": self.heads, "head_dim": self.dim // self.heads, "ffn_dim": 4 * self.dim}
         for name, default in defaults.items():
             given = getattr(self, name)
@@ -91,7 +91,7 @@ class LMConfig:
         if not isinstance(self.pattern, DilatedPattern):
             object.__setattr__(self, "pattern", tuple(self.pattern))
         if len(self.patterns) != self.depth:
-            raise ValueError(f"pattern must be one, or one per layer: got {len(self.patterns)} for {self.depth} layers")
+            raise ValueError(f"give one pattern, or one per layer: got {len(self.patterns)} for {self.depth} layers")
         for pattern in self.patterns:
             pattern.check_heads(self.heads, self.kv_heads)
 

@@ -81,9 +81,9 @@ def _pattern(
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
     if segment_lengths is not None or dilation_rates is not None:
-        raise ValueError(f"segment_lengths or dilation_rates beside pattern={pattern}: give the lists or the pattern")
+        raise ValueError(f"pattern={pattern} and a list of lengths or rates were given: give the lists or the pattern")
     if rule not in (None, pattern.rule):
-        raise ValueError(f"rule={rule!r} beside pattern={pattern}: leave rule out")
+        raise ValueError(f"rule={rule!r} and pattern={pattern} were both given: leave rule out")
     return pattern
 
 

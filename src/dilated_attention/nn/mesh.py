@@ -143,8 +143,8 @@ class _Split:
         """num_heads: those of key and value."""
         if num_heads % mesh.size():
             raise ValueError(
-                f"there are {num_heads} key/value heads and the heads axis of the mesh has {mesh.size()} ranks: each "
-                "takes equally many heads, so make num_heads a multiple of it, and num_kv_heads, or that axis smaller"
+                f"{num_heads} key/value heads cannot be divided evenly among the {mesh.size()} ranks of the heads "
+                "axis: make num_heads and num_kv_heads multiples of its size, or make that axis smaller"
             )
         self.mesh, self.group = mesh, mesh.get_group()
         self.first = mesh.get_local_rank() * (num_heads // mesh.size())
@@ -211,8 +211,8 @@ def _checked(mesh: DeviceMesh | None, data: str, sequence: str, heads: str) -> D
     unknown = [name for name in mesh.mesh_dim_names if name not in known]
     if unknown:
         raise ValueError(
-            f"the mesh has axes {mesh.mesh_dim_names} and {unknown} are none of {known}: slice the mesh, or tell what "
-            "its axes are with data=, sequence= and heads="
+            f"the mesh has axes {mesh.mesh_dim_names}, and {unknown} are not among {known}: slice the mesh, or name "
+            "its axes with data=, sequence= and heads="
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not a member of {mesh}: make the module only on the ranks in it")

@@ -117,9 +117,9 @@ class PlanCost:
         memory, row = self.memory, "{:<12}{:>7}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}".format
         lines = [
             f"{self.tokens:,} tokens on {self.ranks:,} ranks, at most {self.tokens_per_rank:,} on one",
-            f"a rank keeps {bytes_text(memory.saved)} (q, k, v, out, lse), "
-            f"sums up out in {bytes_text(memory.out_sums)}, "
-            f"has gradients of {bytes_text(memory.dq + memory.dk + memory.dv)}",
+            f"a rank holds {bytes_text(memory.saved)} (q, k, v, out, lse), "
+            f"{bytes_text(memory.out_sums)} (merging out), "
+            f"{bytes_text(memory.dq + memory.dk + memory.dv)} (gradients)",
             row("", "hops", "received", "time", "+ backward", "computing", "held", "sums"),
         ]
         for name, x in self.exchanges.items():
@@ -181,7 +181,7 @@ def plan_cost(
         raise TypeError(f"dtype must be a floating point torch.dtype, as of query, key and value, got {dtype!r}")
     for name, value in (("bandwidth", bandwidth), ("flops_per_second", flops_per_second)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive, in units a second, got {value!r}")
+            raise ValueError(f"{name} must be positive, in bytes or operations per second, got {value!r}")
     if not 0 <= latency < math.inf:
         raise ValueError(f"latency must be the seconds that a hop takes, 0 or more, got {latency!r}")
     head_dim, batch = whole_number("head_dim", head_dim), whole_number("batch", batch)

@@ -215,7 +215,7 @@ def write_table(job: Job, slides: Sequence[Slide], file: Path) -> int:
     for slide in slides:
         found = files.written(job.result(slide), [EMBEDDING])
         if found is None:
-            raise ValueError(f"{job.result(slide)} is gone, so that it is missing in {file}: run the command again")
+            raise ValueError(f"{job.result(slide)} was removed before {file} was written: run the command again")
         values = found[0][EMBEDDING].tolist()
         numbers = {f"e{index}": value for index, value in enumerate(values)}
         rows.append({"slide": slide.name, "file": str(slide.path), "tiles": slide.tiles, **numbers})

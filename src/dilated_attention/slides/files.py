@@ -99,7 +99,7 @@ def read(slide: Slide) -> tuple[Tensor, Tensor]:
             raise BadFile(f"it cannot be read: {error}") from error
     tiles, places = tiles.view(-1, slide.channels), places.view(-1, 2) * slide.pixels
     if tiles.shape[0] != slide.tiles or len(places) != slide.tiles:
-        raise BadFile("it has changed since it was first looked at")
+        raise BadFile("it changed while this command was running")
     wrong = (~tiles.isfinite().all(1)).nonzero()
     if len(wrong):
         raise BadFile(f"{len(wrong)} of {len(tiles)} tiles have NaN or infinite features, the first is {int(wrong[0])}")
@@ -178,7 +178,7 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
     if not all(math.isfinite(value) and value > 0 for value in said.values()):
         raise BadFile(f"its tile size is {said}: it must be positive")
     if microns and len(said) < 2:
-        raise BadFile("its coordinates are in µm, and it lacks tile_size_um or tile_size_px, which give the pixels")
+        raise BadFile("its coordinates are in µm: to convert them, it needs both tile_size_um and tile_size_px")
     if not said:
         return tile_size or TILE_SIZE, 1.0
     size = said["tile_size_px"] if microns else next(iter(said.values()))
@@ -188,7 +188,7 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
 
 
 def _looks(channels: int) -> str:
-    return f"looks like {ENCODERS[channels]}" if channels in ENCODERS else "of an encoder we do not know"
+    return f"looks like {ENCODERS[channels]}" if channels in ENCODERS else "from an unknown encoder"
 
 
 def _plain(value: Any) -> Any:

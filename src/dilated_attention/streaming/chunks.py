@@ -91,7 +91,7 @@ def _outputs(
             if _kind(call) != _kind(work.call):
                 raise ValueError(f"chunk {index} has {_kind(call)}, and chunk 0 {_kind(work.call)}: make all alike")
             if num_tokens is not None and tokens > num_tokens:
-                raise ValueError(f"chunk {index} makes it {tokens:,} tokens, and num_tokens is {num_tokens:,}")
+                raise ValueError(f"with chunk {index} there are {tokens:,} tokens, and num_tokens is {num_tokens:,}")
             outputs.expect(query)
             work.take(query, key, value)
         del chunk, query, key, value  # or two chunks would be there while the next one is made
@@ -111,8 +111,8 @@ def _begun(call: Call, outputs: OutputQueue, max_bytes: int | None, num_tokens: 
         reasons = choose.unsupported_by_name(call._replace(in_parts=True))
         if reasons:
             raise ValueError(
-                f"backend {call.backend!r} takes whole segments, and a stream that is causal, or of the rule "
-                "torchscale, has parts of them: use backend='auto', which takes our kernels wherever they can run"
+                f"backend {call.backend!r} takes whole segments only, but a causal stream, and one of the rule "
+                "torchscale, also has parts of segments: use backend='auto', which uses our kernels where they can run"
             )
     return work
 

@@ -26,7 +26,7 @@ NAME = "dilated"
 REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
-    "output_attentions": "output_attentions: no weights are ever there",
+    "output_attentions": "output_attentions: the attention weights are never held in memory",
     "sliding_window": "sliding-window layers: set sliding_window=None in the config",
     "position_bias": "position biases",
     "cache": "a paged cache",
@@ -47,7 +47,7 @@ def register() -> None:
     The pattern is in the config of a model: see `set_pattern`.
     """
     if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-        raise ImportError("this transformers is too old: dilated attention needs one that tells masks their q_offset")
+        raise ImportError("this transformers is too old for dilated attention: install transformers 5.18 or newer")
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, grid_mask)
 
@@ -65,7 +65,7 @@ def attention(
     """What transformers calls in every layer."""
     refuse(options)
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError("dilated attention is for decoders here: bidirectional and cross-attention are not dilated")
+        raise ValueError("dilated attention is for causal decoders: it takes no bidirectional and no cross-attention")
     grid = Grid.read(attention_mask, query.shape[2])
     if options.get("cu_seq_lens_q") is not None:
         grid = told(grid, query, None if key.shape[2] == query.shape[2] else key, options)
@@ -114,11 +114,11 @@ def attend(
 
     if group is not None:
         if grid != Grid() or kept is not None:
-            raise ValueError("over a group, sequences have no padding, no packed documents and no cache")
+            raise ValueError("over a group, a model takes no padding, no packed documents and no cache: leave them out")
         return attended(q, k, v)
     if kept is not None:
         if dropout_p:
-            raise ValueError("DilatedCache has no dropout: call model.eval()")
+            raise ValueError("DilatedCache does not support dropout: call model.eval()")
         return kept.attend(q, k, v, grid, scale)
     if grid.documents is not None:
         one, two, three = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
@@ -161,7 +161,8 @@ def check_positions(positions: Tensor | None, grid: Grid, samples: int, group: A
         begins = begins[:-1].view(samples, tokens)[:, 1:]
         if (positions[:, 1:] * begins).any():
             raise ValueError(
-                "position_ids jump, and not to 0: documents begin at 0; drop position_ids if these are not documents"
+                "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out "
+                "if these are not documents"
             )
         jumps = jumps & ~begins
     elif grid.query_order is not None and grid.real is not None:
@@ -170,8 +171,8 @@ def check_positions(positions: Tensor | None, grid: Grid, samples: int, group: A
         jumps = counted & jumps.any()  # padding may have been counted, too
     if jumps.any():
         raise ValueError(
-            "position_ids do not count on from token to token: packed documents are taken without attention_mask and "
-            "without a cache (use_cache=False), others not at all"
+            "position_ids must grow by 1 from token to token; those of packed documents may begin again at 0, but only "
+            "without attention_mask and without a cache (use_cache=False)"
         )
 
 
@@ -182,5 +183,5 @@ def _check_shard(positions: Tensor, group: Any) -> None:
     if (positions.diff() != 1).any() or not rank * tokens <= first <= rank * (tokens + 1):
         raise ValueError(
             f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards must "
-            "be contiguous and in the order of the ranks; turn a load balancer that reorders tokens off"
+            "be contiguous and in the order of the ranks; turn off load balancers that reorder tokens"
         )

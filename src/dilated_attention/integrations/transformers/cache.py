@@ -78,7 +78,7 @@ class DilatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.waiting:
             raise RuntimeError(
-                "DilatedCache got new tokens before the last ones were attended: it runs with "
+                "DilatedCache got new tokens before attention ran on the last ones: it works with "
                 'attn_implementation="dilated" only'
             )
         self.waiting = key_states.shape[2]
@@ -140,15 +140,15 @@ class DilatedLayer(CacheLayerMixin):
         held = 0 if self.last is None else self.last.k.shape[1]
         if tokens > held:
             raise ValueError(
-                f"DilatedCache can forget the last chunk, {held} tokens, and {tokens} are to go: rows that no later "
-                "token could see are gone; start anew with reset()"
+                f"DilatedCache can forget {held} tokens, those of the last chunk, and was asked to forget {tokens}: "
+                "older rows were dropped already; call reset() and start again"
             )
         if tokens and self.last is not None:
             self.last = None if tokens == held else self.last.cropped(tokens)
             self.length -= tokens
 
     def offload(self) -> None:
-        raise ValueError("DilatedCache is not offloaded: it is small")
+        raise ValueError("DilatedCache cannot be offloaded: it is small, so leave it on its device")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

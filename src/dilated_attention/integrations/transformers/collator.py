@@ -29,8 +29,8 @@ FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
 class ShardingCollator:
     """Gives every rank of a group its contiguous part of all rows that the group's ranks were given together.
 
-    A trainer deals samples out to ranks. Here ranks share sequences: what they were dealt is put together, so nothing
-    is lost, and each rank gets n of N tokens of every row. Labels are shifted before rows are cut. Use it as
+    A trainer gives each rank its own samples. Here ranks share sequences: the samples of all ranks are collected, so
+    none is lost, and each rank gets n of N tokens of every row. Labels are shifted before rows are cut. Use it as
     ``data_collator=``, with no worker processes (``dataloader_num_workers=0``), as ranks talk while they collate.
 
     Args:
@@ -45,7 +45,7 @@ class ShardingCollator:
         batch = dict(self.collator(features))
         unknown = set(batch) - set(FILL)
         if unknown or "input_ids" not in batch or "labels" not in batch:
-            raise ValueError(f"a batch has input_ids, labels and perhaps attention_mask, got {sorted(batch)}")
+            raise ValueError(f"a batch must have input_ids and labels, perhaps attention_mask, got {sorted(batch)}")
         mask = batch.pop("attention_mask", None)
         if mask is not None and bool((mask.diff(dim=1) > 0).any()):
             raise ValueError("rows are padded on the left, or between tokens: set tokenizer.padding_side = 'right'")

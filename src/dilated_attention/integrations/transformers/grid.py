@@ -75,12 +75,12 @@ def grid_mask(
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
     if mask_function is bidirectional_mask_function:
-        raise ValueError("dilated attention is for decoders here: bidirectional and cross-attention are not dilated")
+        raise ValueError("dilated attention is for causal decoders: it takes no bidirectional and no cross-attention")
     if kv_offset:
         raise ValueError("dilated attention cannot run on a cache that drops its first rows: use DilatedCache")
     if mask_function is not causal_mask_function:
         if kv_length != q_length or attention_mask is not None:
-            raise ValueError("dilated attention takes packed documents without a cache and without attention_mask")
+            raise ValueError("dilated attention takes packed documents only without a cache and without attention_mask")
         found: Tensor = _documents(mask_function, batch_size, kv_length, device)
         return found
     if attention_mask is not None:

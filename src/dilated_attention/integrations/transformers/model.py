@@ -90,9 +90,9 @@ class LongNetConfig(PreTrainedConfig):
 
 
 class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
-    """LongNetLM as transformers knows models; ``lm`` is the plain model. ``generate()`` runs on a `DilatedCache`.
+    """LongNetLM as a transformers class; ``lm`` is the plain model. ``generate()`` runs on a `DilatedCache`.
 
-    With ``labels`` the output has a loss and no logits: those of all tokens are never there at once.
+    With ``labels`` the output has a loss and no logits: those of all tokens are never in memory at once.
     """
 
     config_class = LongNetConfig
@@ -107,7 +107,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         attention.register()
         if config._attn_implementation != attention.NAME:
             raise ValueError(
-                f"LongNet is dilated attention: it has no attn_implementation={config._attn_implementation!r}"
+                f"LongNet always uses dilated attention: leave out attn_implementation={config._attn_implementation!r}"
             )
         super().__init__(config)
         self.lm = LongNetLM(config.plain())
