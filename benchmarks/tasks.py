@@ -100,11 +100,11 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def training_options(options: argparse.Namespace, folder: str) -> argparse.Namespace:
-    """Those of examples/train_lm.py. Nothing is saved before the end."""
+    """Those of examples/train_lm.py. A step is one row of windows, and nothing is saved before the end."""
     given = TASKS[options.task].given | {name: x for name in TAKEN if (x := getattr(options, name)) is not None}
     words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     words += [f"--{name}" for name in SWITCHES if getattr(options, name)]
-    return train_lm.arguments(["none", "--out", folder, "--save-every", str(sys.maxsize), *words])
+    return train_lm.arguments(["none", "--out", folder, "--rows", "1", "--save-every", str(sys.maxsize), *words])
 
 
 def pattern_of(run: Run, shortest: int) -> DilatedPattern:

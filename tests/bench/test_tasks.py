@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,20 +141,28 @@ def direct(trainer: Any, window: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Iterator[dict[Any, torch.Tensor]]:
-    """All runs; by run and window, what a direct computation finds."""
-    found, judged = {}, tasks.judged
+def expected(folder: Path) -> dict[Any, Any]:
+    """All runs; by run and window, what a direct computation finds, and how many symbols were trained on."""
+    found: dict[Any, Any] = {}
+    judged, drawn, trained = tasks.judged, tasks_data.Windows.__getitem__, [0]
 
     def checked(trainer: Any, windows: list[int], shortest: int) -> Any:
         found[trainer.file.stem] = {window: direct(trainer, window) for window in windows}
         return judged(trainer, windows, shortest)
 
-    with mock.patch.object(tasks, "judged", checked):
+    def counted(self: Any, index: int) -> Any:
+        both = drawn(self, index)
+        trained[0] += both[1].numel()
+        return both
+
+    with mock.patch.object(tasks, "judged", checked), mock.patch.object(tasks_data.Windows, "__getitem__", counted):
         for task, name in RUNS:
+            trained[0] = 0
             tasks.main(given(folder, task, name))
+            found[task, name] = trained[0]
     for task in ("code", "genome"):
         tasks.main(given(folder, task, "baselines"))
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize(("task", "name"), RUNS)
@@ -181,14 +188,14 @@ def test_bits_by_position_are_those_of_a_direct_computation(
 
 
 @pytest.mark.parametrize(("task", "name"), RUNS)
-def test_a_result_has_all_that_it_needs(folder: Path, expected: Any, task: str, name: str) -> None:
+def test_a_result_has_all_that_it_needs(folder: Path, expected: dict[Any, Any], task: str, name: str) -> None:
     found = result(folder, task, name)
     assert found["complete"]
     assert (found["task"], found["run"], found["attention"]) == (task, name, name.split("-")[0])
     assert {"command", "commit", "device", "versions"} <= set(found["machine"])
     assert found["seconds"] >= 0.001
     assert found["steps"] > tasks_model.WARM
-    assert found["tokens"] == found["steps"] * tasks.TASKS[task].runs[name].step // SHRINK
+    assert found["tokens"] == found["steps"] * tasks.TASKS[task].runs[name].step // SHRINK == expected[task, name]
     assert found["curve"][-1][1] == found["held_out_curve"][-1][1] == found["tokens"]
     window, depth, dim = found["window"], 2, 16
     if found["attention"] == "dense":
