@@ -13,8 +13,8 @@ Result = dict[str, Any]
 
 UNITS = {"code": "byte", "genome": "base"}
 COLOURS = {  # of the report, so that each has a form for dark pages
-    "longnet-8k": "#4d7c0f", "longnet-32k": "#116329", "longnet-128k": "#0f766e", "longnet-1m": "#0f766e",
-    "longnet-8k-large-steps": "#9a6700", "dense-8k": "#bc4c00", "dense-32k": "#6639ba",
+    "longnet-8k": "#9a6700", "longnet-32k": "#1a7f37", "longnet-128k": "#0550ae", "longnet-1m": "#0550ae",
+    "longnet-8k-large-steps": "#1a7f37", "dense-8k": "#c4314b", "dense-32k": "#8250df",
 }  # fmt: skip
 MOST_BITS = {"code": 3.0, "genome": 2.1}  # in a picture: what a model does beyond its training may be far off
 TIMES = {"code": 2, "genome": 4}  # from one column of positions to the next
@@ -116,7 +116,8 @@ def picture(runs: list[Result], task: str, what: str) -> bytes:
     y = alt.Y("bits:Q", title=f"held-out bits per {UNITS[task]}", scale=alt.Scale(domain=domain, nice=True))
     colours = alt.Scale(domain=names, range=[COLOURS[name] for name in names])
     chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=2, clip=True)
-    chart = chart.encode(x=x, y=y, color=alt.Color("run:N", title=None, scale=colours))
+    dash = alt.condition("substring(datum.run, 0, 5) == 'dense'", alt.value([6, 3]), alt.value([1, 0]))
+    chart = chart.encode(x=x, y=y, color=alt.Color("run:N", title=None, scale=colours), strokeDash=dash)
     return svg(styled(chart.properties(width=520, height=300)))
 
 
