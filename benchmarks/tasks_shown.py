@@ -141,6 +141,8 @@ def marks(task: str) -> tuple[str, str]:
 
 def show(folder: Path, docs: Path) -> None:
     """Write the tables into tasks.md, and draw its pictures."""
+    if not any(read(folder, task)[0] for task in UNITS):
+        raise SystemExit(f"error: {folder} has no run that came to its end: give the folder of the results with --out")
     text = (docs / "tasks.md").read_text(encoding="utf-8")
     for task in UNITS:
         runs, _ = read(folder, task)
