@@ -10,12 +10,14 @@ Started again with the same arguments, training goes on from its last checkpoint
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 class Trainer:
     """The model on its ranks, its optimizer and its checkpoints."""
 
+    kind = LongNetLM  # of the model
+
     def __init__(self, options: argparse.Namespace, config: LMConfig) -> None:
         self.options, self.config, self.step, device = options, config, 0, options.device
         world, sequence = dist.get_world_size(), options.sequence
@@ -81,7 +85,7 @@ class Trainer:
         self.mesh = init_device_mesh(device, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
         self.group = self.mesh["sequence"].get_group()
         torch.manual_seed(options.seed)
-        self.model = LongNetLM(config, device=device)
+        self.model = self.kind(config, device=device)
         self.model.checkpointing = options.checkpointing
         half = device == "cuda" and not options.float32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
@@ -97,6 +101,10 @@ class Trainer:
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
             self.step = int(state["step"])
+
+    def done(self) -> float:
+        """How much of the training is done: 1 at its end. The learning rate follows it."""
+        return self.step / self.options.steps
 
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -129,7 +137,7 @@ class Trainer:
     def update(self) -> float:
         """One step of the optimizer: cosine schedule, clipped gradients; their norm before that."""
         rising = min(1.0, (self.step + 1) / max(1, self.options.warmup))
-        falling = 0.55 + 0.45 * math.cos(math.pi * self.step / self.options.steps)
+        falling = 0.55 + 0.45 * math.cos(math.pi * self.done())
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * rising * falling
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -203,7 +211,7 @@ def run(trainer: Trainer, rows: Rows, log: Log) -> bool:
     asked: list[bool] = []
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     try:
-        while trainer.step < trainer.options.steps:
+        while trainer.done() < 1:
             loss = trainer.gradients(rows)
             told = torch.tensor([float(bool(asked)), float(not loss.isfinite())], device=loss.device)
             dist.all_reduce(told, dist.ReduceOp.MAX)  # what one rank has seen, all do
@@ -216,12 +224,12 @@ def run(trainer: Trainer, rows: Rows, log: Log) -> bool:
                 )
             norm = trainer.update()
             log.add(trainer.step, loss=float(loss), norm=norm)
-            if stops or trainer.step % trainer.options.save_every == 0 or trainer.step == trainer.options.steps:
+            if stops or trainer.step % trainer.options.save_every == 0 or trainer.done() >= 1:
                 trainer.checkpoints.save(trainer.step, trainer.state())
             if stops:
                 break
         trainer.checkpoints.finish()
-        return trainer.step == trainer.options.steps
+        return trainer.done() >= 1
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -263,21 +271,27 @@ def train(options: argparse.Namespace) -> None:
             log.plot(options.out / "loss.svg", levels)
 
 
+@contextlib.contextmanager
+def ranks(device: str) -> Iterator[None]:
+    """The ranks that torchrun has started, or this process alone."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # checkpoints are agreed on by the hosts
+    one = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **one)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
-    if alone := not dist.is_initialized():
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"  # checkpoints are agreed on by the hosts
-        one = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **one)  # type: ignore[arg-type]
     try:
-        train(options)
+        with contextlib.nullcontext() if dist.is_initialized() else ranks(options.device):
+            train(options)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    finally:
-        if alone:
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

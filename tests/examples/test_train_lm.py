@@ -217,8 +217,10 @@ def test_rows_hold_every_document(tmp_path: Path) -> None:
     assert torch.equal(first[4], rows[4][0])
 
 
-def test_witten_bell_by_hand() -> None:
-    train, held_out, order = b"abracadabra, abracadabra! " * 3, b"cadabra abra zoo", 3
+@pytest.mark.parametrize("width", [8, 2])
+def test_witten_bell_by_hand(width: int) -> None:
+    texts, order = (b"abracadabra, abracadabra! " * 3, b"cadabra abra zoo"), 3
+    train, held_out = (bytes(byte % 2**width for byte in text) for text in texts)
     counts: list[Any] = [defaultdict(Counter) for _ in range(order + 1)]
     seen, new = bytes(order) + train, bytes(order) + held_out
     for at in range(order, len(seen)):
@@ -226,13 +228,14 @@ def test_witten_bell_by_hand() -> None:
             counts[n][seen[at - n : at]][seen[at]] += 1
     bits = 0.0
     for at in range(order, len(new)):
-        share = 1 / 256
+        share = 2.0**-width
         for n in range(order + 1):
             after = counts[n][new[at - n : at]]
             if after:
                 share = (after[new[at]] + len(after) * share) / (sum(after.values()) + len(after))
         bits -= math.log2(share) / len(held_out)
-    assert witten_bell.bits_per_byte(train, held_out, (order,))[order] == pytest.approx(bits, rel=1e-12)
+    found = witten_bell.bits_per_byte(train, held_out, (order,), width=width)
+    assert found[order] == pytest.approx(bits, rel=1e-12)
 
 
 # --- as a program -----------------------------------------------------------------------------------------------

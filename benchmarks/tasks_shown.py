@@ -1,0 +1,155 @@
+"""What docs/tasks.md shows of the results of benchmarks/tasks.py: tables, and pictures for light and dark pages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from dilated_attention import charts
+
+Result = dict[str, Any]
+
+UNITS = {"code": "byte", "genome": "base"}
+COLOURS = {  # of the report, so that each has a form for dark pages
+    "longnet-8k": "#9a6700", "longnet-32k": "#1a7f37", "longnet-128k": "#0550ae", "longnet-1m": "#0550ae",
+    "longnet-8k-large-steps": "#1a7f37", "dense-8k": "#c4314b", "dense-32k": "#8250df",
+}  # fmt: skip
+MOST_BITS = {"code": 3.0, "genome": 2.1}  # in a picture: what a model does beyond its training may be far off
+TIMES = {"code": 2, "genome": 4}  # from one column of positions to the next
+COLUMNS_FROM = 128  # the first column begins at the window's length divided by this, or later
+TOKENS = "datum.value >= 1024 ? datum.value / 1024 + 'k' : datum.value"
+
+
+def read(folder: Path, task: str) -> tuple[list[Result], dict[str, float]]:
+    """The runs that have come to their end, in the order of COLOURS, and the baselines."""
+    files = {name: folder / f"{task}-{name}.json" for name in (*COLOURS, "baselines")}
+    there = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    there = {name: one for name, one in there.items() if one["complete"]}
+    last = there.pop("baselines", {"bits": {}})
+    return list(there.values()), last["bits"]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------
+
+
+def table(runs: list[Result], baselines: dict[str, float], task: str) -> str:
+    """Every run, and what needs no network; the machine on top, so that no number goes alone."""
+    windows, about = list(runs[0]["held_out"]), runs[0]["machine"]
+    lines = [
+        f"{about['device']}, torch {about['versions']['torch']}, commit {about['commit']}; held-out bits per "
+        f"{UNITS[task]}, in windows of:",
+        "",
+        rule("", "seconds", "tokens", "TFLOP", *(f"{int(window):,}" for window in windows), left=1),
+    ]
+    for one in runs:
+        work = one["tokens"] * one["operations_per_token"] / 1e12
+        cells = one["run"], f"{one['seconds']:.0f}", f"{one['tokens'] / 1e6:,.0f}M", f"{work:,.0f}"
+        lines.append(row(*cells, *(f"{one['held_out'][window]['bits']:.3f}" for window in windows)))
+    dashes = ["–"] * (3 + len(windows) - 1)
+    return "\n".join([*lines, *(row(name, *dashes, f"{bits:.3f}") for name, bits in baselines.items())])
+
+
+def positions_table(runs: list[Result], task: str) -> str:
+    """The longest windows by position, and the first tokens after a border of segments."""
+    window = list(runs[0]["held_out"])[-1]
+    first, firsts = int(window) // 2, [int(window)]
+    while first >= int(window) // COLUMNS_FROM:
+        firsts.insert(0, first)
+        first //= TIMES[task]
+    bins = list(itertools.pairwise(firsts))
+    lines = [
+        f"Held-out bits per {UNITS[task]} by position, in windows of {int(window):,}:",
+        "",
+        rule("", *(f"from {first:,}" for first, _ in bins), "0–7 after a border", left=1),
+    ]
+    for one in runs:
+        found = one["held_out"][window]
+        cells = [mean(found["by_position"], *ends) for ends in bins]
+        lines.append(row(one["run"], *cells, mean(found.get("after_a_border", []), 0, 8)))
+    return "\n".join(lines)
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def rule(*cells: str, left: int) -> str:
+    """The head of a table, and the line below it: the first columns to the left, the others to the right."""
+    return f"{row(*cells)}\n|{'---|' * left}{'---:|' * (len(cells) - left)}"
+
+
+def mean(bins: list[Result], first: int, end: int) -> str:
+    """Over the bins that begin there, each as heavy as it is long."""
+    some = [(x["last"] + 1 - x["first"], x["bits"]) for x in bins if first <= x["first"] < end]
+    return f"{sum(n * bits for n, bits in some) / sum(n for n, _ in some):.3f}" if some else "–"
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------
+
+
+def lines_of(runs: list[Result], what: str) -> list[Result]:
+    """Points of a picture: bits by position in the longest windows, or over the seconds of training."""
+    found = []
+    for one in runs:
+        points = [(seconds, bits) for seconds, _, bits in one["held_out_curve"]]
+        if what == "position":
+            bins = one["held_out"][list(one["held_out"])[-1]]["by_position"]
+            points = [(((x["first"] + 1) * (x["last"] + 1)) ** 0.5, x["bits"]) for x in bins if x["first"] >= 16]
+        found += [{"run": one["run"], "x": x, "bits": bits} for x, bits in points]
+    return found
+
+
+def picture(runs: list[Result], task: str, what: str) -> bytes:
+    import altair as alt
+
+    from dilated_attention.bench.plots import styled, svg
+
+    rows, names = lines_of(runs, what), [one["run"] for one in runs]
+    least, most = (choose(point["bits"] for point in rows) for choose in (min, max))
+    domain = [least, max(least + 0.01, min(most, MOST_BITS[task]))]
+    x = alt.X("x:Q", title="seconds of training")
+    if what == "position":
+        x = alt.X("x:Q", title="position", scale=alt.Scale(type="log", base=2, nice=False))
+        x = x.axis(values=[1 << i for i in range(4, 21, 2)], labelExpr=TOKENS)
+    y = alt.Y("bits:Q", title=f"held-out bits per {UNITS[task]}", scale=alt.Scale(domain=domain, nice=True))
+    colours = alt.Scale(domain=names, range=[COLOURS[name] for name in names])
+    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=2, clip=True)
+    dash = alt.condition("substring(datum.run, 0, 5) == 'dense'", alt.value([6, 3]), alt.value([1, 0]))
+    chart = chart.encode(x=x, y=y, color=alt.Color("run:N", title=None, scale=colours), strokeDash=dash)
+    return svg(styled(chart.properties(width=520, height=300)))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------
+
+PICTURES = {"position": "Bits by position", "training": "Held-out bits over the seconds of training"}
+
+
+def section(folder: Path, task: str) -> str:
+    """What the page shows of a task, between its two marks."""
+    runs, baselines = read(folder, task)
+    if not runs:
+        return "No run of this task has been measured yet."
+    pictures = [f"![{words}, {task}](tasks-{task}-{what}.svg)" for what, words in PICTURES.items()]
+    return "\n\n".join((table(runs, baselines, task), positions_table(runs, task), *pictures))
+
+
+def marks(task: str) -> tuple[str, str]:
+    return f"<!-- {task}: written by `python benchmarks/tasks.py draw` -->\n", f"\n<!-- {task}: end -->"
+
+
+def show(folder: Path, docs: Path) -> None:
+    """Write the tables into tasks.md, and draw its pictures."""
+    if not any(read(folder, task)[0] for task in UNITS):
+        raise SystemExit(f"error: {folder} has no run that came to its end: give the folder of the results with --out")
+    text = (docs / "tasks.md").read_text(encoding="utf-8")
+    for task in UNITS:
+        runs, _ = read(folder, task)
+        first, last = marks(task)
+        before, _, rest = text.partition(first)
+        text = f"{before}{first}{section(folder, task)}{last}{rest.partition(last)[2]}"
+        for what in PICTURES if runs else ():
+            charts.write(docs / f"tasks-{task}-{what}.svg", picture(runs, task, what))
+        print(section(folder, task), end="\n\n")
+    charts.write(docs / "tasks.md", text.encode())

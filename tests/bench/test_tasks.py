@@ -1,0 +1,275 @@
+"""benchmarks/tasks.py on made-up packages and a made-up genome, on a CPU: what is held out, and what is measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import math
+import os
+import random
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn import functional as F
+
+from dilated_attention import DilatedPattern
+from dilated_attention.models import LongNetLM
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import tasks  # noqa: E402
+import tasks_data  # noqa: E402
+import tasks_model  # noqa: E402
+import tasks_shown  # noqa: E402
+import witten_bell  # noqa: E402
+
+SHRINK = 512  # windows of 16, 64 and 256 bytes, and of 16 and 2048 bases; segments from 4
+SMALL = ["--shrink", SHRINK, "--seconds", "0.001", "--dim", "16", "--depth", "2", "--heads", "2", "--device", "cpu"]
+RUNS = [("code", "longnet-32k"), ("code", "dense-8k"), ("genome", "longnet-1m")]
+
+
+def words(draw: random.Random, count: int) -> str:
+    return "".join(f"{draw.choice(['def', 'return', 'class'])} name_{draw.randrange(9)}\n" for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages, one of which is large, one a single file and two partly the same; and a genome."""
+    found, draw = tmp_path_factory.mktemp("tasks"), random.Random(0)
+    for package in range(20):
+        (found / f"code/package{package}/inner").mkdir(parents=True)
+        for file in ("b.py", "inner/a.py", "a.py"):
+            text = words(draw, 2000 if package == 3 else 15)
+            (found / f"code/package{package}" / file).write_text(text)
+        (found / f"code/package{package}/same.py").write_text("# a licence that all of them have\n" * 9)
+        (found / f"code/package{package}/empty.py").touch()
+    (found / "code/single.py").write_text(words(draw, 20))
+    bases = "".join(draw.choice("ACGT") for _ in range(3000)) + "NNN"
+    (found / "genome.fna").write_text(f">short\nACGT\n>made up\n{bases[:1500].lower()}\n{bases[1500:]}\n")
+    return found
+
+
+def given(folder: Path, task: str, *runs: str) -> list[str]:
+    data = ["--code", folder / "code"] if task == "code" else ["--fasta", folder / "genome.fna"]
+    return [str(word) for word in (task, *runs, "--out", folder / "out", *data, *SMALL)]
+
+
+def result(folder: Path, task: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out" / f"{task}-{name}.json").read_text())
+    return found
+
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
+    data = tasks_data.code([folder / "code"], 7, 256)
+    text = data.text.numpy().tobytes()
+    held_out = data.facts["held_out"]
+    assert 1 < len(held_out) < 5
+    assert "package3" not in held_out  # it has more than a tenth of all bytes
+    names = sorted((x.name for x in (folder / "code").iterdir()), key=lambda x: x.removesuffix(".py"))
+    for name in (name.removesuffix(".py") for name in names):
+        files = sorted((folder / "code").glob(f"{name}/**/*.py")) or [folder / f"code/{name}.py"]
+        for file in files:
+            inside = file.read_bytes() in text
+            assert inside == (name not in held_out or file.name in ("same.py", "empty.py")), file
+    assert text.count(b"# a licence") == 9  # of twenty copies one is kept
+    first, size = next(iter(held_out.items()))
+    whole = b"".join((folder / f"code/{first}" / x).read_bytes() for x in ("a.py", "b.py", "inner/a.py"))
+    assert data.held_out.numpy().tobytes()[:size] in whole
+    assert sum(held_out.values()) == data.held_out.numel() == 256 * len(data.held_out)
+    order = sorted(held_out, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert order == list(held_out)
+
+
+def test_too_little_text_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to hold out"):
+        tasks_data.code([folder / "code"], 7, 1 << 20)
+    (tmp_path / "empty.fna").write_text("")
+    with pytest.raises(ValueError, match="has no sequence"):
+        tasks_data.genome(tmp_path / "empty.fna")
+    with pytest.raises(ValueError, match="2,400 symbols to train on, and a window has 9,999"):
+        tasks_data.Windows(tasks_data.genome(folder / "genome.fna"), 9999, 1, 0, True)
+
+
+def test_a_genome_and_its_windows(folder: Path) -> None:
+    data = tasks_data.genome(folder / "genome.fna")
+    assert data.facts["name"] == "made up"
+    assert (len(data.text), data.held_out.shape, data.facts["other_letters"]) == (2400, (1, 600), 3)
+    strands = tasks_data.both_strands(data.text)
+    assert strands[2400:].tolist() == [3 - x for x in reversed(data.text.tolist())]
+    both = [bytes(x.tolist()) for x in strands.split(2400)]
+    seen = [0, 0]
+    for index in range(4):
+        inputs, labels = tasks_data.Windows(data, 50, 3, 0, True)[index]
+        assert (inputs[:, 0] == data.begin).all()
+        assert torch.equal(inputs[:, 1:], labels[:, :-1])
+        for window in labels:
+            (strand,) = (i for i, text in enumerate(both) if bytes(window.tolist()) in text)
+            seen[strand] += 1
+    assert all(seen)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------
+
+
+def direct(trainer: Any, window: int) -> torch.Tensor:
+    """The bits of each held-out symbol, window by window, from the logits of a plain model."""
+    whole = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
+    config = trainer.config
+    if trainer.run.attention == "dense":
+        config = replace(config, pattern=DilatedPattern.longnet([window], [1]))
+    model = LongNetLM(config)
+    model.load_state_dict(whole)
+    bits = []
+    for labels in trainer.data.held_out.long().split(window, dim=1):
+        inputs = torch.cat((torch.full_like(labels[:, :1], trainer.data.begin), labels[:, :-1]), 1)
+        with torch.no_grad():
+            logits = model(inputs).movedim(-1, 1)
+        bits.append(F.cross_entropy(logits, labels, reduction="none") / math.log(2))
+    return torch.cat(bits, 1)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[Any, Any]:
+    """All runs; by run and window, what a direct computation finds, and how many symbols were trained on."""
+    found: dict[Any, Any] = {}
+    judged, drawn, trained = tasks.judged, tasks_data.Windows.__getitem__, [0]
+
+    def checked(trainer: Any, windows: list[int], shortest: int) -> Any:
+        found[trainer.file.stem] = {window: direct(trainer, window) for window in windows}
+        return judged(trainer, windows, shortest)
+
+    def counted(self: Any, index: int) -> Any:
+        both = drawn(self, index)
+        trained[0] += both[1].numel()
+        return both
+
+    with mock.patch.object(tasks, "judged", checked), mock.patch.object(tasks_data.Windows, "__getitem__", counted):
+        for task, name in RUNS:
+            trained[0] = 0
+            tasks.main(given(folder, task, name))
+            found[task, name] = trained[0]
+    for task in ("code", "genome"):
+        tasks.main(given(folder, task, "baselines"))
+    return found
+
+
+@pytest.mark.parametrize(("task", "name"), RUNS)
+def test_bits_by_position_are_those_of_a_direct_computation(
+    folder: Path, expected: dict[Any, Any], task: str, name: str
+) -> None:
+    found, wanted = result(folder, task, name), expected[f"{task}-{name}"]
+    assert list(found["held_out"]) == [str(window) for window in wanted]
+    for window, bits in wanted.items():
+        told = found["held_out"][str(window)]
+        assert told["bits"] == pytest.approx(bits.mean().item(), rel=1e-4)
+        length = min(window, bits.shape[1])
+        places = torch.arange(bits.shape[1]) % length
+        kept = torch.arange(bits.shape[1]) < bits.shape[1] // length * length
+        assert [x["last"] + 1 for x in told["by_position"][:-1]] == [x["first"] for x in told["by_position"][1:]]
+        assert (told["by_position"][0]["first"], told["by_position"][-1]["last"]) == (0, length - 1)
+        for one in told["by_position"]:
+            inside = kept & (places >= one["first"]) & (places <= one["last"])
+            assert one["bits"] == pytest.approx(bits[:, inside].mean().item(), rel=1e-4)
+        border = 2048 // SHRINK
+        after = (places >= border) & (places < length // border * border) & (places % border == 1) & kept
+        assert told["after_a_border"][1]["bits"] == pytest.approx(bits[:, after].mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("task", "name"), RUNS)
+def test_a_result_has_all_that_it_needs(folder: Path, expected: dict[Any, Any], task: str, name: str) -> None:
+    found = result(folder, task, name)
+    assert found["complete"]
+    assert (found["task"], found["run"], found["attention"]) == (task, name, name.split("-")[0])
+    assert {"command", "commit", "device", "versions"} <= set(found["machine"])
+    assert found["seconds"] >= 0.001
+    assert found["steps"] > tasks_model.WARM
+    assert found["tokens"] == found["steps"] * tasks.TASKS[task].runs[name].step // SHRINK == expected[task, name]
+    assert found["curve"][-1][1] == found["held_out_curve"][-1][1] == found["tokens"]
+    window, depth, dim = found["window"], 2, 16
+    if found["attention"] == "dense":
+        wanted = 6 * found["parameters"] + 12 * (window + 1) / 2 * dim * depth
+        assert found["operations_per_token"] == wanted
+    assert max(found["config"]["pattern"]["segment_lengths"]) == window
+
+
+def test_the_baselines(folder: Path, expected: Any) -> None:
+    found = result(folder, "code", "baselines")["bits"]
+    data = tasks_data.code([folder / "code"], tasks.SEQUENCES, (1 << 17) // SHRINK)
+    text, held_out = (x.numpy().tobytes() for x in (data.text, data.held_out))
+    assert found["order 5"] == witten_bell.bits_per_byte(text, held_out, (5,))[5]
+    assert found["xz -9e"] == 8 * len(lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)) / len(held_out)
+    assert result(folder, "genome", "baselines")["bits"]["order 1"] == pytest.approx(2, abs=0.05)  # drawn at random
+
+
+def test_a_run_that_is_cut_leaves_its_curve(folder: Path, tmp_path: Path) -> None:
+    add = tasks.Timed.add
+
+    def cut(self: Any, step: int, **facts: float) -> None:
+        add(self, step, **facts)
+        if step == 5:
+            self.write()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(tasks.Timed, "add", cut):
+        tasks.main([*given(folder, "code", "longnet-8k"), "--out", str(tmp_path), "--seconds", "1e9"])
+    found = json.loads((tmp_path / "code-longnet-8k.json").read_text())
+    assert not found["complete"]
+    assert found["curve"]
+    with pytest.raises(SystemExit, match="has no run that came to its end"):
+        tasks_shown.show(tmp_path, tmp_path)
+
+
+@pytest.mark.slow
+def test_several_runs_are_several_processes(folder: Path, tmp_path: Path) -> None:
+    wrong = given(folder, "genome", "longnet-8k", "baselines")
+    wrong[wrong.index("--dim") + 1] = "15"
+    with pytest.raises(SystemExit, match=r"failed: longnet-8k$"):
+        tasks.main([*wrong, "--out", str(tmp_path)])
+    assert [x.name for x in tmp_path.iterdir()] == ["genome-baselines.json"]
+
+
+@pytest.mark.parametrize("wrong", [["code", "longnet-9k"], ["genome"], ["draw", "longnet-8k"]])
+def test_bad_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tasks.main(wrong)
+    told = capsys.readouterr().err
+    assert "has no run 'longnet-" in told or "genome needs --fasta FILE" in told
+
+
+# --- the page ---------------------------------------------------------------------------------------------------
+
+
+def test_tables_and_pictures(folder: Path, expected: Any, tmp_path: Path) -> None:
+    (tmp_path / "tasks.md").write_text((ROOT / "docs/tasks.md").read_text(encoding="utf-8"), encoding="utf-8")
+    for _ in range(2):  # the second time changes nothing
+        tasks_shown.show(folder / "out", tmp_path)
+        page = (tmp_path / "tasks.md").read_text(encoding="utf-8")
+        assert page.count("| longnet-32k |") == page.count("| dense-8k |") == 2
+        assert page.count("not measured") == page.count("has been measured yet") == 0
+    bits = result(folder, "code", "dense-8k")["held_out"]["16"]["bits"]
+    (line,) = (x for x in page.splitlines() if x.startswith("| dense-8k |") and "M |" in x)
+    assert f" {bits:.3f} " in line
+    for task in ("code", "genome"):
+        for what in ("position", "training"):
+            assert (tmp_path / f"tasks-{task}-{what}.svg").read_bytes().startswith(b"<svg")
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    for task in tasks.TASKS:
+        first, last = tasks_shown.marks(task)
+        shown = page.partition(first)[2].partition(last)[0]
+        told = tasks_shown.section(ROOT / "benchmarks/results/tasks", task)
+        assert shown == told, "run: python benchmarks/tasks.py draw --out benchmarks/results/tasks"
