@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dilated_attention import (
     DilatedAttention,
+    DilatedAttentionWarning,
     DilatedPattern,
     ImprovedDilatedAttention,
     dilated_attention,
@@ -72,7 +74,7 @@ def test_dropout_is_for_training(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("use_tf32", [True, False])
-def test_use_tf32_leaves_the_process_alone(use_tf32: bool) -> None:
+def test_use_tf32_leaves_the_process_alone_and_says_so(use_tf32: bool) -> None:
     def settings() -> list[str]:
         every, cudnn = torch.backends, torch.backends.cudnn
         places = (every, every.cuda.matmul, every.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn)
@@ -81,7 +83,11 @@ def test_use_tf32_leaves_the_process_alone(use_tf32: bool) -> None:
     restore = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if use_tf32 else "high")  # not what the module might want to set
     before = settings()
-    module = ImprovedDilatedAttention(LENGTHS, RATES, use_tf32=use_tf32)
+    with pytest.warns(DilatedAttentionWarning, match=f"use_tf32={use_tf32} sets nothing"):
+        module = ImprovedDilatedAttention(LENGTHS, RATES, use_tf32=use_tf32)
+    with warnings.catch_warnings(action="error"):  # nothing to say
+        ImprovedDilatedAttention(LENGTHS, RATES, use_tf32=not use_tf32)
+        ImprovedDilatedAttention(LENGTHS, RATES)
     qkv = testing.make_qkv(1, 8, 2, 4)
     out = module(*qkv)
     after = settings()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from dilated_attention.checks import check_flag, checked_probability, checked_scale
 from dilated_attention.nn.core import Core, Lengths, Options
+from dilated_attention.notice import warn
 
 
 class DilatedAttention(Core):
@@ -73,8 +75,8 @@ class ImprovedDilatedAttention(DilatedAttention):
     Args:
         segment_lengths, dilation_rates: one of each per branch.
         dropout: the share of (query, key) pairs dropped in training mode.
-        use_tf32: kept, and changes nothing: float32 kernels, this library's too, follow torch's own setting
-            (``torch.backends.cuda.matmul.fp32_precision``), which is never written.
+        use_tf32: None, or what you expect of ``torch.backends.cuda.matmul.fp32_precision``, which float32 kernels
+            follow. This class never sets it, and warns if it is set otherwise.
         others: see :class:`DilatedAttention`.
 
     Examples:
@@ -89,13 +91,22 @@ class ImprovedDilatedAttention(DilatedAttention):
         segment_lengths: Lengths = None,
         dilation_rates: Lengths = None,
         dropout: float = 0.0,
-        use_tf32: bool = True,
+        use_tf32: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
         super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, **options)
-        check_flag("use_tf32", use_tf32)
+        if use_tf32 is not None:
+            check_flag("use_tf32", use_tf32)
+            setting = torch.backends.cuda.matmul
+            if use_tf32 != (setting.fp32_precision == "tf32"):
+                wanted = "tf32" if use_tf32 else "ieee"
+                warn(
+                    f"use_tf32={use_tf32} sets nothing, and torch's setting differs: for all float32 products of the "
+                    f"process, set torch.backends.cuda.matmul.fp32_precision = {wanted!r}"
+                )
         self.use_tf32 = use_tf32
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, use_tf32={self.use_tf32}"
+        shown = "" if self.use_tf32 is None else f", use_tf32={self.use_tf32}"
+        return f"{super().extra_repr()}{shown}"
