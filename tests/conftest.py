@@ -31,7 +31,6 @@ settings.load_profile("no-deadline")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    items.sort(key=lambda item: item.path.name != "test_triton.py")  # the longest, begun last, would end alone
     has_device = torch.cuda.is_available() or INTERPRETED
     for item in items:
         if item.get_closest_marker("gpu") and not has_device:
@@ -39,12 +38,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         if any(value is ranks.pool for value in vars(getattr(item, "module", item)).values()):
             item.add_marker(pytest.mark.xdist_group("ranks"))  # two pools at once would only wait for cores
     yield
-    # CHUNK=i/n leaves the i-th of n shares, dealt in blocks: neighbours share kernels, and files differ in length.
-    # Those of the benchmark take minutes each, and are dealt first, one by one.
-    share, shares = (int(number) for number in os.environ.get("CHUNK", "0/1").split("/"))
+    if "CHUNK" in os.environ:
+        items[:] = dealt(items, *map(int, os.environ["CHUNK"].split("/")))
+    else:
+        items.sort(key=lambda item: item.path.name != "test_triton.py")  # the longest, begun last, would end alone
+
+
+def dealt(items: list[pytest.Item], share: int, shares: int) -> list[pytest.Item]:
+    """A share of so many, dealt in blocks: neighbours share kernels, and files differ in length.
+
+    Those of the benchmark take minutes each, and are dealt first, one by one.
+    """
     long = [item for item in items if item.path.parent.name == "bench"]
     rest = [item for item in items if item not in long]
-    items[:] = [*long[share::shares], *(item for at, item in enumerate(rest) if at // NEIGHBOURS % shares == share)]
+    return [*long[share::shares], *(item for at, item in enumerate(rest) if at // NEIGHBOURS % shares == share)]
 
 
 @pytest.fixture(autouse=True, scope="module")
