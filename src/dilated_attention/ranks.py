@@ -63,7 +63,7 @@ class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
 class Pool:
     """``size`` ranks in one group whose collectives give up after ``timeout`` seconds. One call at a time."""
 
-    def __init__(self, size: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, *, timeout: float = 120.0) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one rank, got {size=}")
         self.size, self.timeout = size, timeout
