@@ -62,6 +62,13 @@ def cheap_idling() -> Iterator[None]:
     ranks.renew_pools()
 
 
+@pytest.fixture(scope="module")
+def pools_that_end() -> Iterator[None]:
+    """For modules with FSDP or DTensor: torch keeps their meshes, and the threads of a mesh poll as long as it lives."""
+    yield
+    ranks.close_pools()
+
+
 @pytest.fixture
 def always_nested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Branches share a table wherever they can: those that are short enough for a test would not gain by it."""

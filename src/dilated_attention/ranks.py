@@ -212,6 +212,11 @@ def renew_pools() -> None:
         one.renew()
 
 
+def close_pools() -> None:
+    for one in _pools.values():
+        one.close()
+
+
 def pool(size: int) -> Pool:
     """The pool of that size: made at first use, made anew if broken, closed at exit."""
     if size not in _pools or _pools[size].broken:

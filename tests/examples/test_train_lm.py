@@ -23,6 +23,7 @@ from dilated_attention.models.text import BEGIN, BYTES, Rows, read_texts, tokens
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 
+pytestmark = pytest.mark.usefixtures("pools_that_end")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 

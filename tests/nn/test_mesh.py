@@ -28,6 +28,7 @@ from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 from tests.over_ranks import changed, raised
 
+pytestmark = pytest.mark.usefixtures("pools_that_end")
 E, H, N, SAMPLES = 24, 6, 13, 4
 # four branches for six heads: with heads over two ranks, head_groups cuts through the second branch
 LENGTHS, RATES = [4, 8, 6, 32], [1, 2, 3, 1]
