@@ -64,7 +64,7 @@ def cheap_idling() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pools_that_end() -> Iterator[None]:
-    """For modules with FSDP or DTensor: torch keeps their meshes, and the threads of a mesh poll as long as it lives."""
+    """For modules with FSDP or DTensor: torch keeps their meshes, whose threads poll as long as they live."""
     yield
     ranks.close_pools()
 
