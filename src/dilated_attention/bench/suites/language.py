@@ -25,6 +25,7 @@ PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
 LENGTHS = {"cuda": (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20), "cpu": (1 << 10,)}
 MOST_DENSE = 1 << 17  # tokens: beyond, a step with dense attention takes minutes
+MOST_COMPILED = 1 << 13  # tokens: in longer steps, little time is the host's
 LARGE = {"cuda": (("0.6B", 1 << 17), ("0.6B", 1 << 19), ("0.6B", 1 << 20)), "cpu": ()}
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
 SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "vocab_size": 256}  # on a CPU
@@ -60,8 +61,11 @@ def is_exact(session: Session, pattern: DilatedPattern, tokens: int, heads: int,
 class Training:
     """One step of a model on a row of random tokens."""
 
-    def __init__(self, session: Session, model: LongNetLM, tokens: int, attend: Attend) -> None:
+    def __init__(
+        self, session: Session, model: LongNetLM, tokens: int, attend: Attend, is_compiled: bool = False
+    ) -> None:
         self.session, self.model, self.attend, self.tokens = session, model, attend, tokens
+        self.states = torch.compile(model.states) if is_compiled else model.states
         draws = torch.Generator(session.device).manual_seed(tokens)
         shape = (1, tokens + 1)
         ids = torch.randint(model.config.vocab_size, shape, generator=draws, device=session.device)
@@ -70,7 +74,7 @@ class Training:
 
     def __call__(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        states = self.model.states(self.inputs, self.positions, self.attend)
+        states = self.states(self.inputs, self.positions, self.attend)
         loss = token_losses(states, self.model.head.weight, self.labels).mean()
         torch.autograd.backward(loss)
 
@@ -106,7 +110,10 @@ def training_table(session: Session) -> None:
         ways: dict[str, Attend] = {"longnet": Whole(model.config.patterns, True)}
         if tokens <= MOST_DENSE:
             ways["dense SDPA"] = dense
-        rows += [[tokens, name, *Training(session, model, tokens, attend).measure()] for name, attend in ways.items()]
+        for is_compiled in (False, True)[: 2 if tokens <= MOST_COMPILED else 1]:
+            for name, attend in ways.items():
+                found = Training(session, model, tokens, attend, is_compiled).measure()
+                rows.append([tokens, name + ", compiled" * is_compiled, *found])
         size = "125M" if session.on_cuda else "a small model"
         session.table(SUITE, "A training step", f"{size}, causal, {PATTERN}.", COLUMNS, rows)
 
