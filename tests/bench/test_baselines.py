@@ -84,7 +84,7 @@ def test_dense_is_its_own_pattern() -> None:
         return baselines.dense(*qkv_and_pattern[:3], is_causal=is_causal)
 
     for is_causal in (False, True):
-        assert checked(dense, baselines.dense_pattern(37), 37, is_causal).verdict == "exact"
+        assert checked(dense, DilatedPattern.longnet([37], [1]), 37, is_causal).verdict == "exact"
 
 
 @pytest.mark.parametrize(

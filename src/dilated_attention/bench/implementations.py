@@ -172,7 +172,7 @@ def _compiled(rule: str, setting: Setting) -> Subject:
 
 def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:
     attention = partial(baselines.dense, is_causal=setting.causal, kernel=kernel)
-    return _subject(attention, baselines.dense_pattern(setting.tokens), setting)
+    return _subject(attention, setting.pattern("dense"), setting)
 
 
 def _module(kind: type[DilatedAttention] | type[RingDilatedAttention], setting: Setting) -> Subject:
@@ -182,4 +182,4 @@ def _module(kind: type[DilatedAttention] | type[RingDilatedAttention], setting: 
 
 def _v2_simple(setting: Setting) -> Subject:
     attention = partial(RingAttentionV2Simple(), is_causal=setting.causal)
-    return _subject(attention, baselines.dense_pattern(setting.tokens), setting)
+    return _subject(attention, setting.pattern("dense"), setting)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention import nn
-from dilated_attention.bench import baselines, multihead
+from dilated_attention.bench import multihead
 from dilated_attention.bench.run import oracle
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import Subject
@@ -47,7 +47,7 @@ def alone(name: str, setting: Setting, **options: Any) -> Subject:
     if name in (MESH, "RingMultiheadDilatedAttention"):
         return multihead.ours(nn.MultiheadDilatedAttention, setting)
     if name == "RingAttentionV2Simple":
-        module, pattern = nn.RingAttentionV2Simple(), baselines.dense_pattern(setting.tokens)
+        module, pattern = nn.RingAttentionV2Simple(), setting.pattern("dense")
     else:
         module = getattr(nn, name)(setting.lengths, setting.rates, **options)
         pattern = module.pattern

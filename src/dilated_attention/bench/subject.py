@@ -67,11 +67,7 @@ def least_work(implementation: Implementation, setting: Setting, direction: str)
 
     Bytes: q, k, v are read and out and lse written; backward reads these and dout and writes three gradients.
     """
-    if implementation.rule == "dense":
-        pattern = DilatedPattern.longnet([setting.tokens], [1])
-    else:
-        pattern = setting.pattern(implementation.rule)
-    backward = direction == BOTH
+    backward, pattern = direction == BOTH, setting.pattern(implementation.rule)
     flops = setting.samples * pattern.flops(
         setting.tokens, setting.heads, setting.head_dim, is_causal=setting.causal, backward=backward
     )
