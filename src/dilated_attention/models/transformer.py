@@ -160,7 +160,7 @@ def rotated(x: Tensor, waves: Rotary) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer: attention and a feed-forward network, each normalised before, and inside if ``sub_norm``."""
 
     def __init__(self, config: LMConfig, layer: int, **factory: Any) -> None:
@@ -238,7 +238,7 @@ class Trunk(nn.Module):
         self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
-        self.blocks = nn.ModuleList(Block(config, layer, **factory) for layer in range(config.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(config, layer, **factory) for layer in range(config.depth))
         kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
         self.norm = kind(config.dim, eps=config.norm_eps, **factory)
         # as in MAGNETO's models: small weights for the tied output, and an input of size 1
@@ -249,7 +249,7 @@ class Trunk(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5 if self.config.sub_norm else 0.02)
         for block in self.blocks:
-            cast(Block, block).reset_parameters(self.config.depth)
+            cast(TransformerBlock, block).reset_parameters(self.config.depth)
         self.norm.reset_parameters()
 
     def states(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:

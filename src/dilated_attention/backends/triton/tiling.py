@@ -68,7 +68,7 @@ class Tiling(NamedTuple):
     counts: tuple[int, ...]  # how many of the T tiles each period has, in their order
 
 
-class Rows(NamedTuple):
+class AlikeRows(NamedTuple):
     """Rows of a head that take part in the same branches: positions ``start`` mod ``step``, branches 0 to level."""
 
     start: int
@@ -82,12 +82,12 @@ def are_nested(widths: tuple[int, ...], rates: tuple[int, ...]) -> bool:
     return all(after % before == 0 for before, after in pairs) and all(width % rates[-1] == 0 for width in widths)
 
 
-def rows_of(rates: tuple[int, ...], offset: int) -> list[Rows]:
+def rows_of(rates: tuple[int, ...], offset: int) -> list[AlikeRows]:
     """A head's rows by the branches they take part in."""
     found = []
     for level, (rate, after) in enumerate(itertools.pairwise(rates)):
-        found += [Rows((offset + phase) % after, after, level) for phase in range(rate, after, rate)]
-    return [*found, Rows(offset % rates[-1], rates[-1], len(rates) - 1)]
+        found += [AlikeRows((offset + phase) % after, after, level) for phase in range(rate, after, rate)]
+    return [*found, AlikeRows(offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
 class Kinds(NamedTuple):

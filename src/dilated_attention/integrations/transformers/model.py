@@ -99,7 +99,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "lm"
     supports_gradient_checkpointing = True
     _supports_attention_backend = True
-    _no_split_modules = ("Block",)
+    _no_split_modules = ("TransformerBlock",)
     _skip_keys_device_placement = ("past_key_values",)
     _tied_weights_keys = {"lm.head.weight": "lm.embed.weight"}  # noqa: RUF012 - transformers wants it here
 
