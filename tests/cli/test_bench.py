@@ -172,8 +172,8 @@ def test_a_fault_keeps_what_was_measured(run: Any, fake: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "fast"], "--suite must be one or more of quick, copies"),
-        (["--suite", "quick,"], "--suite must be one or more of"),
+        (["--suite", "fast"], "unknown suite 'fast': use one or more of quick, copies"),
+        (["--suite", "quick,"], "unknown suite '': use one or more of"),
         (["--device", "tpu"], "--device must be cpu, cuda"),
         (["--device", "cuda:99"], "CUDA devices: use cpu"),
         (["--dtype", "int8"], "--dtype must be one of float64"),

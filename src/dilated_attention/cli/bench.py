@@ -58,10 +58,7 @@ def bench(
     from dilated_attention.bench.report import write_report
 
     with arguments.refusing():
-        names = [name for some in suite or ["quick"] for name in some.split(",")]
-        unknown = [name for name in names if name not in suites.SUITES]
-        if unknown:
-            raise ValueError(f"--suite must be one or more of {', '.join(suites.SUITES)}, got {', '.join(unknown)!r}")
+        names = suites.named(suite or ["quick"])
         if seconds is not None and not 0 < seconds < float("inf"):
             raise ValueError(f"--seconds must be more than 0, got {seconds}")
         where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
