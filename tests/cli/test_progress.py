@@ -12,7 +12,7 @@ from dilated_attention.cli.progress import Bar, watching
 
 def test_lines_where_there_is_no_terminal() -> None:
     with watching() as watch:
-        assert isinstance(watch, Lines)
+        assert type(watch) is Lines
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from dilated_attention.bench import over_ranks, runners
 from dilated_attention.bench.pace import Pace
 from dilated_attention.bench.regress import EXPECTED
-from dilated_attention.bench.results import DIRECTIONS
+from dilated_attention.bench.results import DIRECTIONS, far_off
 from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
 from dilated_attention.bench.runners import OutOfMemory, ran_out
 from dilated_attention.bench.setting import Setting
@@ -260,8 +260,7 @@ def _end(records: dict[str, Record], status: str, why: str) -> dict[str, Measure
 
 
 def _errors(check: Check) -> str:
-    wrong = {name: error for name, error in check.errors.items() if not error <= check.limits[name]}
-    return ", ".join(f"{name} off by {error:.1e}, allowed {check.limits[name]:.1e}" for name, error in wrong.items())
+    return ", ".join(far_off(check.errors, check.limits))
 
 
 def _first_line(error: BaseException) -> str:

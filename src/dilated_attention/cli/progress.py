@@ -13,15 +13,12 @@ from dilated_attention.cli.output import console
 from dilated_attention.units import seconds_text
 
 
-class Bar:
+class Bar(Lines):
     """One line that changes, and above it what stays."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.task = progress.add_task("starting", total=1.0, left="")
-
-    def begin(self, seconds: float) -> None:
-        self.say(f"this takes about {seconds_text(max(1.0, round(seconds)))}")
 
     def step(self, text: str, share: float, left: float) -> None:
         remaining = f"{seconds_text(max(1.0, round(left)))} left"

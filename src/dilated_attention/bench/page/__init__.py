@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from dilated_attention import charts
 from dilated_attention.bench import plots, series
 from dilated_attention.charts import known as _known  # noqa: F401 - the tests look for it here
-from dilated_attention.units import number_text
+from dilated_attention.units import cell_text, number_text
 
 QUESTIONS = {
     "quick": "How do all of them compare?",
@@ -50,7 +50,7 @@ def page(results: dict[str, Any]) -> str:
         told,
         scripts=[charts.scripts()],
         styles=[plots.dark_style()],
-        text=_text,
+        text=cell_text,
         prose=_prose,
         results=results,
         machine=results["machine"],
@@ -76,24 +76,11 @@ def _by_suite(settings: Iterable[str]) -> dict[str, list[str]]:
 # --- text -------------------------------------------------------------------------------------------------------
 
 
-def _text(value: object) -> str:
-    """A cell as people read it."""
-    if value is None or value == "":
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return number_text(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
-    return str(value)
-
-
 def _prose(value: object) -> Markup:
     """Text in which names stand between backticks."""
     if isinstance(value, Markup):
         return value
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_text(value)))))
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(cell_text(value)))))
 
 
 # --- what the tables hold ---------------------------------------------------------------------------------------
