@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench import over_ranks, runners
+from dilated_attention.bench import runners
 from dilated_attention.bench.pace import Pace
 from dilated_attention.bench.regress import EXPECTED
 from dilated_attention.bench.results import DIRECTIONS, far_off
@@ -143,7 +143,7 @@ class Comparison:
         return failed[0] if failed else functools.reduce(Check.worse, [x for x in known if isinstance(x, Check)])
 
     def _checked_at(self, one: Implementation, small: Setting) -> Check:
-        whole = one.build(small) if one.ranks == 1 else over_ranks.alone(one.name, small)
+        whole = (one.whole or one.build)(small)
         if (small, whole.exact) not in self._expected:
             self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
         return self._expected[small, whole.exact].compare(runners.results_of(one, small))
