@@ -22,15 +22,16 @@ from typing import Any
 EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
 
 
-def library(name: str) -> Any:
-    """The module altair, vl_convert or jinja2, or one line that says what to install."""
+def library(name: str, needing: str = "a chart needs", extra: str = "bench") -> Any:
+    """An optional module, or one line that says what to install."""
+    package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if error.name not in (name, package):
             raise
-        text = f'a chart needs {name}, which is not installed: pip install ".[bench]" from a clone'
-        raise ModuleNotFoundError(text, name=name) from error
+        text = f'{needing} {package}, which is not installed: pip install ".[{extra}]" from a clone'
+        raise ModuleNotFoundError(text, name=package) from error
 
 
 def drawn(specification: dict[str, Any], ending: str, scale: float = 2) -> bytes:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.pattern import DilatedPattern, Rule, whole_number
+from dilated_attention.pattern import DilatedPattern, whole_number
 
 Feedforward = Literal["gelu", "swiglu"]
 Norm = Literal["layer", "rms"]
@@ -130,7 +130,8 @@ class LMConfig:
 def written(pattern: DilatedPattern) -> dict[str, Any]:
     """A pattern as JSON takes it."""
     lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
-    return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates}
+    mixing = {} if pattern.is_exact else {"mixing_gradient": pattern.mixing_gradient}
+    return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates, **mixing}
 
 
 def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
@@ -139,9 +140,10 @@ def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
         return found
     if isinstance(found, list | tuple):
         return tuple(cast(DilatedPattern, read_pattern(one)) for one in found)
-    if not isinstance(found, dict) or set(found) != {"rule", "segment_lengths", "dilation_rates"}:
+    needed = {"rule", "segment_lengths", "dilation_rates"}
+    if not isinstance(found, dict) or not needed <= set(found) <= {*needed, "mixing_gradient"}:
         raise ValueError(f"a pattern is a dict of rule, segment_lengths and dilation_rates, got {found!r}")
-    return DilatedPattern.of(cast(Rule, found["rule"]), found["segment_lengths"], found["dilation_rates"])
+    return DilatedPattern.of(**found)
 
 
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rotary:
