@@ -7,7 +7,7 @@ import io
 import pytest
 
 from dilated_attention.bench.pace import Lines
-from dilated_attention.cli.progress import Bar, watching
+from dilated_attention.cli.output import Bar, watching
 
 
 def test_lines_where_there_is_no_terminal() -> None:
