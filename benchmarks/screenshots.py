@@ -56,13 +56,18 @@ def browser() -> Iterator[webdriver.Chrome]:
             chrome.quit()
 
 
-def show(chrome: webdriver.Chrome, address: str, width: int, height: int, scale: int, theme: str) -> None:
-    """Open a report as it looks on such a screen, and wait until its plot is drawn."""
-    size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+def emulate(chrome: webdriver.Chrome, width: int, height: int, scale: int, theme: str, mobile: bool) -> None:
+    """Such a screen, with nothing on it."""
+    size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": mobile}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     media = [{"name": "prefers-color-scheme", "value": theme}]
     chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     chrome.get("about:blank")  # an address that differs after its # only would not be loaded again
+
+
+def show(chrome: webdriver.Chrome, address: str, width: int, height: int, scale: int, theme: str) -> None:
+    """Open a report as it looks on such a screen, and wait until its plot is drawn."""
+    emulate(chrome, width, height, scale, theme, mobile=width < 600)
     chrome.get(address)
     is_drawn = "return document.documentElement.classList.contains('drawn')"
     WebDriverWait(chrome, 60).until(lambda _: chrome.execute_script(is_drawn))

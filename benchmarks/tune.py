@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends.triton import configs
-from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, Config
+from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, TileConfig
 from dilated_attention.bench import machine, run
 from dilated_attention.call import Call
 from dilated_attention.testing import Results, error, limits, make_qkv
@@ -195,7 +195,7 @@ class Problem(NamedTuple):
         results = {name: torch.full_like(x, torch.nan) for name, x in like.items()}
         return Problem(call, inputs, out, lse, stats, results)
 
-    def launch(self, kernel: str, config: Config) -> Callable[[], dict[str, Tensor]]:
+    def launch(self, kernel: str, config: TileConfig) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
         from dilated_attention.backends.triton import launch, whole_call
 
@@ -227,7 +227,7 @@ class Job(NamedTuple):
     place: Place
     setting: Setting
     kernel: str
-    config: Config
+    config: TileConfig
 
 
 @functools.lru_cache(maxsize=1)
@@ -275,8 +275,8 @@ def _ascending(ms: dict[Any, float]) -> dict[Any, float]:
     return dict(sorted(ms.items(), key=lambda item: item[1]))
 
 
-def candidates(kernel: str, size: int) -> list[Config]:
-    return list(dict.fromkeys(Config(*tile) for tile in (*CANDIDATES[kernel, size], DEFAULTS[kernel, size])))
+def candidates(kernel: str, size: int) -> list[TileConfig]:
+    return list(dict.fromkeys(TileConfig(*tile) for tile in (*CANDIDATES[kernel, size], DEFAULTS[kernel, size])))
 
 
 # --- our kernels against the library's --------------------------------------------------------------------------

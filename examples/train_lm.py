@@ -39,7 +39,7 @@ from dilated_attention import charts
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
 from dilated_attention.models.checkpoints import Checkpoints
 from dilated_attention.models.loss import IGNORED
-from dilated_attention.models.text import BEGIN, BYTES, Rows, read_texts, tokens_of
+from dilated_attention.models.text import BEGIN, BYTES, PackedRows, read_texts, tokens_of
 from dilated_attention.models.transformer import SIZES
 
 
@@ -121,7 +121,7 @@ class Trainer:
         """The rows that this rank takes part in."""
         return rows[self.mesh["data"].get_local_rank() :: self.mesh["data"].size()]
 
-    def gradients(self, rows: Rows) -> Tensor:
+    def gradients(self, rows: PackedRows) -> Tensor:
         """The loss of a step, averaged over its rows; gradients are those of one device."""
         first, total = self.step * self.options.rows, torch.zeros((), device=self.options.device)
         mine = self.mine(range(first, first + self.options.rows))
@@ -149,7 +149,7 @@ class Trainer:
     @torch.no_grad()
     def bits(self, documents: list[Tensor], tokens: int, most: int = 1 << 16) -> float:
         """Bits per token of held-out documents, in rows of so many tokens."""
-        rows, sums = Rows(documents, tokens), torch.zeros(2, dtype=torch.float64, device=self.options.device)
+        rows, sums = PackedRows(documents, tokens), torch.zeros(2, dtype=torch.float64, device=self.options.device)
         every = range(min(rows.count, max(1, most // tokens)))
         mine = self.mine(every)
         for turn in range(-(-len(every) // self.mesh["data"].size())):  # every rank calls the model equally often
@@ -206,7 +206,7 @@ class Log:
         charts.write(file, charts.drawn(chart.properties(width=560, height=320).to_dict(), ".svg"))
 
 
-def run(trainer: Trainer, rows: Rows, log: Log) -> bool:
+def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
     """Train to the end; False: SIGTERM came, and all is saved."""
     asked: list[bool] = []
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
@@ -249,7 +249,7 @@ def train(options: argparse.Namespace) -> None:
         config = LMConfig.of(options.size, pattern)
     held_out = texts[9::10] or texts[-1:]
     rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
-    rows = Rows(tokens_of(rest, config.vocab_size, tokenizer), options.tokens, options.seed)
+    rows = PackedRows(tokens_of(rest, config.vocab_size, tokenizer), options.tokens, options.seed)
     judged = tokens_of(held_out, config.vocab_size, tokenizer)
     trainer = Trainer(options, config)
     log = Log(options, trainer.step)

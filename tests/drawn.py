@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.pattern import RULES, Heads
+from dilated_attention.call import Heads
+from dilated_attention.pattern import RULES
 from dilated_attention.ring.shards import Channel, Shards, channels
 from tests.cases import EXCHANGES, Case
 

@@ -13,7 +13,7 @@ import torch
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.triton import configs, nesting
-from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.call import Call
 
 CUDA = torch.device("cuda", 0)
@@ -262,16 +262,16 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
              "dq 64 causal dense": [128, 64, 4, 3]}  # fmt: skip
     give_table(monkeypatch, tiles=tiles)
 
-    def tile(dim: int = 40, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **given: Any) -> Config:
+    def tile(dim: int = 40, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **given: Any) -> TileConfig:
         call = {"causal": False, "form": "", "short": False, **given}
         return configs.config("dq", on, dtype, dim, **call)
 
-    assert tile(causal=True) == Config(64, 64, 4, 3)
-    assert tile(causal=True, short=True) == Config(32, 64, 4, 2)
-    assert tile(form="nested", short=True) == Config(128, 64, 8, 2)  # short ones were not measured apart
-    assert tile(causal=True, form="dense") == Config(128, 64, 4, 3)
-    assert tile(causal=True, form="dense", short=True) == Config(32, 64, 4, 2)
-    assert tile(causal=True, form="apart") == Config(64, 64, 4, 3)  # nor those of one branch a launch
+    assert tile(causal=True) == TileConfig(64, 64, 4, 3)
+    assert tile(causal=True, short=True) == TileConfig(32, 64, 4, 2)
+    assert tile(form="nested", short=True) == TileConfig(128, 64, 8, 2)  # short ones were not measured apart
+    assert tile(causal=True, form="dense") == TileConfig(128, 64, 4, 3)
+    assert tile(causal=True, form="dense", short=True) == TileConfig(32, 64, 4, 2)
+    assert tile(causal=True, form="apart") == TileConfig(64, 64, 4, 3)  # nor those of one branch a launch
     assert tile(causal=True, form="nested") == configs.DEFAULTS["dq", 64]
     assert tile(65, causal=True) == configs.DEFAULTS["dq", 128]
     assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
@@ -293,7 +293,7 @@ def test_calls_run_with_the_tile_that_explain_tells(
     pattern = DilatedPattern.longnet([2048 * rate for rate in rates], rates)
     asked = call_for(1 << 20, pattern=pattern, backend="triton")
     launches = nesting.launches(pattern, asked.held, False, False)
-    assert nesting.config("forward", asked, launches[0]) == Config(rows, 64, 4, 3)
+    assert nesting.config("forward", asked, launches[0]) == TileConfig(rows, 64, 4, 3)
     assert triton.kernels(asked, False) == (f"tiles of {rows} queries x 64 keys",)
     give_table(monkeypatch, tiles={**tiles, "forward 64 nested short": [16, 32, 4, 3]}, library_from={})
     configs.config.cache_clear()
@@ -302,7 +302,7 @@ def test_calls_run_with_the_tile_that_explain_tells(
         assert (said == "tiles of 16 queries x 32 keys") == (short and len(rates) == 2)
 
 
-def is_sane(tile: Config) -> bool:
+def is_sane(tile: TileConfig) -> bool:
     """Tiles that tl.dot takes, and no more warps than rows of 16 to share out."""
     sides = all(side in (16, 32, 64, 128, 256) for side in (tile.rows, tile.keys))
     registers = tile.registers == 0 or (64 <= tile.registers < 256 and tile.registers % 8 == 0)
@@ -332,7 +332,7 @@ def test_what_was_measured_can_be_read(name: str) -> None:
         assert {record["run"] for record in about[part].values()} <= set(about["runs"])
     for key, numbers in rows["tiles"].items():
         assert re.fullmatch(rf"(forward|dq|dkdv) {SHORT_NAME}( short| dense| apart)?", key)
-        assert is_sane(Config(*numbers))
+        assert is_sane(TileConfig(*numbers))
         assert re.sub(" (short|dense|apart)$", "", key) in rows["tiles"]
     for key, first in rows["library_from"].items():
         assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}( dense| apart)?", key)
@@ -347,7 +347,7 @@ def test_what_was_measured_is_found(name: str, device: Callable[[int, int], None
         kernel, dim, *kind = key.split()
         form = " ".join(word for word in kind if word not in ("causal", "short"))
         call = {"causal": "causal" in kind, "form": form, "short": "short" in kind}
-        assert configs.config(kernel, CUDA, torch.bfloat16, int(dim), **call) == Config(*numbers)
+        assert configs.config(kernel, CUDA, torch.bfloat16, int(dim), **call) == TileConfig(*numbers)
     for key, first in configs.measured()[name]["library_from"].items():
         kernel, dim, *kind = key.split()
         call = {"causal": "causal" in kind, "form": " ".join(word for word in kind if word != "causal")}

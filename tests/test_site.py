@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -162,20 +163,14 @@ def test_nothing_comes_from_another_host(site: Path, pages: dict[str, Page]) -> 
 
 def test_a_browser_asks_no_other_host(site: Path) -> None:
     """The same of what scripts load, where there is a browser to ask."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    driver_path = shutil.which("chromedriver")
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None or driver_path is None:
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    screenshots = runpy.run_path(str(ROOT / "benchmarks/screenshots.py"))
+    if screenshots["program"]() is None or shutil.which("chromedriver") is None:
         pytest.skip("no chromium with its chromedriver on the PATH")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
-        options.add_argument(argument)
     handler = partial(_Quiet, directory=str(site))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, screenshots["browser"]() as driver:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         origin = f"http://127.0.0.1:{server.server_port}/"
-        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
         try:
             for path in ("", "scaling/", "api/ring/"):
                 driver.get(origin + path)
@@ -183,7 +178,6 @@ def test_a_browser_asks_no_other_host(site: Path) -> None:
                 assert asked, f"{path}: not even a style sheet was loaded"
                 assert not [name for name in asked if not name.startswith((origin, "data:"))], asked
         finally:
-            driver.quit()
             server.shutdown()
 
 

@@ -24,7 +24,8 @@ from dilated_attention.backends.triton import table as tables
 from dilated_attention.backends.triton.nesting import MOST_TILES, form_of, launches
 from dilated_attention.backends.triton.table import table
 from dilated_attention.backends.triton.tiling import Run, Tile, Tiling, are_nested, tiling
-from dilated_attention.pattern import RULES, Heads
+from dilated_attention.call import Heads
+from dilated_attention.pattern import RULES
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 SEES = ("all", "earlier", "later")

@@ -20,7 +20,7 @@ from dilated_attention import DilatedPattern, dilated_attention, explain, refere
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import configs
-from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.bench import probes
 from dilated_attention.call import Call
 from dilated_attention.testing import Results
@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
     head_dim: int
     is_causal: bool
     nested: bool
-    configs: tuple[Config, ...]  # in the order of configs.KERNELS
+    configs: tuple[TileConfig, ...]  # in the order of configs.KERNELS
     capability: str | None = None
     masked: bool = False
     dense: bool = False
@@ -92,7 +92,7 @@ def make_tiles() -> list[Tiles]:
             }
             if any(first in tiles for first, _ in keys.values()):
                 chosen = tuple(
-                    Config(*tiles.get(first, tiles.get(second, configs.DEFAULTS[kernel, size])))
+                    TileConfig(*tiles.get(first, tiles.get(second, configs.DEFAULTS[kernel, size])))
                     for kernel, (first, second) in keys.items()
                 )
                 name = "_".join(filter(None, ("measured_on", capability, kind)))
@@ -107,7 +107,7 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiles.capability is not None and tiles.capability != configs.device_class(torch.device(DEVICE)):
         pytest.skip(f"measured on {tiles.capability}")
 
-    def picked(kernel: str, *_: Any) -> Config:
+    def picked(kernel: str, *_: Any) -> TileConfig:
         return tiles.configs[configs.KERNELS.index(kernel)]
 
     monkeypatch.setattr("dilated_attention.backends.triton.configs.config", picked)
@@ -133,7 +133,7 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_measured_tile_is_tested() -> None:
     for capability, found in configs.measured().items():
         tested = {config for tiles in make_tiles() if tiles.capability == capability for config in tiles.configs}
-        assert {Config(*numbers) for numbers in found["tiles"].values()} <= tested
+        assert {TileConfig(*numbers) for numbers in found["tiles"].values()} <= tested
         flags = itertools.product(configs.KERNELS, configs.SMALL, *[(False, True)] * 2, KINDS)
         assert set(found["tiles"]) <= {measured_key(*each) for each in flags}
 

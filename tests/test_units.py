@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dilated_attention.units import bytes_text, count_text, measured_text, number_text, seconds_text
+from dilated_attention.units import bytes_text, cell_text, count_text, measured_text, number_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,9 @@ def test_a_median_has_the_digits_that_its_quartiles_support(
 
 def test_counts_are_exact() -> None:
     assert count_text(1 << 20) == "1,048,576"
+
+
+def test_a_cell_of_a_table_may_hold_anything() -> None:
+    cells = (None, "", True, 1234, 0.12345, 1e9, 2e-7, 0.0, "a", float("nan"))
+    texts = ["–", "–", "yes", "1,234", "0.123", "1,000,000,000", "2.0e-07", "0", "a", "nan"]
+    assert [cell_text(x) for x in cells] == texts

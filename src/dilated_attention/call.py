@@ -15,10 +15,24 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from dilated_attention.pattern import DilatedPattern, Heads, MixingGradient, Rule
+from dilated_attention.pattern import DilatedPattern, MixingGradient, Rule
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
+
+
+class Heads(NamedTuple):
+    """Which key/value heads a process holds: all, unless heads too are split over processes."""
+
+    first: int
+    held: int
+    total: int
+
+    def of_branch(self, pattern: DilatedPattern, branch: int) -> list[tuple[int, int]]:
+        """(head as counted here, offset) of each head that runs the branch."""
+        dealt = pattern.dealt(self.total)[branch]
+        mine = range(max(dealt.first, self.first), min(dealt.last, self.first + self.held))
+        return [(head - self.first, dealt.offset(head)) for head in mine]
 
 
 class Call(NamedTuple):

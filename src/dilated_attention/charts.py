@@ -13,52 +13,73 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# How a page draws a chart: vegaEmbed(element, specification, {...EMBED, ...}). `ast` interprets expressions, so that
+# How a page draws a chart: embed(element, specification, {...EMBED, ...}). `ast` interprets expressions, so that
 # the page needs no eval. The page brings its own style, also for tooltips, because the policy allows no other.
 EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
 
 
-def library(name: str) -> Any:
-    """The module altair, vl_convert or jinja2, or one line that says what to install."""
+def library(name: str, needing: str = "a chart needs", extra: str = "bench") -> Any:
+    """An optional module, or one line that says what to install."""
+    package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if error.name not in (name, package):
             raise
-        text = f'a chart needs {name}, which is not installed: pip install ".[bench]" from a clone'
-        raise ModuleNotFoundError(text, name=name) from error
+        text = f'{needing} {package}, which is not installed: pip install ".[{extra}]" from a clone'
+        raise ModuleNotFoundError(text, name=package) from error
 
 
-def drawn(specification: dict[str, Any], ending: str) -> bytes:
+def drawn(specification: dict[str, Any], ending: str, scale: float = 2) -> bytes:
     """A chart as the content of an .svg or a .png file."""
     convert = library("vl_convert")
     if ending == ".svg":
         return str(convert.vegalite_to_svg(specification)).encode()
-    return bytes(convert.vegalite_to_png(specification, scale=2))
+    return bytes(convert.vegalite_to_png(specification, scale=scale))
 
 
 @functools.cache
 def scripts() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, which defines window.vegaEmbed."""
-    text = str(library("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    """Vega, Vega-Lite and Vega-Embed as one script, which defines window.embed."""
+    text = str(library("vl_convert").javascript_bundle("window.embed = vegaEmbed;"))
     return text.replace("</script", "<\\/script")  # inside a page it must not end its own element
 
 
-def policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """The content policy of a page that may use these texts, by their hashes, and load nothing."""
+def page(
+    folder: Path, data: object, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: object
+) -> str:
+    """The page that a folder has as page.html, page.css and page.js: one text that loads nothing.
 
-    def hashes(texts: Iterable[str]) -> str:
-        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
+    Jinja2 escapes every value. The template finds ``data`` as JSON, and all scripts and styles, which the page's policy
+    names by their hashes.
+    """
+    jinja2, safe = library("jinja2"), library("markupsafe").Markup
+    styles = [(folder / "page.css").read_text("utf-8"), *styles]
+    scripts = [*scripts, (folder / "page.js").read_text("utf-8")]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    values |= {"styles": [*map(safe, styles)], "scripts": [*map(safe, scripts)], "data": safe(as_json(data))}
+    return str(environment.get_template("page.html").render(policy=safe(_policy(scripts, styles)), **values))
 
+
+def _policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
+    """What a page may use: these texts. It may load nothing."""
+    script, style = ("".join(f"{known(text)} " for text in texts) for texts in (scripts, styles))
     return (
-        f"default-src 'none'; script-src {hashes(scripts)}; style-src {hashes(styles)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
     )
+
+
+def known(text: str) -> str:
+    """A script or style as a policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def as_json(data: object) -> str:

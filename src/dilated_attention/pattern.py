@@ -116,8 +116,12 @@ class DilatedPattern:
     ) -> DilatedPattern:
         """The pattern of a rule given by name."""
         pattern = cls(rule, segment_lengths, dilation_rates, mixing_gradient)  # type: ignore[arg-type]  # made tuples
-        if all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1:
-            _warn_of_swapped_lists(pattern)
+        swapped = all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1
+        if swapped and not torch.compiler.is_compiling():
+            warn(
+                f"{pattern}: no rate is smaller than its segment length, so a query sees no other token. The two lists "
+                "are probably swapped: give the segment lengths first"
+            )
         return pattern
 
     @classmethod
@@ -287,16 +291,14 @@ class DilatedPattern:
     ) -> int:
         """The (query, key) pairs of one sample over all heads, repeated keys counted each time."""
         num_tokens = whole_number("num_tokens", num_tokens, least=0)
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        group = self.check_heads(num_heads, kv_heads)
+        group = self.check_heads(num_heads, num_kv_heads)
         total = 0
-        for branch, (width, rate) in enumerate(self.branches):
-            width = min(width, num_tokens)
+        for branch in self.dealt(num_heads // group):
+            width = min(branch.length, num_tokens)
             segments = [(num_tokens // width, width), (1, num_tokens % width)] if width else []
-            for head in self.heads(branch, kv_heads):
-                offset = self.offset(branch, head, kv_heads)
+            for head in branch.heads:
                 for count, length in segments:
-                    rows = rows_at_offset(length, rate, offset)
+                    rows = rows_at_offset(length, branch.rate, branch.offset(head))
                     total += count * (rows * (rows + 1) // 2 if is_causal else rows * rows)
         return total * group
 
@@ -324,8 +326,7 @@ class DilatedPattern:
         dtype: torch.dtype = torch.bfloat16,
     ) -> int:
         """What one sample keeps for the backward pass: q, k, v, out and lse, whatever the number of branches."""
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.check_heads(num_heads, kv_heads)
+        kv_heads = num_heads // self.check_heads(num_heads, num_kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
         row_bytes = whole_number("head_dim", head_dim) * dtype.itemsize
         per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes
@@ -333,35 +334,29 @@ class DilatedPattern:
 
     def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
         """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf."""
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        group = self.check_heads(num_heads, kv_heads)
-        num_tokens = whole_number("num_tokens", num_tokens, least=0)
-        position = torch.arange(num_tokens)
-        covered = torch.zeros(num_tokens, kv_heads, dtype=torch.bool)
-        for branch, (width, rate) in enumerate(self.branches):
-            for head in self.heads(branch, kv_heads):
-                covered[:, head] |= position % width % rate == self.offset(branch, head, kv_heads)
+        group = self.check_heads(num_heads, num_kv_heads)
+        position = torch.arange(whole_number("num_tokens", num_tokens, least=0))
+        covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
+        for branch in self.dealt(num_heads // group):
+            for head in branch.heads:
+                covered[:, head] |= position % branch.length % branch.rate == branch.offset(head)
         return covered.repeat_interleave(group, dim=1)
 
     def _branches_of(
         self, query: int, head: int, num_tokens: int, num_heads: int, num_kv_heads: int | None
     ) -> list[tuple[int, int, int, int]]:
         """(branch, first token, length, offset) of each segment in which this row of this head takes part."""
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        group = self.check_heads(num_heads, kv_heads)
+        group = self.check_heads(num_heads, num_kv_heads)
         if not 0 <= query < num_tokens or not 0 <= head < num_heads:
             raise ValueError(
                 f"there is no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads: count "
                 "from 0"
             )
         found = []
-        for branch, (width, rate) in enumerate(self.branches):
-            if head // group not in self.heads(branch, kv_heads):
-                continue
-            offset = self.offset(branch, head // group, kv_heads)
-            first = query - query % width
-            if (query - first) % rate == offset:
-                found.append((branch, first, min(width, num_tokens - first), offset))
+        for index, branch in enumerate(self.dealt(num_heads // group)):
+            first, offset = query - query % branch.length, branch.offset(head // group)
+            if head // group in branch.heads and (query - first) % branch.rate == offset:
+                found.append((index, first, min(branch.length, num_tokens - first), offset))
         return found
 
 
@@ -378,28 +373,6 @@ def _dealt(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
         step = max(1, dealing.neighbours(num_heads, rate))
         found.append(Branch(length, rate, first, last, step, index % rate if dealing.is_shifted else 0))
     return tuple(found)
-
-
-class Heads(NamedTuple):
-    """Which key/value heads a process holds: all, unless heads too are split over processes."""
-
-    first: int
-    held: int
-    total: int
-
-    def of_branch(self, pattern: DilatedPattern, branch: int) -> list[tuple[int, int]]:
-        """(head as counted here, offset) of each head that runs the branch."""
-        dealt = pattern.dealt(self.total)[branch]
-        mine = range(max(dealt.first, self.first), min(dealt.last, self.first + self.held))
-        return [(head - self.first, dealt.offset(head)) for head in mine]
-
-
-def _warn_of_swapped_lists(pattern: DilatedPattern) -> None:
-    if not torch.compiler.is_compiling():
-        warn(
-            f"{pattern}: no rate is smaller than its segment length, so a query sees no other token. The two lists are "
-            "probably swapped: give the segment lengths first"
-        )
 
 
 def whole_number(name: str, value: object, *, least: int = 1) -> int:

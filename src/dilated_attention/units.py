@@ -21,6 +21,17 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
+def cell_text(value: object) -> str:
+    """A cell of a table, whatever it holds."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number_text(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
+    return count_text(value) if isinstance(value, int) else str(value)
+
+
 def bytes_text(count: float) -> str:
     """In B, KiB, MiB and so on: 1 KiB is 1024 B."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import runpy
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,41 +13,27 @@ from urllib.parse import quote
 
 import pytest
 from PIL import Image
-
-from dilated_attention.bench import series
-from dilated_attention.bench.page import page
-
-pytest.importorskip("selenium", reason="needs selenium: pip install -c constraints.txt selenium")
-
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from dilated_attention.bench import series
+from dilated_attention.bench.page import page
+from tests.browsing import IN_A_BROWSER, screenshots, started_browser  # noqa: F401
+
 HERE = Path(__file__).parent
 made = runpy.run_path(str(HERE / "sample.py"))
-screenshots = runpy.run_path(str(HERE.parents[1] / "benchmarks/screenshots.py"))
 SAMPLE: dict[str, Any] = made["sample"]()
 POINTS = series.points(SAMPLE["measurements"])
 START = series.settings(POINTS)[0]
 FIRST = series.first(POINTS, START)
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><b>'&"
-pytestmark = [
-    pytest.mark.skipif(
-        screenshots["program"]() is None or shutil.which("chromedriver") is None,
-        reason="needs chromium (or google-chrome) and chromedriver on the PATH",
-    ),
-    pytest.mark.xdist_group("browser"),
-]
+pytestmark = IN_A_BROWSER
 Open = Callable[..., webdriver.Chrome]
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[webdriver.Chrome]:
-    with screenshots["browser"]() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +51,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def show(chrome: webdriver.Chrome, pages: dict[str, str]) -> Iterator[Open]:
+def show(browser: webdriver.Chrome, pages: dict[str, str]) -> Iterator[Open]:
     """Opens a page as it looks at a width and in a theme. Whatever the browser has to complain about fails the test."""
 
     def opened(name: str = "sample", width: int = 1280, theme: str = "light", choice: str = "") -> webdriver.Chrome:
-        screenshots["show"](chrome, f"{pages[name]}#{choice}", width, 844, 1, theme)
-        return chrome
+        screenshots["show"](browser, f"{pages[name]}#{choice}", width, 844, 1, theme)
+        return browser
 
     yield opened
-    assert chrome.get_log("browser") == []
+    assert browser.get_log("browser") == []
 
 
 def texts(chrome: webdriver.Chrome, selector: str) -> list[str]:
@@ -93,8 +78,14 @@ def wait(chrome: webdriver.Chrome, what: Callable[[], Any]) -> None:
     WebDriverWait(chrome, 20).until(lambda _: what())
 
 
+def click(chrome: webdriver.Chrome, path: str) -> None:
+    """Each choice makes the buttons anew: until one stays long enough to be clicked."""
+    patient = WebDriverWait(chrome, 20, ignored_exceptions=[StaleElementReferenceException])
+    patient.until(lambda _: chrome.find_element(By.XPATH, path).click() or True)
+
+
 def choose(chrome: webdriver.Chrome, value: str) -> None:
-    chrome.find_element(By.XPATH, f"//input[@value='{value}']/..").click()
+    click(chrome, f"//input[@value='{value}']/..")
 
 
 def lines(chrome: webdriver.Chrome) -> int:
@@ -171,9 +162,9 @@ def test_the_crosshair_lists_the_lines_at_one_length(show: Open) -> None:
 def test_a_choice_changes_the_plot_and_the_address_which_restores_it(show: Open, pages: dict[str, str]) -> None:
     chrome = show()
     choose(chrome, "forward")
-    chrome.find_element(By.XPATH, "//div[@id='shown']/button[text()='dense SDPA']").click()
-    chrome.find_element(By.CSS_SELECTOR, "#others summary").click()
-    chrome.find_element(By.XPATH, "//div[@id='more']/button[text()='RingDilatedAttention, 4 ranks']").click()
+    click(chrome, "//div[@id='shown']/button[text()='dense SDPA']")
+    click(chrome, "//details[@id='others']/summary")
+    click(chrome, "//div[@id='more']/button[text()='RingDilatedAttention, 4 ranks']")
     choose(chrome, "memory")
     shown = texts(chrome, "#shown button")
     assert "dense SDPA" not in shown
@@ -259,18 +250,18 @@ def test_the_page_never_scrolls_sideways(show: Open, name: str, width: int) -> N
 
 
 def test_an_empty_page_and_a_page_without_script_say_so(
-    show: Open, chrome: webdriver.Chrome, pages: dict[str, str]
+    show: Open, browser: webdriver.Chrome, pages: dict[str, str]
 ) -> None:
     show("empty")
-    assert "interrupted in the suite quick" in texts(chrome, "header")[0]
-    assert chrome.find_element(By.ID, "nothing").is_displayed()
-    assert number(chrome, "#shown button, #setting option") == 0
-    chrome.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    assert "interrupted in the suite quick" in texts(browser, "header")[0]
+    assert browser.find_element(By.ID, "nothing").is_displayed()
+    assert number(browser, "#shown button, #setting option") == 0
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        chrome.get(pages["sample"])
-        shown = chrome.find_element(By.TAG_NAME, "body").text
+        browser.get(pages["sample"])
+        shown = browser.find_element(By.TAG_NAME, "body").text
     finally:
-        chrome.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     for text in ("The plot needs JavaScript", "It is fast.", "Which one should I use?", "2.13.0+cpu"):
         assert text in shown
 

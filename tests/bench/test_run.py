@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.bench import machine, probes, run
+from dilated_attention.bench import machine, probes, run, runners
 from dilated_attention.bench.run import Check, Expected, Timing, interleave, oracle, time_calls
+from dilated_attention.bench.setting import Setting
+from dilated_attention.bench.subject import Implementation, Subject
 from dilated_attention.testing import make_qkv
 
 CPU = torch.device("cpu")
@@ -71,22 +73,27 @@ def test_where_no_error_is_allowed_the_larger_one_is_the_worse() -> None:
 
 def test_bfloat16_is_held_against_plain_pytorch() -> None:
     qkv = make_qkv(1, 50, 2, 8, dtype=torch.bfloat16)
-    expected = Expected.of(oracle(PATTERN), qkv, torch.randn(qkv[0].shape).bfloat16())
-    assert expected.check(lambda *x: dilated_attention(*x, PATTERN)).verdict == "exact"
+    dout = torch.randn(qkv[0].shape).bfloat16()
+    expected = Expected.of(oracle(PATTERN), qkv, dout)
+    assert expected.compare(run.results(lambda *x: dilated_attention(*x, PATTERN), qkv, dout)).verdict == "exact"
     assert 1e-4 < expected.limits["out"] < 0.1
 
 
 def test_out_without_gradients_is_checked_too() -> None:
-    """It is what is timed as forward, and may run other code."""
-    qkv = make_qkv(1, 40, 4, 8)
+    """It is what is timed as forward, and may run other code: rows of it are checked at full length."""
+    setting = Setting(64, (16, 64), (1, 4), torch.device("cpu"), heads=4, head_dim=8)
+    pattern = setting.pattern("longnet")
 
     def wrong_in_inference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = dilated_attention(q, k, v, PATTERN)
+        out = dilated_attention(q, k, v, pattern)
         return out if torch.is_grad_enabled() else out * 1.01
 
-    expected = Expected.of(oracle(PATTERN), qkv, torch.ones_like(qkv[0]))
-    assert expected.check(lambda *x: dilated_attention(*x, PATTERN)).verdict == "exact"
-    assert expected.check(wrong_in_inference).verdict == "wrong"
+    for attention, right in ((oracle(pattern), True), (wrong_in_inference, False)):
+        subject = Subject(attention, oracle(pattern), pattern, setting.qkv(), setting.dout())
+        one = Implementation("one", "function", "longnet", lambda _, subject=subject: subject)
+        rows = runners.prepare(one, setting, ["forward_backward"]).rows
+        assert rows is not None
+        assert rows["right"] == right
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -15,8 +15,7 @@ import torch
 
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.nesting import form_of, is_short, launches
-from dilated_attention.call import Call
-from dilated_attention.pattern import Heads
+from dilated_attention.call import Call, Heads
 from tests.triton_kernels.runner import run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
@@ -155,7 +154,7 @@ def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytes
 def test_the_candidates_have_all_that_is_in_use(tune: ModuleType) -> None:
     for key, tile in json.loads(tune.MEASURED.read_text())["9.0"]["tiles"].items():
         kernel, size = key.split()[:2]
-        assert configs.Config(*tile) in tune.candidates(kernel, int(size)), key
+        assert configs.TileConfig(*tile) in tune.candidates(kernel, int(size)), key
     for kernel, size in tune.CANDIDATES:
         found = tune.candidates(kernel, size)
         assert 6 <= len(found) == len(set(found)) <= 10

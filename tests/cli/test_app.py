@@ -94,25 +94,6 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"dilated-attention {dilated_attention.__version__}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nonsense"], "No such command 'nonsense' (see dilated-attention --help)"),
-        (["--nonsense"], "No such option: --nonsense"),
-        (["plan", "--zzz"], "No such option: --zzz (see dilated-attention plan --help)"),
-        (["plan"], "Missing option '-n' / '--tokens' (see dilated-attention plan --help)"),
-        (["plan", "-n"], "'-n' requires an argument"),
-        (["plan", "-n", "1", "-w", "1", "-r", "1", "--heads", "few"], "Invalid value for '--heads'"),
-        (["plan", "-n", "1", "-w", "1", "-r", "1", "stray"], "Got unexpected extra argument"),
-        (["compare", "one.json"], "Missing argument 'AFTER'"),
-        (["compare", "a", "b", "--threshold", "much"], "Invalid value for '--threshold'"),
-        (["suggest", "--causal=maybe", "-n", "5"], "--causal"),
-    ],
-)
-def test_wrong_usage_is_one_line(refused: Any, arguments: list[str], message: str) -> None:
-    assert message in refused(*arguments)
-
-
 def test_a_fault_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the checking of arguments turns errors into one line."""
 

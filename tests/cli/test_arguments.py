@@ -90,7 +90,8 @@ def test_dtypes_and_devices() -> None:
     with pytest.raises(ValueError, match=r"--dtype must be one of float64.*got 'int8'"):
         arguments.dtype("--dtype", "int8")
     assert arguments.device("--device", "cpu") == torch.device("cpu")
-    for text in ("tpu", "cuda:x", "", "cpu:0"):
+    assert arguments.device("--device", "").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    for text in ("tpu", "cuda:x", "cpu:0"):
         with pytest.raises(ValueError, match="--device must be cpu, cuda or cuda:0, got"):
             arguments.device("--device", text)
     with pytest.raises(ValueError, match=r"cuda:999.* sees [0-9]+ CUDA devices"):

@@ -169,27 +169,6 @@ def test_a_fault_keeps_what_was_measured(run: Any, fake: Any, tmp_path: Path) ->
     assert json.loads((tmp_path / "results.json").read_text())["complete"] is False
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--suite", "fast"], "--suite must be one or more of quick, copies"),
-        (["--suite", "quick,"], "--suite must be one or more of"),
-        (["--device", "tpu"], "--device must be cpu, cuda"),
-        (["--device", "cuda:99"], "CUDA devices: use cpu"),
-        (["--dtype", "int8"], "--dtype must be one of float64"),
-        (["--seconds", "0"], "--seconds must be more than 0"),
-        (["--seconds", "nan"], "--seconds must be more than 0"),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    refused: Any, fake: Any, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    calls = fake(complete)
-    assert message in refused("bench", "--out", tmp_path / "x", *arguments)
-    assert not calls
-    assert not (tmp_path / "x").exists()
-
-
 def test_a_folder_that_cannot_be_written_is_found_before_hours_of_work(refused: Any, fake: Any, tmp_path: Path) -> None:
     calls = fake(complete)
     (tmp_path / "file").write_text("")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 import torch
 
 from dilated_attention import DilatedPattern, plan_cost
@@ -78,26 +77,3 @@ def test_what_fits(run: Any) -> None:
     out = run(*line, f"{need}B", "--latency", "1s").out
     assert "best exchange: allgather" in out
     assert f"training fits with exchange='alltoall' instead of 'allgather': {bytes_text(need)}" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-w", "2048,4096", "-r", "1"], "segment_lengths has 2 entries and dilation_rates 1"),
-        (["-w", "1k,2k", "-r", "1,2", "--rule", "head_groups", "--heads", "1"], "2 branches and 1 key/value heads"),
-        (["-w", "1k", "-r", "1", "--rule", "short"], "unknown rule 'short': use one of longnet"),
-        (["-w", "1k", "-r", "0"], "'-r' / '--dilation-rates': '0' is not a whole number"),
-        (["-w", "1k", "-r", "1", "--heads", "12", "--kv-heads", "5"], "12 query heads cannot be shared evenly by 5"),
-        (["-w", "1k", "-r", "1", "--head-dim", "0"], "Invalid value for '--head-dim'"),
-        (["-w", "1k", "-r", "1", "--batch", "-3"], "Invalid value for '--batch'"),
-        (["-w", "1k", "-r", "1", "--dtype", "int8"], "--dtype must be one of"),
-        (["-w", "1k", "-r", "1", "--memory", "lots"], "'--memory': 'lots' is not a size"),
-        (["-w", "1k", "-r", "1", "--bandwidth", "0GB/s"], "'--bandwidth': '0GB/s' is not bytes per second"),
-        (["-w", "1k", "-r", "1", "--latency", "soon"], "'--latency': 'soon' is not a time"),
-        (["-w", "1k", "-r", "1", "--ranks", "0"], "'--ranks': '0' is not a whole number"),
-        (["-w", "2^60", "-r", "1"], "at most 2**48"),
-        (["-w", "2^48", "-r", "1", "-n", "2^48", "--head-dim", "999999"], "more than 2**62 bytes are not counted"),
-    ],
-)
-def test_what_cannot_be_is_one_line(refused: Any, arguments: list[str], message: str) -> None:
-    assert message in refused("plan", "-n", "4096", *arguments)

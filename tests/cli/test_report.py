@@ -54,7 +54,7 @@ def test_without_what_draws_it_says_what_to_install(
     monkeypatch.delattr("dilated_attention.bench.page", raising=False)
     monkeypatch.delattr("dilated_attention.bench.plots", raising=False)
     monkeypatch.setitem(sys.modules, "altair", None)
-    assert "this needs altair: pip install" in refused("report", tmp_path)
+    assert "a chart needs altair, which is not installed: pip install" in refused("report", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 

@@ -52,29 +52,3 @@ def test_into_a_file(run: Any, tmp_path: Path, ending: str) -> None:
     code, out, _ = run("show", "-n", 16, "-w", "4,16", "-r", "1,4", "--heads", 2, "-o", file)
     assert (code, out) == (0, f"written: {file}\n")
     assert file.stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--query", "8192"], "there is no query 8192 among 8192 tokens"),
-        (["--head", "8"], "there is no head 8 among 8"),
-        (["--query", "-1"], "'--query': '-1' is not a whole number"),
-        (["--window", "4k:2k"], "give a first token and a later end"),
-        (["--rule", "head_groups", "--heads", "1"], "2 branches and 1 key/value heads"),
-        (["--ranks", "4"], "name one with -o"),
-        (["--colour", "branch"], "name one with -o"),
-        (["--ranks", "100", "-o", "a.svg"], "1 to 64 ranks, got 100"),
-        (["--colour", "red", "-o", "a.svg"], "unknown colour 'red'"),
-        (["-o", "pattern.pdf"], ".html, .svg, .png"),
-        (["-o", "/dev/null/pattern.svg"], "there is no folder /dev/null"),
-        (["-o", "nothere/pattern.svg"], "there is no folder nothere"),
-        (["--exchange", "ring"], "--exchange"),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(*LINE, *arguments)
-    assert not list(tmp_path.iterdir())

@@ -36,17 +36,3 @@ def test_the_python_and_the_commands_it_prints_run_and_are_about_the_same(run: A
     memory = next(line for line in out.splitlines() if line.startswith("memory"))
     trains = memory.split(": ")[1].split(" to train")[0]
     assert f" {trains} " in next(line for line in plan.out.splitlines() if line.startswith("memory to train")) + " "
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-n", "0"], "'-n' / '--tokens': '0' is not a whole number"),
-        (["-n", "2^60"], "tokens must be at most 2**48"),
-        (["-n", "1k", "--rule", "x"], "unknown rule 'x'"),
-        (["-n", "1k", "--heads", "0"], "--heads"),
-        (["-n", "1k", "--memory", "-1GB"], "'-1GB' is not a size of a byte or more"),
-    ],
-)
-def test_what_cannot_be_is_one_line(refused: Any, arguments: list[str], message: str) -> None:
-    assert message in refused("suggest", *arguments)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from dilated_attention.bench.plain import is_ours_wrong
-from dilated_attention.cli.tables import cell, print_results, wrong
+from dilated_attention.cli.tables import print_results, wrong
 
 Results = dict[str, Any]
 
@@ -64,12 +64,6 @@ def test_tables_of_suites(results: Results) -> None:
     assert line(text, "two").split() == ["two", "1,234,567", "0.500"]
     assert line(text, "four").split() == ["four", "–", "2,350"]
     assert "as planned" in text
-
-
-def test_cells() -> None:
-    assert [cell(x) for x in (None, True, 1234, 0.12345, 1e9, "a", float("nan"))] == [
-        "–", "True", "1,234", "0.123", "1,000,000,000", "a", "nan",
-    ]  # fmt: skip
 
 
 def test_recommendations_and_answer(results: Results) -> None:

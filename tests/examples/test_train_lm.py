@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dilated_attention.models.text import BEGIN, BYTES, Rows, read_texts, tokens_of
+from dilated_attention.models.text import BEGIN, BYTES, PackedRows, read_texts, tokens_of
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 
@@ -74,7 +74,7 @@ def gradients(arguments: list[str]) -> list[torch.Tensor]:
             BYTES, options.dim, options.depth, options.heads, train_lm.da.DilatedPattern.longnet([8, 16], [1, 2])
         )
         trainer = train_lm.Trainer(options, config)
-        loss = trainer.gradients(Rows(tokens_of(read_texts(options.text), BYTES), options.tokens, options.seed))
+        loss = trainer.gradients(PackedRows(tokens_of(read_texts(options.text), BYTES), options.tokens, options.seed))
         return [loss, *(parameter.grad.full_tensor() for parameter in trainer.model.parameters())]  # type: ignore[union-attr]
     finally:
         torch.set_default_dtype(torch.float32)
@@ -194,7 +194,7 @@ def test_bad_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="token 256 is outside the vocabulary of 100"):
         tokens_of([b"text"], 100)
     with pytest.raises(ValueError, match="has 5 tokens, and a row 40"):
-        Rows(tokens_of([b"text"], BYTES), 40)
+        PackedRows(tokens_of([b"text"], BYTES), 40)
 
 
 def binary(folder: Path) -> Path:
@@ -205,7 +205,7 @@ def binary(folder: Path) -> Path:
 
 def test_rows_hold_every_document(tmp_path: Path) -> None:
     texts = read_texts([corpus(tmp_path / "text")])
-    rows = Rows(tokens_of(texts, BYTES), 40, seed=3)
+    rows = PackedRows(tokens_of(texts, BYTES), 40, seed=3)
     for around in range(2):
         row, ends = zip(*(rows[around * rows.count + i] for i in range(rows.count)), strict=True)
         whole = torch.cat(row, 1)[0]

@@ -188,7 +188,9 @@ def test_the_start_is_magnetos() -> None:
 @ALL
 def test_a_config_is_written_as_json(name: str) -> None:
     config = dataclasses.replace(SMALL, **OPTIONS[name])
-    assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    for pattern in (config.pattern, DilatedPattern.torchscale([8], [1], mixing_gradient="detached")):
+        config = dataclasses.replace(config, pattern=pattern)
+        assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(

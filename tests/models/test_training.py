@@ -71,10 +71,10 @@ def test_packed_slides_are_dropped_one_by_one() -> None:
     layers = model(TILES.float(), COORDS, True, padding_mask=mask)
     assert torch.equal(layers[1], layers[2])
     assert not torch.equal(layers[0], layers[1])
-    from dilated_attention.models.layers import Rows, drop_path
+    from dilated_attention.models.layers import Sequences, drop_path
 
     torch.manual_seed(0)
-    kept = drop_path(torch.ones(1, 30, 2), 0.5, Rows((0, 4, 5, 12, 30)))[0]
+    kept = drop_path(torch.ones(1, 30, 2), 0.5, Sequences((0, 4, 5, 12, 30)))[0]
     for first, last in ((0, 4), (4, 5), (5, 12), (12, 30)):
         assert kept[first:last].unique().tolist() in ([0.0], [2.0])
     assert len(kept.unique()) == 2

@@ -18,6 +18,7 @@ from dilated_attention.show import View, plot, save, terminal
 pytest.importorskip("altair")
 
 from dilated_attention.show.chart import choosable, panels
+from tests.page_text import data_of
 
 PATTERN = DilatedPattern.longnet([16, 64], [1, 4])
 SMALL = View(PATTERN, 64, 4, query=20, ranks=2)
@@ -84,15 +85,7 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_a_page_holds_all_that_it_needs(tmp_path: Path) -> None:
     save(SMALL, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
-    assert policy
-    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy[1]
-    outside = re.sub(r"<script[^>]*>.*?</script>", lambda found: found[0].partition(">")[0], text, flags=re.S)
-    assert not re.search(r"<(link|img|iframe|base)\b|\b(src|href)=", outside)
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    assert data
-    held = json.loads(data[1])
+    held = data_of(text)
     assert held["captions"] == {colour: SMALL.caption(colour) for colour in ("share", "branch")}  # type: ignore[arg-type]
     bound = {one["name"]: one["bind"] for one in held["specification"]["params"] if isinstance(one.get("bind"), dict)}
     assert bound["picture"]["labels"] == ["head 0", "head 1", "head 2", "head 3"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,37 +12,23 @@ from PIL import Image
 
 from dilated_attention.slides import draw
 from dilated_attention.slides.maps import Maps, Thumbnail
+from tests import browsing
+from tests.browsing import (
+    IN_A_BROWSER,
+    keeps_to_itself,
+    open_page,
+    pixel_at,
+    started_browser,  # noqa: F401
+)
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="the page is opened with selenium")
+pytest.importorskip("altair")
 
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.common.actions.wheel_input import ScrollOrigin  # noqa: E402
-from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
-pytestmark = [
-    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver on the PATH"),
-    pytest.mark.xdist_group("browser"),
-]
+pytestmark = IN_A_BROWSER
 SIDE = 10
 PLACES = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE)).flip(-1).double() * 256  # row by row
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(BROWSER)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
-    yield driver
-    driver.quit()
 
 
 def example() -> Maps:
@@ -69,8 +52,7 @@ def pixel(page: Any, tile: int, x: float = 0.5, y: float = 0.5) -> list[int]:
 
 
 def colour(page: Any, tile: int) -> list[int]:
-    read = "return [...document.querySelector('canvas').getContext('2d').getImageData(...arguments, 1, 1).data]"
-    return page.execute_script(read, *pixel(page, tile))  # type: ignore[no-any-return]
+    return pixel_at(page, *pixel(page, tile))
 
 
 def middle(page: Any, tile: int) -> tuple[float, float]:
@@ -91,16 +73,8 @@ def test_the_page(browser: Any, tmp_path: Path, scheme: str, width: int) -> None
     picture = Thumbnail(tmp_path / "thumb.png", SIDE * 256, SIDE * 256)
     draw.save(replace(maps, thumbnail=picture) if width == 390 else maps, file)
     # high enough to see all of the canvas: selenium counts from the middle of what is seen
-    size = {"width": width, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    media = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    browser.get("about:blank")
-    for log in ("browser", "performance"):  # what came before, such as the browser's own first page
-        browser.get_log(log)
-    browser.get(file.as_uri())
-    wait = WebDriverWait(browser, 60)
-    wait.until(lambda page: page.execute_script("return window.shown !== undefined"))
+    open_page(browser, file, width, 1400, scheme, mobile=False)
+    wait = browsing.wait(browser)
 
     def shown(query: int, layer: int, head: int | None) -> None:
         """The page shows this map, by its weights."""
@@ -145,13 +119,4 @@ def test_the_page(browser: Any, tmp_path: Path, scheme: str, width: int) -> None
     shown(-1, 0, 2)  # dragging is no click
     browser.find_element("name", "whole").click()
     wait.until(lambda page: pixel(page, 17) == before)
-    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-    said = [entry for entry in browser.get_log("browser") if entry["source"] != "rendering"]  # of getImageData here
-    assert said == []
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
-    assert {url for url in asked if not url.startswith("data:")} == {file.as_uri()}
-    injected = (
-        "const one = document.createElement('script'); one.textContent = 'window.ran = 1'; document.body.append(one)"
-    )
-    assert browser.execute_script(f"{injected}; return window.ran === undefined"), "the policy lets other scripts run"
+    keeps_to_itself(browser, file)

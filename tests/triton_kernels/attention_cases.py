@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, functional, testing
 from dilated_attention.backends.triton import launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
-from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.backends.triton.whole_call import Prepared
 from dilated_attention.testing import Results
 from tests.cases import INTERPRETED
@@ -241,7 +241,7 @@ def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (32, 16), (16, 64), (64, 64)])
 def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    monkeypatch.setattr(nesting, "config", lambda *_: used.append(1) or Config(rows, keys, 4, 1))
+    monkeypatch.setattr(nesting, "config", lambda *_: used.append(1) or TileConfig(rows, keys, 4, 1))
     check(make(70, 1), DilatedPattern.longnet([66, 132], [1, 2]), is_causal=rows != keys)
     assert len(used) >= 3  # forward, and the two of the backward pass; a GPU is asked about more than once
 

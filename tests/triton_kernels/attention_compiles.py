@@ -14,7 +14,7 @@ from triton.runtime import driver
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends.triton import configs, launch
-from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.backends.triton.nesting import launches
 from dilated_attention.call import Call
 from tests.triton_kernels.decode_compiles import Compiled, Driver
@@ -34,7 +34,7 @@ def compiled(
     kernel: str,
     dim: int,
     dtype: torch.dtype,
-    config: Config,
+    config: TileConfig,
     pattern: DilatedPattern = NESTED,
     *,
     is_causal: bool = False,
@@ -75,10 +75,10 @@ def check(capability: int, found: Any, *, tensor_cores: bool = True) -> None:
         assert "mma" in found.asm["ptx"]
 
 
-MEASURED = [(key, Config(*tile)) for key, tile in configs.measured()["9.0"]["tiles"].items()]
+MEASURED = [(key, TileConfig(*tile)) for key, tile in configs.measured()["9.0"]["tiles"].items()]
 
 
-def size(item: tuple[str, Config]) -> int:
+def size(item: tuple[str, TileConfig]) -> int:
     """Of the tiles that a program holds at once."""
     key, tile = item
     return (tile.rows + tile.keys) * tile.stages * int(key.split()[1])
@@ -106,7 +106,7 @@ def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compiled(monkeypatch, 90, "dkdv", 64, BRAIN, Config(32, 64, 4, 3, 128))
+    found = compiled(monkeypatch, 90, "dkdv", 64, BRAIN, TileConfig(32, 64, 4, 3, 128))
     assert ".maxnreg 128" in found.asm["ptx"]
 
 
@@ -127,7 +127,7 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kern
 
 
 def test_own_tiles_that_are_not_full_need_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = Config(128, 64, 4, 3)  # 192 rows are a tile and a half of queries, and three whole ones of keys
+    tile = TileConfig(128, 64, 4, 3)  # 192 rows are a tile and a half of queries, and three whole ones of keys
     patterns = [DilatedPattern.longnet([width], [1]) for width in (192, 256)]
     made = [compiled(monkeypatch, 90, "forward", 64, BRAIN, tile, pattern, tokens=768) for pattern in patterns]
     assert len({one.hash for one in made}) == 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dilated_attention.backends.triton import launch
-from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.configs import TileConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--device", "cpu", "--scale", "32768", "--seconds", "0", "--commit", "abc"]
@@ -28,7 +28,7 @@ def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("tune")
     monkeypatch.setattr(module, "CANDIDATES", dict.fromkeys(module.CANDIDATES, (GOOD, ODD)))
-    monkeypatch.setattr(module, "DEFAULTS", dict.fromkeys(module.CANDIDATES, Config(*OTHER)))
+    monkeypatch.setattr(module, "DEFAULTS", dict.fromkeys(module.CANDIDATES, TileConfig(*OTHER)))
     monkeypatch.setattr(module, "LENGTHS", (8192, 32768))
     module.expected.cache_clear()
     return module
@@ -44,7 +44,7 @@ def test_all_kernels_are_right_in_every_setting(tune: ModuleType, words: str) ->
     setting = tune.Setting(64, "causal" in words, "nested" if "nested" in words else "", short=True)
     for kernel in tune.KERNELS:
         assert setting.key(kernel) == f"{kernel} 64{words} short"
-        assert tune.check(tune.Job(tune.Place("cpu", 32768), setting, kernel, Config(*GOOD))) is None
+        assert tune.check(tune.Job(tune.Place("cpu", 32768), setting, kernel, TileConfig(*GOOD))) is None
 
 
 def test_in_pieces_into_one_file(tune: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,7 @@ def test_what_is_off_is_never_picked(
 
         def start(*tensors: Any) -> None:
             made(*tensors)
-            if any(isinstance(x, Config) and x.numbers() in wrong for x in given):
+            if any(isinstance(x, TileConfig) and x.numbers() in wrong for x in given):
                 tensors[6][:, -1] *= 1.01  # the last row of dv
 
         return start
@@ -102,7 +102,7 @@ def test_what_is_off_is_never_picked(
 
 
 def test_rows_left_unwritten_are_off(tune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = tune.Job(tune.Place("cpu", 32768), tune.Setting(64, False, "nested"), "dq", Config(*GOOD))
+    job = tune.Job(tune.Place("cpu", 32768), tune.Setting(64, False, "nested"), "dq", TileConfig(*GOOD))
     assert tune.check(job) is None
     monkeypatch.setattr(launch, "backward_dq", lambda *_: lambda *_: None)  # what the launch before it left is right
     assert "off: dq by inf" in tune.check(job)

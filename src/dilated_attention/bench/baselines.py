@@ -46,11 +46,6 @@ def over_heads(
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
-def dense_pattern(tokens: int) -> DilatedPattern:
-    """Dense attention as a pattern, for which the oracle is the dense oracle."""
-    return DilatedPattern.longnet([tokens], [1])
-
-
 # --- copies: the rule head_groups -------------------------------------------------------------------------------
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench import over_ranks, runners
+from dilated_attention.bench import runners
 from dilated_attention.bench.pace import Pace
 from dilated_attention.bench.regress import EXPECTED
-from dilated_attention.bench.results import DIRECTIONS
+from dilated_attention.bench.results import DIRECTIONS, far_off
 from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
 from dilated_attention.bench.runners import OutOfMemory, ran_out
 from dilated_attention.bench.setting import Setting
@@ -143,7 +143,7 @@ class Comparison:
         return failed[0] if failed else functools.reduce(Check.worse, [x for x in known if isinstance(x, Check)])
 
     def _checked_at(self, one: Implementation, small: Setting) -> Check:
-        whole = one.build(small) if one.ranks == 1 else over_ranks.alone(one.name, small)
+        whole = (one.whole or one.build)(small)
         if (small, whole.exact) not in self._expected:
             self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
         return self._expected[small, whole.exact].compare(runners.results_of(one, small))
@@ -260,8 +260,7 @@ def _end(records: dict[str, Record], status: str, why: str) -> dict[str, Measure
 
 
 def _errors(check: Check) -> str:
-    wrong = {name: error for name, error in check.errors.items() if not error <= check.limits[name]}
-    return ", ".join(f"{name} off by {error:.1e}, allowed {check.limits[name]:.1e}" for name, error in wrong.items())
+    return ", ".join(far_off(check.errors, check.limits))
 
 
 def _first_line(error: BaseException) -> str:

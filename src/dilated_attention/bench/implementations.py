@@ -74,22 +74,17 @@ def _modules() -> list[Implementation]:
     many = (MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
     plain: Sequence[type[Any]] = (DilatedAttention, ImprovedDilatedAttention, *ring)
     return [
-        *(Implementation(kind.__name__, "module", "head_groups", partial(_module, kind)) for kind in plain),
+        *(Implementation(kind.__name__, "module", "head_groups", partial(module, kind)) for kind in plain),
         Implementation(RingAttentionV2Simple.__name__, "module", "dense", _v2_simple),
         *(Implementation(kind.__name__, "multihead", "head_groups", partial(multihead.ours, kind)) for kind in many),
     ]
 
 
 def _on_ranks() -> list[Implementation]:
-    """The ring classes with the sequence over several processes, which meet over gloo."""
+    ring = [one for one in _modules() if one.name.startswith("Ring")]
     return [
-        Implementation(
-            f"{name}, {ranks} ranks", "ring", rule, partial(over_ranks.build, name), ranks=ranks,
-            why_not=partial(over_ranks.why_not, name),
-        )
-        for ranks in RANKS
-        for name, rule in over_ranks.RULE_OF.items()
-    ]  # fmt: skip
+        one for ranks in RANKS for one in (*(over_ranks.spread(one, ranks) for one in ring), over_ranks.on_mesh(ranks))
+    ]
 
 
 def _baselines() -> list[Implementation]:
@@ -172,14 +167,14 @@ def _compiled(rule: str, setting: Setting) -> Subject:
 
 def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:
     attention = partial(baselines.dense, is_causal=setting.causal, kernel=kernel)
-    return _subject(attention, baselines.dense_pattern(setting.tokens), setting)
+    return _subject(attention, setting.pattern("dense"), setting)
 
 
-def _module(kind: type[DilatedAttention] | type[RingDilatedAttention], setting: Setting) -> Subject:
-    module = kind(setting.lengths, setting.rates)
-    return _subject(partial(module, is_causal=setting.causal), module.pattern, setting)
+def module(kind: type[DilatedAttention] | type[RingDilatedAttention], setting: Setting, **options: Any) -> Subject:
+    made = kind(setting.lengths, setting.rates, **options)
+    return _subject(partial(made, is_causal=setting.causal), made.pattern, setting)
 
 
 def _v2_simple(setting: Setting) -> Subject:
     attention = partial(RingAttentionV2Simple(), is_causal=setting.causal)
-    return _subject(attention, baselines.dense_pattern(setting.tokens), setting)
+    return _subject(attention, setting.pattern("dense"), setting)

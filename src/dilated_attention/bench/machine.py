@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.util
 import json
 import math
 import os
@@ -62,16 +61,9 @@ def versions(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
         found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-        if importlib.util.find_spec("triton"):
-            found["triton"] = _installed("triton")
+        with contextlib.suppress(PackageNotFoundError):
+            found["triton"] = version("triton")
     return found
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def device_name(device: torch.device) -> str:

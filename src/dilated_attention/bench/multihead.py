@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention import reference
-from dilated_attention.bench import baselines
 from dilated_attention.bench.run import Attention
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import Subject
@@ -39,7 +38,7 @@ def torchs(setting: Setting) -> Subject:
         out: Tensor = module(x, x, x, need_weights=False, attn_mask=mask, is_causal=setting.causal)[0]
         return out
 
-    return subject(module, baselines.dense_pattern(setting.tokens), attention, setting)
+    return subject(module, setting.pattern("dense"), attention, setting)
 
 
 def filled(module: Module, setting: Setting) -> Module:

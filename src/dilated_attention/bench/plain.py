@@ -65,10 +65,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, help="of timing per setting")
     parser.add_argument("--commit", help="the commit to record if this copy has no .git")
     options = parser.parse_args(arguments)
-    names = [name for some in options.suite or ["quick"] for name in some.split(",")]
-    unknown = [name for name in names if name not in suites.SUITES]
-    if unknown:
-        parser.error(f"--suite must be one or more of {', '.join(suites.SUITES)}, got {', '.join(unknown)!r}")
+    try:
+        names = suites.named(options.suite or ["quick"])
+    except ValueError as error:
+        parser.error(str(error))
     kept = Kept(options.out)
     device = torch.device(options.device)
     code = kept.run(names, device, None, watch=Lines(), seconds=options.seconds, commit=options.commit)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
-import vl_convert
 
+from dilated_attention import charts
 from dilated_attention.bench import series
 from dilated_attention.bench.series import BAD, DARK, GOOD, GRID, INK, MUTED, PAPER
 
@@ -219,9 +219,9 @@ def dark_style(dark: dict[str, str] = DARK) -> str:
 
 
 def svg(specification: dict[str, Any], dark: dict[str, str] = DARK) -> bytes:
-    drawn: str = vl_convert.vegalite_to_svg(specification)
-    return drawn.replace("</svg>", f"<style>{dark_style(dark)}</style></svg>").encode()
+    drawn = charts.drawn(specification, ".svg")
+    return drawn.replace(b"</svg>", f"<style>{dark_style(dark)}</style></svg>".encode())
 
 
 def png(specification: dict[str, Any]) -> bytes:
-    return bytes(vl_convert.vegalite_to_png(specification, scale=1.5))
+    return charts.drawn(specification, ".png", scale=1.5)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dilated_attention.bench.results import far_off
 from dilated_attention.bench.series import folded
 from dilated_attention.bench.subject import BOTH, FORWARD
 from dilated_attention.units import number_text
@@ -167,8 +168,8 @@ def _matrix(results: Results, ranked: list[tuple[UseCase, list[Record]]]) -> lis
 def _note(check: Record) -> str:
     if check["verdict"] == "exact" or check["why"]:
         return str(check["why"])
-    wrong = [name for name, error in check["errors"].items() if not float(error) <= float(check["limits"][name])]
-    return ", ".join(f"{name} off by {float(check['errors'][name]):.1e}" for name in wrong[:3])
+    wrong = far_off(check["errors"], check["limits"])
+    return ", ".join(text.partition(", allowed")[0] for text in wrong[:3])
 
 
 # --- the answer -------------------------------------------------------------------------------------------------

@@ -20,16 +20,16 @@ MACHINE = ("device", "cpu", "cores", "threads", "system")
 FEWEST_REPEATS = 3
 TOO_SLOW = "too slow to be timed"
 EXPECTED = "one call is expected to take"  # how the reason of such a skip begins
-WORSE = ("slower", TOO_SLOW, "wrong", "out of memory")
+WORSE = ("slower", TOO_SLOW, "wrong", "out of memory", "became wrong")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One measurement in both files. ``ratio`` and its interval are None unless both have a time."""
+    """A measurement or a check in both files. ``ratio`` and its interval are None unless both have a time."""
 
     before: Record
     after: Record
-    verdict: str  # slower, faster, same, unclear, or what the measurement's status became
+    verdict: str  # slower, faster, same, unclear, or what the measurement's status or the check became
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -41,46 +41,35 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A check in both files that came out differently."""
-
-    before: Record
-    after: Record
-
-    @property
-    def is_worse(self) -> bool:
-        return str(self.before["verdict"]) == "exact"
-
-
-@dataclass(frozen=True)
 class Regression:
     origins: tuple[tuple[str, str, str], ...]  # (what, before, after) where the files come from different places
-    is_other_machine: bool
     changes: tuple[Change, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Change, ...]  # of checks
     only_before: tuple[Record, ...]
     only_after: tuple[Record, ...]
 
     @property
+    def is_other_machine(self) -> bool:
+        return any(name in MACHINE for name, _, _ in self.origins)
+
+    @property
     def is_worse(self) -> bool:
         """Whether anything became slower, wrong, or too large for the memory."""
-        return any(x.is_worse for x in self.changes) or any(x.is_worse for x in self.verdicts)
+        return any(x.is_worse for x in (*self.changes, *self.verdicts))
 
 
 def compare(before: Record, after: Record, threshold: float = 1.05) -> Regression:
     """``threshold``: the ratio from which a change counts, more than 1."""
     if not 1 < threshold < float("inf"):
         raise ValueError(f"threshold must be a ratio of more than 1, such as 1.05, got {threshold}")
-    origins = tuple(_origins(before["machine"], after["machine"]))
     measured = [_by_key(found["measurements"], MEASURED_BY) for found in (before, after)]
     checked = [_by_key(found["checks"], CHECKED_BY) for found in (before, after)]
     both = [(one, measured[1][key]) for key, one in measured[0].items() if key in measured[1]]
     verdicts = [(one, checked[1][key]) for key, one in checked[0].items() if key in checked[1]]
     return Regression(
-        origins,
-        any(name in MACHINE for name, _, _ in origins),
+        tuple(_origins(before["machine"], after["machine"])),
         tuple(_change(one, other, threshold) for one, other in both),
-        tuple(Verdict(one, other) for one, other in verdicts if one["verdict"] != other["verdict"]),
+        tuple(Change(*pair, _turned(*pair)) for pair in verdicts if pair[0]["verdict"] != pair[1]["verdict"]),
         tuple(one for key, one in measured[0].items() if key not in measured[1]),
         tuple(one for key, one in measured[1].items() if key not in measured[0]),
     )
@@ -105,6 +94,13 @@ def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[str, 
             turn += 1
         found[(*key, str(turn))] = record
     return found
+
+
+def _turned(before: Record, after: Record) -> str:
+    """What a check became."""
+    if before["verdict"] == "exact":
+        return "became wrong"
+    return "is right" if after["verdict"] == "exact" else "is wrong"
 
 
 def _became(before: Record, after: Record) -> str:

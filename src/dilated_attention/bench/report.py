@@ -31,14 +31,15 @@ def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], 
     """
     written = [_write(folder / "results.csv", table(results["measurements"]).encode())]
     try:
-        from dilated_attention.bench import plots
-        from dilated_attention.bench.page import page
+        for name in NEEDED:
+            charts.library(name)
     except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
-            raise
         how = f'pip install ".[bench]" from a clone, then run: dilated-attention report {folder}'
         say(f"no page, because it needs {error.name}: {how}")
         return written
+    from dilated_attention.bench import plots
+    from dilated_attention.bench.page import page
+
     for name, picture in plots.pictures(results).items():
         for kind, drawn in (("svg", plots.svg), ("png", plots.png)):
             file = folder / "plots" / f"{name}.{kind}"

@@ -25,6 +25,15 @@ def escaped(text: str) -> str:
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
+    """What is beyond its limit, in words. An infinite error is a text, as JSON has no such number."""
+    return [
+        f"{name} off by {float(error):.1e}, allowed {float(limits[name]):.1e}"
+        for name, error in errors.items()
+        if not float(error) <= float(limits[name])
+    ]
+
+
 def _a(name: str, *types: type, test: Callable[[Any], bool] = lambda value: True) -> Check:
     def check(value: Any) -> str:
         is_bool = isinstance(value, bool) and bool not in types

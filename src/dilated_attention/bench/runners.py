@@ -5,7 +5,7 @@ Legend: results are out and gradients of the whole sequence, by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +16,11 @@ from torch import Tensor
 from dilated_attention.bench import over_ranks, probes
 from dilated_attention.bench.run import Call, Measure, measure_of, results
 from dilated_attention.bench.setting import Setting, forget_inputs
-from dilated_attention.bench.subject import BOTH, Implementation, Subject
+from dilated_attention.bench.subject import BOTH, Build, Implementation, Subject
 from dilated_attention.ranks import Outcome, pool
 
 TIMEOUT = 300.0
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate")
-Build = Callable[[Setting], Subject]
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - it says what happened

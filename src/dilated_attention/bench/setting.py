@@ -55,6 +55,9 @@ class Setting:
         return [odd, small]
 
     def pattern(self, rule: str) -> DilatedPattern:
+        """Of a rule by name; "dense" is one segment of all tokens, for which the oracle is the dense oracle."""
+        if rule == "dense":
+            return DilatedPattern.longnet([self.tokens], [1])
         return DilatedPattern(cast(Rule, rule), self.lengths, self.rates)
 
     def qkv(self) -> tuple[Tensor, ...]:

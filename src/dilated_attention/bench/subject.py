@@ -45,6 +45,9 @@ class Subject:
         return forward_backward(self.attention, self.inputs, self.dout, self.parameters.values())
 
 
+Build = Callable[[Setting], Subject]
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One line of the comparison. ``build`` is pickled for ranks, so it is a partial of module-level functions."""
@@ -52,9 +55,10 @@ class Implementation:
     name: str
     kind: str  # function, module, multihead, ring, baseline
     rule: str  # head_groups, longnet, torchscale, dense
-    build: Callable[[Setting], Subject]
+    build: Build
     ours: bool = True
     ranks: int = 1
+    whole: Build | None = None  # over ranks: the same on one device, against which they are checked
     why_not: Callable[[Setting], str | None] = lambda setting: None  # a sentence where it cannot run
 
     @property
@@ -67,11 +71,7 @@ def least_work(implementation: Implementation, setting: Setting, direction: str)
 
     Bytes: q, k, v are read and out and lse written; backward reads these and dout and writes three gradients.
     """
-    if implementation.rule == "dense":
-        pattern = DilatedPattern.longnet([setting.tokens], [1])
-    else:
-        pattern = setting.pattern(implementation.rule)
-    backward = direction == BOTH
+    backward, pattern = direction == BOTH, setting.pattern(implementation.rule)
     flops = setting.samples * pattern.flops(
         setting.tokens, setting.heads, setting.head_dim, is_causal=setting.causal, backward=backward
     )

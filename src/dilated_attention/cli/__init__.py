@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refused as error:
         return _refuse(str(error))
     except ModuleNotFoundError as error:
-        name = error.name or getattr(error.__cause__, "name", None) or ""  # some say in their own words what to do
-        name = name.partition(".")[0]
+        name = (error.name or "").partition(".")[0]
         if name not in OPTIONAL:
             raise
         given = list(sys.argv[1:] if arguments is None else arguments)
@@ -36,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dilated_attention.bench.plain import main as plain_bench
 
             return plain_bench(given[1:])
-        return _refuse(f'this needs {name}: pip install ".[bench]" from a clone' if error.name else str(error))
+        told = isinstance(error.__cause__, ModuleNotFoundError)  # by `charts.library`, which says what to install
+        return _refuse(str(error) if told else f'this needs {name}: pip install ".[bench]" from a clone')
 
 
 def _refuse(message: str) -> int:

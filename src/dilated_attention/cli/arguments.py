@@ -41,9 +41,10 @@ def dtype(option: str, text: str) -> torch.dtype:
 
 
 def device(option: str, text: str) -> torch.device:
-    """cpu, or a CUDA device that is there."""
+    """cpu, or a CUDA device that is there; "" is cuda, if there is one."""
     import torch
 
+    text = text or ("cuda" if torch.cuda.is_available() else "cpu")
     found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", text)
     if not found:
         raise ValueError(f"{option} must be cpu, cuda or cuda:0, got {text!r}")

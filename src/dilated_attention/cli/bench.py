@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from dilated_attention.bench.regress import compare
-from dilated_attention.cli import arguments
+from dilated_attention.cli import arguments, options
 from dilated_attention.cli.compare import summary
-from dilated_attention.cli.output import console, print_written
-from dilated_attention.cli.progress import watching
+from dilated_attention.cli.output import console, print_written, watching
 from dilated_attention.cli.tables import print_results
 
 NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, kernels, decode, stream, slides, language, all"
@@ -22,10 +21,7 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME", help=f"The suites, comma-separated or one per option: {NAMES}.  [default: quick]"),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if there is one."),
-    ] = "",
+    device: options.Device = "",
     dtype: Annotated[
         str,
         typer.Option(
@@ -53,20 +49,15 @@ def bench(
     Example: dilated-attention bench --suite quick --out report
     """
     # here and not above: help needs no torch, and these take a while
-    import torch
-
     from dilated_attention.bench import machine, suites
     from dilated_attention.bench.plain import PREVIOUS, Kept, is_ours_wrong
     from dilated_attention.bench.report import write_report
 
     with arguments.refusing():
-        names = [name for some in suite or ["quick"] for name in some.split(",")]
-        unknown = [name for name in names if name not in suites.SUITES]
-        if unknown:
-            raise ValueError(f"--suite must be one or more of {', '.join(suites.SUITES)}, got {', '.join(unknown)!r}")
+        names = suites.named(suite or ["quick"])
         if seconds is not None and not 0 < seconds < float("inf"):
             raise ValueError(f"--seconds must be more than 0, got {seconds}")
-        where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = arguments.device("--device", device)
         dtypes = [arguments.dtype("--dtype", name) for name in dtype.split(",")] if dtype else None
         arguments.writable(out)
     kept = Kept(out)

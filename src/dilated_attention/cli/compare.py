@@ -48,12 +48,11 @@ def _print(screen: Console, found: Regression) -> None:
         print_table(screen, "where they come from", ["", "<before", "<after"], found.origins)
     if found.is_other_machine:
         screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
-    for verdict in found.verdicts:
-        one, other = verdict.before, verdict.after
+    for change in found.verdicts:
+        one = change.before
         what = f"{name_of(one)}, {one['dtype']}{', causal' if one['causal'] else ''}"
-        became = "became wrong" if verdict.is_worse else "is right" if other["verdict"] == "exact" else "is wrong"
-        text = f"{what} {became}: {one['verdict']}, now {other['verdict']}"
-        screen.print(Text(text, STYLES.get(became, "")), soft_wrap=True)
+        text = f"{what} {change.verdict}: {one['verdict']}, now {change.after['verdict']}"
+        screen.print(Text(text, STYLES.get(change.verdict, "")), soft_wrap=True)
     groups: dict[str, list[Change]] = {}
     for change in found.changes:
         groups.setdefault(f"{change.before['suite']}: {setting(change.before)}", []).append(change)

@@ -12,8 +12,7 @@ import typer
 
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli import arguments, options
-from dilated_attention.cli.output import console
-from dilated_attention.cli.progress import watching
+from dilated_attention.cli.output import console, watching
 from dilated_attention.units import number_text, seconds_text
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ def encode(
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]")
     ] = "",
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if there is one.")
-    ] = "",
+    device: options.Device = "",
     memory: Annotated[
         int | None,
         typer.Option(
@@ -103,7 +100,6 @@ def encode(
         arguments.writable(out)
         table = arguments.file("--table", table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
-    import torch
 
     from dilated_attention.models import SlideEncoder
     from dilated_attention.models import weights as stored
@@ -112,7 +108,7 @@ def encode(
 
     files.h5py()
     with arguments.refusing():
-        where = arguments.device("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = arguments.device("--device", device)
         kind = arguments.dtype("--dtype", dtype or ("bfloat16" if where.type == "cuda" else "float32"))
         if str(kind).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

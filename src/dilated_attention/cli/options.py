@@ -156,6 +156,9 @@ Memory = Annotated[
         "--memory", parser=size, metavar="SIZE", help="The memory of one device: 80GB (1000³) or 24GiB (1024³)."
     ),
 ]
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if any.")
+]
 Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="FOLDER", help="The folder to write into; by default, the folder of the results."),

@@ -1,17 +1,25 @@
-"""How things are printed: in colour and as wide as the window on a terminal, plain and wide elsewhere."""
+"""How things are printed: in colour and as wide as the window on a terminal, plain and wide elsewhere.
+
+How far a run is: a bar with the time left on a terminal, lines on stderr elsewhere.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 from rich.text import Text
+
+from dilated_attention.bench.pace import Lines, Watch
+from dilated_attention.units import seconds_text
 
 WIDE = 160  # where nobody's window says how wide: tables are not folded, and lines are not cut anyway
 
@@ -43,3 +51,33 @@ def print_written(screen: Console, folder: Path, files: Iterable[Path]) -> None:
     for file in files:
         if file.parent == folder:
             screen.print(f"written: {file}", soft_wrap=True)
+
+
+class Bar(Lines):
+    """One line that changes, and above it what stays."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task = progress.add_task("starting", total=1.0, left="")
+
+    def step(self, text: str, share: float, left: float) -> None:
+        remaining = f"{seconds_text(max(1.0, round(left)))} left"
+        self.progress.update(self.task, completed=share, description=text, left=remaining)
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text, soft_wrap=True)
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield Lines()
+        return
+    one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what room the others leave
+    columns = (
+        BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.fields[left]}"),
+        TextColumn("{task.description}", markup=False, table_column=one_line),
+    )  # fmt: skip
+    with Progress(*columns, console=screen, transient=True, expand=True) as progress:
+        yield Bar(progress)

@@ -29,10 +29,13 @@ def report(
         found = load(results, whole=True)
         folder = arguments.writable(out or (results if results.is_dir() else results.parent))
     # here and not above: help needs no torch, and what the page needs may not be installed: `main` says so
-    from dilated_attention.bench import machine, page  # noqa: F401
+    from dilated_attention import charts
+    from dilated_attention.bench import machine
     from dilated_attention.bench.claims import conclusions
-    from dilated_attention.bench.report import write_report
+    from dilated_attention.bench.report import NEEDED, write_report
 
+    for name in NEEDED:
+        charts.library(name)
     screen = console()
     files = []
     if conclude:

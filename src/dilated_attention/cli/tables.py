@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from dilated_attention.bench.results import DIRECTIONS
+from dilated_attention.bench.results import DIRECTIONS, WHAT, far_off
 from dilated_attention.bench.series import with_ranks
 from dilated_attention.cli.output import print_table
-from dilated_attention.units import bytes_text, count_text, measured_text, number_text
+from dilated_attention.units import bytes_text, cell_text, measured_text, number_text
 
 Record = dict[str, Any]
 STYLES = {
@@ -30,7 +30,7 @@ def print_results(screen: Console, results: Record) -> None:
         columns = ["implementation", "forward ms", "fwd + bwd ms", "memory", "<verdict"]
         print_table(screen, f"{suite}: {name}", columns, _rows(records, verdicts))
     for made in results["tables"]:
-        rows = ([cell(x) for x in row] for row in made["rows"])
+        rows = ([cell_text(x) for x in row] for row in made["rows"])
         print_table(screen, f"{made['suite']}: {made['title']}", made["columns"], rows)
         if made["note"]:
             screen.print(made["note"], soft_wrap=True)
@@ -57,12 +57,7 @@ def wrong(results: Record) -> Iterator[Text]:
     """Each check that failed, ours first: it has no times, and this is why."""
     failed = [check for check in results["checks"] if check["verdict"] != "exact"]
     for check in sorted(failed, key=lambda check: not check["ours"]):
-        over = [
-            f"{name} off by {float(error):.1e}, allowed {float(check['limits'][name]):.1e}"
-            for name, error in check["errors"].items()
-            if not float(error) <= float(check["limits"][name])
-        ]
-        why = "; ".join(filter(None, [*over, check["why"]]))
+        why = "; ".join(filter(None, [*far_off(check["errors"], check["limits"]), check["why"]]))
         ours = "OURS: " if check["ours"] else ""
         where = f"{check['dtype']}{', causal' if check['causal'] else ''}"
         yield Text(f"{ours}{name_of(check)} ({where}): {check['verdict']}: {why}", "bold red" if check["ours"] else "")
@@ -85,15 +80,6 @@ def grouped(measurements: Iterable[Record]) -> dict[tuple[str, str], list[Record
     for record in measurements:
         found.setdefault((record["suite"], setting(record)), []).append(record)
     return found
-
-
-def cell(value: object) -> str:
-    """A cell of a suite's own table."""
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return number_text(value)
-    return count_text(value) if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _rows(records: Iterable[Record], verdicts: dict[tuple[Any, ...], str]) -> Iterator[Sequence[str | Text]]:
@@ -126,7 +112,7 @@ def _time(record: Record | None) -> Text:
 
 
 def _checked(record: Record) -> tuple[Any, ...]:
-    return tuple(record[name] for name in ("implementation", "kind", "rule", "ranks", "dtype", "causal"))
+    return tuple(record[name] for name in WHAT)
 
 
 def _recommendation(one: Record) -> list[str]:

@@ -27,7 +27,7 @@ AT_ONCE = 1 << 16  # tokens that go through a feed-forward layer together where 
 
 
 @dataclass(frozen=True)
-class Rows:
+class Sequences:
     """What the rows of x are: by default B sequences of equal length."""
 
     bounds: tuple[int, ...] | None = None  # of packed sequences, (0, ..., N)
@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
             q, k = self.xpos(q, k)
         return q, k, v
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, rows: Sequences) -> Tensor:
         q, k, v = self.project(x)
         link = None if rows.group is None else functional.link_of(ContextParallel.of(rows.group))
         out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
@@ -154,11 +154,11 @@ class Layer(nn.Module):
         self.dropout = checked_probability(dropout, "dropout")
         self.drop_path = checked_probability(drop_path, "drop_path_rate")
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, rows: Sequences) -> Tensor:
         x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), rows), rows)
         return x + self._dropped(self.ffn(self.final_layer_norm(x)), rows)
 
-    def _dropped(self, x: Tensor, rows: Rows) -> Tensor:
+    def _dropped(self, x: Tensor, rows: Sequences) -> Tensor:
         x = F.dropout(x, self.dropout, self.training)
         return drop_path(x, self.drop_path, rows) if self.training and self.drop_path > 0 else x
 
@@ -182,7 +182,7 @@ class Encoder(nn.Module):
         self.layer_norm = nn.LayerNorm(embed_dim)
 
 
-def drop_path(x: Tensor, p: float, rows: Rows) -> Tensor:
+def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:
     """x with whole sequences dropped with probability p, the others scaled by 1 / (1 - p)."""
     sequences = len(x) if rows.bounds is None else len(rows.bounds) - 1
     kept = x.new_empty(sequences, 1, 1).bernoulli_(1 - p)

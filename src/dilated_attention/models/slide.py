@@ -19,7 +19,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.functional import link_of
 from dilated_attention.models import explain, positions, weights
-from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Rows
+from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Sequences
 from dilated_attention.models.positions import TileSize
 from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
 from dilated_attention.pattern import DilatedPattern, whole_number
@@ -224,7 +224,7 @@ class SlideEncoder(nn.Module):
         group: Group | ContextParallel | None,
         *,
         keeps_all: bool,
-    ) -> tuple[list[Tensor], Rows]:
+    ) -> tuple[list[Tensor], Sequences]:
         """The rows before the first layer and after each, or only after the last."""
         try:
             tiles, coords = self._checked(tiles, coords, padding_mask, group)
@@ -272,7 +272,7 @@ class SlideEncoder(nn.Module):
 
     def _embedded(
         self, tiles: Tensor, cell: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
-    ) -> tuple[Tensor, Rows]:
+    ) -> tuple[Tensor, Sequences]:
         """The class token and the tiles, packed in one row if a mask is given."""
         slides, bounds = len(tiles), None
         if padding_mask is not None:
@@ -288,9 +288,9 @@ class SlideEncoder(nn.Module):
         else:  # it is on the first rank; an empty slice gives the other ranks a gradient of 0
             is_first = group is None or ContextParallel.of(group).process_group().rank() == 0
             x = torch.cat([token.expand(slides, -1, -1)[:, : int(is_first)], x], dim=1)
-        return F.dropout(x, self.dropout, self.training), Rows(bounds, group, self.backend)
+        return F.dropout(x, self.dropout, self.training), Sequences(bounds, group, self.backend)
 
-    def _pooled(self, x: Tensor, rows: Rows) -> Tensor:
+    def _pooled(self, x: Tensor, rows: Sequences) -> Tensor:
         """(B, C): the mean of the tiles, or the class token, through `norm`."""
         if rows.bounds is not None:
             spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
@@ -317,7 +317,7 @@ class SlideEncoder(nn.Module):
         counts = gather_sequence(torch.tensor([[x.shape[1] - is_first]], device=x.device), group)
         return (sums / counts.sum()).to(x.dtype)
 
-    def _tiles(self, x: Tensor, padding_mask: Tensor | None, rows: Rows) -> Tensor:
+    def _tiles(self, x: Tensor, padding_mask: Tensor | None, rows: Sequences) -> Tensor:
         """The tiles' rows without the class token, where the tiles were."""
         if padding_mask is None:
             is_first = rows.group is None or ContextParallel.of(rows.group).process_group().rank() == 0

@@ -48,7 +48,7 @@ def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) ->
     return found
 
 
-class Rows:
+class PackedRows:
     """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
 
     ``rows[i]`` is the same on every rank, and whatever was asked for before: row i, of the first time round or a later

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.models import weights
-from dilated_attention.models.layers import Layer, Rows
+from dilated_attention.models.layers import Layer, Sequences
 from dilated_attention.pattern import DilatedPattern
 
 FIRST_POSITION = 2  # of the table of position embeddings; rows 0 and 1 are not used
@@ -135,7 +135,7 @@ class LongNet(nn.Module):
             x = self.layernorm_embedding(x)
         x = F.dropout(x, self.dropout, self.training)
         for layer in self.layers:
-            x = layer(x, Rows(backend=self.backend))
+            x = layer(x, Sequences(backend=self.backend))
         for last in (self.layer_norm, self.output_projection):
             x = x if last is None else last(x)
         return x
@@ -145,7 +145,7 @@ class LongNetEncoder(LongNet):
     """torchscale's LongNetEncoder.
 
     Examples:
-        >>> encoder = models.LongNetEncoder.from_torchscale(
+        >>> encoder = models.torchscale.LongNetEncoder.from_torchscale(
         ...     "encoder.pth", num_heads=12, segment_lengths=[2048, 4096], dilation_rates=[1, 2]
         ... )  # doctest: +SKIP
     """

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.pattern import DilatedPattern, Rule, whole_number
+from dilated_attention.pattern import DilatedPattern, whole_number
 
 Feedforward = Literal["gelu", "swiglu"]
 Norm = Literal["layer", "rms"]
@@ -130,7 +130,8 @@ class LMConfig:
 def written(pattern: DilatedPattern) -> dict[str, Any]:
     """A pattern as JSON takes it."""
     lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
-    return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates}
+    mixing = {} if pattern.is_exact else {"mixing_gradient": pattern.mixing_gradient}
+    return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates, **mixing}
 
 
 def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
@@ -139,9 +140,10 @@ def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
         return found
     if isinstance(found, list | tuple):
         return tuple(cast(DilatedPattern, read_pattern(one)) for one in found)
-    if not isinstance(found, dict) or set(found) != {"rule", "segment_lengths", "dilation_rates"}:
+    needed = {"rule", "segment_lengths", "dilation_rates"}
+    if not isinstance(found, dict) or not needed <= set(found) <= {*needed, "mixing_gradient"}:
         raise ValueError(f"a pattern is a dict of rule, segment_lengths and dilation_rates, got {found!r}")
-    return DilatedPattern.of(cast(Rule, found["rule"]), found["segment_lengths"], found["dilation_rates"])
+    return DilatedPattern.of(**found)
 
 
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rotary:
@@ -160,7 +162,7 @@ def rotated(x: Tensor, waves: Rotary) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer: attention and a feed-forward network, each normalised before, and inside if ``sub_norm``."""
 
     def __init__(self, config: LMConfig, layer: int, **factory: Any) -> None:
@@ -238,7 +240,7 @@ class Trunk(nn.Module):
         self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
-        self.blocks = nn.ModuleList(Block(config, layer, **factory) for layer in range(config.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(config, layer, **factory) for layer in range(config.depth))
         kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
         self.norm = kind(config.dim, eps=config.norm_eps, **factory)
         # as in MAGNETO's models: small weights for the tied output, and an input of size 1
@@ -249,7 +251,7 @@ class Trunk(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5 if self.config.sub_norm else 0.02)
         for block in self.blocks:
-            cast(Block, block).reset_parameters(self.config.depth)
+            cast(TransformerBlock, block).reset_parameters(self.config.depth)
         self.norm.reset_parameters()
 
     def states(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilated_attention.charts import write
+from dilated_attention.charts import library, write
 
 FILE = "slide_encoder.pth"  # what the released repositories call it
 FILES = ("slide_encoder.safetensors", FILE)
@@ -43,13 +42,7 @@ def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = T
 
 
 def _optional(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        if error.name not in (name, package):
-            raise
-        raise ModuleNotFoundError(f"these weights need {package}: pip install {package}") from error
+    return library(name, "these weights need", "models")
 
 
 def read(path: Path) -> State:

@@ -10,7 +10,8 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from dilated_attention.pattern import DilatedPattern, Heads, rows_at_offset
+from dilated_attention.call import Heads
+from dilated_attention.pattern import DilatedPattern, rows_at_offset
 
 
 @dataclass(frozen=True, slots=True)

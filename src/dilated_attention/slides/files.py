@@ -9,7 +9,6 @@ Legend: L tiles of C channels.
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
 import warnings
@@ -62,11 +61,7 @@ class Slide:
 
 
 def h5py() -> Any:
-    try:
-        return importlib.import_module("h5py")
-    except ModuleNotFoundError as error:
-        text = 'feature files need h5py, which is not installed: pip install ".[slides]" from a clone'
-        raise ModuleNotFoundError(text) from error
+    return charts.library("h5py", "feature files need", "slides")
 
 
 def look(path: Path, tile_size: float | None = None) -> Slide:

@@ -18,7 +18,7 @@ KERNELS = ("forward", "dq", "dkdv")
 NOT_MEASURED = -1
 
 
-class Config(NamedTuple):
+class TileConfig(NamedTuple):
     """A tile of ``rows`` queries and ``keys`` keys, and how Triton compiles it."""
 
     rows: int
@@ -35,24 +35,27 @@ class Config(NamedTuple):
 # For devices that were not measured: what fits into the shared memory of every GPU since compute capability 8.0, and
 # did well on one that was measured; and what fits even since 7.5.
 DEFAULTS = {
-    ("forward", 32): Config(64, 64, 4, 3),
-    ("dq", 32): Config(64, 64, 4, 3),
-    ("dkdv", 32): Config(64, 64, 4, 3),
-    ("forward", 64): Config(64, 64, 4, 3),
-    ("dq", 64): Config(64, 64, 4, 3),
-    ("dkdv", 64): Config(32, 64, 4, 3),
-    ("forward", 128): Config(64, 64, 4, 2),
-    ("dq", 128): Config(64, 32, 4, 2),
-    ("dkdv", 128): Config(32, 64, 4, 2),
-    ("forward", 256): Config(64, 32, 4, 2),
-    ("dq", 256): Config(32, 32, 4, 2),
-    ("dkdv", 256): Config(32, 32, 4, 2),
+    ("forward", 32): TileConfig(64, 64, 4, 3),
+    ("dq", 32): TileConfig(64, 64, 4, 3),
+    ("dkdv", 32): TileConfig(64, 64, 4, 3),
+    ("forward", 64): TileConfig(64, 64, 4, 3),
+    ("dq", 64): TileConfig(64, 64, 4, 3),
+    ("dkdv", 64): TileConfig(32, 64, 4, 3),
+    ("forward", 128): TileConfig(64, 64, 4, 2),
+    ("dq", 128): TileConfig(64, 32, 4, 2),
+    ("dkdv", 128): TileConfig(32, 64, 4, 2),
+    ("forward", 256): TileConfig(64, 32, 4, 2),
+    ("dq", 256): TileConfig(32, 32, 4, 2),
+    ("dkdv", 256): TileConfig(32, 32, 4, 2),
 }
-SMALL = {32: Config(64, 32, 4, 2), 64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(16, 16, 4, 1)}
-# exact float32
-WITHOUT_TENSOR_CORES = {
-    32: Config(32, 32, 4, 1), 64: Config(32, 32, 4, 1), 128: Config(32, 16, 4, 1), 256: Config(16, 16, 4, 1)
-}  # fmt: skip
+SMALL = {
+    size: TileConfig(*tile)
+    for size, tile in {32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 1)}.items()
+}
+WITHOUT_TENSOR_CORES = {  # exact float32
+    size: TileConfig(*tile)
+    for size, tile in {32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)}.items()
+}
 
 
 @functools.cache
@@ -91,7 +94,7 @@ def config(
     causal: bool,
     form: str,
     short: bool,
-) -> Config:
+) -> TileConfig:
     """The tile of a kernel."""
     size = head_dim_class(head_dim)
     if dtype is torch.float32:
@@ -100,7 +103,7 @@ def config(
     for some_short, some_form in product((short, False), _forms(form)):  # which may not have been measured apart
         found = tiles.get(key(kernel, size, causal, some_form, some_short))
         if found is not None:
-            return Config(*found)
+            return TileConfig(*found)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return DEFAULTS[kernel, size]
     return SMALL[size]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dilated_attention.backends.triton.backward import dkdv_kernel, dq_kernel
 from dilated_attention.backends.triton.cache import CACHE
-from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.backends.triton.forward import forward_kernel
 from dilated_attention.backends.triton.table import Table, table
 from dilated_attention.backends.triton.tiling import Nests
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         return cls(shape, tuple(strides[::-1]), dtype)
 
 
-def _constants(call: Call, found: Table, config: Config, *read: Layout) -> dict[str, Any]:
+def _constants(call: Call, found: Table, config: TileConfig, *read: Layout) -> dict[str, Any]:
     """What all kernels are compiled for; ``read``: the layouts of the tensors whose rows they load."""
     strides = [stride for layout in read for stride in layout.strides[:3]]
     return {
@@ -77,7 +77,7 @@ def _optional(call: Call) -> tuple[torch.dtype, torch.dtype]:
 
 
 def forward(
-    q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, nests: Nests, call: Call, config: Config,
+    q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, nests: Nests, call: Call, config: TileConfig,
     again: bool, fills: bool,
 ) -> Launch:  # fmt: skip
     """The forward kernel: takes q, k, v, out, lse, padding, ends and seed.
@@ -101,7 +101,7 @@ def forward(
 
 def backward_dq(
     q: Layout, k: Layout, v: Layout, out: Layout, lse: Layout, dout: Layout, dlse: Layout | None, dq: Layout,
-    stats: Layout, nests: Nests, call: Call, config: Config, again: bool, fills: bool,
+    stats: Layout, nests: Nests, call: Call, config: TileConfig, again: bool, fills: bool,
 ) -> Launch:  # fmt: skip
     """The kernel for dq, which also writes the rows' statistics; ``again``: added to what is there.
 
@@ -120,7 +120,7 @@ def backward_dq(
 
 def backward_dkdv(
     q: Layout, k: Layout, v: Layout, dout: Layout, stats: Layout, dk: Layout, dv: Layout, nests: Nests, call: Call,
-    config: Config, again: bool, fills: bool,
+    config: TileConfig, again: bool, fills: bool,
 ) -> Launch:  # fmt: skip
     """The kernel for dk and dv: takes q, k, v, dout, stats, dk, dv, padding and seed."""
     sees = "later" if call.is_causal else "all"
@@ -151,7 +151,7 @@ class Launch:
         found: Table,
         numbers: tuple[float, ...],
         constants: dict[str, Any],
-        config: Config,
+        config: TileConfig,
         dtypes: tuple[torch.dtype, ...],
     ) -> None:
         """``dtypes``: of the tensors."""

@@ -10,10 +10,10 @@ import itertools
 
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.cache import CACHE
-from dilated_attention.backends.triton.configs import Config
+from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested
-from dilated_attention.call import Call
-from dilated_attention.pattern import DilatedPattern, Heads
+from dilated_attention.call import Call, Heads
+from dilated_attention.pattern import DilatedPattern
 
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
 TILE = 64  # rows of the tiles that work is counted in
@@ -99,7 +99,7 @@ def is_short(call: Call) -> bool:
     return call.rows // max(1, len(call.sequences) - 1) < FEW_ROWS
 
 
-def config(kernel: str, call: Call, nests: Nests) -> Config:
+def config(kernel: str, call: Call, nests: Nests) -> TileConfig:
     """The tile of a kernel for one launch of a call."""
     form = "nested" if len(nests[0].widths) > 1 else form_of(call.pattern, call.is_causal, alone=True)
     return configs.config(kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, is_short(call))

@@ -68,26 +68,18 @@ class Tiling(NamedTuple):
     counts: tuple[int, ...]  # how many of the T tiles each period has, in their order
 
 
-class Rows(NamedTuple):
-    """Rows of a head that take part in the same branches: positions ``start`` mod ``step``, branches 0 to level."""
-
-    start: int
-    step: int
-    level: int
-
-
 def are_nested(widths: tuple[int, ...], rates: tuple[int, ...]) -> bool:
     """Whether these branches can be one table, if each head's offset is the same number modulo every rate."""
     pairs = [*itertools.pairwise(widths), *itertools.pairwise(rates)]
     return all(after % before == 0 for before, after in pairs) and all(width % rates[-1] == 0 for width in widths)
 
 
-def rows_of(rates: tuple[int, ...], offset: int) -> list[Rows]:
-    """A head's rows by the branches they take part in."""
+def rows_of(rates: tuple[int, ...], offset: int) -> list[tuple[int, int, int]]:
+    """(start, step, level) of a head's rows: positions start mod step, which are in the branches 0 to level."""
     found = []
     for level, (rate, after) in enumerate(itertools.pairwise(rates)):
-        found += [Rows((offset + phase) % after, after, level) for phase in range(rate, after, rate)]
-    return [*found, Rows(offset % rates[-1], rates[-1], len(rates) - 1)]
+        found += [((offset + phase) % after, after, level) for phase in range(rate, after, rate)]
+    return [*found, (offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
 class Kinds(NamedTuple):

@@ -6,24 +6,19 @@ by Vega, whose script is in the page; page.js gives it the points that the reade
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import vl_convert
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from dilated_attention import charts
 from dilated_attention.bench import plots, series
-from dilated_attention.units import number_text
+from dilated_attention.charts import known as _known  # noqa: F401 - the tests look for it here
+from dilated_attention.units import cell_text, number_text
 
-FILES = Path(__file__).parent
 QUESTIONS = {
     "quick": "How do all of them compare?",
     "copies": "Is a ring of one device (ring_size=1) slower, and what do copies cost?",
@@ -50,17 +45,15 @@ def page(results: dict[str, Any]) -> str:
         "directions": plots.DIRECTIONS,
         "first": {name: series.first(points, name) for name in settings},
     }
-    script, style = (FILES / "page.js").read_text("utf-8"), (FILES / "page.css").read_text("utf-8")
-    environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.filters |= {"text": _text, "prose": _prose}
-    return environment.get_template("page.html").render(
+    return charts.page(
+        Path(__file__).parent,
+        told,
+        scripts=[charts.scripts()],
+        styles=[plots.dark_style()],
+        text=cell_text,
+        prose=_prose,
         results=results,
         machine=results["machine"],
-        styles=[Markup(style), Markup(plots.dark_style())],
-        scripts=[Markup(_vega()), Markup(script)],
-        known=_known,
-        data=Markup(json.dumps(told, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
         directions=plots.DIRECTIONS,
         settings=_by_suite(settings),
         questions=QUESTIONS,
@@ -73,17 +66,6 @@ def page(results: dict[str, Any]) -> str:
     )
 
 
-@functools.cache
-def _vega() -> str:
-    bundle: str = vl_convert.javascript_bundle("window.embed = vegaEmbed;")
-    return bundle
-
-
-def _known(content: str) -> str:
-    """A style or script as the page's policy names it."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-
 def _by_suite(settings: Iterable[str]) -> dict[str, list[str]]:
     found = defaultdict(list)
     for name in settings:
@@ -94,24 +76,11 @@ def _by_suite(settings: Iterable[str]) -> dict[str, list[str]]:
 # --- text -------------------------------------------------------------------------------------------------------
 
 
-def _text(value: object) -> str:
-    """A cell as people read it."""
-    if value is None or value == "":
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return number_text(value) if 1e-3 <= abs(value) < 1e15 or not value else f"{value:.1e}"
-    return str(value)
-
-
 def _prose(value: object) -> Markup:
     """Text in which names stand between backticks."""
     if isinstance(value, Markup):
         return value
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_text(value)))))
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(cell_text(value)))))
 
 
 # --- what the tables hold ---------------------------------------------------------------------------------------

@@ -41,6 +41,15 @@ DTYPES = {
 }
 
 
+def named(given: Sequence[str]) -> list[str]:
+    """The names in some texts, each of which may have several with commas between them."""
+    names = [name for text in given for name in text.split(",")]
+    unknown = [name for name in names if name not in SUITES]
+    if unknown or not names:
+        raise ValueError(f"unknown suite {', '.join(unknown)!r}: use one or more of {', '.join(SUITES)}")
+    return names
+
+
 def steps_of(name: str, session: Session) -> list[Step]:
     steps: list[Step] = _MODULES[name].steps(session)
     return steps
@@ -63,10 +72,7 @@ def run(
         seconds: of timing for each setting, shared by what is timed there; 3 on a CPU and 2 on CUDA by default.
         commit: for a tree that came without its .git.
     """
-    unknown = [name for name in suites if name not in SUITES]
-    if unknown or not suites:
-        raise ValueError(f"unknown suite {', '.join(unknown) or 'none'}: use one or more of {', '.join(SUITES)}")
-    chosen = [name for some in suites for name in (ALL if some == "all" else [some])]
+    chosen = [name for some in named(suites) for name in (ALL if some == "all" else [some])]
     # PyTorch's profiler, which counts memory, else prints two lines each time that it is used
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     session = Session(device, dtypes or DTYPES[device.type], watch=watch, seconds=seconds, commit=commit)

@@ -161,14 +161,14 @@ def block_table(session: Session) -> None:
         x, dout = setting.qkv()[0].flatten(2), setting.dout().flatten(2)
         for (name, attention), mode in product(beside.items(), modes(session)):
             session.pace.step(f"a transformer block: {name}, {mode}", 13.0)
-            block = Block(attention, setting.heads, setting.head_dim).to(setting.device, setting.dtype)
+            block = TimedBlock(attention, setting.heads, setting.head_dim).to(setting.device, setting.dtype)
             both = forward_backward(compiled(block, mode, [x]), [x], dout, block.parameters())
             rows.append([name, mode, session.time({"": both})[""].median])
     note = f"{setting}; forward + backward of norm, projections, attention, norm and a feed-forward layer of 3072."
     session.table(SUITE, "A transformer block", note, ["attention", "mode", "ms"], rows)
 
 
-class Block(nn.Module):
+class TimedBlock(nn.Module):
     def __init__(self, attention: Attention, heads: int, dim: int) -> None:
         super().__init__()
         width = heads * dim

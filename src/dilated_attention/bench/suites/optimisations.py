@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dilated_attention import blocks
 from dilated_attention.backends import choose
 from dilated_attention.bench import implementations as known
-from dilated_attention.bench import multihead, over_ranks, probes
+from dilated_attention.bench import multihead, probes
 from dilated_attention.bench.run import Timing
 from dilated_attention.bench.runners import rank_milliseconds
 from dilated_attention.bench.session import PATTERNS, Session, Step
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import BOTH, FORWARD, Subject
+from dilated_attention.bench.subject import BOTH, FORWARD, Build
 from dilated_attention.nn import MultiheadDilatedAttention, RingDilatedAttentionProduction
 from dilated_attention.ranks import pool
 from dilated_attention.ring import alltoall, circulate, packing, shards
@@ -148,7 +148,8 @@ def communication(session: Session) -> list[list[Any]]:
     rows = []
     for ranks in known.RANKS:
         setting = session.setting(16384, PATTERNS[1])
-        share = max(pool(ranks).run(_share_waiting, setting, timeout=300.0))
+        build = known.named(f"RingDilatedAttentionProduction, {ranks} ranks")[0].build
+        share = max(pool(ranks).run(_share_waiting, build, setting, timeout=300.0))
         rows.append([SHARE, f"{ranks} ranks, 16,384 tokens, forward + backward", None, 100 * share, "%", None])
     return rows
 
@@ -172,7 +173,7 @@ def _repeat(calls: dict[Any, Callable[[], Any]]) -> dict[Any, list[float]]:
     return found
 
 
-def _held_bytes(build: Callable[[Setting], Subject], setting: Setting) -> int:
+def _held_bytes(build: Build, setting: Setting) -> int:
     """Of a module and two calls of it: what it keeps from call to call counts."""
     setting.qkv()  # inputs do not
 
@@ -211,8 +212,8 @@ def _ddp_steps(setting: Setting) -> dict[int, list[float]]:
     return _repeat({size: lambda m=m: m(x)[0].sum().backward() for size, m in models.items()})  # type: ignore[misc]
 
 
-def _share_waiting(setting: Setting) -> float:
-    subject = over_ranks.build("RingDilatedAttentionProduction", setting)
+def _share_waiting(build: Build, setting: Setting) -> float:
+    subject = build(setting)
     module = subject.attention.func  # type: ignore[attr-defined]
     assert isinstance(module, RingDilatedAttentionProduction)
     call = subject.call(BOTH)

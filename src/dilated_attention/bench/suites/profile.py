@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from dilated_attention.bench import implementations as known
 from dilated_attention.bench import over_ranks, probes
 from dilated_attention.bench.session import PATTERNS, Session, Step
 from dilated_attention.bench.subject import BOTH, FORWARD, Implementation
+from dilated_attention.nn import RingDilatedAttention
 
 TOKENS = 8192
 SUBJECTS = (
@@ -32,14 +34,12 @@ def steps(session: Session) -> list[Step]:
 
 def checkpointing() -> list[Implementation]:
     """Rows received travel again in the backward pass, or are kept."""
-    name = "RingDilatedAttention"
-    return [
-        Implementation(
-            f"{name}, 2 ranks, {'rows sent twice' if on else 'rows kept'}", "ring", "head_groups",
-            partial(over_ranks.build, name, use_checkpointing=on), ranks=2,
-        )
-        for on in (True, False)
-    ]  # fmt: skip
+    ring = over_ranks.spread(known.named("RingDilatedAttention")[0], 2)
+    found = []
+    for on, words in ((True, "rows sent twice"), (False, "rows kept")):
+        build = partial(known.module, RingDilatedAttention, use_checkpointing=on)
+        found.append(replace(ring, name=f"{ring.name}, {words}", build=partial(over_ranks.sharded, build)))
+    return found
 
 
 def kernel_table(session: Session) -> None:

@@ -22,7 +22,7 @@ from dilated_attention.bench.run import Call, forward, forward_backward
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import SlideEncoder
-from dilated_attention.models.layers import FeedForward, Rows, SelfAttention
+from dilated_attention.models.layers import FeedForward, SelfAttention, Sequences
 from dilated_attention.models.presets import slide_pattern
 from dilated_attention.testing import make_qkv
 
@@ -53,7 +53,7 @@ class ReleasedAttention(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, rows: Sequences) -> Tensor:
         out = released(*self.inner.project(x)).flatten(2)
         found: Tensor = self.inner.out_proj(self.inner.inner_attn_ln(out))
         return found

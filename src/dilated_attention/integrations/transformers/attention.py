@@ -33,14 +33,6 @@ REFUSED = {
 }
 
 
-class _Nobody:
-    """Stands for what collects outputs where transformers has nothing of that name."""
-
-    @staticmethod
-    def get() -> None:
-        return None
-
-
 def register() -> None:
     """Makes ``attn_implementation="dilated"`` known to transformers, for attention and masks together.
 
@@ -71,7 +63,8 @@ def attention(
         grid = told(grid, query, None if key.shape[2] == query.shape[2] else key, options)
     if not getattr(module, "layer_idx", 0) and not torch.compiler.is_compiling():
         # GPT-2 tells its attention function nothing of output_attentions, but whoever asks for them waits for them here
-        if "attentions" in (getattr(output_capturing, "_active_collector", _Nobody).get() or ()):
+        collector = getattr(output_capturing, "_active_collector", None)
+        if collector is not None and "attentions" in (collector.get() or ()):
             raise ValueError(f"dilated attention cannot honour {REFUSED['output_attentions']}")
         check_positions(options.get("position_ids"), grid, len(query), options.get("group"))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

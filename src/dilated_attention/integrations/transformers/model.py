@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,23 +23,13 @@ from dilated_attention.models.transformer import LMConfig, written
 from dilated_attention.pattern import DilatedPattern
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-NAMES = {  # in LMConfig, and as transformers calls it
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "depth": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn": "hidden_act",
-    "ffn_dim": "intermediate_size",
-    "norm": "norm",
-    "norm_eps": "norm_eps",
-    "sub_norm": "sub_norm",
-    "qk_norm": "qk_norm",
-    "rotary_base": "rotary_base",
+RENAMED = {
+    "dim": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "ffn": "hidden_act", "ffn_dim": "intermediate_size",
     "tied": "tie_word_embeddings",
-    "sinks": "sinks",
-}
+}  # fmt: skip
+# what LMConfig has, and as transformers calls it
+NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) if one.name != "pattern"}
 
 
 class LongNetConfig(PreTrainedConfig):
@@ -99,7 +90,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "lm"
     supports_gradient_checkpointing = True
     _supports_attention_backend = True
-    _no_split_modules = ("Block",)
+    _no_split_modules = ("TransformerBlock",)
     _skip_keys_device_placement = ("past_key_values",)
     _tied_weights_keys = {"lm.head.weight": "lm.embed.weight"}  # noqa: RUF012 - transformers wants it here
 
