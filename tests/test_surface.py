@@ -51,6 +51,7 @@ LAYERS = [
     "pattern",
     "dropout",
     "merge",
+    "derivatives",
     "call",
     "blocks",
     "backends",

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
 from dilated_attention.call import Call, accumulate_dtype, read_sequences, unpacked
+from dilated_attention.derivatives import NO_FORWARD_MODE, NOT_TWICE, is_batched, is_plain, refuse_second_derivative
 
 INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
@@ -38,25 +38,6 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return Attention.apply(*inputs, Direct(whole))  # type: ignore[no-untyped-call, no-any-return]
     return run.forward(whole, inputs)
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether nobody looks on: no compiler, no dispatch mode, no transform, no subclass, no device without data."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
-        return False
-    for x in tensors:  # noqa: SIM110 - a short call notices what a generator costs
-        if x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
-            return False
-    return True
-
-
-def is_mapped(*gradients: Tensor | None) -> bool:
-    """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
-    return torch._C._are_functorch_transforms_active() or any(_is_batched(x) for x in gradients)
-
-
-def _is_batched(x: Tensor | None) -> bool:
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 @dataclass(slots=True)  # not a tuple, which torch.func would take apart
@@ -139,7 +120,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if isinstance(way, Direct):
         if torch.is_grad_enabled() or not is_plain(dout, dlse):
             return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
-        if _is_batched(dout) or _is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
+        if is_batched(dout) or is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
             way = Registered(None, way.call.packed(way.call.start))
     return (*way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse), *NO_GRADIENTS)
 
@@ -164,31 +145,6 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
         return _mapped(Backward, info.batch_size, in_dims, given)
-
-
-def refuse_second_derivative(grads: Gradients, *others: Tensor | None) -> Gradients:
-    """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
-    return _Refusing.apply(*grads, *others)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(x.view_as(x) for x in inputs[:3] if x is not None)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(NOT_TWICE)
-
-
-NOT_TWICE = (
-    "dilated_attention cannot be differentiated twice: its backward has no derivative. "
-    "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
-)
-NO_FORWARD_MODE = (
-    "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
-    "dilated_attention.reference.attention()"
-)
 
 
 def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, ...]) -> Any:

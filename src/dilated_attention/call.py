@@ -160,6 +160,11 @@ class Call(NamedTuple):
         return [start, self.first_head, self.total_heads, self.limit], self.scale, self.dropout_p, text
 
 
+def outside(name: str, at: int, queries: int, keys: int) -> str:
+    """Why queries cannot begin there."""
+    return f"{name} is {at}: {queries} queries among {keys} keys begin at 0 to {keys - queries}"
+
+
 def read_sequences(given: Sequence[int] | Tensor, tokens: int | None) -> tuple[int, ...]:
     """`Call.sequences` of ``cu_seqlens``; ``tokens`` is None where other ranks have some of them.
 

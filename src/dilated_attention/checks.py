@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
-from dilated_attention.backends.blockwise import outside
 from dilated_attention.backends.choose import NAMES, Backend
-from dilated_attention.call import ON_DEVICE, read_sequences
+from dilated_attention.call import ON_DEVICE, outside, read_sequences
+from dilated_attention.derivatives import NO_FORWARD_MODE, is_plain
 from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 

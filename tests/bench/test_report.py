@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from dilated_attention.bench import plots, series
-from dilated_attention.bench.page import _known, page
+from dilated_attention.bench.page import page
 from dilated_attention.bench.report import COLUMNS, table, write_report
+from dilated_attention.charts import known
 
 made = runpy.run_path(str(Path(__file__).with_name("sample.py")))
 SAMPLE: dict[str, Any] = made["sample"]()
@@ -289,9 +290,9 @@ def test_no_text_becomes_markup_and_all_data_is_there() -> None:
 
 def test_nothing_can_be_loaded_and_nothing_else_can_run() -> None:
     policy = next(a["content"] for tag, a in PARSED.elements if tag == "meta" and "http-equiv" in a) or ""
-    known = {name: " ".join(map(_known, PARSED.raw[name][name == "script" :])) for name in ("style", "script")}
+    kept = {name: " ".join(map(known, PARSED.raw[name][name == "script" :])) for name in ("style", "script")}
     assert {part.split(maxsplit=1)[0]: part.split(maxsplit=1)[1].strip() for part in policy.split(";")} == {
-        "default-src": "'none'", "script-src": known["script"], "style-src": known["style"], "img-src": "data:",
+        "default-src": "'none'", "script-src": kept["script"], "style-src": kept["style"], "img-src": "data:",
         "base-uri": "'none'", "form-action": "'none'",
     }  # fmt: skip
     assert not re.search(r"url\(|@import|@font-face", "".join(PARSED.raw["style"]))

@@ -27,7 +27,7 @@ from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
 from dilated_attention.backends.tensors import on_device, readable, span, within
 from dilated_attention.blocks import Block, Elsewhere, Plan, folds, plan
-from dilated_attention.call import ON_DEVICE, Call, sample_ends
+from dilated_attention.call import ON_DEVICE, Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_
 
@@ -353,10 +353,6 @@ def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
             raise ValueError(outside(f"query_offset[{sample}]", at, call.queries, call.keys))
         blocks += plan(call._replace(samples=1, start=at), False, sample).blocks
     return Plan(tuple(blocks), (0, call.kv_heads), False, True)
-
-
-def outside(name: str, at: int, queries: int, keys: int) -> str:
-    return f"{name} is {at}: {queries} queries among {keys} keys begin at 0 to {keys - queries}"
 
 
 def _positions(block: Block, at: tuple[int, ...], rows: int, call: Call) -> Tensor:

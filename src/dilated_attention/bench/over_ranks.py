@@ -1,25 +1,23 @@
 """Implementations over several ranks, built inside a rank for its shard of the tokens.
 
 The mesh class has the heads on two ranks, and with four the sequence on two of each as well. The oracle is that of the
-whole sequence: `gathered` puts a rank's results together with those of the others.
+whole sequence.
 
 Legend: query, key, value, out (B, n, H, D), x (B, n, E): this rank's shard, n = N / ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention.bench import multihead
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import Build, Implementation, Subject
-from dilated_attention.distributed.sequence import gather_sequence, shard_sequence
+from dilated_attention.distributed.sequence import shard_sequence
 from dilated_attention.nn import MultiheadDilatedAttention, RingAdvancedDistributedDilatedAttention
 
 
@@ -67,20 +65,3 @@ def _on_mesh(setting: Setting) -> Subject:
         return multihead.subject(module, module.pattern, lambda x: module(x, is_causal=setting.causal)[0], setting)
 
     return build(setting) if len(shape) == 1 else sharded(build, setting, mesh.get_group("sequence"))
-
-
-def gathered(results: Mapping[str, Tensor], subject: Subject) -> dict[str, Tensor]:
-    """Of the whole sequence: rows from the rank that has them, gradients of parameters summed over ranks."""
-    return {name: _whole(value, name.removeprefix("d ") in subject.parameters, subject.group)
-            for name, value in results.items()}  # fmt: skip
-
-
-def _whole(value: Tensor, of_parameter: bool, group: dist.ProcessGroup | None) -> Tensor:
-    whole = getattr(value, "full_tensor", lambda: value)()  # a DTensor over the heads axis
-    if group is None:
-        return whole.cpu()
-    if not of_parameter:
-        return gather_sequence(whole, group).cpu()
-    total: Tensor = whole.double().cpu()
-    dist.all_reduce(total, group=group)
-    return total.to(value.dtype)

@@ -25,19 +25,6 @@ class Watch(Protocol):
         """Something that stays readable."""
 
 
-class Quiet:
-    """Nobody looks."""
-
-    def begin(self, seconds: float) -> None:
-        pass
-
-    def step(self, text: str, share: float, left: float) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-
 class Lines:
     """A line for each step, for logs."""
 
@@ -49,6 +36,13 @@ class Lines:
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+class Quiet(Lines):
+    """Nobody looks."""
+
+    def say(self, text: str) -> None:
+        pass
 
 
 class Pace:

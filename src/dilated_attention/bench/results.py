@@ -42,10 +42,6 @@ def _a(name: str, *types: type, test: Callable[[Any], bool] = lambda value: True
     return check
 
 
-def _or_none(check: Check) -> Check:
-    return lambda value: "" if value is None else check(value)
-
-
 TEXT = _a("a text", str)
 FLAG = _a("true or false", bool)
 COUNT = _a("a whole number from 1 to 2^63", int, test=lambda value: 0 < value < 2**63)
@@ -53,7 +49,7 @@ NUMBER = _a("a finite number of 0 or more", int, float, test=lambda value: math.
 TIME = _a("a finite number of more than 0", int, float, test=lambda value: math.isfinite(value) and value > 0)
 ERROR = _a("a number", int, float, str, test=lambda value: not isinstance(value, str) or _is_number(value))
 CELL = _a("a text or a number", str, int, float, bool, type(None))
-FIGURE = _or_none(NUMBER)
+FIGURE = (NUMBER,)
 
 TIMES = {"median": TIME, "lower": TIME, "upper": TIME, "repeats": COUNT}
 WHAT = {"implementation": TEXT, "kind": TEXT, "rule": TEXT, "ranks": COUNT, "dtype": TEXT, "causal": FLAG}
@@ -70,21 +66,21 @@ NEEDED: dict[str, Any] = {
 }
 WHOLE: dict[str, Any] = {
     "machine": {
-        "date": TEXT, "command": TEXT, "commit": _or_none(TEXT), "dirty": _or_none(FLAG), "device": TEXT, "cpu": TEXT,
-        "cores": _or_none(COUNT), "threads": COUNT, "load": FIGURE, "system": TEXT, "versions": {"torch": TEXT},
+        "date": TEXT, "command": TEXT, "commit": (TEXT,), "dirty": (FLAG,), "device": TEXT, "cpu": TEXT,
+        "cores": (COUNT,), "threads": COUNT, "load": FIGURE, "system": TEXT, "versions": {"torch": TEXT},
     },
     "measurements": [{"ours": FLAG, "why": TEXT, **dict.fromkeys(FIGURES, FIGURE)}],
     "checks": [{"ours": FLAG, "why": TEXT, "errors": {str: ERROR}, "limits": {str: ERROR}}],
-    "tables": [{"suite": TEXT, "title": TEXT, "note": _or_none(TEXT), "columns": [TEXT], "rows": [[CELL]]}],
+    "tables": [{"suite": TEXT, "title": TEXT, "note": (TEXT,), "columns": [TEXT], "rows": [[CELL]]}],
     "claims": [dict.fromkeys(("claim", "claimed", "ours", "holds", "how"), TEXT)],
     "recommendations": [
-        {"use_case": TEXT, "best": TEXT, "value": TEXT, "runner_up": _or_none(TEXT), "factor": FIGURE, "ties": [TEXT]}
+        {"use_case": TEXT, "best": TEXT, "value": TEXT, "runner_up": (TEXT,), "factor": FIGURE, "ties": [TEXT]}
     ],
     "matrix": [
         {"implementation": TEXT, "ours": FLAG, "verdict": TEXT, "best_for": [TEXT], "slower": FIGURE, "note": TEXT}
     ],
     "ceilings": [{"dtype": TEXT, "matmul_tflops": NUMBER, "copy_gb_per_s": NUMBER}],
-    "suites": [TEXT], "complete": FLAG, "seconds": NUMBER, "answer": _or_none(TEXT),
+    "suites": [TEXT], "complete": FLAG, "seconds": NUMBER, "answer": (TEXT,),
 }  # fmt: skip
 
 

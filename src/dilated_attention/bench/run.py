@@ -76,9 +76,9 @@ class Expected:
     ) -> Expected:
         """``exact`` takes the inputs and then the parameters, in whatever dtype they come."""
         given = {**_named(inputs), **(parameters or {})}
-        results = _results(exact, {name: x.double() for name, x in given.items()}, dout)
-        plain = None if dout.dtype in testing.TOLERANCE and not parameters else _results(exact, given, dout)
-        return Expected(results, _limits(results, plain, dout.dtype))
+        wanted = results(exact, {name: x.double() for name, x in given.items()}, dout)
+        plain = None if dout.dtype in testing.TOLERANCE and not parameters else results(exact, given, dout)
+        return Expected(wanted, _limits(wanted, plain, dout.dtype))
 
     def compare(self, found: Mapping[str, Tensor]) -> Check:
         """What someone else computed from the same inputs, by the names that `results` gives."""
@@ -87,24 +87,22 @@ class Expected:
 
 
 def results(
-    attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
+    attention: Attention,
+    inputs: Sequence[Tensor] | Mapping[str, Tensor],
+    dout: Tensor,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Out and, by name, the gradients of the inputs and the parameters."""
-    return _results(attention, _named(inputs), dout, parameters)
-
-
-def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(("q", "k", "v") if len(inputs) == 3 else ("x",), inputs, strict=True))
-
-
-def _results(
-    attention: Attention, inputs: Mapping[str, Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    named = inputs if isinstance(inputs, Mapping) else _named(inputs)
+    leaves = {name: x.detach().requires_grad_() for name, x in named.items()}
     out = attention(*leaves.values())
     wanted = {**leaves, **(parameters or {})}
     grads = torch.autograd.grad(out, list(wanted.values()), dout.to(out.dtype))
     return {"out": out.detach(), **{f"d {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
+
+
+def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("q", "k", "v") if len(inputs) == 3 else ("x",), inputs, strict=True))
 
 
 def _limits(expected: dict[str, Tensor], plain: dict[str, Tensor] | None, dtype: torch.dtype) -> dict[str, float]:

@@ -5,7 +5,7 @@ Legend: results are out and gradients of the whole sequence, by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention.bench import over_ranks, probes
+from dilated_attention.bench import probes
 from dilated_attention.bench.run import Call, Measure, measure_of, results
 from dilated_attention.bench.setting import Setting, forget_inputs
 from dilated_attention.bench.subject import BOTH, Build, Implementation, Subject
+from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.ranks import Outcome, pool
 
 TIMEOUT = 300.0
@@ -114,7 +115,7 @@ _held: dict[tuple[str, str], Call] = {}  # in a rank: what is timed, by implemen
 def _results(build: Build, setting: Setting) -> dict[str, Tensor]:
     subject = build(setting)
     found = results(subject.attention, subject.inputs, subject.dout, subject.parameters)
-    whole = over_ranks.gathered(found, subject)
+    whole = gathered(found, subject)
     return whole if dist.get_rank() == 0 else {}
 
 
@@ -125,7 +126,7 @@ def _hold(
     subject = build(setting)
     calls = {way: subject.call(way) for way in directions}
     with torch.no_grad():
-        out = over_ranks.gathered({"out": subject.attention(*subject.inputs)}, subject)["out"]
+        out = gathered({"out": subject.attention(*subject.inputs)}, subject)["out"]
     rows = None if dist.get_rank() else _rows(out, subject, setting)
     peaks = {way: probes.peak_bytes(call, setting.device) for way, call in calls.items()}
     _held.update({(name, way): call for way, call in calls.items()})
@@ -151,3 +152,20 @@ def _drop() -> None:
     forget_inputs()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+def gathered(results: Mapping[str, Tensor], subject: Subject) -> dict[str, Tensor]:
+    """Of the whole sequence: rows from the rank that has them, gradients of parameters summed over ranks."""
+    return {name: _whole(value, name.removeprefix("d ") in subject.parameters, subject.group)
+            for name, value in results.items()}  # fmt: skip
+
+
+def _whole(value: Tensor, of_parameter: bool, group: dist.ProcessGroup | None) -> Tensor:
+    whole = getattr(value, "full_tensor", lambda: value)()  # a DTensor over the heads axis
+    if group is None:
+        return whole.cpu()
+    if not of_parameter:
+        return gather_sequence(whole, group).cpu()
+    total: Tensor = whole.double().cpu()
+    dist.all_reduce(total, group=group)
+    return total.to(value.dtype)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention.autograd import is_mapped, refuse_second_derivative
 from dilated_attention.backends import tensors
 from dilated_attention.backends.blockwise import Limit, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_sequences_end, check_total_length
+from dilated_attention.derivatives import is_mapped, refuse_second_derivative
 from dilated_attention.distributed.agreement import Asked, ask, refusal
 from dilated_attention.distributed.group import (
     Buffers,

@@ -16,7 +16,6 @@ from markupsafe import Markup, escape
 
 from dilated_attention import charts
 from dilated_attention.bench import plots, series
-from dilated_attention.charts import known as _known  # noqa: F401 - the tests look for it here
 from dilated_attention.units import cell_text, number_text
 
 QUESTIONS = {
