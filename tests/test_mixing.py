@@ -74,7 +74,7 @@ def test_what_is_refused() -> None:
     assert explain(*qkv, DETACHED, backend="eager").backward.startswith("eager")
     assert "mixing_gradient='detached'" in repr(DETACHED)
     assert DETACHED != EXACT
-    assert all("is for one device" in text for text in pool(2).run(over_ranks))
+    assert all("works only on one device" in text for text in pool(2).run(over_ranks))
 
 
 def over_ranks() -> str:
