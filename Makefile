@@ -2,8 +2,8 @@
 # PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
 ARGS   ?=
 PYTHON ?=
-# two processes of pytest; tests of one group (pools of ranks, a browser) stay in one of them
-WORKERS := -n 2 --dist loadgroup
+# three processes of pytest on two cores, since tests of ranks often wait; the tests of a file stay in one of them, and share ranks, a browser and results
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 VENV  := .venv
 PY    := $(VENV)/bin/python

@@ -21,7 +21,6 @@ IN_A_BROWSER = [
         screenshots["program"]() is None or shutil.which("chromedriver") is None,
         reason="needs chromium (or google-chrome) and chromedriver on the PATH",
     ),
-    pytest.mark.xdist_group("browser"),
 ]
 INJECTED = "const one = document.createElement('script'); one.textContent = 'window.ran = 1'; document.body.append(one)"
 

@@ -23,6 +23,8 @@ if INTERPRETED:
     quicken()
 
 NEIGHBOURS = 7  # tests
+# Files that take longest come first: begun last, such a file would keep one process busy while the other has ended.
+LONGEST = {name: at for at, name in enumerate(("test_triton.py", "test_cases.py", "test_faults.py"))}
 
 # The first call of an operator can take a second: a time limit per example would fail at random.
 settings.register_profile("no-deadline", deadline=None)
@@ -35,13 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if item.get_closest_marker("gpu") and not has_device:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-        if any(value is ranks.pool for value in vars(getattr(item, "module", item)).values()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))  # two pools at once would only wait for cores
     yield
     if "CHUNK" in os.environ:
         items[:] = dealt(items, *map(int, os.environ["CHUNK"].split("/")))
     else:
-        items.sort(key=lambda item: item.path.name != "test_triton.py")  # the longest, begun last, would end alone
+        items.sort(key=lambda item: LONGEST.get(item.path.name, len(LONGEST)))
 
 
 def dealt(items: list[pytest.Item], share: int, shares: int) -> list[pytest.Item]:

@@ -173,7 +173,6 @@ def marked(name: str) -> list[Any]:
     marks = [pytest.mark.gpu] if path.on_gpu else []
     if path.on_gpu and not (torch.cuda.is_available() or INTERPRETED):
         return [pytest.param(None, id=name, marks=marks)]
-    marks += [pytest.mark.xdist_group("ranks")] if "ranks" in name else []
     return [pytest.param(case, id=case.id, marks=marks) for case in cover(name)]
 
 

@@ -130,7 +130,7 @@ def test_xpos_depends_on_distances_only() -> None:
 
 def test_xpos_says_where_it_ends() -> None:
     x = torch.zeros(1, 1, 1, 8).expand(1, 65537, 1, 8)
-    with pytest.raises(ValueError, match="at most 65536 tokens.*got 65537"):
+    with pytest.raises(ValueError, match=r"at most 65536 tokens.*got 65537"):
         XPos(8)(x, x)
     with pytest.raises(TypeError, match="float16"):
         XPos(8)(torch.zeros(1, 4, 1, 8).half(), torch.zeros(1, 4, 1, 8).half())
