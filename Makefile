@@ -2,8 +2,8 @@
 # PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
 ARGS   ?=
 PYTHON ?=
-# three processes of pytest on two cores, since tests of ranks often wait; the tests of a file stay in one of them, and share ranks, a browser and results
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+# two processes of pytest; the tests of a file stay in one of them, and share ranks, a browser and results
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 VENV  := .venv
 PY    := $(VENV)/bin/python

@@ -352,6 +352,7 @@ def test_a_compiled_call_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPa
             kernels.compiled(torch.sin, "default", [x])
 
 
+@pytest.mark.slow
 def test_the_first_call_is_that_of_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FIRST_CALL", kernels.FIRST_CALL.replace("8192, 8, 64", "64, 4, 8"))
     one = started()

@@ -86,6 +86,7 @@ def test_memory_of_a_rank() -> None:
 # --- limits -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trillion_tokens_on_65536_ranks() -> None:
     cost = plan_cost(doubling(2**40), 2**40 - 54321, 65536, num_heads=2, head_dim=64)
     ring = cost.exchanges["ring"]
