@@ -30,10 +30,11 @@ import tasks_data
 import tasks_shown
 import train_lm
 import witten_bell
-from tasks_model import Run, Timed, judged, operations
+from tasks_model import Run, Timed, judged
 
 from dilated_attention import DilatedPattern
 from dilated_attention.bench import machine
+from dilated_attention.bench.suites.language import operations
 from dilated_attention.models import LMConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -140,7 +141,7 @@ def train(options: argparse.Namespace, given: argparse.Namespace, name: str, dat
         trainer = Timed(given, config, run, data, options.out / f"{options.task}-{name}.json")
         trainer.write(
             **about, **run._asdict(), config=config.to_dict(), parameters=trainer.parameters, lr=given.lr,
-            operations_per_token=operations(config, trainer.parameters, run.window),
+            operations_per_token=operations(config, trainer.parameters, run.window) / run.window,
         )  # fmt: skip
         if train_lm.run(trainer, rows, trainer):  # type: ignore[arg-type]
             trainer.write(peak_gib=torch.cuda.max_memory_allocated() / 2**30 if given.device == "cuda" else None)

@@ -17,7 +17,8 @@ import train_lm
 from tasks_data import Data, with_labels
 from torch import Tensor
 
-from dilated_attention.bench import baselines, machine
+from dilated_attention.bench import machine
+from dilated_attention.bench.suites.language import dense
 from dilated_attention.models import LMConfig, LongNetLM, token_losses
 
 WARM = 3  # steps before the clock begins
@@ -42,16 +43,7 @@ class DenseLM(LongNetLM):
 
     def forward(self, tokens: Tensor, labels: Tensor, *, chunk: int) -> Tensor:  # type: ignore[override]
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return token_losses(self.states(tokens, positions, self.attend), self.head.weight, labels, chunk)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return baselines.dense(q, k, v, is_causal=True), q.new_empty(0)  # nothing asks for its lse
-
-
-def operations(config: LMConfig, parameters: int, window: int) -> float:
-    """Of training, per token: 6 per weight, and 12 per pair of a query and a key, for each channel of a head."""
-    pairs = config.patterns[0].pairs(window, config.heads, is_causal=True) / window
-    return 6 * parameters + 12 * pairs * config.head_size * config.depth
+        return token_losses(self.states(tokens, positions, dense), self.head.weight, labels, chunk)
 
 
 class Timed(train_lm.Trainer):

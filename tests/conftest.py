@@ -13,12 +13,12 @@ from hypothesis import settings
 from dilated_attention import ranks
 from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.cache import CACHE
+from tests.cases import INTERPRETED
 from tests.triton_kernels.interpreter import quicken
 
 # Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
 torch.set_num_threads(1)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     quicken()
 

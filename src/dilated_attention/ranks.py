@@ -139,12 +139,12 @@ class Pool:
     def _stack(self, rank: int) -> Path:
         return self._folder / f"stack-{rank}"
 
-    def _written_stack(self, rank: int) -> str:
+    def _written_stack(self, rank: int, end: float) -> str:
         """Where a rank says it is, as soon as it has written it: at once, but for a busy machine or a frozen rank."""
-        text, before, end = "", None, time.monotonic() + GRACE / 2
+        text, before, stack = "", None, self._stack(rank)
         while (not text or text != before) and time.monotonic() < end:
             time.sleep(0.1)
-            before, text = text, self._stack(rank).read_text(errors="replace")
+            before, text = text, stack.read_text(errors="replace") if stack.exists() else ""
         return text
 
     def _join(self) -> list[Outcome]:
@@ -194,7 +194,8 @@ class Pool:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):  # it ended this moment
                 os.kill(self.pids[rank], signal.SIGUSR1)
-        stacks = {rank: self._written_stack(rank) for rank in ranks}
+        end = time.monotonic() + GRACE / 2
+        stacks = {rank: self._written_stack(rank, end) for rank in ranks}
         for rank, text in stacks.items():
             process = self._processes[rank]
             process.kill()

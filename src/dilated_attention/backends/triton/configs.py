@@ -49,13 +49,13 @@ DEFAULTS = {
     ("dkdv", 256): TileConfig(32, 32, 4, 2),
 }
 SMALL = {
-    size: TileConfig(*tile)
-    for size, tile in {32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 1)}.items()
-}
+    32: TileConfig(64, 32, 4, 2), 64: TileConfig(64, 32, 4, 2), 128: TileConfig(32, 32, 4, 2),
+    256: TileConfig(16, 16, 4, 1),
+}  # fmt: skip
 WITHOUT_TENSOR_CORES = {  # exact float32
-    size: TileConfig(*tile)
-    for size, tile in {32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)}.items()
-}
+    32: TileConfig(32, 32, 4, 1), 64: TileConfig(32, 32, 4, 1), 128: TileConfig(32, 16, 4, 1),
+    256: TileConfig(16, 16, 4, 1),
+}  # fmt: skip
 
 
 @functools.cache

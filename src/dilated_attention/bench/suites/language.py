@@ -7,6 +7,7 @@ those of checkpointing, against the fastest matrix product that was measured her
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ def is_exact(session: Session, pattern: DilatedPattern, tokens: int, heads: int,
     return session.judge("language model", check["worst"], check["limit"], causal=True)
 
 
+def operations(config: LMConfig, parameters: int, tokens: int) -> float:
+    """Of a step on one row: 6 per weight and token, and 12 per pair of query and key, for each channel of a head."""
+    pairs = config.patterns[0].pairs(tokens, config.heads, num_kv_heads=config.kv_heads, is_causal=True)
+    return 6 * parameters * tokens + 12 * pairs * config.head_size * config.depth
+
+
 class Training:
     """One step of a model on a row of random tokens."""
 
@@ -86,12 +93,10 @@ class Training:
         return [seconds, self.tokens / seconds, peak, self.operations() / seconds / self.ceiling()]
 
     def operations(self) -> float:
-        config, pattern = self.model.config, self.model.config.patterns[0]
-        products = 6 * sum(x.numel() for x in self.model.parameters()) * self.tokens
-        pairs = pattern.pairs(self.tokens, config.heads, num_kv_heads=config.kv_heads, is_causal=True)
+        config, parameters = self.model.config, sum(x.numel() for x in self.model.parameters())
         if self.attend is dense:
-            pairs = config.heads * self.tokens * (self.tokens + 1) // 2
-        return products + 12 * pairs * config.head_size * config.depth
+            config = replace(config, pattern=DilatedPattern.longnet([self.tokens], [1]))
+        return operations(config, parameters, self.tokens)
 
     def ceiling(self) -> float:
         self.session.measure_ceilings(self.session.dtypes[0])
