@@ -23,6 +23,8 @@ if INTERPRETED:
     quicken()
 
 NEIGHBOURS = 7  # tests
+if "CHUNK" in os.environ:  # tests/run_gpu.py; these have no test for a GPU, whose machine may have little beside torch
+    collect_ignore = ["bench/test_browser.py", "bench/test_report.py", "test_docs.py"]
 # Files that take longest come first: begun last, such a file would keep one process busy while the other has ended.
 LONGEST = {name: at for at, name in enumerate(("test_triton.py", "test_cases.py", "test_faults.py"))}
 
@@ -47,9 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 def dealt(items: list[pytest.Item], share: int, shares: int) -> list[pytest.Item]:
     """A share of so many, dealt in blocks: neighbours share kernels, and files differ in length.
 
-    Those of the benchmark take minutes each, and are dealt first, one by one.
+    Those of the benchmark and of the sanitizer take minutes each, and are dealt first, one by one.
     """
-    long = [item for item in items if item.path.parent.name == "bench"]
+    long = [item for item in items if item.path.parent.name == "bench" or item.path.name == "test_sanitizer.py"]
     rest = [item for item in items if item not in long]
     return [*long[share::shares], *(item for at, item in enumerate(rest) if at // NEIGHBOURS % shares == share)]
 

@@ -15,6 +15,7 @@ from dilated_attention.backends import choose, sdpa, triton
 from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.call import Call
+from tests import test_triton_gpu
 
 CUDA = torch.device("cuda", 0)
 PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
@@ -182,6 +183,19 @@ def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> Non
         assert nesting.form_of(pattern, False) == form
         # each branch draws anew
         assert nesting.form_of(pattern, False, alone=True) == ("apart" if form == "nested" else form)
+
+
+def test_every_measured_tile_is_tested() -> None:
+    for capability, found in configs.measured().items():
+        tested = {
+            config
+            for tiles in test_triton_gpu.make_tiles()
+            if tiles.capability == capability
+            for config in tiles.configs
+        }
+        assert {TileConfig(*numbers) for numbers in found["tiles"].values()} <= tested
+        flags = itertools.product(configs.KERNELS, configs.SMALL, *[(False, True)] * 2, test_triton_gpu.KINDS)
+        assert set(found["tiles"]) <= {test_triton_gpu.measured_key(*each) for each in flags}
 
 
 def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
