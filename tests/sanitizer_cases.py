@@ -41,6 +41,7 @@ CASES: list[tuple[DilatedPattern, int, tuple[int, int], int, torch.dtype, dict[s
     (DilatedPattern.longnet([64], [1]), 70, (2, 1), 64, FP32, {"dropout_p": 0.6, "masked": True, "is_causal": True}),
     (DilatedPattern.longnet([16], [1]), 1, (1, 1), 1, FP16, {"layout": "odd"}),  # a single row and column
     (DilatedPattern.longnet([64, 128], [1, 2]), 140, (2, 2), 64, BF16, {"far": True}),  # tiles that start over
+    (DilatedPattern.torchscale([32, 91], [1, 2]), 150, (2, 2), 48, FP16, {"cu_seqlens": (0, 1, 60, 150)}),  # packed
 ]
 
 
@@ -48,10 +49,11 @@ def run(index: int) -> None:
     pattern, tokens, (heads, kv_heads), head_dim, dtype, given = CASES[index]
     options = {"masked": False, "lse_gradient": True, "layout": "contiguous", "far": False, "dropout_p": 0.0, **given}
     masked, lse_gradient, layout, far = (options.pop(name) for name in ("masked", "lse_gradient", "layout", "far"))
-    qkv = testing.make_qkv(2, tokens, heads, head_dim, kv_heads=kv_heads, layout=layout, dtype=dtype)
+    samples = 1 if "cu_seqlens" in options else 2
+    qkv = testing.make_qkv(samples, tokens, heads, head_dim, kv_heads=kv_heads, layout=layout, dtype=dtype)
     if far:  # keys that look away from their own query
         qkv = (qkv[0], -30 * qkv[0], qkv[2])
-    dout, dlse, _ = testing.make_qkv(2, tokens, heads, head_dim, dtype=dtype, seed=1)
+    dout, dlse, _ = testing.make_qkv(samples, tokens, heads, head_dim, dtype=dtype, seed=1)
     dlse = dlse[..., 0].float()
     mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
 
