@@ -8,15 +8,16 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
+SMALL := $(VENV)/.bench
 
 .DEFAULT_GOAL := bench
 .PHONY: bench train test test-all test-gpu test-integrations lint format docs docs-serve clean help
 
-bench: $(STAMP) ## check and time every implementation, report in report/ (the default)
+bench: $(SMALL) ## check and time every implementation, report in report/ (the default)
 	$(PY) -m dilated_attention bench $(ARGS)
 
 # a byte model of this repository's own text on two ranks, one thread each; `rm -r report/train` to start anew
-train: $(STAMP) ## train a small language model, report in report/train (two to four minutes on two cores)
+train: $(SMALL) ## train a small language model, report in report/train (two to four minutes on two cores)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py src docs \
 		--out report/train --steps 400 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
 		$(ARGS)
@@ -63,20 +64,27 @@ clean: ## remove reports, builds and caches (.venv stays: it is slow to make)
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# The stamp is written last: without it .venv is half-made and starts over, with an old one it is updated in place.
+# A stamp is written last: without one .venv is half-made and starts over, with an old one it is updated in place.
 # The candidates are run, not just looked up: a version manager's shim can exist without its interpreter.
 # -qq keeps errors. The constraints matter: they are what keeps torch at a known build.
-$(STAMP): pyproject.toml constraints.txt
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e
+
+$(SMALL): pyproject.toml constraints.txt
 	@if [ ! -e $@ ]; then \
 		for py in $(or $(PYTHON),python3 python3.11 python3.12 python3.13); do \
 			"$$py" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
 			py=; \
 		done; \
 		[ -n "$$py" ] || { echo "error: no Python >= 3.11 with venv found; name one: make PYTHON=..." >&2; exit 1; }; \
-		echo "setting up $(VENV) with $$py (about a minute, plus the download of torch) ..."; \
+		echo "setting up $(VENV) with $$py (half a minute, plus the download of torch) ..."; \
 		"$$py" -m venv --clear $(VENV); \
 	else \
 		echo "updating $(VENV) ..."; \
 	fi
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(INSTALL) ".[bench]"
+	@touch $@
+
+$(STAMP): $(SMALL)
+	@echo "adding what tests, docs and checks of style need (about a minute) ..."
+	@$(INSTALL) ".[dev]"
 	@touch $@
