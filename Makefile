@@ -17,9 +17,9 @@ bench: $(SMALL) ## check and time every implementation, report in report/ (the d
 	$(PY) -m dilated_attention bench $(ARGS)
 
 # a byte model of this repository's own text on two ranks, one thread each; `rm -r report/train` to start anew
-train: $(SMALL) ## train a small language model, report in report/train (two to four minutes on two cores)
+train: $(SMALL) ## train a small language model, report in report/train (two minutes on two cores)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py src docs \
-		--out report/train --steps 400 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
+		--out report/train --steps 260 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
 		$(ARGS)
 
 # tensors of tests are small: threads would only wait for one another
