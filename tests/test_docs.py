@@ -441,9 +441,9 @@ def test_the_clocks_are_what_was_read() -> None:
         [one[f"{part}_ratio{how}"] for part in ("forward", "forward_backward")] for how in ("", "_by_turns")
     )
     told = "took {:.2f} times the dense kernel's time forward, and {:.2f} times forward + backward"
-    assert f"If each ran for a while alone, it {told.format(*alone)}" in page
+    assert f"If each ran for a while alone, the branch {told.format(*alone)}" in page
     told = "took {:.2f} times forward, and {:.2f} times forward + backward"
-    assert f"If they ran in turn, it {told.format(*turns)}" in page
+    assert f"If they ran in turn, the branch {told.format(*turns)}" in page
 
 
 @pytest.mark.parametrize("machine", ["h200", "cpu"])
