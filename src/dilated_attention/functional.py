@@ -175,7 +175,8 @@ def attend(
         if link is not None and alone:
             check_total_length(link.total_length, (query.shape[1],))
         sequences, borders = checked_sequences(cu_seqlens, query, key, key_padding_mask, in_parts=not alone)
-        call = call._replace(sequences=sequences)
+        if sequences:  # asked first, as short calls notice what a copy costs
+            call = call._replace(sequences=sequences)
         start = checked_start(query, key, query_offset, is_alone=link is None)
         dtype = computed_dtype(query)
         if query.dtype is not dtype:
