@@ -101,14 +101,19 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, rows: Sequences) -> Tensor:
+        out = self.attended(x, rows)  # apart: its q, k and v are gone before the next rows are made
+        found: Tensor = self.out_proj(self.inner_attn_ln(out))
+        return found
+
+    def attended(self, x: Tensor, rows: Sequences) -> Tensor:
+        """The results of all heads side by side, (B, N, C)."""
         q, k, v = self.project(x)
         link = None if rows.group is None else functional.link_of(ContextParallel.of(rows.group))
         out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
             q, k, v, self.pattern, self.is_causal, None, 0.0, None, False, rows.backend, None, link,
             cu_seqlens=rows.bounds, warns=False,
         )  # fmt: skip
-        found: Tensor = self.out_proj(self.inner_attn_ln(out.flatten(2)))
-        return found
+        return out.flatten(2)
 
 
 class FeedForward(nn.Module):
