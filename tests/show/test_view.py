@@ -8,6 +8,7 @@ import pytest
 
 from dilated_attention import DilatedPattern
 from dilated_attention.show import View
+from dilated_attention.show.view import shades
 
 LONGNET = DilatedPattern.longnet([4, 8], [1, 2])
 
@@ -89,7 +90,23 @@ def test_levels_are_what_they_say() -> None:
     """Shares of 1, 1/4, 1/9, 1/64 and 1/81, and an empty cell."""
     for rate, level in ((1, 0), (2, 1), (3, 2), (8, 3), (9, 4)):
         (picture,) = View(DilatedPattern.longnet([1440], [rate]), 2880, 1, cells=2).pictures()
-        assert picture.levels().tolist() == [[level, 5], [5, level]]
+        assert picture.levels(shades([picture]).values()).tolist() == [[level, 5], [5, level]]
+
+
+def test_small_shares_have_shades_of_their_own() -> None:
+    """Cells of 2^24 tokens: all but the diagonal would be less than 1/64."""
+    pattern = DilatedPattern.longnet([2**11, 2**26, 2**30], [1, 2**15, 2**18])
+    (picture,) = View(pattern, 2**30, 1, cells=64).pictures()
+    found = shades([picture])
+    assert [*found] == ["1/8,192 or more", "1/1,073,741,824 or more", "1/68,719,476,736 or more"]
+    assert picture.levels(found.values())[0].tolist() == [0, 1, 1, 1, *[2] * 60]
+
+
+def test_many_shares_are_drawn_in_five_shades() -> None:
+    pattern = DilatedPattern.longnet([2 ** (14 + n) for n in range(8)], [2**n for n in range(8)])
+    (picture,) = View(pattern, 2**21, 1, cells=128).pictures()
+    assert len(shades([picture])) == 5
+    assert set(picture.levels(shades([picture]).values()).unique().tolist()) == set(range(5))
 
 
 def test_heads_that_are_not_drawn_are_counted() -> None:

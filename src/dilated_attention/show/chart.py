@@ -11,11 +11,11 @@ from typing import Any, cast
 import altair as alt
 
 from dilated_attention import charts
-from dilated_attention.show.view import COLOURS, LEVELS, Picture, View
+from dilated_attention.show.view import COLOURS, Picture, View, shades
 
 MOST_PANELS = 4  # side by side
 GRID = 64  # up to so many cells down and across have gaps between them
-OPACITY = (1.0, 0.62, 0.38, 0.24, 0.13)  # of the levels
+OPACITY = (1.0, 0.62, 0.38, 0.24, 0.13)  # of the shades
 BRANCHES = ("#2f7ed8", "#e8830c", "#2a9d5c", "#b5179e", "#7c5cd6", "#0f9aa8", "#b08900", "#8d6e63")  # their colours
 ANY = "any branch"  # the one name where colours do not tell branches apart
 LINE = "#e03131"
@@ -62,7 +62,8 @@ def _layers(view: View, pictures: Sequence[Picture], side: int | None) -> alt.La
     gap = 0.04 * view.cell_size if len(view.edges) <= GRID + 1 else 0
     tokens: dict[str, Any] = {"domain": [view.edges[0], view.edges[-1]], "nice": False, "zero": False}
     # A list per column takes a third of the space of an object per row. As one text, Altair does not check each number.
-    rows = [*_rows(view, pictures)]
+    levels = shades(pictures)
+    rows = [*_rows(view, pictures, levels)]
     columns = charts.as_json([{name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}])
     cells = (
         alt.Chart(alt.InlineData(columns, alt.JsonDataFormat(type="json")))
@@ -70,7 +71,7 @@ def _layers(view: View, pictures: Sequence[Picture], side: int | None) -> alt.La
         .transform_calculate(
             x=f"datum.k + {gap}", x2=f"datum.k_end - {gap}", y=f"datum.q + {gap}", y2=f"datum.q_end - {gap}",
             queries=_span("q"), keys=_span("k"), name=f"{json.dumps(view.branch_names)}[datum.branch]",
-            about=f"{json.dumps([*LEVELS])}[datum.level]", shown=f"colour == 'branch' ? datum.name : '{ANY}'",
+            about=f"{json.dumps([*levels])}[datum.level]", shown=f"colour == 'branch' ? datum.name : '{ANY}'",
         )
         .mark_rect(clip=True, aria=False)
         .encode(
@@ -79,7 +80,7 @@ def _layers(view: View, pictures: Sequence[Picture], side: int | None) -> alt.La
             alt.X2("x2"),
             alt.Y2("y2"),
             _colour(view, is_fixed=side is not None),
-            _shade(view, 3 if side else 2),
+            _shade(view, [*levels], 3 if side else 2),
             tooltip=[
                 alt.Tooltip("queries:N"),
                 alt.Tooltip("keys:N"),
@@ -119,22 +120,20 @@ def _colour(view: View, *, is_fixed: bool) -> alt.Color:
     return alt.Color("shown:N", legend=legend).scale(domain=[*names, ANY], range=[*colours, BRANCHES[0]])
 
 
-def _shade(view: View, columns: int) -> alt.Opacity:
+def _shade(view: View, names: list[str], columns: int) -> alt.Opacity:
     """A single pair is seen or not, so only larger cells need a legend."""
     legend = None if view.cell_size == 1 else _legend("share of pairs", columns, symbolFillColor=BRANCHES[0])
-    return alt.Opacity("about:O", legend=legend, sort=[*LEVELS]).scale(
-        type="ordinal", domain=[*LEVELS], range=[*OPACITY]
-    )
+    return alt.Opacity("about:O", legend=legend, sort=names).scale(type="ordinal", domain=names, range=[*OPACITY])
 
 
 def _legend(title: str, columns: int, **more: Any) -> alt.Legend:
     return alt.Legend(orient="bottom", columns=columns, title=title, symbolType="square", symbolStrokeWidth=0, **more)
 
 
-def _rows(view: View, pictures: Sequence[Picture]) -> Iterator[tuple[float, ...]]:
+def _rows(view: View, pictures: Sequence[Picture], levels: dict[str, float]) -> Iterator[tuple[float, ...]]:
     """The COLUMNS of each cell with pairs in it."""
     for index, picture in enumerate(pictures):
-        tables = (picture.share.tolist(), picture.levels().tolist(), picture.branch.tolist())
+        tables = (picture.share.tolist(), picture.levels(levels.values()).tolist(), picture.branch.tolist())
         values = [[*zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
         for top, bottom, left, right, (share, *more) in _rectangles(values, is_merged=len(view.edges) > GRID + 1):
             if share:

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from dilated_attention.show.view import LEVELS, Picture, View
+from dilated_attention.show.view import Picture, View, shades
 
 MOST_CELLS, MOST_PANELS = 64, 2  # more would not be seen together
-COLOURS = [f"color({number})" for number in (117, 74, 31, 24, 17, 236)]  # of the levels, and of an empty cell
+COLOURS = [f"color({number})" for number in (117, 74, 31, 24, 17, 236)]  # of the shades, and of an empty cell
 SIGNS = ["██", "▓▓", "▒▒", "░░", "::", "· "]  # the same without colours
 ASCII = str.maketrans({"–": "-", "…": "...", "×": "x", "▸": ">", "·": ".", **dict(zip("█▓▒░", "#*+-", strict=True))})
 
@@ -38,19 +38,20 @@ def text(view: View, console: Console) -> Text:
     """The whole view. Shades are shares of pairs, whatever colour the view asks for."""
     pictures, is_coloured = view.pictures()[:MOST_PANELS], _is_coloured(console)
     found = Text(f"{view.title}\n{view.subtitle}\nQueries go down and keys across. {view.caption('share')}\n")
-    for level, name in enumerate(LEVELS if view.cell_size > 1 else ()):
+    levels = shades(pictures)
+    for level, name in enumerate(levels if view.cell_size > 1 else ()):
         found.append("██" if is_coloured else SIGNS[level], COLOURS[level] if is_coloured else "")
-        found.append(f" {name}\n" if level == len(LEVELS) - 1 else f" {name}   ")
+        found.append(f" {name}\n" if level == len(levels) - 1 else f" {name}   ")
     for picture in pictures:
-        found.append(f"\n{picture.name}\n").append_text(_drawn(view, picture, is_coloured))
+        found.append(f"\n{picture.name}\n").append_text(_drawn(view, picture, [*levels.values()], is_coloured))
     for sentence in [*view.facts(), *view.left_out(pictures)]:
         found.append(f"\n{sentence}")
     return Text(found.plain.translate(ASCII)) if console.options.ascii_only else found
 
 
-def _drawn(view: View, picture: Picture, is_coloured: bool) -> Text:
+def _drawn(view: View, picture: Picture, limits: list[float], is_coloured: bool) -> Text:
     """A picture, with the numbers of some tokens above it and at its left."""
-    levels = picture.levels().tolist()
+    levels = picture.levels(limits).tolist()
     count, high, wide = len(levels), (2 if is_coloured else 1), (1 if is_coloured else 2)
     margin = _margin(view.tokens)
     every = max(16 if count > 16 else 4, 2 ** (margin // wide).bit_length())  # cells between two numbers

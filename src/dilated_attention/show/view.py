@@ -7,7 +7,7 @@ tokens between two edges of the picture; a cell is the queries of one stretch wi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -20,8 +20,7 @@ from dilated_attention.show import counts
 
 Colour = Literal["share", "branch"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
-# A rate r leaves 1/r² of the pairs. So the shades differ for the rates 1, 2, 4 and 8.
-LEVELS = {"all": 1.0, "1/4 or more": 1 / 4, "1/16 or more": 1 / 16, "1/64 or more": 1 / 64, "less than 1/64": 0.0}
+SHADES = 5
 MOST_CELLS = 512  # down and across: up to so many tokens each is a cell
 OVERVIEW = 128  # cells of more tokens, down and across
 MOST_KINDS, MOST_PICTURES = 64, 8  # kinds of heads that are looked at, and different pictures of them
@@ -46,10 +45,27 @@ class Picture(NamedTuple):
     def name(self) -> str:
         return _heads_name(self.heads)
 
-    def levels(self) -> Tensor:
-        """Which of LEVELS each cell has; an empty one has none, so the number after the last."""
-        limits = torch.tensor([*LEVELS.values()], dtype=torch.float64)
-        return (self.share[..., None] < limits).sum(-1) + (self.share == 0)
+    def levels(self, limits: Iterable[float]) -> Tensor:
+        """Which of the `shades` each cell has; an empty one has none, so the number after the last."""
+        least = torch.tensor([*limits], dtype=torch.float64)
+        return (self.share[..., None] < least).sum(-1) + (self.share == 0)
+
+
+def shades(pictures: Sequence[Picture]) -> dict[str, float]:
+    """The names of the shades, darkest first, and the least share of each.
+
+    A rate r leaves 1/r² of the pairs, so shades a factor of 4 apart differ for the rates 1, 2, 4 and 8. In cells of
+    millions of tokens shares are far smaller: then the shades are chosen among those that there are.
+    """
+    shares = torch.cat([picture.share[picture.share > 0] for picture in pictures])
+    # the powers of 1/2 that there are, the largest share first; a share that rounding made too small is not one less
+    there = sorted({int(power) for power in (-shares.log2()).sub(1e-6).ceil().tolist()})
+    if not there or there[-1] <= 2 * SHADES:
+        return {"all": 1.0, **{f"1/{4**n} or more": 1 / 4**n for n in (1, 2, 3)}, "less than 1/64": 0.0}
+    last = len(there) - 1
+    chosen = dict.fromkeys(there[round(index * last / (SHADES - 1))] for index in range(SHADES))
+    named = {"all" if power == 0 else f"1/{2**power:,} or more": 0.5**power for power in chosen}
+    return {**named, [*named][-1]: 0.0}
 
 
 @dataclass(frozen=True)
