@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends.triton import table as tables
+from dilated_attention.backends.triton import tiling as tilings
 from dilated_attention.backends.triton.nesting import MOST_TILES, form_of, launches
 from dilated_attention.backends.triton.table import table
 from dilated_attention.backends.triton.tiling import Run, Tile, Tiling, are_nested, tiling
@@ -62,7 +63,7 @@ class Plain(NamedTuple):
 
 def named(found: Tiling, offset: int = 0) -> Plain:
     """Of the offset that stands at this place."""
-    tiles = tuple(Tile(*numbers) for numbers in found.tiles[offset].tolist())
+    tiles = tuple(Tile(*numbers) for numbers in found.tiles.reshape(-1, sum(found.counts), 7)[offset].tolist())
     return Plain(tiles, tuple(Run(*numbers) for numbers in found.runs.tolist()), found.ragged)
 
 
@@ -370,22 +371,31 @@ def test_all_launches_together_are_the_pattern(name: str, rule: str, sees: str, 
 
 
 @pytest.mark.usefixtures("always_nested")
-def test_tables_that_take_much_memory_are_made_offset_by_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("few", [1 << 19, 0])
+def test_tables_that_take_much_memory_are_made_offset_by_offset(
+    monkeypatch: pytest.MonkeyPatch, few: int, sees: str
+) -> None:
+    """By numpy, or on the device by torch."""
     (nests,) = launches(DilatedPattern.longnet([24, 48], [1, 2]), Heads(0, 5, 5), True, False)
-    calls: list[Numbers] = []
+    expected = vars(unshared(nests, 1, (0, 53), 1, 4, 3, sees, 64, torch.device("cpu")))
+    makers: list[Any] = []
+    make = tilings._tables
 
-    def counted(widths: Numbers, rates: Numbers, offsets: Numbers, *rest: Any) -> Tiling:
-        calls.append(offsets)
-        return tiling(widths, rates, offsets, *rest)
+    def counted(xp: Any, *rest: Any) -> Any:
+        makers.append(xp)
+        return make(xp, *rest)
 
-    monkeypatch.setattr(tables, "tiling", counted)  # that of a period was made before, or is kept
-    made = []
-    for at_once in (1 << 22, 1):
-        monkeypatch.setattr(tables, "AT_ONCE", at_once)
-        made.append(vars(unshared(nests, 1, (0, 53), 1, 4, 3, "earlier", 64, torch.device("cpu"))))
-    assert calls == [(0, 1), (0,), (1,)]  # of the tail
-    for name, x in made[0].items():
-        assert torch.equal(x, made[1][name]) if isinstance(x, torch.Tensor) else x == made[1][name]
+    monkeypatch.setattr(tilings, "_tables", counted)
+    monkeypatch.setattr(tilings, "FEW", few)
+    for at_once, parts in ((1 << 22, 1), (1, 2)):
+        monkeypatch.setattr(tilings, "AT_ONCE", at_once)
+        found = vars(unshared(nests, 1, (0, 53), 1, 4, 3, sees, 64, torch.device("cpu")))
+        assert makers == [torch if few == 0 else np] * parts  # for the tail: a period's are kept
+        makers.clear()
+        for name, x in found.items():
+            assert torch.equal(x, expected[name]) if isinstance(x, torch.Tensor) else x == expected[name]
+        assert found["tiles"].dtype == expected["tiles"].dtype
 
 
 def test_tables_are_made_on_the_cpu_whatever_the_default_device() -> None:

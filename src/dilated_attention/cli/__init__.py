@@ -12,7 +12,7 @@ from dilated_attention.bench.results import escaped
 from dilated_attention.cli.arguments import Refused
 
 # what the extras `bench`, `models` and `slides` install
-OPTIONAL = ("typer", "rich", "altair", "vl_convert", "jinja2", "numpy", "safetensors", "huggingface_hub", "h5py")
+OPTIONAL = ("typer", "rich", "altair", "vl_convert", "jinja2", "safetensors", "huggingface_hub", "h5py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

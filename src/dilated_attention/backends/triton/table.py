@@ -7,24 +7,21 @@ none); ``own`` rows of a program, which meets tiles of ``other`` rows; borders: 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dilated_attention.backends.triton.tiling import CPU, Nest, Nests, Tiling, rows_of, tiling
+from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, stacked, tensor_on, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
 P = ParamSpec("P")
 LANES = 128  # sections that a program looks at together, where sequences are packed
-AT_ONCE = 1 << 22  # candidates for a run, each of which takes some ten integers, in making a table
-FEW = 1 << 19  # candidates: those of more are looked through on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,146 +112,133 @@ def _made(
     widest_stride: int,
     device: torch.device,
 ) -> Table:
-    sections: list[Section] = []
+    rows: list[Array] = []
     variants: list[int] = []
-    found = _Tables(own, other, sees, device)
+    parts: list[Tiling] = []
     programs = 0
     for nest in nests:
-        offsets = sorted(set(nest.offsets))
-        stretches = _stretches(nest, borders)
-        placed = found.add(nest, tuple(offsets), {stretch.length for stretch in stretches})
-        for stretch in stretches:
-            first, count, apart = placed[stretch.length]
-            about = (programs, *stretch, nest.head, len(nest.offsets), first, count, apart)
-            sections.append(Section(*about, len(variants), nest.branch, nest.widths[0]))
-            programs += samples * stretch.periods * len(nest.offsets) * group * count
-        if len(stretches) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
-            sections.append(sections[-1]._replace(program=NEVER, periods=1, tiles=1))
+        offsets = tuple(sorted(set(nest.offsets)))
+        stretches, lengths, which = _stretches(nest.widths[-1], borders)
+        tile, tiles, apart = _placed(parts, nest, offsets, lengths, (own, other, sees), device)[:, which]
+        many = samples * len(nest.offsets) * group * stretches.periods * tiles
+        firsts = programs + many.cumsum() - many
+        about = (nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0])
+        found = Section(firsts, *stretches, *about)
+        rows.append(stacked(found, firsts))
+        if len(many) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
+            rows.append(stacked(found._replace(program=NEVER, periods=1, tiles=1), firsts))
+        programs += int(many.sum())
         variants += [offsets.index(offset) for offset in nest.offsets]
+    sections = np.concatenate(rows)
     # 32 bits are enough unless an offset inside a tile or a position needs more
     steps = max(nest.rates[-1] for nest in nests) * max(own, other) * widest_stride
-    wide = max(steps, borders[-1], programs, max(map(max, sections))) >= 2**31
-    is_packed = len(borders) > 2
-    tiles, runs = found.joined()
-    parts = [_laid_out(sections, variants, is_packed), tiles.flatten(), runs.flatten()]
-    parts = [F.pad(part, (0, -len(part) % 4)) for part in parts]  # each aligned as Triton likes it
-    data = torch.cat([part.to(tiles.device, torch.int64 if wide else torch.int32) for part in parts]).to(device)
-    cut = data.split_with_sizes([len(part) for part in parts])
-    single, edges = all(len(nest.widths) == 1 for nest in nests), bool(tiles[:, 5].any())
-    return Table(cut[0], cut[1], cut[2], 0 if is_packed else len(sections), programs, single, edges, found.ragged)
+    wide = max(steps, borders[-1], programs, sections.max()) >= 2**31
+    is_packed, most = len(borders) > 2, max(len(nest.widths) for nest in nests)
+    numbers = _laid_out(sections, variants, is_packed)
+    data = _joined(numbers, parts, most, torch.int64 if wide else torch.int32, device)
+    edges, ragged = any(part.edges for part in parts), any(part.ragged for part in parts)
+    return Table(data[0], data[1], data[2], 0 if is_packed else len(sections), programs, most == 1, edges, ragged)
 
 
 class Section(NamedTuple):
-    """Periods with the same tiles, in the order in which the kernels read the numbers."""
+    """Periods with the same tiles, in the order in which the kernels read the numbers: of some, an array each."""
 
-    program: int  # the first
-    start: int  # of the first period
-    length: int  # of each
-    periods: int
-    begin: int  # of the sequence that they are in
-    end: int
-    head: int  # the first key/value head,
-    heads: int  # and how many
-    tile: int  # the first
-    tiles: int  # of one head
-    apart: int  # tiles from those of one offset to those of the next
-    variant: int  # where it is written which offset each head has
-    branch: int
-    width: int  # of the first branch
+    program: Array  # the first
+    start: Array  # of the first period
+    length: Array  # of each
+    periods: Array
+    begin: Array  # of the sequence that they are in
+    end: Array
+    head: Array  # the first key/value head,
+    heads: Array  # and how many
+    tile: Array  # the first
+    tiles: Array  # of one head
+    apart: Array  # tiles from those of one offset to those of the next
+    variant: Array  # where it is written which offset each head has
+    branch: Array
+    width: Array  # of the first branch
 
 
-def _laid_out(sections: list[Section], variants: list[int], is_packed: bool) -> Tensor:
+def _laid_out(sections: Array, variants: list[int], is_packed: bool) -> Array:
     """Sections, then variants. Where sequences are packed, before them: how many sections there are, with and without
     filling, and the first program of each, in steps of LANES."""
-    numbers = [*itertools.chain.from_iterable(sections), *variants]
+    numbers = [sections.ravel(), variants]
     if is_packed:
-        sections = [one for one in sections if one.program != NEVER]
-        numbers = [*itertools.chain.from_iterable(sections), *variants]
-        firsts = [one.program for one in sections]
-        filling = -len(firsts) % LANES
-        numbers = [len(firsts) + filling, len(firsts), 0, 0, *firsts, *[NEVER] * filling, *numbers]
-    return torch.tensor(numbers, device=CPU)
+        count, filling = len(sections), -len(sections) % LANES
+        numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
+    return np.concatenate(numbers)
 
 
 class Stretch(NamedTuple):
     """Periods of one sequence, [begin, end)."""
 
-    start: int
-    length: int
-    periods: int
-    begin: int
-    end: int
+    start: Array
+    length: Array
+    periods: Array
+    begin: Array
+    end: Array
 
 
-def _stretches(nest: Nest, borders: tuple[int, ...]) -> list[Stretch]:
+@functools.lru_cache(maxsize=16)  # other kernels of the call ask again
+def _stretches(width: int, borders: tuple[int, ...]) -> tuple[Stretch, tuple[int, ...], Array]:
     """The whole periods of each sequence, and its tail if there is one; the longest first, so that all processors have
-    work up to the end."""
-    found = []
-    for begin, end in itertools.pairwise(borders):
-        width = min(nest.widths[-1], end - begin)
-        whole, tail = divmod(end - begin, width)
-        found.append(Stretch(begin, width, whole, begin, end))
-        if tail:
-            found.append(Stretch(end - tail, tail, 1, begin, end))
-    return sorted(found, key=lambda stretch: -stretch.length)
+    work up to the end. And the lengths that there are, with the one of each stretch."""
+    begin, end = np.array([borders[:-1], borders[1:]])
+    length = np.minimum(width, end - begin)
+    whole, tail = np.divmod(end - begin, length)
+    both = (Stretch(begin, length, whole, begin, end), Stretch(end - tail, tail, np.ones_like(tail), begin, end))
+    found: Array = np.array(both).transpose(1, 2, 0).reshape(5, -1)
+    found = found[:, found[1] > 0]
+    found = found[:, np.argsort(-found[1], kind="stable")]
+    lengths, which = np.unique(found[1], return_inverse=True)
+    return Stretch(*found), tuple(lengths.tolist()), which
 
 
-class _Tables:
-    """The tiles and runs of one launch."""
-
-    def __init__(self, own: int, other: int, sees: str, device: torch.device) -> None:
-        self.how, self.device = (own, other, sees), device
-        self.tiles: list[Tensor] = []
-        self.runs: list[Tensor] = []
-        self.number = self.runs_number = 0
-        self.ragged = False
-
-    def add(self, nest: Nest, offsets: tuple[int, ...], lengths: set[int]) -> dict[int, tuple[int, int, int]]:
-        """Periods of these lengths: of each the first tile, tiles, and tiles from one offset to the next."""
-        placed = {}
-        rest = sorted(lengths - {nest.widths[-1]})  # those seldom come again
-        for make, some in ((_period, sorted(lengths - set(rest))), (tiling, rest)):
-            if some:
-                at, counts = self._make(make, nest, offsets, tuple(some))
-                firsts = itertools.accumulate(counts, initial=at)
-                for length, first, count in zip(some, firsts, counts, strict=False):
-                    placed[length] = (first, count, sum(counts))
-        return placed
-
-    def _make(
-        self, make: Callable[..., Tiling], nest: Nest, offsets: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> tuple[int, tuple[int, ...]]:
-        at = self.number
-        counts: tuple[int, ...] = ()
-        size = _candidates(nest, lengths, self.how[0])
-        where = self.device if make is tiling and size * len(offsets) > FEW else CPU
-        at_once = max(1, AT_ONCE // size)
-        for first in range(0, len(offsets), at_once):
-            part = make(nest.widths, nest.rates, offsets[first : first + at_once], lengths, *self.how, where)
-            tiles = part.tiles.flatten(0, 1)
-            if self.runs_number:
-                tiles = tiles.clone()  # a period's are kept
-                tiles[:, 3::3] += self.runs_number
-            self.tiles.append(tiles)
-            self.runs.append(part.runs)
-            self.number, self.runs_number = self.number + len(self.tiles[-1]), self.runs_number + len(part.runs)
-            self.ragged, counts = self.ragged or part.ragged, part.counts
-        return at, counts
-
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """All tiles and runs: on the CPU if all were made there, so that they are moved at once."""
-        where = max((x.device for x in self.runs), key=lambda device: device != CPU)
-        after = torch.tensor([[0, 1, 0, 1, 1]] * 2, device=CPU)  # the last run: read, not used
-        runs = torch.cat([x.to(where) for x in (*self.runs, after)])
-        runs[:, 4] = runs[:, 4].float().log2().view(torch.int32)  # the kernels take the bits of a float32
-        return torch.cat([x.to(where) for x in self.tiles]), runs
+def _placed(
+    parts: list[Tiling],
+    nest: Nest,
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    how: tuple[int, int, str],
+    device: torch.device,
+) -> Array:
+    """Of each length: the first tile, tiles, and tiles from one offset to the next. What it needs is added to parts."""
+    found = np.empty((3, len(lengths)), np.int64)
+    tails = len(lengths) - (lengths[-1] == nest.widths[-1])  # which seldom come again, unlike a period
+    for make, where, some in ((_period, CPU, slice(tails, None)), (tiling, device, slice(tails))):
+        if lengths[some]:
+            part = make(nest.widths, nest.rates, offsets, lengths[some], *how, where)
+            found[0, some] = sum(len(one.tiles) for one in parts) + part.counts.cumsum() - part.counts
+            found[1, some], found[2, some] = part.counts, part.counts.sum()
+            parts.append(part)
+    return found
 
 
-def _candidates(nest: Nest, lengths: tuple[int, ...], own: int) -> int:
-    """For a run, of one offset: what making a table takes grows with it."""
-    kinds = len(rows_of(nest.rates, 0))
-    tiles = sum(length // own + kinds * (1 + length // nest.widths[0]) for length in lengths)
-    return tiles * kinds * 6 * len(nest.rates)
+def _joined(
+    sections: Array, parts: list[Tiling], most: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """All that kernels read: one tensor, cut into three, and moved at once if all was made by numpy."""
+    sizes = [len(sections), 7 * sum(len(part.tiles) for part in parts), 5 * (2 + sum(len(part.runs) for part in parts))]
+    padded = [size + -size % 4 for size in sizes]  # each aligned as Triton likes it
+    on_host = all(isinstance(part.runs, np.ndarray) for part in parts)
+    whole: Array = torch.zeros(sum(padded), dtype=dtype, device=CPU if on_host else device)
+    put: Callable[[Array], Array] = functools.partial(tensor_on, device)
+    if on_host:
+        whole, put = whole.numpy(), np.asarray
+    whole[: sizes[0]] = put(sections)
+    tiles = whole[padded[0] :][: sizes[1]].reshape(-1, 7)
+    runs = whole[padded[0] + padded[1] :][: sizes[2]].reshape(-1, 5)
+    tile = run = 0
+    for part in parts:
+        here = slice(tile, tile := tile + len(part.tiles))
+        tiles[here] = put(part.tiles)
+        if run:
+            tiles[here, 3::3] += run
+        runs[run : (run := run + len(part.runs))] = put(part.runs)
+    runs[run:] = put(np.array([0, 1, 0, 1, 1]))  # after the last run: read, not used
+    logs = np.log2(np.arange(1, most + 1)).astype(np.float32)
+    runs[:, 4] = put(logs.view(np.int32))[runs[:, 4] - 1]  # the kernels take the bits of a float32
+    return tensor_on(device, whole).split_with_sizes(padded)
 
 
 _period = functools.lru_cache(maxsize=64)(tiling)

@@ -6,22 +6,29 @@ they can be one table: a pair that m branches share is computed once and counts 
 written once. For the rates 1, 2, 4, 8, 16 that is a quarter less work than branch by branch.
 
 The work repeats from period to period, so the table describes one period, and the shorter tails of all sequences.
-Sequences come in all lengths, so tables of tails must be quick to make: tensors of integers, and no loop over rows or
-sequences.
+Sequences come in all lengths, so tables of tails must be quick to make: few steps on whole arrays of integers, and no
+loop over rows or sequences. Small arrays are numpy's, whose steps cost least, and large ones are torch's on the device.
 
-Legend: O offsets, T tiles, S segments of the first branch, L lists of runs, G regions that a list looks at, K kinds of
-rows (those that take part in the same branches).
+Legend: O offsets, T tiles, S segments of the first branch, L lists of runs, C columns: each of the G regions that a
+list looks at, with each of the K kinds of rows (those that take part in the same branches); P places in a list where a
+run can be: the whole tiles of each column, then those to be masked.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
+FEW = 1 << 19  # places: those of more are looked through on the device
+AT_ONCE = 1 << 22  # places, each of which takes some ten integers
+
+Array = Any  # of integers: numpy's or torch's
 
 
 class Run(NamedTuple):  # names the columns of `Tiling.runs`
@@ -62,10 +69,11 @@ Nests = tuple[Nest, ...]  # of one launch: no two of them have a row in common
 class Tiling(NamedTuple):
     """The tables of some offsets; each has as many tiles, some of which may be empty."""
 
-    tiles: Tensor  # (O, T, 7), numbers of a `Tile`; run and edge_run count over all offsets
-    runs: Tensor  # (runs, 5), numbers of a `Run`
+    tiles: Array  # (O * T, 7), numbers of a `Tile`; run and edge_run count over all offsets
+    runs: Array  # (runs, 5), numbers of a `Run`
+    edges: bool  # whether some tile is masked
     ragged: bool  # whether some tile is not full
-    counts: tuple[int, ...]  # how many of the T tiles each period has, in their order
+    counts: Array  # how many of the T tiles each period has, in their order
 
 
 def are_nested(widths: tuple[int, ...], rates: tuple[int, ...]) -> bool:
@@ -82,41 +90,27 @@ def rows_of(rates: tuple[int, ...], offset: int) -> list[tuple[int, int, int]]:
     return [*found, (offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
-class Kinds(NamedTuple):
-    """`rows_of` several offsets, which differ only in where rows start."""
+class Columns(NamedTuple):
+    """What the pattern alone says of columns."""
 
-    start: Tensor  # (O, K)
-    step: Tensor  # (K,)
-    level: Tensor  # (K,)
-
-    @staticmethod
-    def of(rates: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> Kinds:
-        found = torch.tensor([rows_of(rates, offset) for offset in offsets], device=device)
-        return Kinds(found[:, :, 0], found[0, :, 1], found[0, :, 2])
+    start: Array  # (C, O), of the rows in a region
+    step: Array  # (C,)
+    level: Array  # (C,), of the rows: they are in the branches 0 to level
+    times: Array  # (C, levels): how often a list of this level counts a row; 0 or less: never
+    place: Array  # (P,), the column
 
 
-class Regions(NamedTuple):
-    """The tokens that rows meet: their own segment first, then what each further branch adds before and after it."""
+class Shape(NamedTuple):
+    """What the lengths say, the same for all offsets."""
 
-    branch: Tensor  # (G,) the first in which they are met
-    first: Tensor  # (S, G)
-    last: Tensor  # (S, G), not included
-
-
-class Lists(NamedTuple):
-    """Who has a list of runs: the rows of a level in a segment, or each tile its own where it does not see all."""
-
-    segment: Tensor  # (L,)
-    level: Tensor  # (L,)
-
-
-class Cut(NamedTuple):
-    """Of the tiles in each region, [low, high) are met and [whole_low, whole_high) need no mask; (O, L, G, K) each."""
-
-    low: Tensor
-    whole_low: Tensor
-    whole_high: Tensor
-    high: Tensor
+    first: Array  # (C, S), where a region begins: at a multiple of every step
+    last: Array  # (C, S), not included
+    segment: Array  # (L,), of a list: the rows of a level in a segment, or each tile its own where it does not see all
+    level: Array  # (L,)
+    base: Array  # (T,), less the start of its kind
+    stop: Array  # (T,)
+    kind: Array  # (T,)
+    mine: Array  # (T,), its list where it sees all
 
 
 def tiling(
@@ -134,96 +128,145 @@ def tiling(
     Positions count from each period's start. ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when
     causal).
     """
-    kinds, (period, regions) = Kinds.of(rates, offsets, device), _regions(widths, lengths, sees, device)
-    start, stop = regions.first[:, 0], regions.last[:, 0]
-    segment, kind, number = _numbered(_over(_over((stop - start)[:, None], kinds.step), own))
-    step, stop = kinds.step[kind], stop[segment]
-    base = start[segment] + kinds.start[:, kind] + number * own * step  # (O, T)
-    end = base + (own - 1) * step
-    if sees == "all":  # all tiles of a level share a list in each segment, else each has its own
-        count = len(rates)
-        every = torch.arange(len(start) * count, device=device)
-        lists, mine = Lists(every // count, every % count), segment * count + kinds.level[kind]
-    else:
-        lists, mine = Lists(segment, kinds.level[kind]), torch.arange(len(segment), device=device)
-    cut = _cut(kinds, regions, lists, other, sees, base, torch.minimum(end, stop - 1))
-    runs, *about = _runs(kinds, regions, lists, other, cut)
-    tiles = torch.stack([x.expand_as(base) for x in (base, step, stop, *(x[:, mine] for x in about))], -1)
-    ragged = (runs[:, 0] + (runs[:, 3] * other - 1) * runs[:, 1] >= runs[:, 2]).any() | (end >= stop).any()
-    counts = torch.bincount(period[segment], minlength=len(lengths))
-    return Tiling(tiles, runs, bool(ragged), tuple(counts.tolist()))
+    columns, kinds = _columns(rates, offsets, sees)
+    period, first, last = _regions(widths, np.array(lengths), sees)
+    segment, kind, number = _numbered(_over((last[0] - first[0])[:, None], own * columns.step[:kinds]))
+    counts = np.bincount(period[segment], minlength=len(lengths))
+    base = first[0, segment] + number * own * columns.step[kind]
+    mine = segment * len(rates) + columns.level[kind]
+    lists = np.arange(len(period) * len(rates)) if sees == "all" else mine
+    shape = Shape(
+        np.repeat(first, kinds, 0), np.repeat(last, kinds, 0), lists // len(rates), lists % len(rates), base,
+        last[0, segment], kind, mine,
+    )  # fmt: skip
+    places = len(lists) * len(columns.place)
+    dtype = np.int32 if max(lengths) + 2 * max(own, other) * rates[-1] < 2**31 else np.int64  # fewer bytes, less time
+    xp: Any = np if places * len(offsets) <= FEW else torch
+    put = functools.partial(np.asarray, dtype=dtype) if xp is np else functools.partial(tensor_on, device, dtype=dtype)
+    columns, shape = Columns(*map(put, columns)), Shape(*map(put, shape))
+    parts, at_once, runs_before = [], max(1, AT_ONCE // places), 0
+    for at in range(0, len(offsets), at_once):
+        some = columns._replace(start=columns.start[:, at : at + at_once])
+        tiles, runs = _tables(xp, some, shape, kinds, own, other, sees)
+        if runs_before:
+            tiles[:, 3::3] += runs_before
+        runs_before += len(runs)
+        parts.append((tiles, runs))
+    tiles, runs = (x[0] if len(x) == 1 else xp.concatenate(x) for x in zip(*parts, strict=True))
+    ragged = _ends_late(runs, runs[:, 3] * other) | _ends_late(tiles, own)
+    return Tiling(tiles, runs, bool(tiles[:, 5].any()), bool(ragged), counts)
 
 
-def _over(x: Tensor, y: Tensor | int) -> Tensor:
+def tensor_on(device: torch.device, x: Array, dtype: Any = None) -> Tensor:
+    return torch.from_numpy(np.asarray(x, dtype)).to(device) if isinstance(x, np.ndarray) else x.to(device)
+
+
+def stacked(numbers: tuple[Array, ...], like: Array) -> Array:
+    """All of them side by side, each for every number of ``like``."""
+    shape = (*like.shape, len(numbers))
+    found = np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
+    for index, number in enumerate(numbers):
+        found[..., index] = number
+    return found
+
+
+def _taken(x: Array, rows: Array) -> Array:
+    """x[rows], for which numpy needs three times as long."""
+    return x.take(rows, 0) if isinstance(x, np.ndarray) else x[rows]
+
+
+def _ends_late(x: Array, rows: Array) -> Array:
+    """Whether some tile or run of so many rows has one at its stop or beyond."""
+    return (x[:, 0] + (rows - 1) * x[:, 1] >= x[:, 2]).any()
+
+
+def _over(x: Array, y: Array) -> Array:
     """x / y, rounded up."""
-    return -((-x) // y)
+    return -(-x // y)
 
 
-def _numbered(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The segment, the kind and the number in it of each tile, given their (S, K) counts."""
-    each = counts.flatten()
-    which = torch.repeat_interleave(torch.arange(len(each), device=each.device), each)
-    number = torch.arange(len(which), device=each.device) - (each.cumsum(0) - each)[which]
+def _numbered(counts: Array) -> tuple[Array, Array, Array]:
+    """The row, the column and the number in it of each thing that is counted."""
+    each = counts.ravel()
+    which = np.repeat(np.arange(len(each)), each)
+    number = np.arange(len(which)) - (each.cumsum() - each)[which]
     return which // counts.shape[1], which % counts.shape[1], number
 
 
-def _regions(
-    widths: tuple[int, ...], lengths: tuple[int, ...], sees: str, device: torch.device
-) -> tuple[Tensor, Regions]:
-    """Which period each segment of the first branch is in, (S,), and its regions."""
-    length = torch.tensor(lengths, device=device)
+@functools.lru_cache(maxsize=256)
+def _columns(rates: tuple[int, ...], offsets: tuple[int, ...], sees: str) -> tuple[Columns, int]:
+    """And the number of kinds."""
+    branch = [0, *np.repeat(range(1, len(rates)), 2 if sees == "all" else 1)]
+    rows = np.array([rows_of(rates, offset) for offset in offsets]).transpose(2, 1, 0)
+    kinds = rows.shape[1]
+    start, step, level = np.tile(rows, (1, len(branch), 1))  # (C, O) each
+    times = 1 + np.minimum(level[:, :1], range(len(rates))) - np.repeat(branch, kinds)[:, None]
+    every = np.arange(len(times))
+    edges = np.concatenate([np.repeat(every[:kinds], 2), every[kinds:]]) if sees == "later" else every
+    return Columns(start, step[:, 0], level[:, 0], times, np.concatenate([every, edges])), kinds
+
+
+def _regions(widths: tuple[int, ...], length: Array, sees: str) -> tuple[Array, Array, Array]:
+    """Which period each segment of the first branch is in, (S,), and the tokens that its rows meet, (G, S): first and
+    last of their own segment, then of what each further branch adds before and after it."""
     period, _, number = _numbered(_over(length, widths[0])[:, None])
     start, length = number * widths[0], length[period]
-    first, last = start, torch.minimum(start + widths[0], length)
-    found = [(0, first, last)]
-    for branch, width in enumerate(widths[1:], 1):
+    first, last = start, np.minimum(start + widths[0], length)
+    firsts, lasts = [first], [last]
+    for width in widths[1:]:
         before = start // width * width
-        after = torch.minimum(before + width, length)
-        if sees != "later":
-            found.append((branch, before, first))
-        if sees != "earlier":
-            found.append((branch, last, after))
+        after = np.minimum(before + width, length)
+        firsts += [before] * (sees != "later") + [last] * (sees != "earlier")
+        lasts += [first] * (sees != "later") + [after] * (sees != "earlier")
         first, last = before, after
-    branches, firsts, lasts = zip(*found, strict=True)
-    return period, Regions(torch.tensor(branches, device=device), torch.stack(firsts, 1), torch.stack(lasts, 1))
+    return period, np.array(firsts), np.array(lasts)
 
 
-def _cut(kinds: Kinds, regions: Regions, lists: Lists, other: int, sees: str, first: Tensor, last: Tensor) -> Cut:
-    """``first`` and ``last``: positions of the tile that a list is for, (O, L); not read where it sees all."""
-    # a region begins at a multiple of every step
-    start = regions.first[lists.segment, :, None] + kinds.start[:, None, None]
-    count = _over(regions.last[lists.segment, :, None] - start, kinds.step).clamp(min=0)
-    met = torch.minimum(kinds.level, lists.level[:, None])[:, None] >= regions.branch[:, None]  # (L, G, K)
-    count = torch.where(met, count, 0)
-    cut = Cut(torch.zeros_like(count), torch.zeros_like(count), count // other, _over(count, other))
-    if sees == "all":
-        return cut
-    # only in its own segment, the first region, does a tile meet others in part
-    low, whole_low, whole_high, high = (x[:, :, 0] for x in cut)
-    near, size, first, last = start[:, :, 0], kinds.step * other, first[..., None], last[..., None]
+def _tables(
+    xp: Any, columns: Columns, shape: Shape, kinds: int, own: int, other: int, sees: str
+) -> tuple[Array, Array]:
+    """The tiles and the runs of some offsets."""
+    start, step, _, times, place = columns
+    segment, step, times = shape.segment, step[:, None, None], times[:, None, shape.level]
+    near = shape.first[:, None] + start[:, :, None]  # (C, O, S)
+    rows = _over(shape.last[:, None] - near, step).clip(0)
+    near, met = near[:, :, segment], times > 0
+    whole, high = (rows // other)[:, :, segment] * met, _over(rows, other)[:, :, segment] * met
+    base, steps = shape.base + start[shape.kind].T, columns.step[shape.kind]  # (O, T)
+    last = xp.minimum(base + (own - 1) * steps, shape.stop - 1)
+    begin, end = _cut(xp, whole, high, near[:kinds], step[:kinds], base, last, other, sees)
+    tiles, step = end - begin, step[place]
+    first, stop = near[place] + begin * step * other, shape.last[place][:, None, segment]
+    runs = stacked((first, step, stop, tiles, times[place]), tiles).reshape(-1, 5)
+    is_run, plain = tiles > 0, len(whole)  # places
+    found = xp.argwhere(is_run.swapaxes(0, 1).swapaxes(1, 2).reshape(-1))[:, 0]  # list by list
+    runs = _taken(runs, found % len(place) * (len(runs) // len(place)) + found // len(place))
+    many = is_run.sum(0)
+    run = many.reshape(-1).cumsum(0).reshape(many.shape) - many
+    about = (run, tiles[:plain].sum(0), tiles[plain:].sum(0), run + is_run[:plain].sum(0))
+    if sees == "all":  # the tiles of a level share a list in each segment
+        about = tuple(x[:, shape.mine] for x in about)
+    return stacked((base, steps, shape.stop, *about), base).reshape(-1, 7), runs
+
+
+def _cut(
+    xp: Any, whole: Array, high: Array, near: Array, step: Array, first: Array, last: Array, other: int, sees: str
+) -> tuple[Array, Array]:
+    """Which of its column's tiles are in each place, [begin, end), (P, O, L).
+
+    A column has ``high`` tiles from ``near`` on, of which ``whole`` are full, (C, O, L). Only those of the list's own
+    segment, in the first columns, does it meet in part: its tile has the rows from ``first`` to ``last``, (O, L).
+    """
+    kinds, size = len(near), step * other
     if sees == "earlier":  # tiles that begin by the last row; whole: end by the first
-        high.clamp_(max=((last - near) // size + 1).clamp(min=0))
-        whole_high.clamp_(max=((first - near + kinds.step) // size).clamp(min=0)).clamp_(max=high)
-    else:  # tiles that end at the first row or later; whole: begin there
-        low.copy_(_over(first - near - size + kinds.step, size).clamp(min=0)).clamp_(max=high)
-        whole_low.copy_(_over(last - near, size)).clamp_(min=low).clamp_(max=high)
-        whole_high.clamp_(min=whole_low).clamp_(max=high)
-    return cut
-
-
-def _runs(kinds: Kinds, regions: Regions, lists: Lists, other: int, cut: Cut) -> tuple[Tensor, ...]:
-    """All runs; and of each list, (O, L): its first run, its whole tiles, its tiles to be masked, their first run."""
-    begin = torch.cat([cut.whole_low.flatten(2), torch.stack([cut.low, cut.whole_high], -1).flatten(2)], -1)
-    end = torch.cat([cut.whole_high.flatten(2), torch.stack([cut.whole_low, cut.high], -1).flatten(2)], -1)
-    tiles, whole = end - begin, cut.low[0, 0].numel()  # (O, L, 3 G K), of which the first G K are of whole tiles
-    offset, index, column = tiles.nonzero(as_tuple=True)
-    place = torch.where(column < whole, column, (column - whole) // 2)
-    region, kind = place // len(kinds.step), place % len(kinds.step)
-    segment, step = lists.segment[index], kinds.step[kind]
-    base = regions.first[segment, region] + kinds.start[offset, kind] + begin[offset, index, column] * step * other
-    times = 1 + torch.minimum(kinds.level[kind], lists.level[index]) - regions.branch[region]
-    runs = torch.stack([base, step, regions.last[segment, region], tiles[offset, index, column], times], -1)
-    many = (tiles > 0).flatten(0, 1).sum(1)
-    first = (many.cumsum(0) - many).view(tiles.shape[:2])
-    plain, edge = tiles[..., :whole], tiles[..., whole:]
-    return runs, first, plain.sum(-1), edge.sum(-1), first + (plain > 0).sum(-1)
+        high[:kinds] = top = xp.minimum(high[:kinds], (last - near) // size + 1)
+        whole[:kinds] = xp.minimum(xp.minimum(whole[:kinds], (first - near + step) // size), top)
+    begin, end = [xp.zeros_like(whole), whole], [whole, high]
+    if sees == "later":  # tiles that end at the first row or later; whole: begin there
+        top = high[:kinds]
+        low = xp.minimum(_over(first - near - size + step, size), top)
+        begin[0][:kinds] = full = xp.minimum(xp.maximum(_over(last - near, size), low), top)
+        whole[:kinds] = xp.minimum(xp.maximum(whole[:kinds], full), top)
+        begin[1:] = [xp.stack([low, whole[:kinds]], 1).reshape(-1, *top.shape[1:]), whole[kinds:]]
+        end[1:] = [xp.stack([full, top], 1).reshape(-1, *top.shape[1:]), high[kinds:]]
+    return xp.concatenate(begin), xp.concatenate(end)
