@@ -6,20 +6,15 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D), where Hk divides H; paddin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_flag, checked_probability, checked_scale
-from dilated_attention.nn.core import Core, Options
+from dilated_attention.nn.core import Core
 from dilated_attention.notice import warn
-
-
-class AttentionOptions(Options, total=False):
-    """What every module without projections takes by keyword."""
-
-    softmax_scale: float | None
+from dilated_attention.pattern import DilatedPattern, Rule
 
 
 class DilatedAttention(Core):
@@ -50,10 +45,13 @@ class DilatedAttention(Core):
         dilation_rates: Iterable[int] | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        **options: Unpack[Options],
+        *,
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
     ) -> None:
         dropout = checked_probability(attention_dropout, "attention_dropout")
-        super().__init__(segment_lengths, dilation_rates, dropout, **options)
+        super().__init__(segment_lengths, dilation_rates, dropout, pattern, rule, backend)
         self.softmax_scale = None if softmax_scale is None else checked_scale(softmax_scale, "softmax_scale")
 
     def forward(
@@ -102,10 +100,16 @@ class ImprovedDilatedAttention(DilatedAttention):
         dilation_rates: Iterable[int] | None = None,
         dropout: float = 0.0,
         use_tf32: bool | None = None,
-        **options: Unpack[AttentionOptions],
+        *,
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
+        softmax_scale: float | None = None,
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
-        super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, **options)
+        super().__init__(
+            segment_lengths, dilation_rates, softmax_scale, dropout, pattern=pattern, rule=rule, backend=backend
+        )
         if use_tf32 is not None:
             check_flag("use_tf32", use_tf32)
             setting = torch.backends.cuda.matmul

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,14 +22,6 @@ from dilated_attention.pattern import DilatedPattern, Rule, whole_number
 from dilated_attention.ring.run import Link
 
 
-class Options(TypedDict, total=False):
-    """What every module takes by keyword; `Core` refuses all other names."""
-
-    pattern: DilatedPattern | None  # instead of the two lists
-    rule: Rule | None  # of the two lists: head_groups by default
-    backend: Backend
-
-
 class Core(nn.Module):
     """Pattern, dropout and backend of a module, and the call that they make."""
 
@@ -41,14 +33,10 @@ class Core(nn.Module):
         segment_lengths: Iterable[int] | None,
         dilation_rates: Iterable[int] | None,
         dropout: float,
-        *,
-        pattern: DilatedPattern | None = None,
-        rule: Rule | None = None,
-        backend: Backend = "auto",
-        **unknown: Any,
+        pattern: DilatedPattern | None,
+        rule: Rule | None,
+        backend: Backend,
     ) -> None:
-        if unknown:  # classes hand on what they do not know themselves, so it is refused here, by the caller's class
-            raise TypeError(f"{type(self).__name__} has no argument {', '.join(unknown)}")
         super().__init__()
         self.pattern = _pattern(segment_lengths, dilation_rates, pattern, rule)
         self.dropout = checked_probability(dropout, "dropout")

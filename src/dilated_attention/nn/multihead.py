@@ -7,16 +7,17 @@ Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import DTYPES, check_flag, checked_scale
-from dilated_attention.nn.core import Core, Options
+from dilated_attention.nn.core import Core
 from dilated_attention.nn.masks import check_causal_mask, ignored
-from dilated_attention.pattern import whole_number
+from dilated_attention.pattern import DilatedPattern, Rule, whole_number
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _FUSED = "qkv_proj"
@@ -32,9 +33,12 @@ class _NoPackedWeight:
         raise TypeError("dilated attention has no in_proj_weight: use q_proj, k_proj and v_proj, or qkv_proj")
 
 
-class MultiheadOptions(Options, total=False):
-    """What every module with projections takes by keyword."""
+class MultiheadOptions(TypedDict, total=False):
+    """What modules over ranks hand on to `MultiheadDilatedAttention`."""
 
+    pattern: DilatedPattern | None
+    rule: Rule | None
+    backend: Backend
     layer_norm_eps: float
     gamma_init: float
     device: torch.device | str | int | None
@@ -99,9 +103,11 @@ class MultiheadDilatedAttention(Core):
         *,
         num_kv_heads: int | None = None,
         batch_first: bool = True,
-        **options: Unpack[Options],
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, dropout, **options)
+        super().__init__(segment_lengths, dilation_rates, dropout, pattern, rule, backend)
         self.embed_dim = whole_number("embed_dim", embed_dim)
         self.num_heads = whole_number("num_heads", num_heads)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)

@@ -18,10 +18,10 @@ from dilated_attention.checks import checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.nn.attention import AttentionOptions, DilatedAttention
+from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
-from dilated_attention.pattern import MAX_NUMBER, Rule, whole_number
+from dilated_attention.pattern import MAX_NUMBER, DilatedPattern, Rule, whole_number
 from dilated_attention.ring.run import tell_others
 
 
@@ -63,10 +63,15 @@ class RingDilatedAttention(DilatedAttention):
         use_checkpointing: bool | None = None,
         *,
         group: Group | ContextParallel | None = None,
-        **options: Unpack[AttentionOptions],
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
+        softmax_scale: float | None = None,
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
-        super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, **options)
+        super().__init__(
+            segment_lengths, dilation_rates, softmax_scale, dropout, pattern=pattern, rule=rule, backend=backend
+        )
         self.ranks = Ranks(group, ring_size, use_checkpointing, self.exchange, only=type(self).__name__)
 
 
@@ -147,9 +152,15 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
         max_workspace_bytes: int | None = None,
         *,
         group: Group | ContextParallel | None = None,
-        **options: Unpack[AttentionOptions],
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
+        softmax_scale: float | None = None,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing, group=group, **options)
+        super().__init__(
+            segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing,
+            group=group, pattern=pattern, rule=rule, backend=backend, softmax_scale=softmax_scale,
+        )  # fmt: skip
         if max_workspace_bytes is not None:
             max_workspace_bytes = whole_number("max_workspace_bytes", max_workspace_bytes)
         self.ranks.limit, self.ranks.buffers = Limit(max_workspace_bytes), Buffers()
