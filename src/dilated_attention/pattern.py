@@ -312,7 +312,7 @@ class DilatedPattern:
         is_causal: bool = False,
         backward: bool = False,
     ) -> int:
-        """Operations of one sample: 4 * head_dim per pair, or with ``backward`` 14, for forward and backward together."""
+        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together."""
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
         return pairs * whole_number("head_dim", head_dim) * (14 if backward else 4)
 
