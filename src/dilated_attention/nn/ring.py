@@ -108,8 +108,9 @@ class RingDilatedAttentionV2Collective(RingDilatedAttention):
 
     The exchange is "allgather", as in the LongNet paper. It takes fewer steps than a ring, but needs memory for all
     rows that this rank needs. On NCCL it is one collective. On gloo it is a batch of messages, so that an error can
-    name a missing rank. Arguments are those of :class:`RingDilatedAttention`, which new code can use with a
-    :class:`ContextParallel`. The name is that of a class in the DarcStar fork of dilated-attention-pytorch.
+    name a missing rank. Arguments are those of :class:`RingDilatedAttention`. The name is that of a class in the
+    DarcStar fork of dilated-attention-pytorch; new code can call :func:`dilated_attention` with a
+    :class:`ContextParallel`, which takes every exchange.
 
     Examples:
         >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 64, 4, 16))
