@@ -40,7 +40,10 @@ LONGVIT_SEGMENTS = {
 
 
 class LongNet(nn.Module):
-    """Does what encoder and decoder share. Make one with :meth:`from_torchscale`."""
+    """Loads weights of torchscale, and runs them: the methods that encoder and decoder of this module share.
+
+    Make one with ``LongNetEncoder.from_torchscale`` or ``LongNetDecoder.from_torchscale``.
+    """
 
     is_causal = False
 
