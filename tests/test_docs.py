@@ -8,7 +8,8 @@ console title="in a terminal"  the programs, scripts, targets and options that i
 text                              what the block above printed; ``...`` stands for anything
 
 There is no other fence and no indented code, so no block goes unread. API pages hold no code. The
-examples in docstrings of public names run on one rank, with ``torch``, ``da`` and ``group`` given.
+examples in docstrings of the names on them, and of their methods, run on one rank, with the modules
+that docs/api/index.md imports, and ``group``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -29,7 +31,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -46,6 +48,7 @@ from dilated_attention.bench.report import table
 from dilated_attention.bench.suites import ALL
 from dilated_attention.ranks import pool
 
+API_MODULES = ("merge", "models", "ranks", "reference", "testing")  # that examples on API pages use
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?$')
@@ -150,23 +153,46 @@ def assert_printed(wanted: str, got: str, where: str) -> None:
 # --- docstrings -------------------------------------------------------------------------------------------------
 
 
-def wrong_examples() -> dict[str, str]:
-    """For every public name whose docstring has no example, or one that fails: what is wrong."""
+API_PAGES = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/api").glob("*.md")))
+ON_API_PAGES = re.findall(r"^::: (dilated_attention\.\S+)$", API_PAGES, re.MULTILINE)
+
+
+def documented(path: str) -> Iterator[tuple[str, str]]:
+    """The docstrings of a name and of its methods, by their paths."""
+    value = pkgutil.resolve_name(path)
+    yield path, value.__doc__ or ""
+    for name, one in vars(value).items() if isinstance(value, type) else ():
+        if isinstance(one, FunctionType | classmethod | staticmethod | property) and not name.startswith("_"):
+            yield f"{path}.{name}", one.__doc__ or ""
+
+
+def wrong_examples(paths: list[str]) -> dict[str, str]:
+    """For every public name whose docstring has no example, or whose examples or those of its methods fail: why."""
     wrong = {}
-    for name in da.__all__:
-        names = {"torch": torch, "da": da, "group": dist.group.WORLD}
-        text, said = getattr(da, name).__doc__, io.StringIO()
-        examples = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+    names = {name: importlib.import_module(f"dilated_attention.{name}") for name in API_MODULES}
+    for name, text in [found for path in paths for found in documented(path)]:
+        said = io.StringIO()
+        given = {"torch": torch, "da": da, "group": dist.group.WORLD if dist.is_initialized() else None, **names}
+        examples = doctest.DocTestParser().get_doctest(text, given, name, None, None)
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
         with warnings.catch_warnings():
             failed = runner.run(examples, out=said.write).failed
-        if failed or not examples.examples:
+        if failed or (name.rpartition(".")[2] in da.__all__ and not examples.examples):
             wrong[name] = said.getvalue() or "no example"
     return wrong
 
 
-def test_examples_in_docstrings_run() -> None:
-    assert pool(1).run(wrong_examples) == [{}]
+def test_examples_on_the_api_pages_run() -> None:
+    """With a single rank, but those that start ranks: a rank starts none."""
+    here = [path for path in ON_API_PAGES if path.startswith("dilated_attention.ranks.")]
+    assert {f"dilated_attention.{name}" for name in da.__all__} <= {*ON_API_PAGES}
+    assert pool(1).run(wrong_examples, [path for path in ON_API_PAGES if path not in here]) == [{}]
+    assert wrong_examples(here) == {}
+
+
+def test_examples_find_the_imports_that_the_api_page_names() -> None:
+    [line] = re.findall(r"`from dilated_attention import ([\w, ]+)`", (ROOT / "docs/api/index.md").read_text())
+    assert line == ", ".join(API_MODULES)
 
 
 @pytest.mark.parametrize("name", da.__all__)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import shutil
@@ -142,6 +143,18 @@ def test_public_names_can_be_linked_to(pages: dict[str, Page]) -> None:
     shown = set().union(*(page.ids for address, page in pages.items() if "/api/" in address))
     missing = [name for name in dilated_attention.__all__ if f"dilated_attention.{name}" not in shown]
     assert not missing
+
+
+def test_headings_of_names_are_the_paths_to_import(pages: dict[str, Page]) -> None:
+    found = []
+    for address, page in pages.items():
+        if "/api/" in address:
+            for path, text in re.findall(r'<h2 id="(dilated_attention[^"]*)"[^>]*>(.*?)</h2>', page.text, re.DOTALL):
+                assert path in re.sub(r"<[^>]*>", "", text).split()
+                pkgutil.resolve_name(path)
+                found.append(path)
+    assert found
+    assert len({*found}) == len(found)
 
 
 def test_docstrings_are_rendered(pages: dict[str, Page]) -> None:

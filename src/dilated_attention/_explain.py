@@ -33,6 +33,12 @@ from dilated_attention.pattern import DilatedPattern
 class Explanation:
     """Tells what a call would run, and for everything else why it does not.
 
+    Args:
+        backend: the backend of the forward pass.
+        kernel: its kernel, in words.
+        why_not: for each other backend, the reasons why it does not run.
+        backward: the backend and kernel of the backward pass, or "none: ..." with the reasons.
+
     Examples:
         >>> x = torch.randn(1, 64, 4, 8)
         >>> told = da.explain(x, x, x, da.DilatedPattern.longnet([16, 64], [1, 4]), backend="eager")
@@ -45,7 +51,7 @@ class Explanation:
     backend: Backend
     kernel: str
     why_not: dict[str, list[str]]
-    backward: str  # the backend and kernel of the backward pass
+    backward: str
 
     def __str__(self) -> str:
         lines = [f"runs: {self.backend}, kernel: {self.kernel}", f"backward: {self.backward}"]
@@ -71,8 +77,9 @@ def explain(
 ) -> Explanation:
     """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
-    It computes nothing. The forward and the backward pass may run different ones; the reasons are those of the forward
-    pass. Over a ``group`` it speaks of this rank, and asks no other.
+    It computes nothing. It takes the arguments of :func:`dilated_attention`, except ``heads`` and ``return_lse``. The
+    forward and the backward pass may run different ones; the reasons are those of the forward pass. Over a ``group`` it
+    speaks of this rank, and asks no other.
 
     Examples:
         >>> x = torch.randn(1, 64, 4, 8)

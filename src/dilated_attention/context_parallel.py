@@ -25,29 +25,35 @@ VERIFY: tuple[Verify, ...] = get_args(Verify)
 class ContextParallel:
     """Says how one sequence is spread over a group of ranks.
 
-    It is given as ``group=`` where a bare process group is not enough. It is frozen and hashable, and checks its
-    values. None means the default of the function or class that takes it.
+    Give it as ``group=`` where a bare process group is not enough. It is frozen and hashable, and checks its values. A
+    row is the key or value vector of one token and head. A hop is one step of an exchange, in which ranks send and
+    receive.
 
     Args:
         group: a ``torch.distributed`` process group or a 1-D ``DeviceMesh``; None: the default group.
-        exchange: how rows of other ranks come here. "ring": from neighbour to neighbour, two blocks at a time;
-            "allgather": all of them in one step; "alltoall": whole segments for a share of the heads; "auto":
-            the one with the least modelled time that holds at most twice what a shard keeps for its backward pass.
-        use_checkpointing: received rows travel again in the backward pass; False keeps them.
+        exchange: how key and value rows of other ranks reach this one. "ring": they pass from neighbour to neighbour,
+            and a rank holds two blocks at a time. "allgather": all of them arrive in one step. "alltoall": each rank
+            gets whole segments, but only some of the heads. "auto": the exchange whose communication time
+            :func:`plan_cost` estimates as the shortest; one whose received rows would take more than twice the memory
+            of this rank's q, k, v, out and lse is left out. None: "ring" or "allgather" in the Ring classes, each as it
+            says; "auto" in :func:`dilated_attention` and :class:`RingAdvancedDistributedDilatedAttention`.
+        use_checkpointing: True, or None: received rows are dropped after the forward pass, and sent again in the
+            backward pass. False: they are kept. Attention is not computed again in either case.
         timeout: seconds to wait for another rank before an error that names it (gloo; NCCL has its own).
-        verify: "always": every call first compares its arguments over the ranks; "first": only the first 64 checks of
-            a group, forward and backward, as long as its shards keep their lengths. By default "always" where the
-            group has gloo for the host ("gloo", "cpu:gloo,cuda:nccl"), else "first", as reading the answer makes the
-            host wait for the device.
-        debug: wait on the host in every hop, so that an error comes from where it happened.
+        verify: whether the ranks compare their arguments before they compute, so that a mismatch is an error and not a
+            hang. "always": in every forward and backward pass. "first": in the first 64 passes over a group, and
+            also later if the shard lengths differed among those. None: "always" if the group has gloo for the CPU
+            ("gloo", "cpu:gloo,cuda:nccl"); else "first", as reading the answer makes the host wait for the device.
+        debug: make the host wait after every hop, so that an error is raised where it happens.
         total_length: the tokens of the whole sequence. A call whose shards do not add up to it is an error, for
             example one in which every rank passes the whole sequence.
 
     Examples:
         >>> over = da.ContextParallel(group, exchange="alltoall", timeout=30.0, total_length=64)
         >>> shard = da.shard_sequence(torch.randn(1, 64, 4, 8), group)
-        >>> da.dilated_attention(shard, shard, shard, da.DilatedPattern.longnet([16, 64], [1, 4]), group=over).shape
-        torch.Size([1, 64, 4, 8])
+        >>> out = da.dilated_attention(shard, shard, shard, da.DilatedPattern.longnet([16, 64], [1, 4]), group=over)
+        >>> out.shape == shard.shape  # this rank's part of the result
+        True
     """
 
     group: Group | None = None

@@ -95,37 +95,48 @@ def dilated_attention(
     heads: tuple[int, int] | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes self-attention in which each head sees the tokens of ``pattern``: one softmax over all its branches.
+    """Computes self-attention in which each head sees the tokens that ``pattern`` gives it.
+
+    A branch is one (segment length, dilation rate) pair of the pattern. A head takes one softmax over the keys of all
+    its branches; a key that m branches show counts m times.
 
     Args:
-        query, key, value: (B, N, H, D), any strides; with ``enable_gqa`` key and value may have fewer heads. Query may
-            have fewer rows than key: the result is then that of these rows alone, and only what they see is read.
-        pattern: which head sees which tokens, see :class:`DilatedPattern`. A key seen by m branches counts m times.
+        query: (B, N, H, D): batch, tokens, heads, channels of a head; any strides. It may have fewer tokens than key
+            (decoding): the result is then that of these queries alone, and only the keys that they see are read.
+        key, value: (B, N, H, D), or (B, N, Hk, D) with ``enable_gqa``; of the dtype and device of query.
+        pattern: which head sees which tokens, see :class:`DilatedPattern`.
         is_causal: a query sees no later token.
         scale: multiplies the scores; 1/sqrt(D) by default.
         dropout_p: the share of (query, key) pairs dropped; give 0 outside training.
         key_padding_mask: (B, N) bool, True = ignore this key, as in ``nn.MultiheadAttention``. The rows of ignored
             tokens still get an output: leave them out of pooling and of the loss.
         query_offset: where in the key sequence the first query stands, as an int, or as an integer tensor (B,) with a
-            position for each sample. By default the queries are the last tokens. Not over a ``group``. Positions
-            outside the key sequence are an error; but our CUDA kernel reads a tensor on the device, so that the host
-            does not wait, and gives 0 and -inf in such rows. Dropout, float64 and a backward pass read it on the host.
-        enable_gqa: key/value head h serves the query heads h*G to (h+1)*G - 1, G = H // Hk.
+            position for each sample. By default the queries are the last tokens. Not over a ``group``. A position
+            outside the key sequence is an error. One case differs: the kernels of "triton" read a tensor on the device
+            and cannot raise; they give out = 0 and lse = -inf in those rows. Calls with dropout or float64, and all
+            backward passes, run on another backend: it reads the tensor on the host, which waits, and raises.
+        enable_gqa: True: allow fewer key/value heads Hk than query heads H; H must be a multiple of Hk. Key/value head
+            h serves the query heads h*G to (h+1)*G - 1, with G = H // Hk. False: unequal numbers are an error.
         backend: "auto", "triton" (our kernels), "sdpa" (PyTorch's) or "eager" (matrix products). One asked for by name
             runs or raises.
-        return_lse: also return the log-sum-exp of each row's scores, (B, N, H), differentiable.
+        return_lse: also return the log-sum-exp of each query's scores, (B, N, H) with the N of query, in float32
+            (float64 for float64 inputs). It is differentiable.
         group: a ``torch.distributed`` process group or 1-D ``DeviceMesh``: the tensors, and the result, are then this
             rank's contiguous shard of the sequence. The shards may differ in length, and be empty. All ranks of the
-            group make the same call. Not traced by ``torch.compile``. A :class:`ContextParallel` says more: how rows
-            travel (``exchange``, "auto" by default), what is kept, how long to wait, what is compared.
-        heads: (first, total) of the key/value heads, where this process holds some of them (tensor parallelism).
-        cu_seqlens: sequences packed into one row, (1, T, H, D): ``[0, ..., T]``, where each begins and the last ends,
-            as a list or an integer tensor. Each has segments of its own, and none sees another. A tensor on CUDA makes
-            the host wait while it is read, once. Over a ``group`` it is that of all ranks' tokens, and sequences may
-            lie on several ranks. Not with few queries or ``key_padding_mask``.
+            group make the same call. Not traced by ``torch.compile``. Give a :class:`ContextParallel` instead to choose
+            how keys and values are sent (``exchange``, "auto" by default), the timeout, and the checks.
+        heads: for tensor parallelism, where this process holds only some of the key/value heads: (index of its first
+            one, number of them in the whole model). A head's branches and offsets depend on its index. By default this
+            process holds all heads.
+        cu_seqlens: borders of sequences that are packed along the tokens; query, key and value are then (1, T, H, D).
+            ``[0, ..., T]``: the start of each sequence, then the end of the last, as a list or an integer tensor. Each
+            has segments of its own, and none sees another. A tensor on CUDA makes the host wait while it is read, once.
+            Over a ``group`` it is that of all ranks' tokens, and sequences may lie on several ranks. Not with a query
+            shorter than key, nor with ``key_padding_mask``.
 
     Returns:
-        As query, or that and lse. A row with no key to see gets 0 and -inf.
+        A tensor shaped like query; with ``return_lse`` a tuple of it and lse. A query that sees no key gets out = 0 and
+            lse = -inf.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 1000, 8, 64).unbind(0)  # (batch, tokens, heads, head_dim)

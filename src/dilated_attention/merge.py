@@ -16,9 +16,17 @@ from torch.nn import functional as F
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge (part, part_lse) into (out, lse) in place; total at -inf. ``out`` and ``lse`` have one dtype.
+    """Merges a softmax result over some keys, (part, part_lse), into that over other keys, (out, lse), in place.
 
-    That dtype is not half: rounding ``out`` at every merge doubles the error of five branches.
+    Shapes are (..., D) for out and part, (...) for lse and part_lse, which are natural logarithms. lse = -inf means no
+    keys, and may be on both sides. out and lse have the same dtype. Use float32 or float64: in half precision every
+    merge rounds, which for five branches doubles the error.
+
+    Examples:
+        >>> out, lse = torch.zeros(3, 8), torch.full((3,), -torch.inf)
+        >>> merge.merge_(out, lse, torch.ones(3, 8), torch.zeros(3))
+        >>> lse
+        tensor([0., 0., 0.])
     """
     # sigmoid(-inf - -inf) is NaN: where the part is empty its weight is selected, not computed
     weight = _alike(torch.sigmoid, part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)

@@ -7,14 +7,14 @@ import warnings
 
 
 class DilatedAttentionWarning(UserWarning):
-    """Warns of a call or pattern that is exact, and probably not what was meant.
+    """Warns of a call or pattern that is valid and computed correctly, but probably not what you meant.
 
     The text names the cure. Python shows it once for each line of code that does it.
 
     Examples:
         >>> import warnings
-        >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # for those who mean it
-        >>> pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # another package takes the rates first
+        >>> warnings.simplefilter("ignore", da.DilatedAttentionWarning)  # if you do mean it
+        >>> pattern = da.DilatedPattern.longnet([1, 2], [512, 1024])  # the lists are swapped: lengths come first
     """
 
 

@@ -1,8 +1,5 @@
 """What the user means: which head attends to which tokens. Pure integers; nothing here touches a device.
 
-A branch is a pair (segment length w, dilation rate r). It cuts the tokens into segments of w, and in each of them
-head h takes part with the tokens p where (p - segment start) mod r equals the head's offset, as queries and as keys.
-
 Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H // Hk query heads follow each).
 """
 
@@ -69,11 +66,17 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DilatedPattern:
-    """Says which head attends to which tokens: segment lengths, dilation rates, and the rule that deals them to heads.
+    """Says which head attends to which tokens.
 
-    Make one with :meth:`longnet`, :meth:`torchscale` or :meth:`head_groups`; the three differ in the offsets, in
-    whether every head runs every branch, and in what happens at the end of a sequence. It is frozen and hashable, and
-    holds no tensors.
+    A branch is a segment length w and a dilation rate r. It cuts the sequence into segments of w tokens; the last one
+    may be shorter. In each of them a head attends among every r-th token, beginning at the head's offset. The rule
+    says which heads have which branches, at which offsets: :meth:`longnet`, :meth:`torchscale` or :meth:`head_groups`
+    makes a pattern. It is frozen and hashable, and holds no tensors.
+
+    Args:
+        rule: "longnet", "torchscale" or "head_groups".
+        segment_lengths, dilation_rates: one of each per branch, in tokens.
+        mixing_gradient: "exact"; or "detached", see :meth:`torchscale`.
 
     Examples:
         >>> pattern = da.DilatedPattern.longnet([4, 16], [1, 4])
@@ -114,7 +117,7 @@ class DilatedPattern:
         dilation_rates: Iterable[int],
         mixing_gradient: MixingGradient = "exact",
     ) -> DilatedPattern:
-        """The pattern of a rule given by name."""
+        """Makes the pattern of a rule that is given by name."""
         pattern = cls(rule, segment_lengths, dilation_rates, mixing_gradient)  # type: ignore[arg-type]  # made tuples
         swapped = all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1
         if swapped and not torch.compiler.is_compiling():
@@ -126,38 +129,38 @@ class DilatedPattern:
 
     @classmethod
     def longnet(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """The LongNet paper: every head runs every branch, head h at offset h mod r; a shorter last segment."""
+        """The rule of the LongNet paper: every head has every branch, head h at offset h mod r."""
         return cls.of("longnet", segment_lengths, dilation_rates)
 
     @classmethod
     def torchscale(
-        cls,
-        segment_lengths: Iterable[int],
-        dilation_rates: Iterable[int],
-        *,
-        mixing_gradient: MixingGradient = "exact",
+        cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int], *, mixing_gradient: MixingGradient = "exact"
     ) -> DilatedPattern:
-        """The released LongNet code and checkpoints: offset h // ceil(H / r); zero keys fill up the last segment.
+        """The rule of the released LongNet code: every head has every branch, head h of H at offset h // ceil(H / r).
 
-        Those zero keys are attended (not when causal, where they come after every query).
+        Zero keys (keys and values of 0) fill up the last segment. Queries attend to them, except in a causal call.
 
         ``mixing_gradient="detached"``: the backward pass takes the weights that mix the branches as constants, as the
-        released code does. Outputs are the same. It is for one device and takes no dropout; backends sdpa and eager
-        compute it, with each branch's output once more.
+        released code does. Outputs do not change. It works on one device, without dropout, on the backends sdpa and
+        eager; the backward pass computes each branch's output once more.
         """
         return cls.of("torchscale", segment_lengths, dilation_rates, mixing_gradient)
 
     @classmethod
     def head_groups(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """Heads are divided among branches; all heads of branch i share offset i mod r; a shorter last segment."""
+        """The default rule of the modules: each head has one branch, and all heads of branch i have offset i mod r.
+
+        Neighbouring heads share a branch; the first branches get one head more if heads do not divide evenly. Rows
+        that a head's branch leaves out are 0. It needs at least one key/value head per branch.
+        """
         return cls.of("head_groups", segment_lengths, dilation_rates)
 
     @classmethod
     def suggest(cls, tokens: int, heads: int, *, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
         """Suggests a pattern for a length, as ``dilated-attention suggest`` does.
 
-        Every segment has 2048 rows, and the longest one spans the sequence. `dilated_attention.advice.suggest` also
-        gives the reasons, and what the pattern costs.
+        Up to 2048 tokens, or for head_groups with one head, it is one dense segment. Beyond, a head takes 2048 tokens
+        of every segment, and the longest segment spans the sequence. `dilated_attention.advice.suggest` says why.
 
         Examples:
             >>> da.DilatedPattern.suggest(tokens=8192, heads=12)
@@ -171,8 +174,9 @@ class DilatedPattern:
         """Draws which keys each query sees, as an Altair chart for a notebook.
 
         By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
-        where heads are divided. ``options``: ``is_causal``, ``head``, ``query``, ``window``, ``kv_heads``, ``ranks``,
-        and ``colour``, which is ``"share"`` or ``"branch"``.
+        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: only heads that see the same as this one;
+        ``query``: mark this token; ``window``: only tokens (first, last), without the last; ``ranks``: borders of so
+        many shards; ``colour``: "share" (of a cell's pairs that is computed, the default) or "branch" (that does it).
 
         Examples:
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
@@ -195,26 +199,24 @@ class DilatedPattern:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the gradient is that of the operation, the weights that mix branches included."""
+        """True unless mixing_gradient is "detached": gradients flow through the weights that mix the branches, too."""
         return self.mixing_gradient == "exact"
 
     def alone(self, branch: int) -> DilatedPattern:
-        """The pattern of one branch, of a rule under which every head runs every branch."""
+        """The pattern with this branch alone. Under head_groups it would give the branch to all heads."""
         return DilatedPattern(self.rule, (self.segment_lengths[branch],), (self.dilation_rates[branch],))
-
-    # --- which head runs what -----------------------------------------------------------------------------------
 
     @property
     def dealing(self) -> Dealing:
-        """The row of the rule."""
+        """How the rule assigns branches and offsets to heads. Internal."""
         return _DEALINGS[self.rule]
 
     def dealt(self, num_heads: int) -> tuple[Branch, ...]:
-        """The branches as this many (key/value) heads run them."""
+        """The branches, each with its heads among this many and their offsets. Internal: see `heads` and `offset`."""
         return _dealt(self, num_heads)
 
     def heads(self, branch: int, num_heads: int) -> range:
-        """The (key/value) heads that run a branch."""
+        """The (key/value) heads that have a branch, by its index."""
         return self.dealt(num_heads)[branch].heads
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
@@ -224,7 +226,7 @@ class DilatedPattern:
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
         """Raise if these head counts do not fit the rule; return the number of query heads per key/value head.
 
-        ``whole=False``: these are some of the heads, and need not have one for each branch.
+        ``whole=False``: they are those of one process under tensor parallelism, and may be fewer than branches.
         """
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
@@ -239,8 +241,6 @@ class DilatedPattern:
             )
         return num_heads // kv_heads
 
-    # --- questions ----------------------------------------------------------------------------------------------
-
     def keys(
         self,
         query: int,
@@ -251,9 +251,9 @@ class DilatedPattern:
         num_kv_heads: int | None = None,
         is_causal: bool = False,
     ) -> tuple[int, ...]:
-        """The tokens that ``query`` sees in (query) head ``head``, sorted; one seen by m branches stands m times.
+        """The tokens that ``query`` sees in (query) head ``head``, sorted. One that m branches show appears m times.
 
-        Torchscale's appended zero keys are not tokens: :meth:`zero_keys` counts them.
+        Zero keys of torchscale are not tokens: :meth:`zero_keys` counts them.
         """
         seen: list[int] = []
         for branch, first, length, offset in self._branches_of(query, head, num_tokens, num_heads, num_kv_heads):
@@ -271,7 +271,7 @@ class DilatedPattern:
         num_kv_heads: int | None = None,
         is_causal: bool = False,
     ) -> int:
-        """How many appended zero keys the query attends to: torchscale's filling, 0 for the other rules."""
+        """How many zero keys the query attends to; 0 unless the rule is torchscale."""
         if is_causal:
             return 0
         return sum(
@@ -280,7 +280,7 @@ class DilatedPattern:
         )
 
     def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
-        """Zero keys of a segment with ``length`` real tokens for a head at ``offset``, causality aside."""
+        """How many zero keys a segment of ``length`` tokens in a sequence of ``num_tokens`` gets, if not causal."""
         if not self.dealing.adds_zeros:
             return 0
         rate = self.dilation_rates[branch]
@@ -289,7 +289,7 @@ class DilatedPattern:
     def pairs(
         self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
     ) -> int:
-        """The (query, key) pairs of one sample over all heads, repeated keys counted each time."""
+        """How many (query, key) pairs one sample has, over all heads. Zero keys are not counted, repeated keys are."""
         num_tokens = whole_number("num_tokens", num_tokens, least=0)
         group = self.check_heads(num_heads, num_kv_heads)
         total = 0
@@ -312,7 +312,7 @@ class DilatedPattern:
         is_causal: bool = False,
         backward: bool = False,
     ) -> int:
-        """Multiply-adds of one sample counted as two: 4 D per pair forward, 10 D more for the backward pass."""
+        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together."""
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
         return pairs * whole_number("head_dim", head_dim) * (14 if backward else 4)
 
@@ -325,7 +325,7 @@ class DilatedPattern:
         num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> int:
-        """What one sample keeps for the backward pass: q, k, v, out and lse, whatever the number of branches."""
+        """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches."""
         kv_heads = num_heads // self.check_heads(num_heads, num_kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
         row_bytes = whole_number("head_dim", head_dim) * dtype.itemsize

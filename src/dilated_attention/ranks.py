@@ -61,7 +61,17 @@ class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
 
 
 class Pool:
-    """``size`` ranks in one group whose collectives give up after ``timeout`` seconds. One call at a time."""
+    """Starts ``size`` local processes that form one gloo process group, for tests.
+
+    The processes, called ranks, stay alive between calls; one call runs at a time. A script needs
+    ``if __name__ == "__main__"``. Functions that are sent must be at the top level of a module. Collectives fail after
+    ``timeout`` seconds.
+
+    Examples:
+        >>> with ranks.Pool(2) as two:
+        ...     two.run(torch.distributed.get_rank)
+        [0, 1]
+    """
 
     def __init__(self, size: int, *, timeout: float = 120.0) -> None:
         if size < 1:
@@ -101,10 +111,11 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None, check: bool = True
     ) -> list[Any]:
-        """``function(*args)`` on every rank; the results by rank, or Outcomes with ``check=False``.
+        """Calls ``function(*args)`` on every rank and returns the results, in the order of ranks.
 
-        Raises RanksFailed if any rank failed, after the others have answered or ``timeout`` has passed. The group is
-        then made anew, lest the next call receive what this one sent; if a rank died or hung, the pool is closed.
+        If a rank fails, it raises RanksFailed, once the others have answered or ``timeout`` seconds have passed. With
+        ``check=False`` it raises nothing, and returns an `Outcome` for each rank. After a failure the ranks form a new
+        group, so that the next call does not receive what this one sent. If a rank died or hung, the pool is closed.
         """
         if self.broken:
             raise RuntimeError("this pool is broken or closed: make a new one, or ask pool() for one")
@@ -122,7 +133,10 @@ class Pool:
         return [x.value for x in outcomes]
 
     def renew(self) -> None:
-        """A new group, if the ranks ran anything: those that calls made are gone, with their threads, which poll."""
+        """Gives the ranks a fresh process group, if they have run anything.
+
+        Process groups that earlier calls made are destroyed, and their polling threads end.
+        """
         if self._used and not self.broken:
             self._used, self._out_of_step = False, any(x.error_type for x in self._join())
 
@@ -219,7 +233,12 @@ def close_pools() -> None:
 
 
 def pool(size: int) -> Pool:
-    """The pool of that size: made at first use, made anew if broken, closed at exit."""
+    """Returns the pool of that size: it is made at first use, made anew if broken, and closed at exit.
+
+    Examples:
+        >>> ranks.pool(2).run(torch.distributed.get_world_size)
+        [2, 2]
+    """
     if size not in _pools or _pools[size].broken:
         _pools[size] = Pool(size)
     return _pools[size]

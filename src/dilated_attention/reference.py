@@ -34,7 +34,18 @@ def attention(
     cu_seqlens: Sequence[int] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `dilated_attention`, computed the plain way in ``dtype`` (None: the inputs')."""
+    """Computes (out, lse) of `dilated_attention` as dense attention with a mask of counts.
+
+    Time and memory are quadratic in N. It computes in ``dtype``; None: that of the inputs. ``seed``: an int64 tensor,
+    required if dropout_p > 0. The other arguments are those of :func:`dilated_attention`; fewer key/value heads are
+    always allowed.
+
+    Examples:
+        >>> x = torch.randn(1, 16, 4, 8)
+        >>> out, lse = reference.attention(x, x, x, da.DilatedPattern.longnet([4, 16], [1, 4]))
+        >>> out.dtype, lse.shape
+        (torch.float64, torch.Size([1, 16, 4]))
+    """
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
     if not pattern.is_exact:  # the released formula: branches mixed by weights that are constants
         found = [

@@ -26,12 +26,19 @@ from dilated_attention.ring import run as ring
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 
-Attention = Callable[..., Any]  # (query, key, value) -> out or (out, lse)
-
 
 @dataclass(frozen=True)
 class Results:
-    """What one forward and backward gives; lse is None where an implementation has none to give."""
+    """Holds what one forward and backward pass gives: out, lse, and the gradients of query, key and value.
+
+    lse is None where an implementation does not return it.
+
+    Examples:
+        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
+        >>> found = testing.oracle((q, k, v), da.DilatedPattern.longnet([4, 16], [1, 4]), torch.ones_like(q))
+        >>> [name for name, _ in found.items()]
+        ['out', 'lse', 'dq', 'dk', 'dv']
+    """
 
     out: Tensor
     lse: Tensor | None
@@ -40,6 +47,7 @@ class Results:
     dv: Tensor
 
     def items(self) -> list[tuple[str, Tensor]]:
+        """The (name, tensor) pairs, without lse if it is None."""
         named = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return [(name, value) for name, value in named if value is not None]
 
@@ -56,7 +64,16 @@ def make_qkv(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q, k, v; layouts: contiguous, fused (slices of one projection), transposed, expanded, odd."""
+    """Makes random query (samples, tokens, heads, head_dim), key and value (samples, tokens, kv_heads, head_dim).
+
+    ``layout`` is their layout in memory. "contiguous"; "fused": slices of one tensor; "transposed": stored as
+    (B, H, N, D); "expanded": one sample and one head, repeated with stride 0; "odd": strided and not aligned.
+
+    Examples:
+        >>> query, key, value = testing.make_qkv(2, 100, 8, 16, kv_heads=2, layout="fused")
+        >>> key.shape
+        torch.Size([2, 100, 2, 16])
+    """
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads = heads if kv_heads is None else kv_heads
 
@@ -79,8 +96,20 @@ def make_qkv(
     return q, k, v
 
 
-def run(attention: Attention, qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None = None) -> Results:
-    """Forward and backward. Rows without keys have lse -inf, through which no gradient is sent."""
+def run(attention: Callable[..., Any], qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None = None) -> Results:
+    """Runs ``attention(query, key, value)`` and its backward pass.
+
+    Args:
+        attention: returns out, or (out, lse).
+        qkv: query, key and value.
+        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H). None goes through an lse of -inf.
+
+    Examples:
+        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
+        >>> attention = da.DilatedAttention([4, 16], [1, 4])
+        >>> testing.run(attention, (q, k, v), torch.ones_like(q)).dq.shape
+        torch.Size([1, 16, 4, 8])
+    """
     leaves = [x.detach().requires_grad_() for x in qkv]
     result = attention(*leaves)
     out, lse = result if isinstance(result, tuple) else (result, None)
@@ -101,7 +130,16 @@ def oracle(
     dtype: torch.dtype | None = torch.float64,
     **options: Any,
 ) -> Results:
-    """The reference results in float64; with dtype=None those of plain PyTorch in the inputs' own dtype."""
+    """Computes the reference results in float64; with dtype=None those of plain PyTorch in the inputs' own dtype.
+
+    ``options`` are those of `reference.attention`, such as is_causal; the other arguments are those of `run`.
+
+    Examples:
+        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
+        >>> expected = testing.oracle((q, k, v), da.DilatedPattern.longnet([4, 16], [1, 4]), torch.ones_like(q))
+        >>> expected.out.dtype
+        torch.float64
+    """
     qkv = tuple(x if dtype is None else x.to(dtype) for x in qkv)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,6 +160,16 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 
 def errors(got: Results, expected: Results) -> dict[str, float]:
+    """Computes max|got - expected| / max(1, max|expected|) of each result, by its name.
+
+    It is infinite if shapes or infinities differ, or if there is a NaN.
+
+    Examples:
+        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
+        >>> found = testing.run(da.DilatedAttention([4, 16], [1, 4]), (q, k, v), torch.ones_like(q))
+        >>> testing.errors(found, found)
+        {'out': 0.0, 'dq': 0.0, 'dk': 0.0, 'dv': 0.0}
+    """
     wanted = dict(expected.items())
     return {name: error(value, wanted[name]) for name, value in got.items()}
 
@@ -147,7 +195,17 @@ def plain_error(plain: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
 
 
 def assert_exact(got: Results, expected: Results, plain: Results | None = None) -> None:
-    """Raise AssertionError naming every result that is further from the oracle than the rule allows."""
+    """Raises AssertionError, which names every result that is too far from the oracle's.
+
+    The limits are 1e-12 in float64 and 5e-6 in float32, of max(1, max|expected|). In half precision they are twice
+    the error of ``plain`` (gradients three times), the results of plain PyTorch in the same dtype.
+
+    Examples:
+        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
+        >>> got = testing.run(da.DilatedAttention([4, 16], [1, 4]), (q, k, v), torch.ones_like(q))
+        >>> expected = testing.oracle((q, k, v), da.DilatedPattern.head_groups([4, 16], [1, 4]), torch.ones_like(q))
+        >>> testing.assert_exact(got, expected)
+    """
     allowed = limits(expected, plain, got.out.dtype)
     found = errors(got, expected)
     wrong = [f"{name} is off by {found[name]:.2e}, allowed {allowed[name]:.2e}" for name in found
@@ -218,7 +276,21 @@ def check(
     backend: str = "auto",
     **options: Any,
 ) -> None:
-    """Hold `dilated_attention` on these inputs against the oracle: out, lse and every gradient."""
+    """Compares `dilated_attention` on these inputs with the oracle: out, lse and the gradients.
+
+    It returns nothing. It raises AssertionError, with the errors and limits, if one is too far off: see `assert_exact`.
+
+    Args:
+        qkv: query, key and value.
+        pattern: the :class:`DilatedPattern`.
+        lse_gradient: whether lse has a gradient, too.
+        seed: for the random gradients of out and lse.
+        backend: of `dilated_attention`.
+        options: is_causal, scale, key_padding_mask, query_offset or cu_seqlens.
+
+    Examples:
+        >>> testing.check(testing.make_qkv(1, 100, 4, 8), da.DilatedPattern.longnet([16, 64], [1, 4]), is_causal=True)
+    """
     query = qkv[0]
     generator = torch.Generator(query.device).manual_seed(seed)
     dout = torch.randn(query.shape, generator=generator, device=query.device).to(query.dtype)

@@ -85,7 +85,7 @@ def test_in_the_command_the_names_come_when_asked_for(tmp_path: Path) -> None:
 def test_how_numbers_count_is_said(run: Any) -> None:
     said = " ".join(run("plan", "-h").out.split())
     assert "64k (k, M, G and T count by 1024)" in said
-    assert "80GB (1000³) or 24GiB (1024³)" in said
+    assert "20GB (1000³) or 24GiB (1024³)" in said
     assert "[default: 10us]" in said
 
 

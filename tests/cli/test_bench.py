@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from dilated_attention.bench import suites
-from dilated_attention.cli.bench import NAMES
 
 Results = dict[str, Any]
 
@@ -85,8 +84,11 @@ def test_a_second_run_keeps_the_first_and_says_what_changed(
     assert out.rstrip().endswith("index.html")
 
 
-def test_the_names_of_suites_are_those_that_there_are() -> None:
-    assert NAMES.split(", ") == list(suites.SUITES)
+def test_the_help_names_every_suite(run: Any) -> None:
+    listed = run("bench", "-h").out.partition("Suites:\n")[2].partition("\n\n")[0]
+    assert sorted(line.split()[0] for line in listed.splitlines()) == sorted(suites.SUITES)
+    assert "the six from copies to optimisations" in listed
+    assert (len(suites.ALL), suites.ALL[0], suites.ALL[-1]) == (6, "copies", "optimisations")
 
 
 def test_a_busy_machine_is_told(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from dilated_attention import (
     dilated_attention,
     testing,
 )
+from dilated_attention import nn as modules
 from dilated_attention.backends import eager, sdpa
 
+ON_A_MESH = "RingAdvancedDistributedDilatedAttention"
 BOTH = pytest.mark.parametrize("cls", [DilatedAttention, ImprovedDilatedAttention])
 RULES = pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
 LENGTHS, RATES = [4, 8], [1, 2]
@@ -150,6 +152,32 @@ def test_errors(cls: Any) -> None:
         module(query, key, value, key_padding_mask=torch.zeros(1, 8))
     with pytest.raises(TypeError, match="positional arguments"):
         module(query, key, value, False, torch.zeros(1, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", sorted({*modules.__all__} - {ON_A_MESH}))
+def test_no_keyword_is_taken_in_silence(name: str) -> None:
+    """Unknown ones are refused by name; tests/nn/test_mesh.py has the class on a mesh."""
+    lists = () if name == "RingAttentionV2Simple" else (LENGTHS, RATES)
+    shape, unknown = ((8, 2), ("softmax_scale",)) if "Multihead" in name else ((), ("embed_dim",))
+    for word in ("nonsense", "backends", "Rule", "scale", *unknown):
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument '{word}'"):
+            getattr(modules, name)(*shape, *lists, **{word: 0.5})
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        DilatedAttention,
+        ImprovedDilatedAttention,
+        modules.RingDilatedAttention,
+        modules.RingDilatedAttentionV2Collective,
+        modules.RingDilatedAttentionProduction,
+    ],
+)
+def test_modules_without_projections_honour_a_scale(cls: Any) -> None:
+    qkv = testing.make_qkv(1, 13, 4, 8)
+    module = cls(LENGTHS, RATES, softmax_scale=0.7)
+    assert torch.equal(module(*qkv), dilated_attention(*qkv, pattern(), scale=0.7))
 
 
 def test_messages_name_what_the_caller_wrote() -> None:

@@ -395,6 +395,7 @@ def unexpected_errors() -> list[str]:
             {"parallel": ContextParallel(world)},
             "ValueError: parallel has a group, and the ranks are those of the",
         ),
+        (four, {"nonsense": 1}, "got an unexpected keyword argument 'nonsense'"),
         (four, {"parallel": world}, "TypeError: parallel must be a ContextParallel, got ProcessGroup"),
     ]
     make = functools.partial(RingAdvancedDistributedDilatedAttention, E, H, LENGTHS, RATES)

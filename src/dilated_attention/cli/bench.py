@@ -13,20 +13,19 @@ from dilated_attention.cli.compare import summary
 from dilated_attention.cli.output import console, print_written, watching
 from dilated_attention.cli.tables import print_results
 
-NAMES = "quick, copies, improved, ring, profile, scaling, optimisations, kernels, decode, stream, slides, language, all"
-
 
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help=f"The suites, comma-separated or one per option: {NAMES}.  [default: quick]"),
+        typer.Option(metavar="NAME", help="Suites, see above; comma-separated or one per option.  [default: quick]"),
     ] = None,
     device: options.Device = "",
     dtype: Annotated[
         str,
         typer.Option(
             metavar="DTYPE,...",
-            help="Comma-separated dtypes; the first is the main one. The default depends on the device.",
+            help="Comma-separated dtypes; suites that need only one take the first.  [default: "
+            "float32,bfloat16,float16 on a CPU; bfloat16,float16,float32 on CUDA]",
         ),
     ] = "",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for results.json and the report.")] = Path(
@@ -40,11 +39,28 @@ def bench(
     ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record if this copy has no .git.")] = None,
 ) -> int:
-    """Check and time every implementation.
+    """Check and time implementations of dilated attention.
 
-    Each one is checked against the oracle. Those that are right are timed, and a report is written. Results are saved
-    after every setting, so an interrupted run keeps them and still makes its report. The exit code is 1 if one of this
-    library's implementations is wrong, and 130 if the run was interrupted.
+    They are those of this library and those of others. Each one is compared with the oracle, a slow float64 reference.
+    Those that are right are timed, and a report is written. Results are saved after every setting, so an interrupted
+    run keeps them and still makes its report. The exit code is 1 if one of this library's implementations is wrong, and
+    130 if the run was interrupted.
+
+    \b
+    Suites:
+      quick          the most telling ones at three lengths, 1 to 2 minutes
+      copies         what copies of rows cost
+      improved       DilatedAttention and ImprovedDilatedAttention
+      ring           the Ring classes over ranks
+      profile        why one is faster than another
+      scaling        all by length, batch size, heads and dtype
+      optimisations  published optimisations, each on and off
+      all            the six from copies to optimisations
+      kernels        how near our kernels come to dense ones
+      decode         one token more at the end of a long context
+      stream         a sequence longer than memory
+      slides         slide encoders
+      language       LongNet as a language model
 
     Example: dilated-attention bench --suite quick --out report
     """

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def doctor() -> int:
     """Say what is installed, and check that it works.
 
-    It prints PyTorch's own report on this machine, says which kernels run here and why others do not, and checks
-    results against the oracle. The exit code is 1 if a check fails. Paste the output into a bug report.
+    It prints PyTorch's own report on this machine, says which kernels run here and why others do not, and compares
+    results with the oracle, a slow float64 reference. The exit code is 1 if a check fails. Paste the output into a bug
+    report.
 
     Example: dilated-attention doctor
     """

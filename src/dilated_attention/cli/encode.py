@@ -46,7 +46,12 @@ def encode(
     ] = None,
     layer: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Take the output after N layers, for example 11, not after all layers."),
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Take the embedding after N layers, without the last LayerNorm; 0 is before the first."
+            "  [default: after all layers and the LayerNorm]",
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]")
@@ -57,7 +62,8 @@ def encode(
         typer.Option(
             parser=options.size,
             metavar="SIZE",
-            help="About how much memory a batch may take.  [default: half of the GPU's free memory; 4GiB on a CPU]",
+            help="About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the GPU's free "
+            "memory; 4GiB on a CPU]",
         ),
     ] = None,
     tile_size: Annotated[
@@ -69,18 +75,29 @@ def encode(
     ] = False,
     thumbnails: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Pictures of the slides (.png, .jpg) to draw the maps over."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Only with --attention. A folder with a picture of each slide, named as its .h5 file "
+            "(slide1.png or slide1.jpg for slide1.h5), to draw the maps over. The .h5 file needs the attributes "
+            "level0_width and level0_height.",
+        ),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, metavar="H", help="The number of heads that the weights have.")] = 16,
     max_wsi_size: Annotated[
         int,
         typer.Option(
-            min=1, metavar="PIXELS", help="The max_wsi_size of the training. It determines the segment lengths."
+            min=1,
+            metavar="PIXELS",
+            help="The longest side of a slide, as set when the weights were trained. It sets the segment lengths.",
         ),
     ] = 262144,
     slide_ngrids: Annotated[
         int,
-        typer.Option(min=1, metavar="CELLS", help="The slide_ngrids of the training: positions along each side."),
+        typer.Option(
+            min=1,
+            metavar="CELLS",
+            help="Positions along each side of the position grid, as set when the weights were trained.",
+        ),
     ] = 1000,
 ) -> int:
     """Compute embeddings of slides from their tiles' features.

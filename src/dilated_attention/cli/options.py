@@ -43,7 +43,7 @@ NUMBER = re.compile(
 )
 POWER = re.compile(r"\s*([0-9]{1,6})\s*(?:\^|\*\*)\s*([0-9]{1,3})\s*")
 TINY = Fraction(1, 10**99)  # more than 0
-COUNTING = "64k (k, M, G and T count by 1024), 65,536, 2^16, 1e9 or 1B"
+COUNTING = "65,536, 2^16, 1e9, 64k (k, M, G and T count by 1024) or 1B (10^9)"
 
 
 def count(text: str, least: int = 1) -> int:
@@ -132,7 +132,15 @@ Rates = Annotated[
         "-r", "--dilation-rates", parser=counts, metavar="R,R,...", help="The dilation rates, one per segment length."
     ),
 ]
-Rule = Annotated[str, typer.Option("--rule", metavar="RULE", help="The rule: longnet, torchscale or head_groups.")]
+Rule = Annotated[
+    str,
+    typer.Option(
+        "--rule",
+        metavar="RULE",
+        help="How heads share the branches, the pairs of a segment length and a rate: longnet (as in the paper), "
+        "torchscale (as in the released code) or head_groups (one branch per head; the default of the modules).",
+    ),
+]
 Heads = Annotated[int, typer.Option("--heads", metavar="H", min=1, max=MOST_HEADS, help="The number of query heads.")]
 KvHeads = Annotated[
     int | None,
@@ -140,7 +148,7 @@ KvHeads = Annotated[
         "--kv-heads", metavar="H", min=1, max=MOST_HEADS, help="The number of key/value heads; --heads by default."
     ),
 ]
-HeadDim = Annotated[int, typer.Option("--head-dim", metavar="D", min=1, help="The dimension of one head.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", metavar="D", min=1, help="The channels of one head.")]
 Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="The number of sequences at a time.")]
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="DTYPE", help="The dtype: float64, float32, bfloat16 or float16.")
@@ -153,7 +161,11 @@ Ranks = Annotated[
 Memory = Annotated[
     int | None,
     typer.Option(
-        "--memory", parser=size, metavar="SIZE", help="The memory of one device: 80GB (1000³) or 24GiB (1024³)."
+        "--memory",
+        parser=size,
+        metavar="SIZE",
+        help="The memory that one attention call may take on one device, without weights and other layers: "
+        "20GB (1000³) or 24GiB (1024³).",
     ),
 ]
 Device = Annotated[

@@ -47,9 +47,10 @@ def plan(
 ) -> None:
     """Count what a call on many devices will cost.
 
-    It says what the call sends, holds and computes with each exchange, before there is a machine to run it. Bytes,
-    hops and operations are exact. Times are a model: hops times latency plus bytes over bandwidth, and operations over
-    speed. With --memory it also says what to change if training does not fit.
+    It compares three ways to send keys and values between devices (ring, allgather, alltoall), and a naive ring that
+    sends everything: what the call sends, holds and computes. A hop is one step in which devices send and receive.
+    Bytes, hops and operations are exact. Times are a model: hops times latency plus bytes over bandwidth, and
+    operations over speed. With --memory it also says what to change if training does not fit.
 
     Example: dilated-attention plan -n 1M -w 2k,16k,128k,1M -r 1,8,64,512 --ranks 8
     """

@@ -21,9 +21,10 @@ def report(
 ) -> None:
     """Make the report of a results file again.
 
-    With --conclude it also draws the conclusions again: the answer, the recommendations and the verdicts on claims.
+    With --conclude it also works out again which implementation is best, what it recommends, and which published claims
+    hold, and stores this in results.json.
 
-    Example: dilated-attention report report
+    Example: dilated-attention report my-results/
     """
     with arguments.refusing():
         found = load(results, whole=True)

@@ -24,7 +24,9 @@ def show(
     ] = None,
     query: Annotated[
         int | None,
-        typer.Option(parser=options.index, metavar="N", help="Mark this token and list what it sees, counted from 0."),
+        typer.Option(
+            parser=options.index, metavar="N", help="Mark this token (the first is 0), and list the keys that it sees."
+        ),
     ] = None,
     window: Annotated[
         Any,
@@ -32,12 +34,19 @@ def show(
     ] = None,
     causal: options.Causal = False,
     colour: Annotated[
-        str, typer.Option(metavar="WHAT", help="What colours mean in a file: share (of the pairs in a cell) or branch.")
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="Only with -o. What colours show: share, how many of a cell's (query, key) pairs are computed; or "
+            "branch, which branch computes most of them.",
+        ),
     ] = "share",
     ranks: Annotated[
         int | None,
         typer.Option(
-            parser=options.count, metavar="P", help="Draw the borders between the shards of P devices in a file."
+            parser=options.count,
+            metavar="P",
+            help="Only with -o. Draw where the sequence is cut for P devices.",
         ),
     ] = None,
     output: Annotated[
@@ -47,8 +56,8 @@ def show(
 ) -> None:
     """Draw which keys each query sees: a picture of a pattern.
 
-    In a file, up to 512 tokens are drawn one by one. A longer sequence is drawn in larger cells. --window draws a part
-    of it token by token.
+    Up to 512 tokens (64 in a terminal) are drawn one by one. A longer sequence is drawn in larger cells of several
+    tokens. --window draws only a part of it.
 
     Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
     """

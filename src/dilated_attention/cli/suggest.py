@@ -26,7 +26,8 @@ def suggest(
 ) -> None:
     """Suggest segments and rates for a length, and say why.
 
-    It prints Python to paste, the reasons, and the cost. If --memory is too little, it says what would fit.
+    It prints Python to paste, the reasons, and the cost. With --memory it also says whether training fits, and if not,
+    what to change.
 
     Example: dilated-attention suggest -n 1M --heads 12 --memory 80GB
     """

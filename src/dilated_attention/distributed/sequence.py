@@ -43,10 +43,11 @@ def process_group(group: Group) -> ProcessGroup:
 
 
 def shard_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Cuts this rank's part out of a tensor that every rank holds whole, as ``torch.tensor_split(x, P, dim)`` does.
+    """Cuts this rank's part out of a tensor that every rank holds whole.
 
-    No communication. The gradient of ``x`` is this rank's part of it, zero elsewhere: sum it over the ranks if ``x``
-    is computed from parameters on each of them. A copy, so that a shard never keeps the whole alive.
+    With P ranks in the group it cuts like ``torch.tensor_split(x, P, dim)``, and communicates nothing. On each rank the
+    gradient of ``x`` is zero outside its own part. If ``x`` comes from parameters, sum their gradients over the ranks.
+    The shard is a copy, so the memory of ``x`` can be freed.
 
     Examples:
         >>> tokens = torch.randn(2, 64, 32)  # the same on every rank
@@ -71,11 +72,12 @@ def local_positions(n: int, group: Group, *, device: torch.device | str | None =
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Gives every rank the whole sequence from shards of any lengths, also none, in rank order and bit for bit.
+    """Gives every rank the whole sequence: the shards in rank order, unchanged.
 
-    The gradient of ``x`` is the sum over all ranks of the gradients of its part: that of the sum of all ranks' losses.
-    The backward communicates too, so every rank must run it, also one whose shard is empty; a rank that has no loss
-    of its own adds ``0 * whole.sum()``.
+    Shards may differ in length along ``dim``, and may be empty. The gradient of ``x`` is that of the sum of all ranks'
+    losses. So if every rank computes the same loss from the whole sequence, average the parameter gradients over the
+    ranks, as DDP does; or divide the loss by the number of ranks and sum them. The backward pass communicates, too:
+    every rank must run it, also one whose shard is empty. A rank that has no loss of its own adds ``0 * whole.sum()``.
 
     Examples:
         >>> tokens = torch.arange(6.0).view(1, 6)
@@ -100,10 +102,11 @@ def sequence_mean(
     Args:
         token_losses: losses of this rank's tokens, any shape.
         group: the ranks that share the sequence.
-        mask: bool, shaped as the losses, **True = counted** (the opposite of a padding mask). What is not counted
-            reaches neither value nor gradient, even NaN.
-        gradients: what the trainer does to parameter gradients over the ranks of ``group``: "average" (as DDP and
-            FSDP do; each rank's gradient is P times its share) or "sum".
+        mask: bool, shaped as the losses, **True = counted** (the opposite of a padding mask). Tokens that are not
+            counted change neither the value nor the gradients, even if their loss is NaN.
+        gradients: what the trainer does to parameter gradients over the ranks of ``group``. "average", as DDP and FSDP
+            do: the gradient on each rank is multiplied by the number of ranks, so that the average is the gradient of
+            the mean. "sum": it is not multiplied.
 
     Returns:
         The same 0-dim value on every rank, float64 for float64 losses and float32 for all others; 0 if no token counts.

@@ -2,10 +2,10 @@
 
     config.layers[i].attention.inner_attention = DilatedAttention.Config(segment_lengths=(...), dilation_rates=(...))
 
-It is a kind of torchtitan's VarlenAttention, so torchtitan gives it the borders of packed documents: each has its own
-grid. torchtitan's context parallelism does not run it, and its load balancer would reorder tokens.
+It is a kind of torchtitan's VarlenAttention, so torchtitan gives it the borders of packed documents: segments begin
+anew in each document. It does not work with torchtitan's context parallelism, and raises there.
 
-Legend: q (B, L, N, H), k, v (B, L, Nk, H), as torchtitan and the library have them.
+Legend: q (B, N, H, D), k, v (B, N, Hk, D), as in the library; torchtitan writes B, L, N, H for these.
 """
 
 from __future__ import annotations

@@ -20,9 +20,20 @@ Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
 
 
 class AttentionMap(NamedTuple):
-    """The share of each tile, of the class token, and of the zero keys that the released rule adds: 1 in all.
+    """Attention weights of one query, which sum to 1.
 
-    The shapes are (..., L) and twice (...): where no layer or head was chosen, a dimension has all of them.
+    The leading dimensions (...) are layers and heads, each only if the call named none: (layers, heads, L) at most.
+
+    Args:
+        tiles: the weight of each tile, (..., L).
+        cls: the weight of the class token, (...).
+        zeros: the weight of the zero keys that the rule torchscale adds, (...).
+
+    Examples:
+        >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=False).eval()
+        >>> found = model.attention_map(torch.randn(50, 24), torch.randint(0, 100, (50, 2)) * 256)
+        >>> found.tiles.shape  # of the last layer: (heads, L)
+        torch.Size([4, 50])
     """
 
     tiles: Tensor

@@ -16,10 +16,16 @@ from dilated_attention.models.slide import SlideEncoder
 def parameter_groups(
     module: nn.Module, lr: float, *, layer_decay: float = 0.95, weight_decay: float = 0.05
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of a module that has a slide encoder in it, as groups for an optimizer.
+    """Groups the trainable parameters of a module that has a slide encoder in it, for an optimizer.
 
-    The learning rate falls by ``layer_decay`` from layer to layer, down to the class token's. The tile projection and
-    all that is not in a layer, such as a classifier, keep the full rate, as published. Biases and norms do not decay.
+    Layer i, counted from 0, of the depth layers gets the rate ``lr * layer_decay ** (depth - i)``, and the class token
+    ``lr * layer_decay ** (depth + 1)``. The tile projection, the last norms, and all that is outside of the encoder,
+    such as a classifier, get ``lr``, as published. Biases and norms have no weight decay.
+
+    Examples:
+        >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True)
+        >>> sorted({group["lr"] for group in models.parameter_groups(model, 1.0, layer_decay=0.5)})
+        [0.125, 0.25, 0.5, 1.0]
     """
     prefix, encoder = _encoder(module)
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
@@ -53,11 +59,23 @@ def finetuning(
     layer_decay: float = 0.95,
     weight_decay: float = 0.05,
 ) -> tuple[AdamW, LambdaLR]:
-    """The optimizer and the schedule of the published recipe; step both once every ``accumulation`` batches.
+    """Makes the optimizer and the schedule of Prov-GigaPath's recipe for fine-tuning.
 
-    The rate is ``base_lr * batch_size * accumulation / 256``. It rises over the warm-up and falls as half a cosine to
-    ``min_lr``. The recipe also makes the model with ``dropout=0.1, drop_path_rate=0.0`` and takes the class token's
-    embedding after layer 11.
+    Call ``optimizer.step()`` and ``schedule.step()`` once every ``accumulation`` batches. The highest rate is
+    ``base_lr * batch_size * accumulation / 256``. It is reached over the warm-up, and falls as half a cosine to
+    ``min_lr``. The recipe also has ``dropout=0.1, drop_path_rate=0.0``, and takes entry 11 of ``all_layer_embed=True``:
+    the class token after 11 of the 12 layers.
+
+    Args:
+        module: has one `SlideEncoder` in it.
+        steps_per_epoch: optimizer steps per epoch: the number of batches // accumulation.
+        epochs, warmup_epochs: how many there are in all, and how many of them are the warm-up.
+        base_lr, min_lr, batch_size, accumulation: see above.
+        layer_decay, weight_decay: see `parameter_groups`.
+
+    Examples:
+        >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True)
+        >>> optimizer, schedule = models.finetuning(model, steps_per_epoch=10)
     """
     if not 0 <= warmup_epochs < epochs or steps_per_epoch < 1:
         raise ValueError(

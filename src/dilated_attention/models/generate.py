@@ -16,7 +16,6 @@ from dilated_attention.models.transformer import Trunk
 from dilated_attention.pattern import whole_number
 from dilated_attention.streaming.kept import KeptRows
 
-PREFILL = 32_768  # tokens at a time
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
 LOOK = 16  # steps after which the host looks whether all samples have ended
 
@@ -91,24 +90,33 @@ def generate_tokens(
     top_p: float | None = None,
     stop: int | None = None,
     generator: torch.Generator | None = None,
-    prefill: int = PREFILL,
+    prefill: int = 32_768,
     cuda_graph: bool | None = None,
 ) -> Tensor:
-    """Continues each prompt by ``max_new_tokens``: (B, max_new_tokens), or fewer where all samples have ended.
+    """Generates up to ``max_new_tokens`` tokens for each prompt.
 
-    Memory does not grow with the length: a layer keeps the rows that later tokens can see, the sum of w / r per
-    key/value head. The numbers are those of one call on the whole sequence, up to rounding.
+    It returns the new tokens alone, (B, max_new_tokens), or fewer columns if all samples have ended. Memory does not
+    grow with the length: a layer keeps only the key and value rows that later tokens can see. These are at most segment
+    length / rate rows per branch and key/value head. The numbers are those of one call on the whole sequence, up to
+    rounding.
 
     Args:
         model: a LongNetLM.
         prompt: (B, n) token ids, or a list of 1-D tensors of different lengths.
         max_new_tokens: how many tokens each sample gets at most.
         temperature: 0 takes the likeliest token; others divide the logits before a token is drawn.
-        top_k, top_p: draw among the k likeliest tokens, or the likeliest that have this share together.
+        top_k: draw among the k likeliest tokens. None: no limit. It needs a temperature above 0.
+        top_p: draw among the likeliest tokens whose probabilities add up to top_p; likewise.
         stop: the token that ends a sample; the rest of its row is that token again.
-        generator: what tokens are drawn with.
-        prefill: the prompt is taken so many tokens at a time.
+        generator: the random generator for drawing tokens.
+        prefill: how many tokens of the prompt are taken at a time.
         cuda_graph: whether a step is captured as a CUDA graph; by default on CUDA.
+
+    Examples:
+        >>> pattern = da.DilatedPattern.longnet([64, 256], [1, 4])
+        >>> model = models.LongNetLM(models.LMConfig(vocab_size=256, dim=32, depth=2, heads=4, pattern=pattern))
+        >>> models.generate.generate_tokens(model, torch.randint(256, (2, 100)), 5, temperature=1.0, top_k=10).shape
+        torch.Size([2, 5])
     """
     tokens, lengths = padded(prompt, model.embed.weight.device)
     steps = whole_number("max_new_tokens", max_new_tokens)

@@ -28,14 +28,14 @@ def create_model(
     local_dir: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> LongNetViT:
-    """A released model by its name, in training mode as the released code gives it: call ``.eval()``.
+    """Makes a released model by its name, in training mode as the released code gives it: call ``.eval()``.
 
     Args:
         pretrained: a file or folder with weights; ``hf_hub:org/name``, which downloads into the hub's cache; or ``""``
             for fresh weights. Where there is no such file, it raises; the released code goes on with fresh weights.
-        model_arch: one of `PRESETS`.
+        model_arch: a key of `dilated_attention.models.PRESETS`, such as "gigapath_slide_enc12l768d".
         in_chans: channels of a tile's features.
-        local_dir: also put the downloaded file into this folder. Another file of its name there is an error.
+        local_dir: also copy the downloaded file into this folder. It raises if a different file of that name is there.
         kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
     """
     model = LongNetViT.preset(model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})

@@ -18,7 +18,7 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.models.generate import generate_tokens
-from dilated_attention.models.loss import CHUNK, token_losses
+from dilated_attention.models.loss import token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.pattern import DilatedPattern
 
@@ -83,18 +83,22 @@ class LongNetLM(Trunk):
         positions: Tensor | None = None,
         cu_seqlens: Documents | None = None,
         group: Over | None = None,
-        chunk: int = CHUNK,
+        chunk: int = 4096,
     ) -> Tensor:
-        """Computes logits, or with labels the loss of each token, whose logits are never in memory all at once.
+        """Returns logits (B, n, vocab_size), or with labels the loss of each token, (B, n).
+
+        With labels, logits are computed some tokens at a time, to save memory.
 
         Args:
             tokens: (B, n) ids, or (B, n, E) embedded.
             labels: (B, n), the next token of each, shifted already; -100 where there is none: the loss is then 0.
-            positions: of the tokens, for rotary positions; over a group: ``local_positions(N, group)``, or for
-                packed documents this rank's shard of ``document_positions(cu_seqlens)``.
-            cu_seqlens: where packed documents begin, and the end, for tokens (1, n): none sees another.
+            positions: (n,) or (B, n) integers, for rotary positions. By default 0 to n - 1, from 0 again in each packed
+                document. Over a group you must give them: ``local_positions(N, group)`` for N tokens on all ranks
+                together, or for packed documents this rank's shard of ``document_positions(cu_seqlens)``.
+            cu_seqlens: the start of each packed document, then the end of the last, for tokens (1, n). No document sees
+                another.
             group: the ranks that share the sequence; tokens are then this rank's shard of it.
-            chunk: so many tokens have their logits at a time.
+            chunk: with labels, how many tokens have their logits computed at a time.
         """
         attend = Whole(self.config.patterns, True, group, cu_seqlens, None, self.backend)
         states = self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
@@ -106,7 +110,9 @@ class LongNetLM(Trunk):
 
 
 class LongNetEncoder(Trunk):
-    """The same model with attention to both sides, for embeddings of tokens and of whole sequences.
+    """A bidirectional encoder with the blocks of `LongNetLM`, for embeddings of tokens or of whole sequences.
+
+    Arguments are those of `LongNetLM`. To load weights of torchscale, use `models.torchscale.LongNetEncoder`.
 
     Examples:
         >>> from dilated_attention.models import LMConfig, LongNetEncoder
@@ -126,12 +132,18 @@ class LongNetEncoder(Trunk):
         cu_seqlens: Documents | None = None,
         group: Over | None = None,
     ) -> Tensor:
-        """The state of each token. ``key_padding_mask``: (B, n), True = ignore; others as in `LongNetLM`."""
+        """Returns the state of each token, (B, n, E).
+
+        ``key_padding_mask``: (B, n) bool, True = ignore; the other arguments are those of `LongNetLM`.
+        """
         attend = Whole(self.config.patterns, False, group, cu_seqlens, key_padding_mask, self.backend)
         return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """The mean of the states of each sample, (B, E), padding left out; over a group that of the whole sequence."""
+        """Returns the mean of the states of each sample, (B, E), without padding.
+
+        Over a group it is the mean over the whole sequence. ``options``: positions and group.
+        """
         if options.get("cu_seqlens") is not None:
             raise ValueError("pooled() takes no cu_seqlens: call the model, and average the states of each document")
         states = self(tokens, key_padding_mask=key_padding_mask, **options)
@@ -164,6 +176,11 @@ def checked_positions(
 
 
 def document_positions(cu_seqlens: Documents, device: torch.device | str | None = None) -> Tensor:
-    """The position of each packed token in its own document, (T,)."""
+    """Returns the position of each packed token in its own document, (T,).
+
+    Examples:
+        >>> models.document_positions([0, 3, 5])
+        tensor([0, 1, 2, 0, 1])
+    """
     ends = torch.as_tensor(cu_seqlens, device=device)
     return torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(ends.diff())

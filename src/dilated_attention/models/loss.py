@@ -18,11 +18,24 @@ from dilated_attention.call import accumulate_dtype
 from dilated_attention.checks import computed_dtype
 
 IGNORED = -100  # as in PyTorch
-CHUNK = 4096  # tokens
 
 
-def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = CHUNK) -> Tensor:
-    """The cross-entropy of each token, shaped as ``labels``: float32, or float64; 0 where the label is IGNORED."""
+def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 4096) -> Tensor:
+    """Computes the cross-entropy of each token, some tokens at a time.
+
+    Args:
+        states: (..., E), the last hidden states.
+        weight: (V, E), the output projection onto a vocabulary of V tokens.
+        labels: (...) integers; -100 = ignored: the loss is 0.
+        chunk: how many tokens have their logits in memory at a time.
+
+    Returns:
+        Losses shaped like labels, in float32, or float64 for float64 states.
+
+    Examples:
+        >>> models.token_losses(torch.zeros(1, 3, 8), torch.zeros(4, 8), torch.tensor([[1, 2, -100]]))
+        tensor([[1.3863, 1.3863, 0.0000]])
+    """
     if labels.shape != states.shape[:-1]:
         raise ValueError(f"labels are {tuple(labels.shape)} and tokens {tuple(states.shape[:-1])}: they must agree")
     dtype = computed_dtype(states)
@@ -32,10 +45,14 @@ def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = CH
 
 
 def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-    """The label of each token: the next one. The last has none, nor has the last of a document.
+    """Returns the label of each token (B, n): the next token, or -100 for the last one of a row or document.
 
-    Labels are shifted before a sequence is sharded: the label of a shard's last token is on the next rank.
-    ``documents``: (T + 1,) where documents begin and end, for tokens (1, T).
+    Shift labels before you shard a sequence: the label of a shard's last token is on the next rank. ``documents`` is
+    the cu_seqlens of packed documents, for tokens (1, T): a tensor [0, ..., T] with one entry more than documents.
+
+    Examples:
+        >>> models.shifted(torch.tensor([[5, 6, 7, 8]]), torch.tensor([0, 3, 4]))
+        tensor([[   6,    7, -100, -100]])
     """
     labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
     if documents is not None:

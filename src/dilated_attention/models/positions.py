@@ -59,7 +59,14 @@ def check_dtype(coords: Tensor, takes_half: bool = False) -> None:
 
 
 def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
-    """What the attributes of a file say about its coordinates (L, 2): an error for µm, a warning for (row, column)."""
+    """Checks coordinates (L, 2) against the attributes of their feature file.
+
+    It raises ValueError if the attribute ``unit`` is µm. It warns if x and y seem to be swapped, judged by the slide's
+    ``level0_width`` and ``level0_height`` in pixels. Attributes that are missing are not checked.
+
+    Examples:
+        >>> models.check_attributes(torch.tensor([[900, 100]]), {"level0_width": 1000, "level0_height": 500})
+    """
     unit = str(attributes.get("unit", "px")).lower()
     if unit in ("um", "µm", "μm", "micron", "microns"):
         raise ValueError(

@@ -20,7 +20,15 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 def slide_pattern(max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
-    """The pattern of the released models: five segment lengths, in even steps of their logarithm, from 1024 on."""
+    """Makes the pattern of the released models: rule torchscale, rates 1, 2, 4, 8 and 16.
+
+    The five segment lengths grow geometrically from 1024 tokens to about (max_wsi_size / tile_size)², the most tiles on
+    a slide. Both arguments are in pixels.
+
+    Examples:
+        >>> models.slide_pattern()
+        DilatedPattern.torchscale(segment_lengths=[1024, 5792, 32768, 185363, 1048576], dilation_rates=[1, 2, 4, 8, 16])
+    """
     across = whole_number("max_wsi_size", max_wsi_size) // whole_number("tile_size", tile_size)
     if across < 32:
         raise ValueError(f"max_wsi_size must be 32 tiles or more, got {max_wsi_size} with tile_size {tile_size}")

@@ -29,15 +29,18 @@ from dilated_attention.ring.run import tell_others
 class SlideEncoder(nn.Module):
     """Turns the tiles of a slide and their coordinates into one embedding: Prov-GigaPath's slide encoder.
 
+    Pixels are those of level 0, the full resolution of the slide.
+
     Args:
         in_chans: channels of a tile's features.
         embed_dim, depth, num_heads, mlp_ratio: the sizes of the transformer.
         slide_ngrids: cells of the position grid along each side.
-        tile_size: the side of a tile in pixels of level 0. It is an attribute, too, and may change between slides.
-        max_wsi_size: the largest side of a slide in pixels of level 0. With tile_size, it gives the segment lengths.
+        tile_size: the side of a tile in pixels. It is an attribute, too, and may change between slides.
+        max_wsi_size: the largest side of a slide in pixels. With tile_size it sets the segment lengths: see
+            `slide_pattern`.
         dropout, drop_path_rate: in training only.
         global_pool: True: the mean of the tiles' outputs; False: the class token's output.
-        checkpoint_activations: the backward pass computes each layer again, and keeps only its input.
+        checkpoint_activations: keep only each layer's input, and compute the layer again in the backward pass.
         pattern: instead of the one that max_wsi_size and tile_size give, for models of your own.
         backend: of the attention, as in `dilated_attention`.
 
@@ -103,21 +106,29 @@ class SlideEncoder(nn.Module):
 
     @classmethod
     def preset(cls, name: str, *, global_pool: bool, **sizes: Any) -> Self:
-        """A released model by its name, with fresh weights; ``sizes`` are those of the constructor."""
+        """Makes a model with the sizes of a released one, and fresh weights.
+
+        Args:
+            name: "gigapath_slide_enc12l768d", "gigapath_slide_enc12l384d", "gigapath_slide_enc24l1024d" or
+                "gigapath_slide_enc12l1536d", the keys of `PRESETS`.
+            global_pool: True: the mean of the tiles' outputs; False: the class token's output.
+            sizes: further arguments of the constructor, which override the preset.
+        """
         if name not in PRESETS:
             raise ValueError(f"unknown model {name!r}: use one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **sizes}, global_pool=global_pool)
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], *, global_pool: bool, **sizes: Any) -> Self:
-        """The model of a file, in eval mode.
+        """Loads the model of a file, in eval mode.
 
         Args:
             path_or_hub_id: a .safetensors or .pth file, a folder with ``slide_encoder.safetensors`` or
                 ``slide_encoder.pth``, or a hub id (``org/name``), which downloads into the hub's cache.
             global_pool: True: the mean of the tiles' outputs; False: the class token's output.
-            sizes: further arguments of the constructor. Width, depth and in_chans come from the weights. The weights
-                do not tell ``num_heads`` (16), ``tile_size``, ``max_wsi_size`` and ``slide_ngrids``.
+            sizes: further arguments of the constructor. Width, depth and in_chans are read from the weights. The
+                weights do not tell num_heads, tile_size, max_wsi_size and slide_ngrids: give those of the training if
+                they are not the defaults.
         """
         path = weights.located(path_or_hub_id)
         state = weights.read(path)
@@ -136,19 +147,20 @@ class SlideEncoder(nn.Module):
         per_tile: bool = False,
         group: Group | ContextParallel | None = None,
     ) -> list[Tensor]:
-        """The embeddings of slides, each (B, embed_dim), in a list as the released code gives it.
+        """Returns a list of embeddings, each (B, embed_dim); by default one, as the released code gives it.
 
         Args:
             tiles: (B, L, in_chans), or (L, in_chans) for one slide. Their order matters: segments are by index.
             coords: (B, L, 2), or (L, 2) for all slides: x and y of each tile's upper left corner in pixels of level 0.
-            all_layer_embed: also the embedding before the first layer, and after each layer (before the encoder's last
-                LayerNorm): depth + 1 entries. By default one entry.
+            all_layer_embed: return depth + 1 embeddings: before the first layer, and after each layer. They lack the
+                encoder's last LayerNorm, so the last one is not the default embedding.
             padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing and changes
                 nothing.
             tile_size: of this call, one or one for each slide, instead of the attribute.
             per_tile: the outputs of the tiles, (B, L, embed_dim), instead of embeddings; 0 where there is no tile.
-            group: the ranks among which each slide is cut. The tiles and coords are this rank's contiguous shard; the
-                embeddings are those of the whole slide, on every rank.
+            group: the ranks that share each slide. The tiles and coords are this rank's contiguous shard; every rank
+                gets the embedding of the whole slide. Not with padding_mask. In training, average the gradients over
+                the ranks.
         """
         states, rows = self._states(tiles, coords, padding_mask, tile_size, group, keeps_all=all_layer_embed)
         if not all_layer_embed:
@@ -168,7 +180,7 @@ class SlideEncoder(nn.Module):
         *,
         tile_size: TileSize | None = None,
     ) -> explain.AttentionMap:
-        """The exact attention weights of one query over all tiles of one slide; they take time and memory linear in L.
+        """Computes the exact attention weights of one query over all tiles of a slide, in time and memory linear in L.
 
         Args:
             tiles, coords: of one slide, as in :meth:`forward`.
@@ -184,14 +196,15 @@ class SlideEncoder(nn.Module):
     def rollout(
         self, tiles: Tensor, coords: Tensor, query: explain.Query | None = None, *, tile_size: TileSize | None = None
     ) -> explain.AttentionMap:
-        """Attention rollout of one slide: how much each tile has in the embedding, by attention through all layers.
+        """Computes attention rollout for one slide: how much each tile contributes to the embedding.
 
-        In each layer, half of a row stays (the residual), and half goes to the keys by the mean of all heads.
+        It follows attention through all layers. In each layer one half of a row's weight stays in place, for the
+        residual connection. The other half goes to the keys by attention, averaged over the heads.
 
         Args:
             tiles, coords: of one slide, as in :meth:`forward`.
-            query: the row whose origin is asked for: "cls", the index of a tile, or "mean" of the tiles; by default
-                what the embedding is made of.
+            query: the output to explain: "cls", the index of a tile, or "mean" of all tiles. By default the one that
+                the model pools: "mean" with global_pool, else "cls".
             tile_size: as in :meth:`forward`.
         """
         states = self._explained(tiles, coords, tile_size)

@@ -40,7 +40,10 @@ LONGVIT_SEGMENTS = {
 
 
 class LongNet(nn.Module):
-    """What encoder and decoder share. Make one with :meth:`from_torchscale`."""
+    """Loads weights of torchscale, and runs them: the methods that encoder and decoder of this module share.
+
+    Make one with ``LongNetEncoder.from_torchscale`` or ``LongNetDecoder.from_torchscale``.
+    """
 
     is_causal = False
 
@@ -55,7 +58,7 @@ class LongNet(nn.Module):
         drop_path_rate: float = 0.0,
         backend: Backend = "auto",
     ) -> None:
-        """With the parts that ``state`` has weights for. `from_torchscale` also loads them."""
+        """Makes the parts that ``state`` has weights for. `from_torchscale` also loads them."""
         super().__init__()
         ffn_dim, embed_dim = state["layers.0.ffn.fc1.weight"].shape
         depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
@@ -94,7 +97,7 @@ class LongNet(nn.Module):
         dilation_rates: Iterable[int],
         **options: Any,
     ) -> Self:
-        """The model of a state dict, or of a .safetensors or .pth file, in eval mode.
+        """Loads the model of a state dict, or of a .safetensors or .pth file, in eval mode.
 
         Args:
             source: the weights, under the names that torchscale gives them.
@@ -113,7 +116,7 @@ class LongNet(nn.Module):
         return model.eval()
 
     def forward(self, tokens: Tensor | None = None, *, embeddings: Tensor | None = None) -> Tensor:
-        """Logits (B, N, vocabulary), or the last layer's rows (B, N, C) where the weights have no output projection.
+        """Returns logits (B, N, vocabulary), or (B, N, C) of the last layer if the weights have no output projection.
 
         Args:
             tokens: (B, N) integers.
@@ -142,7 +145,10 @@ class LongNet(nn.Module):
 
 
 class LongNetEncoder(LongNet):
-    """torchscale's LongNetEncoder.
+    """Runs the weights of torchscale's LongNetEncoder.
+
+    Make one with ``from_torchscale(source, num_heads=..., segment_lengths=..., dilation_rates=...)``, and call it with
+    tokens (B, N) or ``embeddings=`` (B, N, C). To train a new encoder, use `dilated_attention.models.LongNetEncoder`.
 
     Examples:
         >>> encoder = models.torchscale.LongNetEncoder.from_torchscale(
@@ -152,7 +158,10 @@ class LongNetEncoder(LongNet):
 
 
 class LongNetDecoder(LongNet):
-    """torchscale's LongNetDecoder: causal, with xPos if its weights have it."""
+    """Runs the weights of torchscale's LongNetDecoder: causal, with xPos positions if the weights have them.
+
+    Make it and call it like `models.torchscale.LongNetEncoder`. With an output projection it returns logits.
+    """
 
     is_causal = True
 
@@ -177,10 +186,16 @@ def refuse(state: Mapping[str, Tensor], source: str, *, is_decoder: bool) -> Non
 def longvit_encoder(
     source: Mapping[str, Tensor] | str | os.PathLike[str], *, image_size: int, num_heads: int = 16, **options: Any
 ) -> tuple[LongNetEncoder, dict[str, Tensor]]:
-    """The encoder of a LongViT, and all its other weights (patch and position embeddings, heads) by their names.
+    """Loads the encoder of a LongViT; returns it, and all other weights (embeddings, heads) by their names.
 
-    The encoder takes ``embeddings`` (B, N, C). No output of the released LongViT was at hand: these weights' names are
-    mapped, and the results could not be compared.
+    The encoder takes ``embeddings`` (B, N, C). It is not checked against LongViT: we had no outputs of the released
+    model, so only the names of the weights are known to fit.
+
+    Args:
+        source: a state dict, or a .safetensors or .pth file.
+        image_size: the side of the image in pixels: 1024, 4096, 8192, 16384 or 32768. It sets the segment lengths.
+        num_heads: that of the weights.
+        options: those of ``from_torchscale``.
     """
     if image_size not in LONGVIT_SEGMENTS:
         sizes = ", ".join(map(str, LONGVIT_SEGMENTS))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.choose import Backend
 from dilated_attention.pattern import DilatedPattern, whole_number
 
-Feedforward = Literal["gelu", "swiglu"]
-Norm = Literal["layer", "rms"]
 Attend = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (layer, q, k, v) -> (out, lse)
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (..., n, 1, D / 2)
 
@@ -43,18 +41,31 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LMConfig:
-    """What a model is, apart from its weights. Frozen; how it runs (group, backend, checkpointing) is not part of it.
+    """Holds the sizes and options of a model.
+
+    It is frozen. Group, backend and checkpointing are not part of it: they are given to the model.
 
     Args:
+        vocab_size: the number of tokens in the vocabulary.
+        dim: the channels of a token.
+        depth: the number of layers.
+        heads: the query heads.
         pattern: one for all layers, or one per layer.
-        heads, kv_heads, head_dim: by default as many key/value heads as query heads, of dim / heads.
-        ffn, ffn_dim: the feed-forward network, and its width: 4 * dim by default.
-        norm, norm_eps: layer norms or root-mean-square norms.
-        sub_norm: one more norm before each output projection, and the initialisation of MAGNETO.
+        kv_heads: the key/value heads, as many as heads by default.
+        head_dim: the channels of a head, dim // heads by default.
+        ffn: the feed-forward network, "gelu" or "swiglu".
+        ffn_dim: its inner width, 4 * dim by default.
+        norm, norm_eps: "layer" (LayerNorm) or "rms" (RMSNorm), and their epsilon.
+        sub_norm: one more norm before each output projection, and the initialisation of MAGNETO (arXiv:2210.06423).
         qk_norm: a norm over each head of q and k.
-        rotary_base: of rotary positions; None: the model has no positions.
+        rotary_base: the base of rotary positions; None: the model has no positions.
         tied: the output projection is the embedding.
-        sinks: a learned score per head that takes part in every softmax, with a value of 0.
+        sinks: add an attention sink to each head: a learned score that takes part in every softmax, with a zero vector
+            as its value.
+
+    Examples:
+        >>> models.LMConfig.of("125M", da.DilatedPattern.longnet([2048, 8192], [1, 4]), tied=False).dim
+        768
     """
 
     vocab_size: int
@@ -64,9 +75,9 @@ class LMConfig:
     pattern: DilatedPattern | tuple[DilatedPattern, ...]
     kv_heads: int | None = None
     head_dim: int | None = None
-    ffn: Feedforward = "gelu"
+    ffn: Literal["gelu", "swiglu"] = "gelu"
     ffn_dim: int | None = None
-    norm: Norm = "layer"
+    norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
     sub_norm: bool = True
     qk_norm: bool = False
@@ -83,7 +94,7 @@ class LMConfig:
         for name, default in defaults.items():
             given = getattr(self, name)
             object.__setattr__(self, name, default if given is None else whole_number(name, given))
-        for name, allowed in (("ffn", get_args(Feedforward)), ("norm", get_args(Norm))):
+        for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", ("layer", "rms"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.rotary_base is not None and self.head_size % 2:
@@ -97,7 +108,10 @@ class LMConfig:
 
     @classmethod
     def of(cls, size: str, pattern: DilatedPattern | tuple[DilatedPattern, ...], **changes: Any) -> LMConfig:
-        """A size by its name: "125M", "350M", "760M" and "2.7B" as in the LongNet paper, "0.6B" as Qwen3."""
+        """Makes a config of a named size: "125M", "350M", "760M" or "2.7B" of the LongNet paper, or "0.6B" of Qwen3.
+
+        ``changes`` are further fields, which override those of the size.
+        """
         if size not in SIZES:
             raise ValueError(f"unknown size {size!r}: use one of {', '.join(SIZES)}, or LMConfig(...)")
         return cls(**{**SIZES[size], "pattern": pattern, **changes})
@@ -116,7 +130,7 @@ class LMConfig:
         return cast(int, self.kv_heads)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it; `from_dict` reads it."""
+        """Returns this config as a dict that JSON can store. ``LMConfig.from_dict`` reads it back."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         one = isinstance(self.pattern, DilatedPattern)
         found["pattern"] = written(self.patterns[0]) if one else [written(pattern) for pattern in self.patterns]
@@ -124,6 +138,7 @@ class LMConfig:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> LMConfig:
+        """Reads what `to_dict` wrote."""
         return cls(**{**found, "pattern": read_pattern(found["pattern"])})
 
 

@@ -5,29 +5,32 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_flag, checked_probability, checked_scale
-from dilated_attention.nn.core import Core, Lengths, Options
+from dilated_attention.nn.core import Core
 from dilated_attention.notice import warn
+from dilated_attention.pattern import DilatedPattern, Rule
 
 
 class DilatedAttention(Core):
-    """Computes dilated attention with its settings kept, as a module without parameters.
+    """Stores the settings of `dilated_attention` and calls it, as a module without parameters.
 
-    Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)``. ``backend="eager"`` pins the plain matrix
-    products, which can be followed step by step in a debugger.
+    Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)``. Other keywords than these are an error.
 
     Args:
-        segment_lengths, dilation_rates: one of each per branch.
+        segment_lengths, dilation_rates: one of each per branch, in tokens.
         softmax_scale: multiplies the scores; 1/sqrt(D) by default.
-        attention_dropout: the share of (query, key) pairs dropped in training mode; kept as ``dropout``.
+        attention_dropout: the share of (query, key) pairs dropped in training mode; the attribute ``dropout``.
         pattern: a :class:`DilatedPattern`, instead of the two lists.
-        rule: of the two lists: "head_groups" (the default), "longnet" or "torchscale", see :class:`DilatedPattern`.
-        backend: see :func:`dilated_attention`.
+        rule: how the two lists are assigned to heads: "head_groups" (the default here), "longnet" or "torchscale", see
+            :class:`DilatedPattern`. The command line and ``DilatedPattern.suggest`` use "longnet" by default.
+        backend: see :func:`dilated_attention`; "auto" by default. "eager" is plain matrix products, through which you
+            can step with a debugger.
 
     Examples:
         >>> attention = da.DilatedAttention([64, 256], [1, 4], rule="longnet")
@@ -38,14 +41,17 @@ class DilatedAttention(Core):
 
     def __init__(
         self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
+        segment_lengths: Iterable[int] | None = None,
+        dilation_rates: Iterable[int] | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        **options: Unpack[Options],
+        *,
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
     ) -> None:
         dropout = checked_probability(attention_dropout, "attention_dropout")
-        super().__init__(segment_lengths, dilation_rates, dropout, **options)
+        super().__init__(segment_lengths, dilation_rates, dropout, pattern, rule, backend)
         self.softmax_scale = None if softmax_scale is None else checked_scale(softmax_scale, "softmax_scale")
 
     def forward(
@@ -57,7 +63,7 @@ class DilatedAttention(Core):
         *,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """(B, N, H, D) from query (B, N, H, D) and key, value (B, N, Hk, D).
+        """Returns (B, N, H, D), from query (B, N, H, D) and key, value (B, N, Hk, D).
 
         Key and value may have fewer heads: each serves H // Hk query heads in a row. ``key_padding_mask`` is
         (B, N) bool, True = ignore this key.
@@ -70,14 +76,16 @@ class DilatedAttention(Core):
 
 
 class ImprovedDilatedAttention(DilatedAttention):
-    """Computes the same as :class:`DilatedAttention`, and takes other arguments.
+    """Computes the same as :class:`DilatedAttention`, equally fast, and has other argument names.
+
+    It is for code written for the DarcStar fork of dilated-attention-pytorch, which has a class of this name.
 
     Args:
-        segment_lengths, dilation_rates: one of each per branch.
+        segment_lengths, dilation_rates: one of each per branch, in tokens.
         dropout: the share of (query, key) pairs dropped in training mode.
-        use_tf32: None, or what you expect of ``torch.backends.cuda.matmul.fp32_precision``, which float32 kernels
-            follow. This class never sets it, and warns if it is set otherwise.
-        others: see :class:`DilatedAttention`.
+        use_tf32: changes nothing. True or False: warn if PyTorch's own setting, ``fp32_precision == "tf32"`` in
+            ``torch.backends.cuda.matmul``, differs. None (the default): do not look. Turn TF32 on or off in PyTorch.
+        pattern, rule, backend, softmax_scale: see :class:`DilatedAttention`.
 
     Examples:
         >>> attention = da.ImprovedDilatedAttention([64, 256], [1, 4], dropout=0.1).eval()
@@ -88,14 +96,20 @@ class ImprovedDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
+        segment_lengths: Iterable[int] | None = None,
+        dilation_rates: Iterable[int] | None = None,
         dropout: float = 0.0,
         use_tf32: bool | None = None,
-        **options: Unpack[Options],
+        *,
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
+        softmax_scale: float | None = None,
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
-        super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, **options)
+        super().__init__(
+            segment_lengths, dilation_rates, softmax_scale, dropout, pattern=pattern, rule=rule, backend=backend
+        )
         if use_tf32 is not None:
             check_flag("use_tf32", use_tf32)
             setting = torch.backends.cuda.matmul

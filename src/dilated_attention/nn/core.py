@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,18 +21,6 @@ from dilated_attention.distributed.transport import Stats
 from dilated_attention.pattern import DilatedPattern, Rule, whole_number
 from dilated_attention.ring.run import Link
 
-DEFAULT_RULE: Rule = "head_groups"
-Lengths = Iterable[int] | None  # or rates; None: a pattern is given instead
-Over = Group | ContextParallel | None
-
-
-class Options(TypedDict, total=False):
-    """What every module takes by keyword."""
-
-    pattern: DilatedPattern | None  # instead of the two lists
-    rule: Rule  # of the two lists: head_groups by default
-    backend: Backend
-
 
 class Core(nn.Module):
     """Pattern, dropout and backend of a module, and the call that they make."""
@@ -41,12 +29,18 @@ class Core(nn.Module):
     ranks: Ranks | None = None  # None: one device
 
     def __init__(
-        self, segment_lengths: Lengths, dilation_rates: Lengths, dropout: float, **options: Unpack[Options]
+        self,
+        segment_lengths: Iterable[int] | None,
+        dilation_rates: Iterable[int] | None,
+        dropout: float,
+        pattern: DilatedPattern | None,
+        rule: Rule | None,
+        backend: Backend,
     ) -> None:
         super().__init__()
-        self.pattern = _pattern(segment_lengths, dilation_rates, options.get("pattern"), options.get("rule"))
+        self.pattern = _pattern(segment_lengths, dilation_rates, pattern, rule)
         self.dropout = checked_probability(dropout, "dropout")
-        self.backend: Backend = options.get("backend", "auto")
+        self.backend: Backend = backend
         check_backend(self.backend)
 
     def _attend(
@@ -71,13 +65,16 @@ class Core(nn.Module):
 
 
 def _pattern(
-    segment_lengths: Lengths, dilation_rates: Lengths, pattern: DilatedPattern | None, rule: Rule | None
+    segment_lengths: Iterable[int] | None,
+    dilation_rates: Iterable[int] | None,
+    pattern: DilatedPattern | None,
+    rule: Rule | None,
 ) -> DilatedPattern:
     """The pattern given, or that of the two lists."""
     if pattern is None:
         if segment_lengths is None or dilation_rates is None:
             raise ValueError("no pattern: give segment_lengths and dilation_rates, or pattern=")
-        return DilatedPattern.of(rule or DEFAULT_RULE, segment_lengths, dilation_rates)
+        return DilatedPattern.of(rule or "head_groups", segment_lengths, dilation_rates)
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
     if segment_lengths is not None or dilation_rates is not None:
@@ -91,7 +88,12 @@ class Ranks:
     """Which ranks a module runs over, found anew at each call: a process group can come after the module."""
 
     def __init__(
-        self, group: Over, ring_size: int | None, use_checkpointing: bool | None, exchange: Exchange, only: str = ""
+        self,
+        group: Group | ContextParallel | None,
+        ring_size: int | None,
+        use_checkpointing: bool | None,
+        exchange: Exchange,
+        only: str = "",
     ) -> None:
         """``only``: the name of a class that has no other exchange."""
         parallel = ContextParallel() if group is None else ContextParallel.of(group)

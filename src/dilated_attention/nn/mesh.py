@@ -6,6 +6,7 @@ Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -18,7 +19,6 @@ from dilated_attention import functional
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import ask, refusal
 from dilated_attention.distributed.group import wire_device
-from dilated_attention.nn.core import Lengths
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 from dilated_attention.ring.run import Link
@@ -27,27 +27,31 @@ from dilated_attention.ring.run import Link
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     """Computes :class:`MultiheadDilatedAttention` over a ``DeviceMesh`` whose axes split samples, tokens and heads.
 
-    A call takes this rank's samples (data axis) and its shard of their tokens (sequence axis), the same on all ranks
-    of the heads axis; so does the result lie. An axis that the mesh has not got counts as one of size 1.
+    Each rank passes its samples (data axis) and its shard of their tokens (sequence axis). Ranks along the heads axis
+    pass the same tensor. The result is laid out in the same way. An axis that the mesh does not have counts as size 1.
 
-    Along the heads axis the parameters are DTensors: those of q, k and v split by heads, those of the output likewise,
-    the rest whole. Their gradients come out right by themselves. Along the data and sequence axes parameters are to be
-    the same, so seed all ranks alike or load one checkpoint, and their gradients are to be averaged over both, as DDP
-    and FSDP2 do, with the loss of ``sequence_mean(..., mesh["sequence"], gradients="average")``:
+    Along the heads axis the parameters are DTensors. The projections of q, k and v and the output weight are split by
+    heads; the others are replicated. Their gradients need nothing from you. Along the data and sequence axes parameters
+    must be equal: seed all ranks alike, or load one checkpoint. Average their gradients over both axes, as DDP and
+    FSDP2 do, and compute the loss with ``sequence_mean(..., mesh["sequence"])``. For example,
     ``fully_shard(attention, mesh=mesh["data", "sequence"])`` replicates along data, and shards along sequence.
 
-    The state dict has the keys and whole shapes of :class:`MultiheadDilatedAttention`: torch.distributed.checkpoint
-    loads one saved on any mesh, ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))`` a plain one.
+    The state dict has the keys and whole shapes of :class:`MultiheadDilatedAttention`. A checkpoint of
+    torch.distributed.checkpoint loads on a mesh of any shape. To load a plain state dict, call
+    ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
+
+    Dropout drops the same pairs as on one device: the first rank along the sequence and heads axes draws the seed. Seed
+    ranks along the data axis differently. If one rank's arguments are wrong, ranks with other heads raise at once if
+    the mesh's groups have gloo for the CPU; otherwise they wait for the timeout of their collectives.
 
     Args:
-        mesh: has no axes but those named by ``data``, ``sequence`` and ``heads``.
+        mesh: required. A DeviceMesh whose axis names are among ``data``, ``sequence`` and ``heads``.
         data, sequence, heads: the names of its axes; ``num_heads``, and ``num_kv_heads`` if given, is a multiple of the
             size of the heads axis.
         parallel: a :class:`ContextParallel` without a group, for the sequence axis; its exchange is "auto" by default.
-        others: see :class:`MultiheadDilatedAttention` and :func:`dilated_attention`. The dropped pairs are those of
-            one device, by the random state of the first rank along the sequence and heads axes; ranks along the data
-            axis are to draw differently. An error in one rank's arguments reaches ranks with other heads at once where
-            the mesh's groups have gloo for the host, and through their collectives' own timeouts elsewhere.
+        use_checkpointing: see :class:`ContextParallel`.
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm: see
+            :class:`MultiheadDilatedAttention`, and so for all further keywords.
 
     Examples:
         >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("sequence", "heads"))
@@ -62,8 +66,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
+        segment_lengths: Iterable[int] | None = None,
+        dilation_rates: Iterable[int] | None = None,
         mesh: DeviceMesh | None = None,
         dropout: float = 0.0,
         bias: bool = True,
@@ -90,7 +94,10 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As one device draws them: whole, then split. Ranks that draw parts in place may all draw the same."""
+        """Draws the weights as on one device, and then splits them.
+
+        If each rank drew its own part with the same seed, all parts would be equal.
+        """
         if not hasattr(self.out_proj.weight, "device_mesh"):  # no DTensor
             super().reset_parameters()
             return

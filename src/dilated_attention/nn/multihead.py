@@ -6,17 +6,18 @@ Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Unpack
+from collections.abc import Callable, Iterable
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import DTYPES, check_flag, checked_scale
-from dilated_attention.nn.core import Core, Lengths, Options
+from dilated_attention.nn.core import Core
 from dilated_attention.nn.masks import check_causal_mask, ignored
-from dilated_attention.pattern import whole_number
+from dilated_attention.pattern import DilatedPattern, Rule, whole_number
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _FUSED = "qkv_proj"
@@ -32,9 +33,12 @@ class _NoPackedWeight:
         raise TypeError("dilated attention has no in_proj_weight: use q_proj, k_proj and v_proj, or qkv_proj")
 
 
-class MultiheadOptions(Options, total=False):
-    """What every module with projections takes by keyword."""
+class MultiheadOptions(TypedDict, total=False):
+    """What modules over ranks hand on to `MultiheadDilatedAttention`."""
 
+    pattern: DilatedPattern | None
+    rule: Rule | None
+    backend: Backend
     layer_norm_eps: float
     gamma_init: float
     device: torch.device | str | int | None
@@ -46,20 +50,22 @@ class MultiheadOptions(Options, total=False):
 class MultiheadDilatedAttention(Core):
     """Projects tokens to queries, keys and values, attends, normalises, and projects back.
 
-    Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``, heads cut from E. Used as
-    ``nn.MultiheadAttention`` is, also as ``self_attn`` of ``nn.TransformerEncoderLayer`` and
-    ``nn.TransformerDecoderLayer``. The norm and the initialisation are those of MAGNETO (sub-layer norm). With
-    ``layer_norm=False`` it loads a state dict of ``nn.MultiheadAttention``.
+    Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``. Each head has
+    ``embed_dim / num_heads`` channels of a token. Use it like ``nn.MultiheadAttention``, or as ``self_attn`` of
+    ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``. A call returns (output, None): there are no
+    attention weights. The norm and the initialisation are those of MAGNETO (arXiv:2210.06423), the transformer that
+    LongNet builds on. With ``layer_norm=False`` it loads a state dict of ``nn.MultiheadAttention``.
 
     Args:
-        embed_dim: E, the size of a token; a multiple of ``num_heads``.
-        num_heads: H; head_groups needs at least one (key/value) head per branch.
-        segment_lengths, dilation_rates: one of each per branch.
+        embed_dim: E, the channels of a token; a multiple of ``num_heads``.
+        num_heads: H, the query heads; head_groups needs at least one (key/value) head per branch.
+        segment_lengths, dilation_rates: one of each per branch, in tokens.
         dropout: the share of (query, key) pairs dropped in training mode.
         bias: whether the four projections have one.
-        layer_norm: normalise over E before the output projection.
+        layer_norm: put a LayerNorm over E before the output projection.
         layer_norm_eps: added to the variance there.
-        gamma_init: the gain of the initial value and output weights.
+        gamma_init: the gain with which the weights of v_proj and out_proj are drawn (Xavier normal). Those of q_proj
+            and k_proj have gain 1.
         device, dtype: of the parameters.
         num_kv_heads: key and value heads, each of which serves ``num_heads // num_kv_heads`` query heads in a row;
             as many as ``num_heads`` by default.
@@ -85,8 +91,8 @@ class MultiheadDilatedAttention(Core):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
+        segment_lengths: Iterable[int] | None = None,
+        dilation_rates: Iterable[int] | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -97,9 +103,11 @@ class MultiheadDilatedAttention(Core):
         *,
         num_kv_heads: int | None = None,
         batch_first: bool = True,
-        **options: Unpack[Options],
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, dropout, **options)
+        super().__init__(segment_lengths, dilation_rates, dropout, pattern, rule, backend)
         self.embed_dim = whole_number("embed_dim", embed_dim)
         self.num_heads = whole_number("num_heads", num_heads)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
@@ -127,7 +135,10 @@ class MultiheadDilatedAttention(Core):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Xavier normal weights, the gain of value and output being ``gamma_init``; biases 0; the norm as new."""
+        """Draws all weights again: Xavier normal, with gain ``gamma_init`` for values and output, and 1 for the others.
+
+        Biases become 0, and the LayerNorm is reset.
+        """
         query, key, value = self._inputs()
         output = (self.out_proj.weight, self.out_proj.bias)
         for (weight, bias), gain in ((query, 1.0), (key, 1.0), (value, self.gamma_init), (output, self.gamma_init)):
@@ -148,7 +159,7 @@ class MultiheadDilatedAttention(Core):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """(output, None), the output shaped like query.
+        """Returns (output, None); the output is shaped like query.
 
         Args:
             query, key, value: (B, N, E) or (N, E), all of one length. Key is query by default, value is key.
@@ -248,8 +259,9 @@ class MultiheadDilatedAttention(Core):
 class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     """Computes the same as :class:`MultiheadDilatedAttention`, with one projection for q, k and v.
 
-    ``qkv_proj`` is one product where query, key and value are one tensor. Either class loads the state dict of the
-    other, alone or as part of a bigger model.
+    The weights are one matrix, ``qkv_proj``. If query, key and value are the same tensor, one matrix product projects
+    them; else three do. Arguments are those of :class:`MultiheadDilatedAttention`. Either class loads the state dict of
+    the other, alone or as part of a bigger model.
 
     Examples:
         >>> fused = da.ImprovedMultiheadDilatedAttention(64, 4, [64, 256], [1, 4])

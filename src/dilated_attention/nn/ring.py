@@ -7,6 +7,7 @@ Legend: query (B, n, H, D); key, value (B, n, Hk, D), where Hk divides H; paddin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -14,32 +15,34 @@ from torch import Tensor
 from dilated_attention.backends.blockwise import Limit
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
-from dilated_attention.context_parallel import Exchange
+from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.group import Buffers
+from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import DEFAULT_RULE, Lengths, Options, Over, Ranks
+from dilated_attention.nn.core import Ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
-from dilated_attention.pattern import MAX_NUMBER, Rule, whole_number
+from dilated_attention.pattern import MAX_NUMBER, DilatedPattern, Rule, whole_number
 from dilated_attention.ring.run import tell_others
 
 
 class RingDilatedAttention(DilatedAttention):
     """Computes dilated attention over a ring of ranks, each with its shard of the sequence.
 
-    Equals ``dilated_attention(..., enable_gqa=True, group=ContextParallel(group, exchange="ring"))``. On one device it
-    is the plain function, so a model goes from one device to many without a change: without a process group, or with
-    ``ring_size=1``, a call computes on the whole sequence.
+    Equals ``dilated_attention(..., enable_gqa=True, group=ContextParallel(group, exchange="ring"))``. Without a process
+    group, or with ``ring_size=1``, a call is plain dilated attention: it takes its tensors as the whole sequence. So a
+    model needs no change to run on one device. Each step of the exchange has a name in ``torch.profiler``.
 
     Args:
-        segment_lengths, dilation_rates: one of each per branch.
+        segment_lengths, dilation_rates: one of each per branch, in tokens.
         dropout: the share of (query, key) pairs dropped in training mode.
-        ring_size: the number of ranks that must be there; 1: one device, whatever group there is; None: those of the
-            group, or one device where there is none.
-        use_checkpointing: rows received from other ranks travel again in the backward pass, which is the default;
-            False keeps them, which is less to send and more to hold. Neither computes attention twice.
-        group: a process group, 1-D DeviceMesh or :class:`ContextParallel`; without a group in it, the default group
-            is taken, if one is initialised at the call.
-        pattern, rule, backend: see :class:`DilatedAttention`.
+        ring_size: the number of ranks that you expect; a group of another size is an error. 1 turns the ring off. None
+            (the default): all ranks of the group, or one device if there is no group.
+        use_checkpointing: True (the default): key and value rows received from other ranks are dropped after the
+            forward pass, and sent again in the backward pass. False keeps them: less to send, more memory. In both
+            cases attention is computed once.
+        group: a process group, a 1-D DeviceMesh or a :class:`ContextParallel`. None, or a ContextParallel without a
+            group: the default process group at the time of the call, or one device if there is none.
+        pattern, rule, backend, softmax_scale: see :class:`DilatedAttention`.
 
     Examples:
         >>> attention = da.RingDilatedAttention([64, 256], [1, 4], group=group)
@@ -53,27 +56,35 @@ class RingDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
+        segment_lengths: Iterable[int] | None = None,
+        dilation_rates: Iterable[int] | None = None,
         dropout: float = 0.0,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         *,
-        group: Over = None,
-        **options: Unpack[Options],
+        group: Group | ContextParallel | None = None,
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
+        softmax_scale: float | None = None,
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
-        super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, **options)
+        super().__init__(
+            segment_lengths, dilation_rates, softmax_scale, dropout, pattern=pattern, rule=rule, backend=backend
+        )
         self.ranks = Ranks(group, ring_size, use_checkpointing, self.exchange, only=type(self).__name__)
 
 
 class RingAttentionV2Simple(RingDilatedAttention):
     """Computes dense attention over a ring of ranks.
 
-    Equals :class:`RingDilatedAttention` of the pattern ``longnet([N], [1])`` on the backend "eager": every token sees
-    every other, or every earlier one when causal. Plain matrix products on blocks that go round the ring; the same in
-    twenty lines and one process is in docs/scaling.md. The arguments are those that :class:`RingDilatedAttention` has
-    of the same names; with a single segment all rules are the same.
+    Every token sees all tokens, or all earlier ones when causal. It is :class:`RingDilatedAttention` with one segment
+    of rate 1 and the backend "eager"; docs/scaling.md shows the algorithm in twenty lines. The name is that of a class
+    in the DarcStar fork of dilated-attention-pytorch.
+
+    Args:
+        dropout, backend, group: see :class:`RingDilatedAttention`.
+        rule: has no effect, as one segment is the same under all rules.
 
     Examples:
         >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 64, 4, 16))
@@ -82,17 +93,24 @@ class RingAttentionV2Simple(RingDilatedAttention):
     """
 
     def __init__(
-        self, dropout: float = 0.0, *, rule: Rule = DEFAULT_RULE, backend: Backend = "eager", group: Over = None
+        self,
+        dropout: float = 0.0,
+        *,
+        rule: Rule = "head_groups",
+        backend: Backend = "eager",
+        group: Group | ContextParallel | None = None,
     ) -> None:
         super().__init__([MAX_NUMBER], [1], dropout, rule=rule, backend=backend, group=group)
 
 
 class RingDilatedAttentionV2Collective(RingDilatedAttention):
-    """Computes the same as :class:`RingDilatedAttention`, with all rows fetched in one step.
+    """Computes the same as :class:`RingDilatedAttention`, but receives all key and value rows in one step.
 
-    The exchange is "allgather", the LongNet paper's way. It is one collective, but over gloo a batch of messages, so
-    that a missing rank can be named. Fewer steps than a ring, and room for all those rows. Arguments as in
-    :class:`RingDilatedAttention`.
+    The exchange is "allgather", as in the LongNet paper. It takes fewer steps than a ring, but needs memory for all
+    rows that this rank needs. On NCCL it is one collective. On gloo it is a batch of messages, so that an error can
+    name a missing rank. Arguments are those of :class:`RingDilatedAttention`. The name is that of a class in the
+    DarcStar fork of dilated-attention-pytorch; new code can call :func:`dilated_attention` with a
+    :class:`ContextParallel`, which takes every exchange.
 
     Examples:
         >>> query, key, value = (da.shard_sequence(x, group) for x in torch.randn(3, 2, 64, 4, 16))
@@ -106,12 +124,16 @@ class RingDilatedAttentionV2Collective(RingDilatedAttention):
 class RingDilatedAttentionProduction(RingDilatedAttention):
     """Computes the same as :class:`RingDilatedAttention`, with a cap on memory, a second try, and statistics.
 
-    A block whose results would take more than ``max_workspace_bytes`` is computed some heads at a time. A block that
-    runs out of memory is computed again with half as many heads at a time, down to one; other ranks only wait a
-    little longer. The result is the same. Such tries are logged as warnings of the logger "dilated_attention". Receive
-    buffers are kept from step to step and from call to call. Steps have names in ``torch.profiler``.
+    A block is the part of a segment that one step computes. A block that runs out of memory is computed again with half
+    as many heads at a time, down to one. The result is the same; other ranks only wait a little longer. The logger
+    "dilated_attention" warns of such tries. Receive buffers are kept from step to step and from call to call. The name
+    is that of a class in the DarcStar fork of dilated-attention-pytorch.
 
-    The arguments are those of :class:`RingDilatedAttention`, and ``max_workspace_bytes``.
+    Args:
+        max_workspace_bytes: the most bytes that the results of one block may take. Larger blocks are computed some
+            heads at a time. None (the default): no limit.
+        segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing: see :class:`RingDilatedAttention`.
+        group, pattern, rule, backend, softmax_scale: see :class:`RingDilatedAttention`.
 
     Examples:
         >>> attention = da.RingDilatedAttentionProduction([16, 64], [1, 4], max_workspace_bytes=2**20)
@@ -123,26 +145,33 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
+        segment_lengths: Iterable[int] | None = None,
+        dilation_rates: Iterable[int] | None = None,
         dropout: float = 0.0,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         max_workspace_bytes: int | None = None,
         *,
-        group: Over = None,
-        **options: Unpack[Options],
+        group: Group | ContextParallel | None = None,
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
+        softmax_scale: float | None = None,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing, group=group, **options)
+        super().__init__(
+            segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing,
+            group=group, pattern=pattern, rule=rule, backend=backend, softmax_scale=softmax_scale,
+        )  # fmt: skip
         if max_workspace_bytes is not None:
             max_workspace_bytes = whole_number("max_workspace_bytes", max_workspace_bytes)
         self.ranks.limit, self.ranks.buffers = Limit(max_workspace_bytes), Buffers()
 
     def stats(self) -> dict[str, float]:
-        """What this rank's calls came to so far, backward passes included.
+        """Returns statistics of all calls of this module on this rank, with their backward passes.
 
         hops: steps in which it sent or received; bytes_sent, bytes_received; seconds_waited for other ranks;
-        peak_bytes: of received messages held at once; retries: blocks that ran out of memory and were tried again.
+        peak_bytes: the most bytes of received messages held at the same time; retries: blocks that ran out of memory
+        and were tried again.
         """
         stats, limit = self.ranks.stats, self.ranks.limit
         return {
@@ -158,10 +187,10 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """Computes :class:`MultiheadDilatedAttention` of the whole sequence on this rank's shard of it.
 
-    The state dict is the same. Its parameters are to be the same on every rank. With the loss of :func:`sequence_mean`
-    their gradients are those of one device once they are averaged over the ranks, as DDP does (or summed, with
-    ``gradients="sum"``). Arguments as there and in :class:`RingDilatedAttention`; ``exchange`` in a
-    :class:`ContextParallel` is "ring" by default, and may be any.
+    Give every rank the same parameters; the state dict is that of :class:`MultiheadDilatedAttention`. Compute the loss
+    with :func:`sequence_mean` and let DDP average the gradients: they then equal those of one device. If you sum
+    gradients instead, pass ``gradients="sum"`` to it. Arguments are those of :class:`MultiheadDilatedAttention` and
+    :class:`RingDilatedAttention`. A :class:`ContextParallel` may choose any exchange; "ring" is the default.
 
     Examples:
         >>> attention = da.RingMultiheadDilatedAttention(64, 4, [64, 256], [1, 4], group=da.ContextParallel(group))
@@ -176,15 +205,15 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Lengths = None,
-        dilation_rates: Lengths = None,
+        segment_lengths: Iterable[int] | None = None,
+        dilation_rates: Iterable[int] | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
         ring_size: int | None = None,
         use_checkpointing: bool | None = None,
         *,
-        group: Over = None,
+        group: Group | ContextParallel | None = None,
         **options: Unpack[MultiheadOptions],
     ) -> None:
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)

@@ -32,7 +32,13 @@ MOST_COUNTED = 2**17  # ranks, each of which has numbers of its own: more would 
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What one rank sends and receives, as `Transport.stats` counts it; the backward pass comes on top."""
+    """Counts what one rank sends and receives.
+
+    Args:
+        hops: the steps of the forward pass in which this rank sends or receives.
+        bytes_sent, bytes_received: bytes of the forward pass.
+        backward_hops, backward_bytes_sent, backward_bytes_received: the same of the backward pass alone.
+    """
 
     hops: int
     bytes_sent: int
@@ -44,7 +50,17 @@ class RankCost:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """One exchange: of each number that of the busiest rank, but ``bytes_total``, received by all ranks together."""
+    """Counts what one exchange costs: each number is the largest of any rank, except the totals.
+
+    Args:
+        hops, bytes_sent_max, bytes_received_max: steps and bytes of the forward pass.
+        bytes_total: bytes that all ranks together receive in the forward pass.
+        backward_hops: this and the other ``backward_*`` are the same of the backward pass alone.
+        held: the most bytes of received rows that a rank holds at one time, in either pass.
+        flops, backward_flops: operations; exact below 2**53.
+        seconds, backward_seconds: estimated time of the communication alone.
+        compute_seconds: estimated time of the computation, forward and backward.
+    """
 
     hops: int
     bytes_sent_max: int
@@ -54,56 +70,76 @@ class ExchangeCost:
     backward_bytes_sent_max: int
     backward_bytes_received_max: int
     backward_bytes_total: int
-    held: int  # bytes of received rows at one time, at most, in either pass
-    flops: float  # forward; exact below 2**53
+    held: int
+    flops: float
     backward_flops: float
-    seconds: float  # forward: communication alone
+    seconds: float
     backward_seconds: float
-    compute_seconds: float  # forward and backward
+    compute_seconds: float
 
     @property
     def total_seconds(self) -> float:
-        """Communication, forward and backward."""
+        """The estimated time of the communication, forward and backward."""
         return self.seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the busiest rank. The first five are kept from the forward pass to the backward pass."""
+    """Counts the bytes on the busiest rank.
+
+    Args:
+        q, k, v, out, lse: kept from the forward pass to the backward pass; ``saved`` is their sum.
+        out_sums: a float32 copy of out while parts are merged; 0 where out has that dtype itself.
+        dq, dk, dv: the gradients.
+        sums: for each exchange, the most bytes of float32 sums of gradients: those of this rank's rows that were sent,
+            and those of other ranks' rows.
+        received: for each exchange, its ``ExchangeCost.held``.
+    """
 
     q: int
     k: int
     v: int
     out: int
     lse: int
-    out_sums: int  # out in float32 while parts are merged; 0 where out is that itself
+    out_sums: int
     dq: int
     dk: int
     dv: int
-    # by exchange: float32 sums of gradients, of this rank's rows that travel and of others' on their way; at most
     sums: Mapping[str, int]
-    received: Mapping[str, int]  # `ExchangeCost.held`
+    received: Mapping[str, int]
 
     @property
     def saved(self) -> int:
+        """What is kept for the backward pass."""
         return self.q + self.k + self.v + self.out + self.lse
 
 
 @dataclass(frozen=True)
 class PlanCost:
-    """The cost of one call; print it for a table."""
+    """Tells what one call costs; print it for a table.
+
+    Args:
+        pattern, tokens, ranks: those of the call.
+        tokens_per_rank: the length of the longest shard.
+        memory: the bytes on the busiest rank.
+        exchanges: the cost of each exchange: "ring", "allgather" and "alltoall".
+        naive_ring_bytes, naive_ring_hops, naive_ring_seconds: for comparison, what a rank would receive in the forward
+            pass of a plain ring, in which all keys and values go round.
+        best: the exchange with the shortest ``total_seconds`` that does not hold too much, chosen by the rule of
+            "auto" in :class:`ContextParallel`.
+    """
 
     pattern: DilatedPattern
     tokens: int
     ranks: int
-    tokens_per_rank: int  # of the longest shard
+    tokens_per_rank: int
     memory: Memory
-    exchanges: Mapping[str, ExchangeCost]  # ring, allgather, alltoall
-    naive_ring_bytes: int  # that a rank receives where all of K and V goes round
+    exchanges: Mapping[str, ExchangeCost]
+    naive_ring_bytes: int
     naive_ring_hops: int
-    naive_ring_seconds: float  # forward
-    best: Route  # least communication time, forward and backward, of those that do not hold too much
-    _tallies: Mapping[str, Tally] = field(repr=False, compare=False)
+    naive_ring_seconds: float
+    best: Route
+    _tallies: Mapping[str, Tally] = field(init=False, repr=False, compare=False)
 
     def of_rank(self, rank: int, exchange: Route) -> RankCost:
         """The exact numbers of one rank."""
@@ -144,24 +180,31 @@ def plan_cost(
     has_padding: bool = False,
     lengths: Sequence[int] | None = None,
     cu_seqlens: Sequence[int] | None = None,
-    latency: float = LINKS["nccl"][0],
-    bandwidth: float = LINKS["nccl"][1],
+    latency: float = 10e-6,
+    bandwidth: float = 50e9,
     flops_per_second: float = 400e12,
 ) -> PlanCost:
     """Counts what `dilated_attention` over ``num_ranks`` ranks will send, hold and compute, forward and backward.
 
-    Args:
-        seq_len: tokens on all ranks together, cut as ``shard_sequence`` does unless ``lengths`` gives every shard's.
-        dtype: what is computed in, and so what travels: float32 for half precision on a CPU without AMX. Likewise
-            ``head_dim`` is what the kernels see: on CUDA the next multiple of 8.
-        has_padding: whether there is a key_padding_mask.
-        cu_seqlens: where packed sequences begin, and the end of the last one.
-        latency, bandwidth: seconds per hop, and bytes per second into one rank. A hop counts once, however many
-            messages it has.
-        flops_per_second: how fast a rank computes, for ``compute_seconds`` only.
+    A hop is one step of an exchange, in which ranks send and receive. The counts assume ``use_checkpointing=True`` and
+    a loss that does not use lse. They also assume that the ranks compare their arguments (``verify``). In calls that
+    skip the comparison, the backward pass of "alltoall" sends a gradient of lse as well.
 
-    Counts are those of ``use_checkpointing=True`` and a loss that does not use lse, in calls that first compare their
-    arguments; without that the backward of an alltoall sends a gradient of lse along, whether there is one or not.
+    Args:
+        pattern: the :class:`DilatedPattern` of the call.
+        seq_len: the tokens on all ranks together.
+        num_ranks: the ranks that share them.
+        num_heads, num_kv_heads: query heads, and key/value heads; by default as many.
+        head_dim: the channels of a head. On CUDA round it up to a multiple of 8, as the kernels do.
+        dtype: the dtype of the computation, which is also that of the messages. On a CPU give float32 for float16, and
+            for bfloat16 unless the CPU has AMX.
+        batch: the sequences of one call.
+        has_padding: whether there is a key_padding_mask.
+        lengths: the tokens on each rank; by default those of ``shard_sequence``.
+        cu_seqlens: the start of each packed sequence, then the end of the last.
+        latency: seconds per hop, however many messages it has.
+        bandwidth: bytes per second into one rank.
+        flops_per_second: how fast a rank computes, for ``compute_seconds`` only.
 
     Examples:
         >>> pattern = da.DilatedPattern.longnet([2048, 32768, 1048576], [1, 16, 512])
@@ -229,10 +272,12 @@ def _plan(spread: Spread, latency: float, bandwidth: float, speed: float = 1.0) 
     best = min(fitting, key=lambda name: exchanges[name].total_seconds)
     row = 2 * call.kv_heads * call.head_dim * call.dtype.itemsize * call.samples
     naive, hops = row * (shards.tokens - min(lengths)), shards.ranks - 1
-    return PlanCost(
+    found = PlanCost(
         call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges,
-        naive, hops, hops * latency + naive / bandwidth, best, tallies,
+        naive, hops, hops * latency + naive / bandwidth, best,
     )  # fmt: skip
+    object.__setattr__(found, "_tallies", tallies)  # not for the caller: `of_rank` reads them
+    return found
 
 
 def _summary(tally: Tally, call: Call, latency: float, bandwidth: float, speed: float) -> ExchangeCost:

@@ -19,7 +19,11 @@ LONGEST = 640  # side of the drawing in a .png, in pixels
 
 
 def save(maps: Maps, file: Path, *, query: int = 0, layer: int = -1, head: int | None = None) -> None:
-    """Write a page (.html), or a picture (.png) of one map: ``head`` None is the mean of all heads."""
+    """Writes a page (.html) with all maps, or a picture (.png) of one map.
+
+    For a picture, ``query`` is an index into ``maps.queries`` (not a tile), ``layer`` counts from 0 or from the end,
+    and ``head`` None is the mean of all heads.
+    """
     ending = file.suffix.lower()
     if ending not in ENDINGS:
         raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
@@ -96,7 +100,7 @@ class Writer:
     thumbnails: Path | None = None
 
     def __call__(self, model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor, out: Path) -> dict[str, Any]:
-        """Also returns what the result gets: the weights of the class token in all layers and heads."""
+        """Writes the .png and .html; returns arrays for the .h5 file: weights of the class token, and coordinates."""
         tiles = tiles.to(model.cls_token.device)
         thumbnail = self._thumbnail(slide)
         maps = collect(model, tiles, coords, tile_size=slide.tile_size, name=slide.name, thumbnail=thumbnail)

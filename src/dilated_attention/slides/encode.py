@@ -39,7 +39,7 @@ class Job:
     model: SlideEncoder
     out: Path
     key: str  # of the weights and the options
-    layer: int | None = None  # of the list of all layers; None: the output of the last one
+    layer: int | None = None  # the embedding after so many layers; None: after all, and the last LayerNorm
     budget: int = 2**32  # bytes
     also: Also | None = None  # makes more arrays for a result
 

@@ -40,7 +40,7 @@ ENCODERS = {
 
 
 class BadFile(ValueError):  # noqa: N818 - the name says what is wrong
-    """A file that cannot be encoded; the message says why, without its name."""
+    """Raised for a file that cannot be encoded; the message says why, and does not name the file."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Slide:
     tiles: int
     channels: int
     tile_size: float  # the side of a tile in pixels
-    pixels: float  # per unit of the coordinates
+    pixels: float  # that one unit of the coordinates is: 1 for pixels, another number for µm
     attributes: Mapping[str, Any]
-    stamp: tuple[int, int]  # bytes of the file, and when it was written in ns: another file is another slide
+    stamp: tuple[int, int]  # bytes of the file, and when it was written in ns, to notice that it has changed
 
     @property
     def name(self) -> str:

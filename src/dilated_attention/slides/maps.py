@@ -69,7 +69,10 @@ class Maps:
 
 
 def spread(model: SlideEncoder, tiles: int, most: int = 16) -> tuple[Query, ...]:
-    """The class token, and tiles evenly along the sequence: as many as a page of MOST_BYTES takes."""
+    """Chooses the queries to draw: "cls" and up to ``most`` tiles at even distances along the sequence.
+
+    They are fewer if their maps would take more than 32 MiB in the page.
+    """
     layers = model._layers()
     attention = layers[0].self_attn
     seen = sum(min(width, tiles) / rate**2 for width, rate in attention.pattern.branches)  # keys of a query, on average
@@ -89,7 +92,10 @@ def collect(
     name: str = "slide",
     thumbnail: Thumbnail | None = None,
 ) -> Maps:
-    """The exact weights of these queries in all layers and heads, on the host; by default those of `spread`."""
+    """Computes the attention weights of ``queries`` in all layers and heads; the result is on the CPU.
+
+    ``tiles``: (L, in_chans); ``coords``: (L, 2), in pixels; ``queries``: by default those that `spread` chooses.
+    """
     size = float(model.tile_size) if tile_size is None else tile_size  # type: ignore[arg-type]
     queries = spread(model, len(coords)) if queries is None else queries
     states = model._explained(tiles, coords, size)

@@ -35,27 +35,32 @@ def stream(
     max_bytes: int | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[Tensor]:
-    """Computes `dilated_attention` of one long sequence that comes in chunks: yields the output of each, equally long.
+    """Computes `dilated_attention` of one long sequence that comes in chunks.
 
-    An output comes as soon as it is known: when causal with its chunk, else when the segments of all its tokens are
-    complete. A chunk may be overwritten once the next one is asked for. Inference only: there are no gradients.
+    It yields one output per chunk, with as many tokens as the chunk. A causal stream yields an output right after its
+    chunk. Otherwise an output may come some chunks later: when all segments that its tokens belong to are complete. A
+    chunk may be overwritten once the next one is asked for. Inference only: there are no gradients.
 
     Args:
-        chunks: (query, key, value), one after the other, of any number of tokens and alike in all else. Those that
-            begin and end at multiples of all segment lengths are fastest: nothing of them is copied.
+        chunks: an iterable of tuples: query (B, n, H, D), key and value (B, n, Hk, D). n may differ from chunk to
+            chunk; batch, heads, head_dim, dtype and device may not. Chunks that begin and end at multiples of all
+            segment lengths are fastest, as nothing of them is copied.
         pattern: which head sees which tokens, of the whole sequence.
-        is_causal: a query sees no later token. Then of earlier tokens only the K and V rows that later ones see are
-            held.
+        is_causal: a query sees no later token. The stream then keeps only the key and value rows that later tokens see.
         scale: multiplies the scores; 1/sqrt(D) by default.
         enable_gqa: key and value may have fewer heads, as in `dilated_attention`.
         backend: as in `dilated_attention`; but "triton" takes no stream that is causal or of the rule torchscale.
-        max_bytes: how much may be held from one chunk to the next; computing takes its room beside it. By default half
-            of what is free on a CUDA device, half of a CPU's memory, and no limit elsewhere.
-        num_tokens: how many tokens will come at most, if that is known: a longer segment counts as long as that.
+        max_bytes: the most bytes that the stream may keep from one chunk to the next; memory for the computation comes
+            on top. By default half of what is free on a CUDA device, half of a CPU's memory, and no limit elsewhere.
+        num_tokens: an upper limit for the length of the sequence, if you know it; more tokens are an error. Where a
+            segment is longer than that, the check of ``max_bytes`` counts it with num_tokens.
 
     Returns:
-        An iterator over the outputs. With the first chunk, before anything is computed, it raises ValueError if more
-        than ``max_bytes`` would be held: the longest segment, or when causal those K and V rows.
+        An iterator over the outputs.
+
+    Raises:
+        ValueError: at the first chunk, if the stream would have to keep more than ``max_bytes``. It keeps one longest
+            segment; a causal one, the key and value rows that later tokens see.
 
     Examples:
         >>> chunks = (torch.randn(3, 1, 256, 4, 8).unbind(0) for _ in range(4))  # (query, key, value) of 256 tokens

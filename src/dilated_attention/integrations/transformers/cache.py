@@ -166,7 +166,10 @@ class DilatedLayer(CacheLayerMixin):
 
 
 class DilatedCache(Cache):
-    """A cache that keeps only the rows later tokens can see: its memory does not grow beyond the longest segment.
+    """A cache that keeps only the key and value rows that later tokens can see.
+
+    It stops growing once the sequence is as long as the longest segment. It then holds segment length / rate rows per
+    branch and key/value head, and the last chunk.
 
     Give it as ``past_key_values=`` to a model with ``attn_implementation="dilated"``, or to its ``generate()``.
 

@@ -27,10 +27,11 @@ FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
 
 
 class ShardingCollator:
-    """Gives every rank of a group its contiguous part of all rows that the group's ranks were given together.
+    """Collects the samples of all ranks of a group, and gives each rank its contiguous part of every row.
 
-    A trainer gives each rank its own samples. Here ranks share sequences: the samples of all ranks are collected, so
-    none is lost, and each rank gets n of N tokens of every row. Labels are shifted before rows are cut. Use it as
+    A trainer gives each rank its own samples. Here the P ranks of a group share sequences: a batch has the rows of all
+    of them, and 1 / P of the tokens of each row. It has input_ids, labels and shift_labels (both shifted before rows
+    are cut), position_ids, use_cache and group. attention_mask is dropped, other keys are an error. Use it as
     ``data_collator=``, with no worker processes (``dataloader_num_workers=0``), as ranks talk while they collate.
 
     Args:

@@ -15,7 +15,10 @@ FIELD = "dilated_pattern"
 
 
 def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern]) -> Any:
-    """Writes a pattern into a config (or the config of a model), for all layers or one per layer; gives the config."""
+    """Writes a pattern into a config, and returns the config.
+
+    ``config``: a config, or a model that has one. ``pattern``: one for all layers, or a list with one per layer.
+    """
     config = getattr(config, "config", config)
     found = written(pattern) if isinstance(pattern, DilatedPattern) else [written(some) for some in pattern]
     setattr(config, FIELD, found)

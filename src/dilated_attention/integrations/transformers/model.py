@@ -33,7 +33,13 @@ NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) i
 
 
 class LongNetConfig(PreTrainedConfig):
-    """The config of LongNetForCausalLM: `LMConfig` under the names of transformers, and the pattern as JSON."""
+    """The config of LongNetForCausalLM: that of `LMConfig`, under the names that transformers has.
+
+    hidden_size is its dim, hidden_act its ffn ("gelu" or "swiglu"), intermediate_size its ffn_dim, num_hidden_layers
+    its depth, num_attention_heads and num_key_value_heads its heads and kv_heads, tie_word_embeddings its tied; the
+    others are named alike. Set dilated_pattern with `set_pattern`; by default it is the LongNet paper's, with segments
+    from 2048 to 32768.
+    """
 
     model_type = "longnet"
     keys_to_ignore_at_inference = ("past_key_values",)
