@@ -90,7 +90,7 @@ def rows_of(rates: tuple[int, ...], offset: int) -> list[tuple[int, int, int]]:
     return [*found, (offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
-class Columns(NamedTuple):
+class PatternColumns(NamedTuple):
     """What the pattern alone says of columns."""
 
     start: Array  # (C, O), of the rows in a region
@@ -143,7 +143,7 @@ def tiling(
     dtype = np.int32 if max(lengths) + 2 * max(own, other) * rates[-1] < 2**31 else np.int64  # fewer bytes, less time
     xp: Any = np if places * len(offsets) <= FEW else torch
     put = functools.partial(np.asarray, dtype=dtype) if xp is np else functools.partial(tensor_on, device, dtype=dtype)
-    columns, shape = Columns(*map(put, columns)), Shape(*map(put, shape))
+    columns, shape = PatternColumns(*map(put, columns)), Shape(*map(put, shape))
     parts, at_once, runs_before = [], max(1, AT_ONCE // places), 0
     for at in range(0, len(offsets), at_once):
         some = columns._replace(start=columns.start[:, at : at + at_once])
@@ -194,7 +194,7 @@ def _numbered(counts: Array) -> tuple[Array, Array, Array]:
 
 
 @functools.lru_cache(maxsize=256)
-def _columns(rates: tuple[int, ...], offsets: tuple[int, ...], sees: str) -> tuple[Columns, int]:
+def _columns(rates: tuple[int, ...], offsets: tuple[int, ...], sees: str) -> tuple[PatternColumns, int]:
     """And the number of kinds."""
     branch = [0, *np.repeat(range(1, len(rates)), 2 if sees == "all" else 1)]
     rows = np.array([rows_of(rates, offset) for offset in offsets]).transpose(2, 1, 0)
@@ -203,7 +203,7 @@ def _columns(rates: tuple[int, ...], offsets: tuple[int, ...], sees: str) -> tup
     times = 1 + np.minimum(level[:, :1], range(len(rates))) - np.repeat(branch, kinds)[:, None]
     every = np.arange(len(times))
     edges = np.concatenate([np.repeat(every[:kinds], 2), every[kinds:]]) if sees == "later" else every
-    return Columns(start, step[:, 0], level[:, 0], times, np.concatenate([every, edges])), kinds
+    return PatternColumns(start, step[:, 0], level[:, 0], times, np.concatenate([every, edges])), kinds
 
 
 def _regions(widths: tuple[int, ...], length: Array, sees: str) -> tuple[Array, Array, Array]:
@@ -223,7 +223,7 @@ def _regions(widths: tuple[int, ...], length: Array, sees: str) -> tuple[Array, 
 
 
 def _tables(
-    xp: Any, columns: Columns, shape: Shape, kinds: int, own: int, other: int, sees: str
+    xp: Any, columns: PatternColumns, shape: Shape, kinds: int, own: int, other: int, sees: str
 ) -> tuple[Array, Array]:
     """The tiles and the runs of some offsets."""
     start, step, _, times, place = columns
