@@ -40,11 +40,11 @@ def bench(
     ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit to record if this copy has no .git.")] = None,
 ) -> int:
-    """Check and time every implementation.
+    """Check implementations, and time those that are right.
 
-    Each one is checked against the oracle. Those that are right are timed, and a report is written. Results are saved
-    after every setting, so an interrupted run keeps them and still makes its report. The exit code is 1 if one of this
-    library's implementations is wrong, and 130 if the run was interrupted.
+    Each one is checked against the oracle before it is timed. A report is written. Results are saved after every
+    setting, so an interrupted run keeps them and still makes its report. The exit code is 1 if one of this library's
+    implementations is wrong, and 130 if the run was interrupted.
 
     Example: dilated-attention bench --suite quick --out report
     """
