@@ -184,7 +184,7 @@ def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
         yield "The branch of rate 1 covers every row of every head."
     longest = max(width for width in widths if width <= tokens)
     if pattern.dealing.adds_zeros and not workload.is_causal and tokens % longest:
-        yield f"{pattern.rule} fills up the last segment with zero keys and attends to them."
+        yield f"{pattern.rule} fills up segments with fewer rows than others with zero keys, and attends to them."
         yield f"A length that is a multiple of {longest:,} has none, and neither has a causal call."
 
 

@@ -94,7 +94,7 @@ class Call(NamedTuple):
 
     @property
     def adds_zeros(self) -> bool:
-        """Whether zero keys fill up the last segment; when causal they come after every query."""
+        """Whether zero keys fill up segments with fewer rows than others; when causal they come after every query."""
         return self.pattern.dealing.adds_zeros and not self.is_causal
 
     @property

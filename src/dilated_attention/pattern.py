@@ -34,7 +34,7 @@ class Dealing(NamedTuple):
     neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
     is_shifted: bool = False  # branch i adds i mod rate to every offset
     is_divided: bool = False  # heads are divided among branches; otherwise every head runs every branch
-    adds_zeros: bool = False  # zero keys fill up the last segment, unless the call is causal
+    adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
 
 
@@ -138,7 +138,7 @@ class DilatedPattern:
     ) -> DilatedPattern:
         """The rule of the released LongNet code: every head has every branch, head h of H at offset h // ceil(H / r).
 
-        Zero keys (keys and values of 0) fill up the last segment. Queries attend to them, except in a causal call.
+        Zero keys (keys and values of 0) fill up segments with fewer rows. Queries attend to them unless it is causal.
 
         ``mixing_gradient="detached"``: the backward pass takes the weights that mix the branches as constants, as the
         released code does. Outputs do not change. It works on one device, without dropout, on the backends sdpa and

@@ -193,7 +193,7 @@ def test_explain_says_so() -> None:
     x = make(100, 100, 4, 4, 16, samples=2)[0]
     for options in ({}, {"backend": "triton"}, {"query_offset": positions(3, 90)}):
         told = explain(x[:, :2], x, x, PATTERN, **options)
-        assert (told.backend, told.kernel) == ("triton", "one launch for few queries")
+        assert (told.backend, told.kernel) == ("triton", "our kernel for few queries")
         assert told.backward.startswith("none: its decoding has no" if "backend" in options else "sdpa, kernel: ")
     told = explain(x[:, :65], x, x, PATTERN)
     assert told.backend == "sdpa"

@@ -1,4 +1,4 @@
-"""Every implementation checked against the oracle, then measured: `dilated-attention bench`.
+"""Implementations are checked against the oracle, then measured: `dilated-attention bench`.
 
 What is asked and who is asked: `setting`, `subject`, `implementations` (with `baselines`, `multihead`, `over_ranks`).
 One measurement: `run` (check, clock), `probes` (rows, memory, kernels), `runners` (here or over ranks), `compare` (all

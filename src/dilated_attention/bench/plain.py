@@ -58,7 +58,8 @@ def is_ours_wrong(found: dict[str, Any]) -> bool:
 def main(arguments: Sequence[str]) -> int:
     from dilated_attention.bench import suites
 
-    parser = argparse.ArgumentParser("dilated-attention bench", description="Check and time every implementation.")
+    what = "Check implementations against the oracle, and time those that are right."
+    parser = argparse.ArgumentParser("dilated-attention bench", description=what)
     parser.add_argument("--suite", action="append", help=f"comma-separated: {', '.join(suites.SUITES)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("report"), help="the folder for results.json")

@@ -64,7 +64,7 @@ def unsupported(call: Call, backward: bool) -> list[str]:
 
 def kernels(call: Call, backward: bool) -> tuple[str, ...]:
     if call.is_few:
-        return ("one launch for few queries",)
+        return ("our kernel for few queries",)
     kernel, form = "dkdv" if backward else "forward", nesting.form_of(call.pattern, call.is_causal, call.drops)
     tile = configs.config(
         kernel, call.device, call.dtype, call.head_dim, call.is_causal, form, nesting.is_short(call)
