@@ -228,7 +228,8 @@ def check_total_length(total: int | None, lengths: tuple[int, ...]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    # a float is asked for first, as looking for an abstract class takes longer than all else here
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def _is_int(value: object) -> bool:
