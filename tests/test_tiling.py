@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern
 from dilated_attention.backends.triton import tiling as tilings
 from dilated_attention.backends.triton.nesting import MOST_TILES, form_of, launches
-from dilated_attention.backends.triton.table import table
-from dilated_attention.backends.triton.tiling import Run, Tile, Tiling, are_nested, tiling
+from dilated_attention.backends.triton.table import Section, table
+from dilated_attention.backends.triton.tiling import Nest, Run, Tile, Tiling, are_nested, tiling
 from dilated_attention.call import Heads
 from dilated_attention.pattern import RULES
 
@@ -371,6 +371,14 @@ def test_all_launches_together_are_the_pattern(name: str, rule: str, sees: str, 
 
 
 @pytest.mark.usefixtures("always_nested")
+def test_the_longest_periods_of_packed_sequences_come_first() -> None:
+    """So that all processors have work up to the end."""
+    found = unshared((Nest(0, (8,), (1,), 0, (0, 0)),), 1, (0, 5, 25, 32), 1, 4, 3, "all", 64, torch.device("cpu"))
+    padded, count = found.sections[:2].tolist()
+    records = found.sections[4 + padded :][: count * len(Section._fields)].reshape(count, -1)
+    assert records[:, Section._fields.index("length")].tolist() == [8, 7, 5, 4]
+
+
 @pytest.mark.parametrize("sees", SEES)
 @pytest.mark.parametrize("few", [1 << 19, 0])
 def test_tables_that_take_much_memory_are_made_offset_by_offset(

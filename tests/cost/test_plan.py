@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.ring.cost import EXCHANGES, RankCost, plan_cost
+from dilated_attention.ring.cost import EXCHANGES, LINKS, RankCost, plan_cost
 from dilated_attention.units import bytes_text
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,6 +64,12 @@ def test_nothing_is_sent_where_segments_lie_inside_shards() -> None:
         assert (found.hops, found.bytes_total, found.backward_hops, found.held) == (0, 0, 0, 0)
         assert found.total_seconds == 0
     assert cost.best == "ring"
+
+
+def test_the_default_link_is_that_of_nccl() -> None:
+    """Written out in the signature, where users read it."""
+    given = inspect.signature(plan_cost).parameters
+    assert (given["latency"].default, given["bandwidth"].default) == LINKS["nccl"]
 
 
 def test_memory_of_a_rank() -> None:

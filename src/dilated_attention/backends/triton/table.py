@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, stacked, tensor_on, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
@@ -242,3 +243,4 @@ def _joined(
 
 
 _period = functools.lru_cache(maxsize=64)(tiling)
+CACHE.clears(_period.cache_clear, _stretches.cache_clear)
