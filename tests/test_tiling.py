@@ -370,7 +370,6 @@ def test_all_launches_together_are_the_pattern(name: str, rule: str, sees: str, 
 # --- tables and what is kept of them ----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("always_nested")
 def test_the_longest_periods_of_packed_sequences_come_first() -> None:
     """So that all processors have work up to the end."""
     found = unshared((Nest(0, (8,), (1,), 0, (0, 0)),), 1, (0, 5, 25, 32), 1, 4, 3, "all", 64, torch.device("cpu"))
@@ -379,6 +378,7 @@ def test_the_longest_periods_of_packed_sequences_come_first() -> None:
     assert records[:, Section._fields.index("length")].tolist() == [8, 7, 5, 4]
 
 
+@pytest.mark.usefixtures("always_nested")
 @pytest.mark.parametrize("sees", SEES)
 @pytest.mark.parametrize("few", [1 << 19, 0])
 def test_tables_that_take_much_memory_are_made_offset_by_offset(
