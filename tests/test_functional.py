@@ -608,7 +608,7 @@ def test_opcheck_backward(name: str, which: tuple[bool, bool]) -> None:
     out, lse = OPS.forward(q, k, v, others, *packed)
     dout = torch.randn_like(out) if which[0] else None
     dlse = torch.randn_like(lse) if which[1] else None
-    torch.library.opcheck(OPS.backward.default, (dout, dlse, [q, k, v, *others, out, lse], *packed))
+    torch.library.opcheck(OPS.backward.default, (dout, dlse, [q, k, v, out, lse, *others], *packed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -618,9 +618,9 @@ def test_the_backward_op_takes_any_strides(backend: str) -> None:
     packed = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed(0)
     out, lse = OPS.forward(*qkv, others, *packed)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    expected = OPS.backward(dout, dlse, [*qkv, *others, out, lse], *packed)
+    expected = OPS.backward(dout, dlse, [*qkv, out, lse, *others], *packed)
     dout, dlse, out, lse = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, dlse, out, lse))
-    for x, y in zip(OPS.backward(dout, dlse, [*qkv, *others, out, lse], *packed), expected, strict=True):
+    for x, y in zip(OPS.backward(dout, dlse, [*qkv, out, lse, *others], *packed), expected, strict=True):
         assert testing.error(x, y) < 1e-12
 
 
@@ -630,7 +630,7 @@ def test_gradients_have_the_dtypes_of_the_inputs() -> None:
     for keys in ((k, v), (k.float(), v.float())):
         qkv, others, packed = (q[:, :2], *keys), [None] * 4, Call(TORCHSCALE).packed(5)
         out, lse = OPS.forward(*qkv, others, *packed)
-        grads = OPS.backward(out, lse, [*qkv, *others, out, lse], *packed)
+        grads = OPS.backward(out, lse, [*qkv, out, lse, *others], *packed)
         assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, *(x.dtype for x in qkv)]
 
 

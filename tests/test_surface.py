@@ -59,6 +59,7 @@ LAYERS = [
     "distributed",
     "context_parallel",
     "checks",
+    "ordinary",
     "ring",
     "functional",
     "_explain",

@@ -10,6 +10,7 @@ Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,18 @@ from torch import Tensor
 
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
-from dilated_attention.call import Call, accumulate_dtype, read_sequences, unpacked
+from dilated_attention.call import (
+    DEFAULT_SCALE,
+    Call,
+    Settings,
+    accumulate_dtype,
+    packed_text,
+    read_sequences,
+    settings,
+    unpacked,
+)
 from dilated_attention.derivatives import NO_FORWARD_MODE, NOT_TWICE, is_batched, is_plain, refuse_second_derivative
+from dilated_attention.pattern import DilatedPattern
 
 INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
@@ -31,13 +42,33 @@ def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
     q, k, v, padding = inputs[:4]
     if not is_plain(q, k, v):
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-            out, lse = torch.ops.dilated_attention.forward(*inputs[:3], list(inputs[3:]), *call.packed(start))
+            out, lse = torch.ops.dilated_attention.forward(q, k, v, _others(inputs), *call.packed(start))
             return out, lse
         return Transformed.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
-    whole = call.of(q, k, padding, start)
+    return attend_plain(inputs, call.of(q, k, padding, start))
+
+
+def attend_plain(inputs: Inputs, whole: Call) -> tuple[Tensor, Tensor]:
+    """The same for tensors that nobody looks at, and a call with all that they tell."""
+    q, k, v = inputs[:3]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return Attention.apply(*inputs, Direct(whole))  # type: ignore[no-untyped-call, no-any-return]
     return run.forward(whole, inputs)
+
+
+def attend_traced(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The same where a compiler looks on, with nothing but these given."""
+    text = packed_text(pattern, is_causal, "auto")
+    out, lse = FORWARD(query, key, value, [], [0], DEFAULT_SCALE, 0.0, text)
+    return out, lse
+
+
+def _others(inputs: Inputs) -> list[Tensor | None]:
+    """What the ops are given beside q, k and v: nothing, where nothing is there."""
+    others = inputs[3:]
+    return [] if all(x is None for x in others) else list(others)
 
 
 @dataclass(slots=True)  # not a tuple, which torch.func would take apart
@@ -63,10 +94,10 @@ class Registered:
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         op = torch.ops.dilated_attention.forward.default
-        return _below_autograd(op, self.keyset, *inputs[:3], list(inputs[3:]), *self.packed)  # type: ignore[no-any-return]
+        return _below_autograd(op, self.keyset, *inputs[:3], _others(inputs), *self.packed)  # type: ignore[no-any-return]
 
     def backward(self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-        saved = [*inputs, out, lse]
+        saved = [*inputs[:3], out, lse, *_others(inputs)]
         return torch.ops.dilated_attention.backward(dout, dlse, saved, *self.packed)  # type: ignore[no-any-return]
 
 
@@ -188,23 +219,38 @@ _library.define(
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any) -> tuple[Tensor, Tensor]:
-    """``others``: padding, seed, positions and sequences."""
+    """``others``: padding, seed, positions and sequences, or nothing."""
     inputs = Inputs(query, key, value, *others)
     return run.forward(_read(inputs, packed), inputs)
 
 
 def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *packed: Any) -> Gradients:
-    """``saved``: all inputs, out and lse."""
-    inputs, (out, lse) = Inputs(*saved[:INPUTS]), saved[INPUTS:]
+    """``saved``: q, k, v, out, lse and the others."""
+    inputs, (out, lse) = Inputs(*saved[:3], *saved[5:]), saved[3:5]
     return run.backward(_read(inputs, packed), inputs, out, lse, dout, dlse)
 
 
 def _read(inputs: Inputs, packed: Sequence[Any]) -> Call:
     """The call of an op, from what it was given."""
-    call, start = unpacked(*packed)
+    q, k, padding = inputs.q, inputs.k, inputs.padding
     if inputs.sequences is not None:
-        call = call._replace(sequences=read_sequences(inputs.sequences, inputs.k.shape[1]))
-    return call.of(inputs.q, inputs.k, inputs.padding, start)
+        call, start = unpacked(*packed)
+        call = call._replace(sequences=read_sequences(inputs.sequences, k.shape[1]))
+        return call.of(q, k, padding, start)
+    numbers, *others = packed
+    dtype, device = q.dtype, q.device
+    told = settings(dtype, device)
+    return _made(tuple(numbers), *others, q.shape, k.shape, dtype, device, padding is not None, told)
+
+
+@functools.lru_cache(maxsize=1024)
+def _made(
+    numbers: tuple[int, ...], scale: float, dropout_p: float, text: str, query: tuple[int, ...], key: tuple[int, ...],
+    dtype: torch.dtype, device: torch.device, has_padding: bool, told: Settings,
+) -> Call:  # fmt: skip
+    """Made once, since short compiled steps notice what it costs."""
+    call, start = unpacked(numbers, scale, dropout_p, text)
+    return call.with_shapes(query, key, dtype, device, has_padding, start, told)
 
 
 def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:
@@ -250,5 +296,6 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any
     return tuple(x.new_empty(x.shape) for x in saved[:3])
 
 
+FORWARD = torch.ops.dilated_attention.forward
 torch.library.register_fake("dilated_attention::forward", _fake_forward, lib=_library)
 torch.library.register_fake("dilated_attention::backward", _fake_backward, lib=_library)

@@ -20,6 +20,8 @@ from dilated_attention.pattern import DilatedPattern, MixingGradient, Rule
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
 
+Settings = tuple[bool, tuple[str, ...], str | None, bool]  # of torch, as the last fields of a `Call` have them
+
 
 class Heads(NamedTuple):
     """Which key/value heads a process holds: all, unless heads too are split over processes."""
@@ -123,18 +125,25 @@ class Call(NamedTuple):
 
     def of(self, query: Tensor, key: Tensor, padding: Tensor | None, start: int) -> Call:
         """This call with all that its tensors and torch's settings tell. ``start``: of the queries among the keys."""
-        samples, queries, heads, head_dim = query.shape
-        keys, kv_heads = key.shape[1], key.shape[2]
         dtype, device = query.dtype, query.device
+        told = settings(dtype, device)
+        return self.with_shapes(query.shape, key.shape, dtype, device, padding is not None, start, told)
+
+    def with_shapes(
+        self, query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+        has_padding: bool, start: int, told: Settings,
+    ) -> Call:  # fmt: skip
+        """The same, of tensors of these shapes."""
+        samples, queries, heads, head_dim = query
+        keys, kv_heads = key[1], key[2]
         scale = 1.0 / math.sqrt(head_dim) if self.scale == DEFAULT_SCALE else self.scale
-        flash = torch.nn.attention.current_flash_attention_impl() if device.type == "cuda" else None
         return Call._make(  # by place, as short calls notice what names cost
             (
                 *(self.pattern, self.is_causal, scale, self.dropout_p, self.backend),
-                *(samples, queries, keys, heads, kv_heads, head_dim, dtype, device, padding is not None),
+                *(samples, queries, keys, heads, kv_heads, head_dim, dtype, device, has_padding),
                 *(start, 0, keys),  # start, key_start and total
                 *(self.first_head, self.total_heads, self.sequences, self.in_parts, self.limit),
-                *(torch.are_deterministic_algorithms_enabled(), switched_off(), flash, _tf32(dtype)),
+                *told,
             )
         )
 
@@ -152,12 +161,15 @@ class Call(NamedTuple):
 
         Numbers stay numbers: a compiler may hold symbols in their place.
         """
-        # a compiler may hold symbols for these as well, which have no text: a range needs their values
-        lengths = ",".join([str(range(length).stop) for length in self.pattern.segment_lengths])
-        rates = ",".join([str(range(rate).stop) for rate in self.pattern.dilation_rates])
-        mixing = self.pattern.mixing_gradient
-        text = f"{self.pattern.rule} {lengths} {rates} {mixing} {int(self.is_causal)} {self.backend}"
-        return [start, self.first_head, self.total_heads, self.limit], self.scale, self.dropout_p, text
+        numbers = [start, self.first_head, self.total_heads, self.limit]
+        if not (self.first_head or self.total_heads or self.limit):
+            del numbers[1:]
+        return numbers, self.scale, self.dropout_p, packed_text(self.pattern, self.is_causal, self.backend)
+
+
+def packed_text(pattern: DilatedPattern, is_causal: bool, backend: str) -> str:
+    """What of a call is no number, as a registered op takes it."""
+    return f"{pattern.text} {'causal' if is_causal else 'all'} {backend}"
 
 
 def outside(name: str, at: int, queries: int, keys: int) -> str:
@@ -183,7 +195,7 @@ def read_sequences(given: Sequence[int] | Tensor, tokens: int | None) -> tuple[i
 def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> tuple[Call, int]:
     """The call that `Call.packed` wrote, and its start."""
     pattern, is_causal, backend = _read(text)
-    start, first_head, total_heads, limit = numbers
+    start, first_head, total_heads, limit = numbers if len(numbers) == 4 else (numbers[0], 0, 0, 0)
     call = Call(
         pattern, is_causal, scale, dropout_p, backend, first_head=first_head, total_heads=total_heads, limit=limit
     )
@@ -195,7 +207,7 @@ def _read(text: str) -> tuple[DilatedPattern, bool, str]:
     rule, lengths, rates, mixing, is_causal, backend = text.split()
     numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
     pattern = DilatedPattern.of(cast(Rule, rule), numbers[0], numbers[1], cast(MixingGradient, mixing))
-    return pattern, is_causal == "1", backend
+    return pattern, is_causal == "causal", backend
 
 
 _SWITCHES: dict[str, Callable[[], bool]] = {
@@ -211,6 +223,12 @@ def switched_off() -> tuple[str, ...]:
     if flash() and cudnn() and efficient():
         return ()
     return tuple([name for name, is_on in _SWITCHES.items() if not is_on()])
+
+
+def settings(dtype: torch.dtype, device: torch.device) -> Settings:
+    """What torch is set to now: the last four fields of a `Call`."""
+    flash = torch.nn.attention.current_flash_attention_impl() if device.type == "cuda" else None
+    return torch.are_deterministic_algorithms_enabled(), switched_off(), flash, _tf32(dtype)
 
 
 def _tf32(dtype: torch.dtype) -> bool:

@@ -10,8 +10,10 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from dilated_attention import autograd
+from dilated_attention.autograd import attend as attend_here
+from dilated_attention.autograd import attend_plain, attend_traced
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import DEFAULT_SCALE, Call
@@ -30,6 +32,7 @@ from dilated_attention.checks import (
 )
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
+from dilated_attention.ordinary import facts_of, is_right, known_call, remember
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Link
@@ -174,6 +177,17 @@ def attend(
 
     ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
     """
+    facts = None
+    if link is None and heads is None and key_padding_mask is None and query_offset is None and cu_seqlens is None:
+        if is_compiling():
+            if is_right(query, key, value, pattern, is_causal, scale, dropout_p, enable_gqa, backend):
+                return attend_traced(query, key, value, pattern, is_causal)
+        elif seed is None and backend == "auto":
+            facts = facts_of(query, key, value, pattern, is_causal, scale, dropout_p, enable_gqa)
+            known = None if facts is None else known_call(facts)
+            if known is not None:
+                seed = drawn_seed(query.device) if dropout_p > 0 else None
+                return attend_plain(Inputs(query, key, value, None, seed), known)
     alone = link is None or link.size == 1
     try:
         call = _checked(
@@ -194,7 +208,7 @@ def attend(
             query = query.to(dtype)
         if query.shape[1] == key.shape[1] and not (key.dtype is value.dtype is dtype):
             key, value = key.to(dtype), value.to(dtype)  # few queries need few rows of these: they stay as they are
-        if not torch.compiler.is_compiling() and (backend != "auto" or not alone):
+        if not is_compiling() and (backend != "auto" or not alone):
             # a refusal must not leave other ranks waiting nor cost a draw of the seed, and a fake op does not refuse
             named = call.of(query, key, key_padding_mask, start)
             choose(named)
@@ -207,8 +221,10 @@ def attend(
     except Exception as error:
         ring.tell_others(link, query, error)
         raise
+    if facts is not None:
+        remember(facts, call.of(query, key, None, start))
     if link is None or alone:
-        return autograd.attend(inputs, call, start)
+        return attend_here(inputs, call, start)
     return ring.attend(inputs, call.of(query, key, key_padding_mask, start), link)
 
 

@@ -9,7 +9,7 @@ import functools
 import importlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import torch
@@ -90,6 +90,7 @@ class DilatedPattern:
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     mixing_gradient: MixingGradient = "exact"
+    text: str = field(init=False, compare=False)  # all of it; compilers check one string faster than many numbers
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -108,6 +109,9 @@ class DilatedPattern:
             raise ValueError(f"a pattern has at most {MAX_BRANCHES} branches, got {len(lengths)}")
         object.__setattr__(self, "segment_lengths", lengths)
         object.__setattr__(self, "dilation_rates", rates)
+        # a compiler may hold symbols for the numbers, which have no text: a range needs their values
+        texts = [",".join([str(range(number).stop) for number in numbers]) for numbers in (lengths, rates)]
+        object.__setattr__(self, "text", " ".join((self.rule, *texts, self.mixing_gradient)))
 
     @classmethod
     def of(
@@ -242,15 +246,9 @@ class DilatedPattern:
         return num_heads // kv_heads
 
     def keys(
-        self,
-        query: int,
-        head: int,
-        *,
-        num_tokens: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
+        self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
         is_causal: bool = False,
-    ) -> tuple[int, ...]:
+    ) -> tuple[int, ...]:  # fmt: skip
         """The tokens that ``query`` sees in (query) head ``head``, sorted. One that m branches show appears m times.
 
         Zero keys of torchscale are not tokens: :meth:`zero_keys` counts them.
@@ -262,15 +260,9 @@ class DilatedPattern:
         return tuple(sorted(seen))
 
     def zero_keys(
-        self,
-        query: int,
-        head: int,
-        *,
-        num_tokens: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
+        self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
         is_causal: bool = False,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """How many zero keys the query attends to; 0 unless the rule is torchscale."""
         if is_causal:
             return 0

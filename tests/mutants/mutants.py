@@ -56,6 +56,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "call.py": (*ONE_DEVICE, *THREADS),
     "autograd.py": ("tests/test_functional.py", table("compiled", "function"), "tests/test_func.py"),
     "checks.py": ("tests/test_functional.py", *ONE_DEVICE),
+    "ordinary.py": ("tests/test_ordinary.py", *ONE_DEVICE),
     "backends": (*ONE_DEVICE, "tests/test_dropout.py", "tests/test_limits.py", *THREADS),
     "backends/triton": ATTENTION,
     "backends/triton/nesting.py": ("tests/test_tiling.py", "tests/test_choose.py", *ATTENTION),
@@ -198,7 +199,7 @@ MUTANTS = [
       "query.new_empty(query.shape[:3])",
       tests=("tests/test_functional.py::test_fake_tensors_know_shapes_and_dtypes", "tests/test_functional.py")),
     M("compiled-heads-of-the-first-process", "In a compiled call the heads of a process are taken for the first ones.",
-      "call.py", "return [start, self.first_head,", "return [start, 0,",
+      "call.py", "numbers = [start, self.first_head,", "numbers = [start, 0,",
       tests=("tests/test_functional.py", "tests/test_func.py", table("compiled"))),
     # --- backends on blocks -------------------------------------------------------------------------------------
     M("eager-causal-without-the-diagonal", "In the eager backend a causal query does not see itself.",
@@ -477,6 +478,10 @@ MUTANTS = [
       "ring/traffic.py", "2 * most, most_sums)", "1 * most, most_sums)"),
     M("auto-takes-what-does-not-fit", "exchange='auto' takes an exchange that holds too much.",
       "ring/cost.py", "if name == \"ring\" or held[name] <= MOST_HELD * memory.saved]", "]"),
+    M("true-taken-for-one", "After a call with scale=1.0, scale=True is taken for it.",
+      "ordinary.py", "pattern, numbers, tuple(map(type, numbers)), shape", "pattern, numbers, shape"),
+    M("kernels-switched-off-are-used", "A kernel that is switched off after a first call still runs.",
+      "ordinary.py", "value.device, settings(dtype, device),", "value.device,"),
     # --- what users may pass ------------------------------------------------------------------------------------
     M("float-padding-mask-accepted", "A padding mask of floats is taken for one of bools.",
       "checks.py", "    if mask.dtype != torch.bool:\n", "    if mask.dtype == torch.int64:\n",
