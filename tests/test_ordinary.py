@@ -119,6 +119,7 @@ WRONG = {  # arguments of a compiled call, and what the error says
 
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_compiled_call_says_what_is_wrong(which: str) -> None:
+    torch._dynamo.reset()
     given, message = WRONG[which]
     qkv = dict(zip(("query", "key", "value"), testing.make_qkv(1, 20, 4, 8), strict=True))
     compiled = torch.compile(da.dilated_attention, backend="eager")

@@ -83,8 +83,8 @@ def is_right(
         and query.dtype.itemsize > 1  # float8 is for matrix products
         and query.device == key.device == value.device
         and not is_autocast_enabled(query.device.type)
-        and is_causal in (True, False)
-        and enable_gqa in (True, False)
+        and isinstance(is_causal, bool)  # 1 equals True, and would be taken for it
+        and isinstance(enable_gqa, bool)
         and scale is None
         and type(dropout_p) is float
         and dropout_p == 0.0

@@ -142,7 +142,7 @@ class Tree:
                 os.killpg(process, signal.SIGKILL)  # ranks of a pool, too
         text = self.log.read_text(errors="replace")
         begun = [line for line in text.splitlines() if re.match(r"tests/\S+::", line)]
-        last = begun[-1].strip() if begun else "before the first test"
+        last = begun[-1].partition(" Fatal Python error")[0].strip() if begun else "before the first test"
         assert code != WRONG_CODE, f"another copy of the library was imported, or pytest failed:\n{text[-3000:]}"
         if ended is not None:
             return Outcome(ended, last, len(begun), cpu=spent)
@@ -251,7 +251,7 @@ def write(path: Path, table: dict[str, Any]) -> None:
 
 
 def _is_interpreted(test: str) -> bool:
-    return test.startswith("tests/triton_kernels/") or "::test_against_the_oracle[triton" in test
+    return test.startswith("tests/triton_kernels/") or bool(re.search(r"::test_against_the_oracle\[\w*triton", test))
 
 
 def check_killers(tree: Tree, table: dict[str, Any]) -> None:
