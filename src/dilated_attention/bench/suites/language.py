@@ -26,7 +26,7 @@ PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
 LENGTHS = {"cuda": (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20), "cpu": (1 << 10,)}
 MOST_DENSE = 1 << 17  # tokens: beyond, a step with dense attention takes minutes
-MOST_COMPILED = 1 << 13  # tokens: in longer steps, little time is the host's
+COMPILED = (1 << 13, 1 << 17, 1 << 20)  # tokens of the steps that are compiled as well, which takes a while for each
 LARGE = {"cuda": (("0.6B", 1 << 17), ("0.6B", 1 << 19), ("0.6B", 1 << 20)), "cpu": ()}
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
 SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "vocab_size": 256}  # on a CPU
@@ -115,7 +115,7 @@ def training_table(session: Session) -> None:
         ways: dict[str, Attend] = {"longnet": Whole(model.config.patterns, True)}
         if tokens <= MOST_DENSE:
             ways["dense SDPA"] = dense
-        for is_compiled in (False, True)[: 2 if tokens <= MOST_COMPILED else 1]:
+        for is_compiled in (False, True) if tokens in COMPILED else (False,):
             for name, attend in ways.items():
                 found = Training(session, model, tokens, attend, is_compiled).measure()
                 rows.append([tokens, name + ", compiled" * is_compiled, *found])
@@ -129,8 +129,10 @@ def large_table(session: Session) -> None:
         session.pace.step(f"{size}, {tokens:,} tokens", 30.0)
         model = model_of(session, size, FAR)
         if is_exact(session, FAR, tokens, model.config.heads, model.config.head_size):
-            found = Training(session, model, tokens, Whole(model.config.patterns, True)).measure()
-            rows.append([tokens, size, *found])
+            for is_compiled in (False, True) if tokens in COMPILED else (False,):
+                attend = Whole(model.config.patterns, True)
+                found = Training(session, model, tokens, attend, is_compiled).measure()
+                rows.append([tokens, size + ", compiled" * is_compiled, *found])
         session.table(SUITE, "A training step of a larger model", f"{FAR}.", COLUMNS, rows)
         del model
 
