@@ -99,6 +99,39 @@ def test_the_loss_in_chunks(chunk: int) -> None:
     assert same(list(grads[0]), list(grads[1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_in_half_precision(dtype: torch.dtype) -> None:
+    """Against float64, beside plain PyTorch; as if it were the mean of a million tokens, with easy and hard ones."""
+    torch.manual_seed(0)
+    states, weight, labels = torch.randn(200, 32), torch.randn(50, 32), torch.randint(50, (200,))
+    states[:50] = 0.4 * weight[labels[:50]]  # all but certain of their label
+
+    def plain(states: Tensor, weight: Tensor) -> Tensor:
+        logits = states @ weight.T
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+
+    def found(losses: Any, dtype: torch.dtype, scale: float) -> list[Tensor]:
+        leaves = [x.to(rounded).to(dtype).requires_grad_() for x in (states, weight)]
+        out = losses(*leaves)
+        return [out.double(), *(x.double() for x in torch.autograd.grad(out.sum() * scale, leaves))]
+
+    rounded = dtype  # what float64 gets is rounded as well
+    exact = found(plain, torch.float64, 1.0)
+    got = found(lambda *x: token_losses(*x, labels, 64), dtype, 1.0)
+    for x, y, z, most in zip(got, found(plain, dtype, 1.0), exact, (2, 3, 3), strict=True):
+        for rows in (slice(50), slice(50, None)):
+            assert (x - z)[rows].norm() <= most * (y - z)[rows].norm()
+    dweight = found(lambda *x: token_losses(*x, labels, 64), dtype, 1e-6)[2]
+    assert (dweight * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
+
+
+def test_losses_may_be_changed_in_place() -> None:
+    states, weight, labels = torch.randn(5, 6, requires_grad=True), torch.randn(19, 6), torch.randint(19, (5,))
+    expected = torch.autograd.grad(2 * token_losses(states, weight, labels).sum(), states)[0]
+    got = torch.autograd.grad(token_losses(states, weight, labels).mul_(2).sum(), states)[0]
+    assert error(got, expected) < 1e-6
+
+
 def test_the_loss_follows_autocast() -> None:
     states, weight = torch.randn(5, 6, requires_grad=True), torch.randn(19, 6, requires_grad=True)
     labels = batch(1, 5)[0]

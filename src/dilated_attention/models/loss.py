@@ -2,7 +2,7 @@
 
 A million tokens and 151,936 words would be 600 GB of logits. The backward pass computes them again, part by part.
 
-Legend: states (T, E); weight (V, E); labels (T,), IGNORED where a token has no label; losses, lse (T,).
+Legend: states (T, E); weight (V, E); labels (T,), IGNORED where a token has no label; losses (T,).
 """
 
 from __future__ import annotations
@@ -61,37 +61,38 @@ def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
 
 
 class _Losses(torch.autograd.Function):
+    """Reading and writing logits takes more time than the products: there are as few passes over them as can be."""
+
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
         exact, shape, labels = accumulate_dtype(states.dtype), labels.shape, labels.flatten()
         # not a view in the end: FSDP2 warns of one
         losses = torch.empty(shape, dtype=exact, device=states.device)
-        flat, lse = losses.view(-1), losses.new_empty(labels.shape)
+        flat = losses.view(-1)
         for part in _parts(len(labels), chunk):
-            logits = (states[part] @ weight.T).to(exact)
-            lse[part] = logits.logsumexp(-1)
-            score = logits.gather(1, labels[part].clamp(min=0).unsqueeze(1)).squeeze(1)
-            flat[part] = torch.where(labels[part] == IGNORED, 0.0, lse[part] - score)
-        ctx.save_for_backward(states, weight, labels, lse)
+            found = (states[part] @ weight.T).to(exact).log_softmax(-1)
+            found = found.gather(1, labels[part].clamp(min=0).unsqueeze(1)).squeeze(1)
+            flat[part] = torch.where(labels[part] == IGNORED, 0.0, -found)
+        ctx.save_for_backward(states, weight, labels, flat.clone())  # users may change losses in place
         ctx.chunk = chunk
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        states, weight, labels, lse = ctx.saved_tensors
-        exact, grad = lse.dtype, grad.flatten()
+        """A row's factor is left out of its logits: it goes to the products, or to the row that is multiplied."""
+        states, weight, labels, losses = ctx.saved_tensors
+        factor = torch.where(labels == IGNORED, 0.0, grad.flatten()).unsqueeze(1)
+        largest = factor.abs().amax().clamp(min=torch.finfo(factor.dtype).tiny)  # a mean's would be too small for half
+        dlabel = torch.expm1(-losses).unsqueeze(1)  # of the label's own logit; 1 - p would lose its digits
         dstates = torch.empty_like(states)
-        dweight = torch.zeros(weight.shape, dtype=exact, device=weight.device)
+        dweight = torch.zeros(weight.shape, dtype=losses.dtype, device=weight.device)
         for part in _parts(len(labels), ctx.chunk):
-            factor = torch.where(labels[part] == IGNORED, 0.0, grad[part])
-            scores = (states[part] @ weight.T).to(exact).sub_(lse[part].unsqueeze(1)).exp_()
-            label = labels[part].clamp(min=0).unsqueeze(1)
-            scores.scatter_add_(1, label, scores.new_full((), -1.0).expand(label.shape))
-            dlogits = scores.mul_(factor.unsqueeze(1)).to(states.dtype)
-            dstates[part] = dlogits @ weight
-            dweight += dlogits.T @ states[part]
-        return dstates, dweight.to(weight.dtype), None, None
+            dlogits = (states[part] @ weight.T).softmax(-1)
+            dlogits.scatter_(1, labels[part].clamp(min=0).unsqueeze(1), dlabel[part].to(dlogits.dtype))
+            dstates[part] = (dlogits @ weight) * factor[part]
+            dweight += dlogits.T @ (states[part] * (factor[part] / largest)).to(states.dtype)
+        return dstates, dweight.mul_(largest).to(weight.dtype), None, None
 
 
 def _parts(tokens: int, chunk: int) -> list[slice]:
