@@ -13,7 +13,7 @@ SMALL := $(VENV)/.bench
 .DEFAULT_GOAL := bench
 .PHONY: bench train test test-all test-gpu test-integrations lint format docs docs-serve clean help
 
-bench: $(SMALL) ## check the most telling implementations, time those that are right, report in report/ (the default)
+bench: $(SMALL) ## check about ten implementations, time those that are right, report in report/ (the default)
 	$(PY) -m dilated_attention bench $(ARGS)
 
 # a byte model of this repository's own text on two ranks, one thread each; `rm -r report/train` to start anew

@@ -250,7 +250,7 @@ def test_verdicts() -> None:
     change, need = Change("2 ranks instead of 1", Workload(1, 1, 1), "ring", 5 * 2**30), Need(6 * 2**30, 10 * 2**30)
     assert list(verdict(need, 10 * 2**30, ())) == ["training fits: it needs 10 GiB of 10 GiB"]
     assert list(verdict(need, 8 * 2**30, (change,))) == [
-        "training does not fit: it needs 10 GiB of 8 GiB",
+        "training does not fit: it needs 10 GiB, and there are 8 GiB",
         "inference fits: it needs 6 GiB",
         "training fits with 2 ranks instead of 1: 5 GiB",
     ]

@@ -252,7 +252,7 @@ def verdict(need: Need, memory: int, changes: tuple[Change, ...]) -> Iterator[st
     if need.training <= memory:
         yield f"training fits: it needs {bytes_text(need.training)} of {bytes_text(memory)}"
         return
-    yield f"training does not fit: it needs {bytes_text(need.training)} of {bytes_text(memory)}"
+    yield f"training does not fit: it needs {bytes_text(need.training)}, and there are {bytes_text(memory)}"
     yield f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {bytes_text(need.inference)}"
     for change in changes:
         yield f"training fits with {change.text}: {bytes_text(change.needed)}"

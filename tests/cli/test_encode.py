@@ -86,7 +86,7 @@ def test_the_outputs_are_the_released_ones(run: Run, tmp_path: Path, pool: str, 
 def test_every_slide_has_a_result_and_a_row(encoded: Any, weights: Path, tmp_path: Path) -> None:
     code, out, err = encoded()
     assert code == 0
-    assert out.startswith("3 slides encoded (78 tiles, ")
+    assert out.startswith("slides encoded: 3 (78 tiles, ")
     assert "written: " in out
     assert "tiles/s" in err
     table = rows(tmp_path / "out/embeddings.csv")
@@ -146,11 +146,11 @@ def test_an_interruption_keeps_what_was_written(encoded: Any, tmp_path: Path, mo
     monkeypatch.setattr(work, "embed", stopped)
     code, out, _ = encoded("--memory", "1kB")
     assert code == 130
-    assert "2 slides encoded" in out
+    assert "slides encoded: 2" in out
     assert "interrupted: run the same command again to continue" in out
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["embeddings.csv", "long.h5", "mid.h5"]
     monkeypatch.setattr(work, "embed", original)
-    assert "1 slides encoded (5 tiles" in encoded().out
+    assert "slides encoded: 1 (5 tiles" in encoded().out
 
 
 def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Any, features: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Any, feature
     (features / "text\x1b[2J.h5").write_text("no HDF5")
     code, out, err = encoded()
     assert code == 1
-    assert "3 slides encoded (78 tiles" in out
+    assert "slides encoded: 3 (78 tiles" in out
     assert "4 skipped" in out
     skipped = [line for line in err.splitlines() if line.startswith("skipped: ")]
     assert len(skipped) == 4
@@ -184,7 +184,7 @@ def test_without_memory_for_a_batch_slides_go_alone(encoded: Any, monkeypatch: p
     monkeypatch.setattr(work, "embed", small)
     code, out, err = encoded()
     assert code == 1
-    assert "2 slides encoded" in out
+    assert "slides encoded: 2" in out
     assert "long.h5: CUDA out of memory. Tried to allocate" in err
 
 

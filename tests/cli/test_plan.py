@@ -72,7 +72,7 @@ def test_what_fits(run: Any) -> None:
     assert f"training fits: it needs {bytes_text(need)} of 80 GiB" in run(*line, "80GiB").out
     out = run(*line, "1GiB").out
     assert row(out, "trains in 1 GiB") == ["no"] * 3
-    assert f"training does not fit: it needs {bytes_text(need)} of 1 GiB" in out
+    assert f"training does not fit: it needs {bytes_text(need)}, and there are 1 GiB" in out
     assert "training fits with 16 ranks instead of 8: " in out
     out = run(*line, f"{need}B", "--latency", "1s").out
     assert "best exchange: allgather" in out

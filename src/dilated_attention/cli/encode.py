@@ -179,7 +179,7 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
             raise arguments.Refused(f"cannot write {error.filename}: {error.strerror}") from error
     rows = work.write_table(job, outcome.slides, table)
     _tell(outcome, seconds_text(time.monotonic() - start), is_whole=not code)
-    screen.print(f"written: {table}, {rows:,} slides", soft_wrap=True)
+    screen.print(f"written: {table}, slides: {rows:,}", soft_wrap=True)
     return code or int(bool(outcome.failed))
 
 
@@ -190,7 +190,7 @@ def _tell(outcome: Outcome, took: str, *, is_whole: bool) -> None:
     for path, reason in outcome.failed.items():
         errors.print(f"skipped: {escaped(f'{path}: {reason}')}", soft_wrap=True)
     tiles = sum(slide.tiles for slide in outcome.encoded)
-    parts = [f"{len(outcome.encoded):,} slides encoded ({tiles:,} tiles, {took})"]
+    parts = [f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {took})"]
     parts += [f"{len(outcome.kept):,} were encoded before"] if outcome.kept else []
     parts += [f"{len(outcome.failed):,} skipped"] if outcome.failed else []
     parts += [] if is_whole else ["interrupted: run the same command again to continue"]
