@@ -46,10 +46,13 @@ def main() -> None:
         return
     old, new = options.trees
     found: dict[str, Any] = {"command": " ".join(sys.argv), "commits": options.commits, "turns": []}
-    for turn in range(options.turns):
-        for name, tree in (("old", old), ("new", new)) if turn % 2 == 0 else (("new", new), ("old", old)):
-            print(f"turn {turn + 1} of {options.turns}: {name}", file=sys.stderr, flush=True)
-            found["turns"].append({"version": name, **turn_of(tree, options)})
+    for number in range(options.turns):
+        for name, tree in (("old", old), ("new", new)) if number % 2 == 0 else (("new", new), ("old", old)):
+            print(f"turn {number + 1} of {options.turns}: {name}", file=sys.stderr, flush=True)
+            turn = {"version": name, **turn_of(tree, options)}
+            if options.commits:  # a copied tree does not know its own
+                turn["machine"]["commit"] = options.commits[name == "new"]
+            found["turns"].append(turn)
             found["ratios"] = ratios(found["turns"])
             (options.out / "turns.json").write_text(json.dumps(found, indent=1) + "\n")
     for case, ratio in found["ratios"].items():

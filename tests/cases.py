@@ -105,8 +105,7 @@ class Case:
             return self.own_heads
         draw, least = self.draw("heads"), len(PATTERNS[self.pattern][0]) if self.rule == "head_groups" else 1
         most = 2 if INTERPRETED else 5  # the interpreter takes milliseconds a tile
-        fewest = 1 if INTERPRETED and self.heads == "grouped" else 2
-        kv_heads = max(least, {"one": 1, "many": 16}.get(self.heads) or draw.randint(fewest, most))
+        kv_heads = max(least, {"one": 1, "many": 16}.get(self.heads) or draw.randint(2, most))
         return kv_heads * (draw.randint(2, min(3, most)) if self.heads == "grouped" else 1), kv_heads
 
     def qkv(self) -> tuple[Tensor, ...]:
@@ -187,8 +186,7 @@ class Case:
             return [*range(0, tokens, max(1, tokens // 3)), tokens]
         if self.packing == "ones":  # and a long one
             return [0, *range(min(tokens, 3), min(tokens, 6)), tokens]
-        several = 2 if INTERPRETED else 4
-        borders = sorted(draw.randint(0, tokens) for _ in range(several))
+        borders = sorted(draw.randint(0, tokens) for _ in range(4))
         return [0, *borders, *(borders[-1:] * 2 if self.packing == "empty" else []), tokens]
 
     def chunks(self) -> list[int]:

@@ -153,7 +153,7 @@ PATHS = {
     "packed_triton": Path(
         {
             **(OURS if not INTERPRETED else KERNEL), **PACKED,
-            **({**LITTLE, "tokens": (24,), "pattern": ("nested", "odd"), "layout": LAYOUTS[:2]} if INTERPRETED else {}),
+            **({**LITTLE, "tokens": (32,)} if INTERPRETED else {}),
         },
         on_gpu=True,
     ),

@@ -197,7 +197,7 @@ def test_what_is_counted_as_needed() -> None:
         assert need.training == round(1.3 * (saved + 4 * rows * 16 * 2 + memory.sums[name] + received))
 
 
-@settings(max_examples=8)
+@settings(max_examples=15)
 @given(
     lengths.filter(lambda tokens: tokens > 8), st.sampled_from([1, 4, 12]), st.sampled_from([1, 2, 8, 100]),
     st.sampled_from([torch.bfloat16, torch.float32, torch.float64]), st.integers(1, 9), st.floats(0.001, 3.0),

@@ -22,7 +22,7 @@ PATTERNS = [
     ([6, 12, 24], [1, 2, 6]),
 ]
 HEADS = [(4, 4), (5, 5), (6, 3), (12, 3)]  # query heads, key/value heads
-LENGTHS = (1, 7, 23)
+LENGTHS = (1, 2, 7, 12, 23)
 
 CASES = [
     pytest.param(DilatedPattern(rule, tuple(w), tuple(r)), *heads, n, causal, id=f"{rule}-{w}-{r}-{heads}-{n}-{causal}")

@@ -10,7 +10,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling  # by name, like others here: a compiler checks each module on the way
 
 from dilated_attention.autograd import attend as attend_here
 from dilated_attention.autograd import attend_plain, attend_traced

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import torch
-from torch import Tensor, is_autocast_enabled
+from torch import Tensor, is_autocast_enabled, strided
 from torch.autograd import forward_ad
 
 from dilated_attention.call import Call, settings
@@ -34,10 +33,10 @@ def facts_of(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern,
     if type(pattern) is not DilatedPattern or not is_plain(query, key, value) or forward_ad._current_level >= 0:
         return None
     for x in numbers:
-        if type(x) not in (bool, float, str, int) and x is not None:  # what else may not be hashable
+        if type(x) not in (bool, float, int) and x is not None:  # what else may not be hashable
             return None
     for x in (query, key, value):
-        if x is None or x.is_nested or x.layout is not torch.strided or x.dim() != 4:
+        if x is None or x.is_nested or x.layout is not strided or x.dim() != 4:
             return None
     shape, dtype, device = query.shape, query.dtype, query.device
     if not (computed_dtype(query) is dtype is key.dtype is value.dtype) or shape[1] < shape[2]:
@@ -63,11 +62,14 @@ def is_right(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool, scale: float | None,
     dropout_p: float, enable_gqa: bool, backend: str,
 ) -> bool:  # fmt: skip
-    """Whether nothing can be wrong with a call that a compiler sees, and nothing is to be done before it."""
+    """Whether nothing can be wrong with a call that a compiler sees, and nothing is to be done before it.
+
+    It asks what `checks` asks, in fewer names: whatever it does not know for certain is left to them.
+    """
     if not isinstance(pattern, DilatedPattern):
         return False
     for x in (query, key, value):
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
+        if not isinstance(x, Tensor) or x.is_nested or x.layout != strided or x.dim() != 4:
             return False
     if key.shape != value.shape or (query.shape[2] != key.shape[2] and enable_gqa is not True):
         return False

@@ -125,6 +125,16 @@ def test_the_loss_in_half_precision(dtype: torch.dtype) -> None:
     assert (dweight * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
 
 
+def test_no_tokens_have_no_loss() -> None:
+    """As on a rank whose shard is empty."""
+    states, weight = torch.zeros(1, 0, 6, requires_grad=True), torch.randn(19, 6, requires_grad=True)
+    grads = torch.autograd.grad(
+        token_losses(states, weight, torch.zeros(1, 0, dtype=torch.long)).sum(), [states, weight]
+    )
+    assert [x.shape for x in grads] == [states.shape, weight.shape]
+    assert not any(x.any() for x in grads)
+
+
 def test_losses_may_be_changed_in_place() -> None:
     states, weight, labels = torch.randn(5, 6, requires_grad=True), torch.randn(19, 6), torch.randint(19, (5,))
     expected = torch.autograd.grad(2 * token_losses(states, weight, labels).sum(), states)[0]

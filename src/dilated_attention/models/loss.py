@@ -61,7 +61,7 @@ def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
 
 
 class _Losses(torch.autograd.Function):
-    """Reading and writing logits takes more time than the products: there are as few passes over them as can be."""
+    """With few passes over the logits: they are far more bytes than anything else here."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -82,6 +82,8 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """A row's factor is left out of its logits: it goes to the products, or to the row that is multiplied."""
         states, weight, labels, losses = ctx.saved_tensors
+        if not len(labels):  # a rank may have no tokens
+            return torch.zeros_like(states), torch.zeros_like(weight), None, None
         factor = torch.where(labels == IGNORED, 0.0, grad.flatten()).unsqueeze(1)
         largest = factor.abs().amax().clamp(min=torch.finfo(factor.dtype).tiny)  # a mean's would be too small for half
         dlabel = torch.expm1(-losses).unsqueeze(1)  # of the label's own logit; 1 - p would lose its digits

@@ -34,7 +34,7 @@ GENERATED = 256
 
 
 def steps(session: Session) -> list[Step]:
-    return [Step(training_table, 60.0), Step(large_table, 90.0), Step(generation_table, 30.0)]
+    return [Step(training_table, 250.0), Step(large_table, 200.0), Step(generation_table, 60.0)]
 
 
 def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
