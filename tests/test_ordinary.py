@@ -119,6 +119,15 @@ WRONG = {  # arguments of a compiled call, and what the error says
 
 
 @pytest.mark.parametrize("which", WRONG)
+def test_no_wrong_call_is_right(which: str) -> None:
+    """Asked of it directly: a compiler may leave such a call before it asks."""
+    defaults = {"is_causal": False, "scale": None, "dropout_p": 0.0, "enable_gqa": False, "backend": "auto"}
+    given = dict(zip(("query", "key", "value"), testing.make_qkv(1, 20, 4, 8), strict=True)) | defaults
+    assert ordinary.is_right(pattern=PATTERN, **given)
+    assert not ordinary.is_right(pattern=PATTERN, **{**given, **WRONG[which][0]})
+
+
+@pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_compiled_call_says_what_is_wrong(which: str) -> None:
     torch._dynamo.reset()
     given, message = WRONG[which]
