@@ -100,9 +100,9 @@ class Session:
             known |= check.worse(Check(known["errors"], known["limits"])).as_dict()
         return check.right()
 
-    def time(self, calls: Mapping[Key, Call], seconds: float = 1.0) -> dict[Key, Timing]:
+    def time(self, calls: Mapping[Key, Call], seconds: float = 1.0, warmups: int = 2) -> dict[Key, Timing]:
         """For small tables: these calls in turn."""
-        return time_calls(calls, self.device, seconds=seconds, warmups=2)
+        return time_calls(calls, self.device, seconds=seconds, warmups=warmups)
 
     def table(self, suite: str, title: str, note: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Add a table; one of the same suite and title is replaced, so that a table can grow step by step."""
