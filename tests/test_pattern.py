@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -155,6 +157,9 @@ def test_frozen_with_slots_and_checked_again_when_replaced() -> None:
     assert dataclasses.replace(ONE, rule="torchscale") == DilatedPattern.torchscale([4, 8], [1, 2])
     with pytest.raises(ValueError, match="2 entries and dilation_rates 1"):
         dataclasses.replace(ONE, dilation_rates=(1,))
+    everything = {field.name: getattr(ONE, field.name) for field in dataclasses.fields(ONE)}
+    for again in (dataclasses.replace(ONE, **everything), copy.deepcopy(ONE), pickle.loads(pickle.dumps(ONE))):
+        assert (again, again.text) == (ONE, ONE.text)
 
 
 class Index:

@@ -9,7 +9,7 @@ import functools
 import importlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import torch
@@ -64,8 +64,18 @@ class Branch(NamedTuple):
         return head // self.step % self.rate + self.shift
 
 
+class _Written:
+    """A place for all of a pattern in one string, which compilers check faster than many numbers.
+
+    It is no field of the dataclass, which ``dataclasses.replace`` could not be given.
+    """
+
+    __slots__ = ("text",)
+    text: str
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class DilatedPattern:
+class DilatedPattern(_Written):
     """Says which head attends to which tokens.
 
     A branch is a segment length w and a dilation rate r. It cuts the sequence into segments of w tokens; the last one
@@ -90,7 +100,6 @@ class DilatedPattern:
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     mixing_gradient: MixingGradient = "exact"
-    text: str = field(init=False, compare=False)  # all of it; compilers check one string faster than many numbers
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -112,6 +121,9 @@ class DilatedPattern:
         # a compiler may hold symbols for the numbers, which have no text: a range needs their values
         texts = [",".join([str(range(number).stop) for number in numbers]) for numbers in (lengths, rates)]
         object.__setattr__(self, "text", " ".join((self.rule, *texts, self.mixing_gradient)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rule, self.segment_lengths, self.dilation_rates, self.mixing_gradient)
 
     @classmethod
     def of(

@@ -87,6 +87,20 @@ def test_loss_and_gradients_are_those_of_one_rank(ranks: int, sequence: int, tmp
         assert max(error(x, y) for x, y in zip(found, expected, strict=True)) < 1e-12
 
 
+def half(arguments: list[str]) -> list[torch.Tensor]:
+    """`gradients` in the precision of a GPU: FSDP then copies what a block is given."""
+    policy = train_lm.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    with mock.patch.object(train_lm, "MixedPrecisionPolicy", return_value=policy):
+        return gradients(arguments)
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    expected, *others = pool(2).run(gradients, given(tmp_path, "--sequence", 2))[0]
+    loss, *found = pool(2).run(half, given(tmp_path, "--sequence", 2))[0]
+    assert 0 < error(loss, expected) < 0.01
+    assert max(error(x, y) for x, y in zip(found, others, strict=True)) < 0.05
+
+
 def interrupted(arguments: list[str], at: int) -> None:
     """The training on a rank that gets SIGTERM after a step."""
     add = train_lm.Log.add

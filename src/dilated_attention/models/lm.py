@@ -7,7 +7,6 @@ this rank's part of the sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +25,23 @@ Over = Group | ContextParallel
 Documents = Sequence[int] | Tensor
 
 
-@dataclass(frozen=True)
 class Whole:
-    """How tokens of whole sequences attend, or of this rank's shards of them."""
+    """How tokens of whole sequences attend, or of this rank's shards of them.
 
-    patterns: tuple[DilatedPattern, ...]
-    is_causal: bool
-    group: Over | None = None
-    documents: Documents | None = None
-    padding: Tensor | None = None
-    backend: Backend = "auto"
+    It is no dataclass: FSDP would copy it for every block, with all patterns.
+    """
+
+    def __init__(
+        self,
+        patterns: tuple[DilatedPattern, ...],
+        is_causal: bool,
+        group: Over | None = None,
+        documents: Documents | None = None,
+        padding: Tensor | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        self.patterns, self.is_causal, self.group, self.documents = patterns, is_causal, group, documents
+        self.padding, self.backend = padding, backend
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         link = None if self.group is None else functional.link_of(ContextParallel.of(self.group))
