@@ -6,15 +6,15 @@ Legend: tokens (B, n); logits (B, V); at (B,) the position of the next token of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention.backends.choose import Backend
 from dilated_attention.models.transformer import Trunk
-from dilated_attention.pattern import whole_number
-from dilated_attention.streaming.kept import KeptRows
+from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.streaming.kept import KeptRows, Place
 
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
 LOOK = 16  # steps after which the host looks whether all samples have ended
@@ -31,11 +31,14 @@ class Decoder:
     token: Tensor  # (B, 1), the input of a step
     logits: Tensor | None = None  # its output
     count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
+    places: dict[DilatedPattern, list[Place]] = field(default_factory=dict)  # of a step's tokens
     graph: torch.cuda.CUDAGraph | None = None
     backend: Backend = "auto"
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         kept = self.kept[layer]
+        if self.count is None:  # a step: its token is kept at once
+            return kept.attend(q, k, v, self.at, backend=self.backend, places=self.places[kept.pattern])
         found = kept.attend(q, k, v, self.at, self.count, backend=self.backend)
         kept.keep(k, v, self.at, self.count)
         return found
@@ -57,6 +60,8 @@ class Decoder:
 
     def step(self) -> None:
         """One token per sample. In place, as a CUDA graph needs it."""
+        for kept in {kept.pattern: kept for kept in self.kept}.values():  # once for all layers that are alike
+            self.places[kept.pattern] = kept.places(self.at)
         states = self.model.states(self.token, self.at.unsqueeze(1), self.attend)
         logits = self.head(states[:, -1])
         self.at += 1

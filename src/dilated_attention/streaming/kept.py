@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dilated_attention.backends.choose import Backend
 from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
@@ -25,6 +27,14 @@ from dilated_attention.streaming.chunks import any_mode
 from dilated_attention.streaming.stream import rows_of
 
 Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
+
+
+class Place(NamedTuple):
+    """Where the next token of each sample belongs on a shelf."""
+
+    sample: Tensor  # (B, 1), to index with
+    row: Tensor  # (B, b)
+    here: Tensor  # (B, b, h), which heads take part with it
 
 
 class Shelf:
@@ -38,40 +48,35 @@ class Shelf:
         self.lengths = torch.tensor([one.length for one in some], device=like.device)
         self.rates = torch.tensor([one.rate for one in some], device=like.device)
         self.offsets = torch.tensor([[one.offset(h) for h in one.heads] for one in some], device=like.device)
-        shape = (like.shape[0], len(some), rows, len(some[0].heads), like.shape[-1])
-        self.kv: Pair = like.new_zeros(shape), like.new_zeros(shape)
+        self.numbers = torch.arange(len(some), device=like.device)
+        self.kv = like.new_zeros(2, like.shape[0], len(some), rows, len(some[0].heads), like.shape[-1])
         self.dense = DilatedPattern.longnet([rows], [1])
 
-    def places(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each sample's next token in each branch, (B, b), and which heads take part with it, (B, b, h)."""
+    def place(self, at: Tensor, count: Tensor | None) -> Place:
         token = at.unsqueeze(1) % self.lengths
-        return token // self.rates, (token % self.rates).unsqueeze(2) == self.offsets
+        here = (token % self.rates).unsqueeze(2) == self.offsets
+        if count is not None:
+            here = here & (count > 0)[:, None, None]
+        return Place(torch.arange(len(at), device=at.device).unsqueeze(1), token // self.rates, here)
 
-    def earlier(self, q: Tensor, at: Tensor, scale: float | None, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse) of what one query per sample sees here, (B, b, h * G, ...), and which heads take part."""
-        row, here = self.places(at)
-        samples, count = row.shape
-        group = q.shape[2] // len(here[0, 0])
-        # each branch is one more sample: its query is at the last row that was written before
+    def put(self, k: Tensor, v: Tensor, place: Place) -> None:
+        """Keep one token per sample; heads that do not take part keep the row that they have."""
+        index = slice(None), place.sample, self.numbers, place.row
+        given = torch.stack((k, v))[:, :, :, self.heads]
+        self.kv[index] = torch.where(place.here.unsqueeze(3), given, self.kv[index])
+
+    def seen(self, q: Tensor, place: Place, scale: float | None, backend: Backend) -> Pair:
+        """(out, lse) of what one query per sample sees in each branch, itself among it, (B, b, h * G, ...)."""
+        samples, count, kv_heads = place.here.shape
+        # each branch is one more sample, and its query is at the row that was written last
         queries = q.unsqueeze(1).expand(-1, count, -1, -1, -1).flatten(0, 1)
         keys, values = (x.flatten(0, 1) for x in self.kv)
         out, lse = dilated_attention(
             queries, keys, values, self.dense, is_causal=True, scale=scale, enable_gqa=True, backend=backend,
-            query_offset=(row - 1).clamp(min=0).flatten(), return_lse=True,
+            query_offset=place.row.flatten(), return_lse=True,
         )  # fmt: skip
-        unseen = ~here | (row == 0).unsqueeze(2)
-        lse = lse.view(samples, count, -1).masked_fill(unseen.repeat_interleave(group, 2), -torch.inf)
-        return out.view(samples, count, *out.shape[2:]), lse, here
-
-    def put(self, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None) -> None:
-        """Keep one token per sample; heads that do not take part keep the row that they have."""
-        row, here = self.places(at)
-        if count is not None:
-            here = here & (count > 0)[:, None, None]
-        sample = torch.arange(len(at), device=at.device).unsqueeze(1)
-        index = sample, torch.arange(row.shape[1], device=at.device), row
-        for kept, x in zip(self.kv, (k, v), strict=True):
-            kept[index] = torch.where(here.unsqueeze(3), x[:, :, self.heads], kept[index])
+        lse = lse.view(samples, count, kv_heads, -1).masked_fill(~place.here.unsqueeze(3), -torch.inf)
+        return out.view(samples, count, *out.shape[2:]), lse.flatten(2)
 
 
 class KeptRows:
@@ -116,15 +121,14 @@ class KeptRows:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for shelf in self.shelves for x in shelf.kv)
+        return sum(shelf.kv.nbytes for shelf in self.shelves)
 
     def select(self, samples: Tensor) -> None:
         """Go on with these samples, each as often as it is named."""
         with any_mode():
             self.like = self.like[samples]
             for shelf in self.shelves:
-                k, v = shelf.kv
-                shelf.kv = k.index_select(0, samples), v.index_select(0, samples)
+                shelf.kv = shelf.kv.index_select(1, samples)
 
     def attend(
         self,
@@ -136,15 +140,17 @@ class KeptRows:
         *,
         scale: float | None = None,
         backend: Backend = "auto",
+        places: list[Place] | None = None,
     ) -> Pair:
         """(out, lse) of the next tokens, which see what is kept and one another. They are not kept yet: `keep` does it.
 
-        Rows that are not real, by ``count``, get 0 and -inf.
+        Rows that are not real, by ``count``, get 0 and -inf. A single token per sample is kept already: in the row that
+        it has, no other token is seen. ``places``, for that, are those of a layer with the same pattern.
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("kept rows have no gradients: decode under torch.no_grad()")
         if q.shape[1] == 1:
-            return self._next(q, k, v, at, scale, backend)
+            return self._next(q, k, v, self.places(at, count) if places is None else places, scale, backend)
         with any_mode():
             out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
             for samples, first, n in self._alike(at, count, q.shape[1]):
@@ -158,36 +164,38 @@ class KeptRows:
         """Keep what tokens after these can see of them."""
         with any_mode():
             if k.shape[1] == 1:
-                for shelf in self.shelves:
-                    shelf.put(k, v, at, count)
+                for shelf, place in zip(self.shelves, self.places(at, count), strict=True):
+                    shelf.put(k, v, place)
                 return
             for samples, first, n in self._alike(at, count, k.shape[1]):
                 stream = self._stream(samples, first, k[samples, :0], k[samples, :0], None, "auto")
                 stream.keep(k[samples, :n], v[samples, :n])
 
-    def _next(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float | None, backend: Backend) -> Pair:
+    def places(self, at: Tensor, count: Tensor | None = None) -> list[Place]:
+        """Where the next token of each sample belongs, on each shelf."""
+        return [shelf.place(at, count) for shelf in self.shelves]
+
+    def _next(
+        self, q: Tensor, k: Tensor, v: Tensor, places: list[Place], scale: float | None, backend: Backend
+    ) -> Pair:
         """One token per sample, on the device: the host waits for nothing."""
-        samples, _, heads, dim = q.shape
+        heads, parts = q.shape[2], []
         group = heads // self.kv_heads
-        exact = accumulate_dtype(q.dtype)
-        outs = q.new_zeros(samples, len(self.branches) + 1, heads, dim, dtype=exact)
-        lses = q.new_full(outs.shape[:3], -torch.inf, dtype=exact)
-        times = at.new_zeros(samples, self.kv_heads)  # how many branches show the token to itself
-        first = 0
-        for shelf in self.shelves:
-            mine = slice(shelf.heads.start * group, shelf.heads.stop * group)
-            out, lse, here = shelf.earlier(q[:, :, mine], at, scale, backend)
-            last = first + len(shelf.branches)
-            outs[:, first:last, mine], lses[:, first:last, mine] = out.squeeze(2), lse
-            times[:, shelf.heads] += here.sum(1)
-            first = last
-        score = (q.view(samples, self.kv_heads, group, dim).to(exact) * k.transpose(1, 2).to(exact)).sum(-1)
-        score = score * (dim**-0.5 if scale is None else scale) + times.to(exact).log().unsqueeze(2)
-        outs[:, -1] = v.squeeze(1).repeat_interleave(group, 1)
-        lses[:, -1] = score.flatten(1)
-        total = lses.logsumexp(1, keepdim=True)
-        weights = (lses - total).exp().masked_fill(total == -torch.inf, 0.0)
-        return (weights.unsqueeze(3) * outs).sum(1, keepdim=True).to(q.dtype), total
+        for shelf, place in zip(self.shelves, places, strict=True):
+            first, last = shelf.heads.start * group, shelf.heads.stop * group
+            with any_mode():
+                shelf.put(k, v, place)
+            out, lse = shelf.seen(q[:, :, first:last], place, scale, backend)
+            if last - first < heads:
+                sides = first, heads - last
+                out, lse = F.pad(out, (0, 0, *sides)), F.pad(lse, sides, value=-torch.inf)
+            parts.append((out, lse))
+        outs, lses = parts[0] if len(parts) == 1 else (torch.cat(x, 1) for x in zip(*parts, strict=True))
+        most = lses.amax(1, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)  # some head may see nothing at all
+        weights = (lses - most).exp()
+        total = weights.sum(1, keepdim=True)
+        weights /= total.clamp(min=1)
+        return (weights.unsqueeze(3) * outs).sum(1, keepdim=True).to(q.dtype), most + total.log()
 
     def _alike(self, at: Tensor, count: Tensor | None, n: int) -> Iterator[tuple[slice, int, int]]:
         """Samples that are computed together, with the position and number of their tokens."""

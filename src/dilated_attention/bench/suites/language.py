@@ -30,7 +30,7 @@ COMPILED = (1 << 13, 1 << 17, 1 << 20)  # tokens of the steps that are compiled 
 LARGE = {"cuda": (("0.6B", 1 << 17), ("0.6B", 1 << 19), ("0.6B", 1 << 20)), "cpu": ()}
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
 SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "vocab_size": 256}  # on a CPU
-GENERATED = 256
+GENERATED = 1024
 
 
 def steps(session: Session) -> list[Step]:
