@@ -36,10 +36,14 @@ def read(folder: Path, task: str) -> tuple[list[Result], dict[str, float]]:
 
 def table(runs: list[Result], baselines: dict[str, float], task: str) -> str:
     """Every run, and what needs no network; the machine on top, so that no number goes alone."""
-    windows, about = list(runs[0]["held_out"]), runs[0]["machine"]
+    windows, made = list(runs[0]["held_out"]), dict[str, list[str]]()
+    for one in runs:
+        about = one["machine"]
+        by = f"{about['device']}, torch {about['versions']['torch']}, commit {about['commit']}"
+        made.setdefault(by, []).append(one["run"])
     lines = [
-        f"{about['device']}, torch {about['versions']['torch']}, commit {about['commit']}; held-out bits per "
-        f"{UNITS[task]}, in windows of:",
+        *(f"{', '.join(names)}: {by}.\n" for by, names in made.items()),
+        f"Held-out bits per {UNITS[task]}, in windows of:",
         "",
         rule("", "seconds", "tokens", "TFLOP", *(f"{int(window):,}" for window in windows), left=1),
     ]

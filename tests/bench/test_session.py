@@ -172,7 +172,7 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     made = started()
     numbers = iter(range(1, 1000))  # each call takes longer than the one before
 
-    def time(calls: dict[Any, Any], seconds: float = 1.0) -> dict[Any, Timing]:
+    def time(calls: dict[Any, Any], *_: Any, **__: Any) -> dict[Any, Timing]:
         for call in calls.values():
             call()
         return {key: Timing(next(numbers), 0.0, 0.0, 1) for key in calls}
@@ -181,15 +181,15 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slides, "MODELS", {"gigapath_slide_enc12l384d": 24})
     monkeypatch.setattr(slides, "TILES", {"cpu": (20,)})
     monkeypatch.setattr(slides, "TRAINED", {"cpu": 20})
-    monkeypatch.setattr(language, "LENGTHS", {"cpu": (65,)})
+    monkeypatch.setattr(language, "LENGTHS", {"cpu": {65: 1.0}})
     monkeypatch.setattr(language, "COMPILED", (65,))
-    monkeypatch.setattr(language, "LARGE", {"cpu": (("125M", 65),)})
+    monkeypatch.setattr(language, "LARGE", {"cpu": {(65, False): 1.0, (65, True): 1.0}})
     monkeypatch.setattr(language, "PROMPTS", {"cpu": (20,)})
-    monkeypatch.setattr(language, "GENERATED", 2)
-    monkeypatch.setattr(torch, "compile", lambda function: function)  # it takes long
+    monkeypatch.setattr(language, "GENERATED", {"cpu": 2})
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes long
     made.run({name: suites.steps_of(name, made) for name in ("slides", "language")}, lambda found: None)
     tables = {table["title"]: table["rows"] for table in made.results["tables"]}
-    assert [len(rows) for rows in tables.values()] == [2, 2, 1, 4, 2, 1]
+    assert [len(rows) for rows in tables.values()] == [2, 2, 1, 4, 1, 2]
     assert all(check["verdict"] == "exact" for check in made.results["checks"])
     assert tables["Whole slide encoders, forward"][1][5] < 1e-5
 

@@ -110,6 +110,13 @@ class Session:
         made = {"suite": suite, "title": title, "note": note, "columns": list(columns), "rows": list(map(list, rows))}
         self.results["tables"] = [*kept, made]
 
+    def rows_of(self, suite: str, title: str) -> list[list[Any]]:
+        """The rows that a table has so far."""
+        found = (
+            table["rows"] for table in self.results["tables"] if (table["suite"], table["title"]) == (suite, title)
+        )
+        return [*next(found, [])]
+
     def run(self, suites: Mapping[str, Sequence[Step]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         began = time.monotonic()
         self.results["planned"] = list(suites)

@@ -8,6 +8,7 @@ those of checkpointing, against the fastest matrix product that was measured her
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,17 +25,26 @@ from dilated_attention.testing import make_qkv
 SUITE, GIB = "language", 1 << 30
 PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
-LENGTHS = {"cuda": (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20), "cpu": (1 << 10,)}
+# tokens, and the seconds that their row takes
+LENGTHS = {"cuda": {1 << 13: 45.0, 1 << 15: 20.0, 1 << 17: 80.0, 1 << 19: 20.0, 1 << 20: 65.0}, "cpu": {1 << 10: 10.0}}
 MOST_DENSE = 1 << 17  # tokens: beyond, a step with dense attention takes minutes
 COMPILED = (1 << 13, 1 << 17, 1 << 20)  # tokens of the steps that are compiled as well, which takes a while for each
-LARGE = {"cuda": (("0.6B", 1 << 17), ("0.6B", 1 << 19), ("0.6B", 1 << 20)), "cpu": ()}
+LARGE: dict[str, dict[tuple[int, bool], float]] = {  # tokens, whether compiled, and the seconds that the row takes
+    "cuda": {(1 << 17, False): 25.0, (1 << 19, False): 50.0, (1 << 20, False): 90.0, (1 << 20, True): 190.0},
+    "cpu": {},
+}
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
-SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "vocab_size": 256}  # on a CPU
-GENERATED = 1024
+SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "kv_heads": 4, "vocab_size": 256}  # on a CPU
+AFTER_A_PROMPT = 30.0  # seconds
+GENERATED = {"cuda": 1024, "cpu": 64}
 
 
 def steps(session: Session) -> list[Step]:
-    return [Step(training_table, 250.0), Step(generation_table, 60.0), Step(large_table, 200.0)]
+    """One for each row of a table, or a few: they are long, and a run that dies keeps those that were done."""
+    kind = session.device.type
+    found = [Step(partial(training_table, tokens=tokens), seconds) for tokens, seconds in LENGTHS[kind].items()]
+    found += [Step(partial(generation_table, prompt=prompt), AFTER_A_PROMPT) for prompt in PROMPTS[kind]]
+    return found + [Step(partial(large_table, row=row), seconds) for row, seconds in LARGE[kind].items()]
 
 
 def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,47 +117,43 @@ class Training:
 COLUMNS = ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
 
 
-def training_table(session: Session) -> None:
-    model, rows = model_of(session, "125M", PATTERN), []
-    for tokens in LENGTHS[session.device.type]:
-        session.pace.step(f"training, {tokens:,} tokens", 10.0)
-        if not is_exact(session, PATTERN, tokens, model.config.heads, model.config.head_size):
-            continue
-        ways: dict[str, Attend] = {"longnet": Whole(model.config.patterns, True)}
-        if tokens <= MOST_DENSE:
-            ways["dense SDPA"] = dense
-        for is_compiled in (False, True) if tokens in COMPILED else (False,):
-            for name, attend in ways.items():
-                found = Training(session, model, tokens, attend, is_compiled).measure()
-                rows.append([tokens, name + ", compiled" * is_compiled, *found])
-        size = "125M" if session.on_cuda else "a small model"
-        session.table(SUITE, "A training step", f"{size}, causal, {PATTERN}.", COLUMNS, rows)
+def training_table(session: Session, tokens: int) -> None:
+    model, title = model_of(session, "125M", PATTERN), "A training step"
+    rows = session.rows_of(SUITE, title)
+    session.pace.step(f"training, {tokens:,} tokens", LENGTHS[session.device.type][tokens])
+    if not is_exact(session, PATTERN, tokens, model.config.heads, model.config.head_size):
+        return
+    ways: dict[str, Attend] = {"longnet": Whole(model.config.patterns, True)}
+    if tokens <= MOST_DENSE:
+        ways["dense SDPA"] = dense
+    for is_compiled in (False, True) if tokens in COMPILED else (False,):
+        for name, attend in ways.items():
+            found = Training(session, model, tokens, attend, is_compiled).measure()
+            rows.append([tokens, name + ", compiled" * is_compiled, *found])
+    size = "125M" if session.on_cuda else "a small model"
+    session.table(SUITE, title, f"{size}, causal, {PATTERN}.", COLUMNS, rows)
 
 
-def large_table(session: Session) -> None:
-    rows: list[list[Any]] = []
-    for size, tokens in LARGE[session.device.type]:
-        session.pace.step(f"{size}, {tokens:,} tokens", 30.0)
-        model = model_of(session, size, FAR)
-        if is_exact(session, FAR, tokens, model.config.heads, model.config.head_size):
-            for is_compiled in (False, True) if tokens in COMPILED else (False,):
-                attend = Whole(model.config.patterns, True)
-                found = Training(session, model, tokens, attend, is_compiled).measure()
-                rows.append([tokens, size + ", compiled" * is_compiled, *found])
-        session.table(SUITE, "A training step of a larger model", f"{FAR}.", COLUMNS, rows)
-        del model
+def large_table(session: Session, row: tuple[int, bool]) -> None:
+    (tokens, is_compiled), title = row, "A training step of a larger model"
+    session.pace.step(f"0.6B, {tokens:,} tokens" + ", compiled" * is_compiled, LARGE[session.device.type][row])
+    rows, model = session.rows_of(SUITE, title), model_of(session, "0.6B", FAR)
+    if is_exact(session, FAR, tokens, model.config.heads, model.config.head_size):
+        found = Training(session, model, tokens, Whole(model.config.patterns, True), is_compiled).measure()
+        rows.append([tokens, "0.6B" + ", compiled" * is_compiled, *found])
+    session.table(SUITE, title, f"{FAR}.", COLUMNS, rows)
 
 
 @torch.no_grad()
-def generation_table(session: Session) -> None:
-    """Tokens per second after a prompt: the time of many new tokens less that of one."""
-    model, rows = model_of(session, "125M", PATTERN).eval(), []
-    for prompt in PROMPTS[session.device.type]:
-        session.pace.step(f"generation after {prompt:,} tokens", 10.0)
-        ids = torch.randint(model.config.vocab_size, (1, prompt), device=session.device)
-        few, many = 16, 16 + GENERATED  # both have captured their graph
-        ways = {count: lambda count=count, ids=ids: model.generate_tokens(ids, count) for count in (few, many)}
-        found = {count: timing.median for count, timing in session.time(ways, 2.0).items()}
-        rows.append([prompt, found[few] / 1000, GENERATED / (found[many] - found[few]) * 1000])
-        columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
-        session.table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns, rows)
+def generation_table(session: Session, prompt: int) -> None:
+    """Tokens per second after a prompt: the time of many new tokens less that of a few."""
+    model, title = model_of(session, "125M", PATTERN).eval(), "Generation"
+    session.pace.step(f"generation after {prompt:,} tokens", AFTER_A_PROMPT)
+    ids = torch.randint(model.config.vocab_size, (1, prompt), device=session.device)
+    few, many = 16, 16 + GENERATED[session.device.type]  # both have captured their graph
+    ways = {count: lambda count=count: model.generate_tokens(ids, count) for count in (few, many)}
+    found = {count: timing.median for count, timing in session.time(ways, 2.0).items()}
+    rate = (many - few) / (found[many] - found[few]) * 1000
+    rows = [*session.rows_of(SUITE, title), [prompt, found[few] / 1000, rate]]
+    columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
+    session.table(SUITE, title, "Batch of 1, the likeliest token.", columns, rows)
