@@ -43,7 +43,8 @@ class DenseLM(LongNetLM):
 
     def forward(self, tokens: Tensor, labels: Tensor, *, chunk: int) -> Tensor:  # type: ignore[override]
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return token_losses(self.states(tokens, positions, dense), self.head.weight, labels, chunk)
+        states = self.states(tokens, positions, [dense] * self.config.depth)
+        return token_losses(states, self.head.weight, labels, chunk)
 
 
 class Timed(train_lm.Trainer):

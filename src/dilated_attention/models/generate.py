@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.models.transformer import Trunk
+from dilated_attention.models.transformer import Attend, Trunk
 from dilated_attention.pattern import DilatedPattern, whole_number
 from dilated_attention.streaming.kept import KeptRows, Place
 
@@ -35,8 +36,10 @@ class Decoder:
     graph: torch.cuda.CUDAGraph | None = None
     backend: Backend = "auto"
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        kept = self.kept[layer]
+    def attends(self) -> list[Attend]:
+        return [partial(self.attend, kept) for kept in self.kept]
+
+    def attend(self, kept: KeptRows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.count is None:  # a step: its token is kept at once
             return kept.attend(q, k, v, self.at, backend=self.backend, places=self.places[kept.pattern])
         found = kept.attend(q, k, v, self.at, self.count, backend=self.backend)
@@ -50,7 +53,7 @@ class Decoder:
             part = tokens[:, start : start + chunk]
             self.count = (lengths - self.at).clamp(0, part.shape[1])
             positions = self.at.unsqueeze(1) + torch.arange(part.shape[1], device=tokens.device)
-            states = self.model.states(part, positions, self.attend)
+            states = self.model.states(part, positions, self.attends())
             row = (self.count - 1).clamp(min=0)
             found = states[torch.arange(len(tokens), device=tokens.device), row]
             last = found if not start else torch.where((self.count > 0).unsqueeze(1), found, last)
@@ -62,7 +65,7 @@ class Decoder:
         """One token per sample. In place, as a CUDA graph needs it."""
         for kept in {kept.pattern: kept for kept in self.kept}.values():  # once for all layers that are alike
             self.places[kept.pattern] = kept.places(self.at)
-        states = self.model.states(self.token, self.at.unsqueeze(1), self.attend)
+        states = self.model.states(self.token, self.at.unsqueeze(1), self.attends())
         logits = self.head(states[:, -1])
         self.at += 1
         if self.logits is None:

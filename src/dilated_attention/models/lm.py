@@ -33,20 +33,20 @@ class Whole:
 
     def __init__(
         self,
-        patterns: tuple[DilatedPattern, ...],
+        pattern: DilatedPattern,
         is_causal: bool,
         group: Over | None = None,
         documents: Documents | None = None,
         padding: Tensor | None = None,
         backend: Backend = "auto",
     ) -> None:
-        self.patterns, self.is_causal, self.group, self.documents = patterns, is_causal, group, documents
+        self.pattern, self.is_causal, self.group, self.documents = pattern, is_causal, group, documents
         self.padding, self.backend = padding, backend
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         link = None if self.group is None else functional.link_of(ContextParallel.of(self.group))
         return functional.attend(  # a short prompt has fewer tokens than heads: nobody is to be warned of it
-            q, k, v, self.patterns[layer], self.is_causal, None, 0.0, self.padding, True, self.backend, None, link,
+            q, k, v, self.pattern, self.is_causal, None, 0.0, self.padding, True, self.backend, None, link,
             cu_seqlens=self.documents, warns=False,
         )  # fmt: skip
 
@@ -106,8 +106,9 @@ class LongNetLM(Trunk):
             group: the ranks that share the sequence; tokens are then this rank's shard of it.
             chunk: with labels, how many tokens have their logits computed at a time.
         """
-        attend = Whole(self.config.patterns, True, group, cu_seqlens, None, self.backend)
-        states = self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
+        given = True, group, cu_seqlens, None, self.backend
+        attends = [Whole(pattern, *given) for pattern in self.config.patterns]
+        states = self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attends)
         return self.head(states) if labels is None else token_losses(states, self.head.weight, labels, chunk)
 
     def generate_tokens(self, prompt: Any, max_new_tokens: int, **options: Any) -> Tensor:
@@ -142,8 +143,9 @@ class LongNetEncoder(Trunk):
 
         ``key_padding_mask``: (B, n) bool, True = ignore; the other arguments are those of `LongNetLM`.
         """
-        attend = Whole(self.config.patterns, False, group, cu_seqlens, key_padding_mask, self.backend)
-        return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attend)
+        given = False, group, cu_seqlens, key_padding_mask, self.backend
+        attends = [Whole(pattern, *given) for pattern in self.config.patterns]
+        return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attends)
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Returns the mean of the states of each sample, (B, E), without padding.

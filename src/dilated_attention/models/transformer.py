@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.choose import Backend
 from dilated_attention.pattern import DilatedPattern, whole_number
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (layer, q, k, v) -> (out, lse)
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (..., n, 1, D / 2)
 
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
@@ -180,10 +180,10 @@ def rotated(x: Tensor, waves: Rotary) -> Tensor:
 class TransformerBlock(nn.Module):
     """One layer: attention and a feed-forward network, each normalised before, and inside if ``sub_norm``."""
 
-    def __init__(self, config: LMConfig, layer: int, **factory: Any) -> None:
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
         E, H, Hk, D = config.dim, config.heads, config.kv_count, config.head_size
-        F_, self.layer, self.ffn = cast(int, config.ffn_dim), layer, config.ffn
+        F_, self.ffn = cast(int, config.ffn_dim), config.ffn
         self.counts, self.head_dim = (H, Hk, Hk), D
         kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
 
@@ -216,7 +216,7 @@ class TransformerBlock(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if waves is not None:
             q, k = rotated(q, waves), rotated(k, waves)
-        out, lse = attend(self.layer, q, k, v)
+        out, lse = attend(q, k, v)
         if self.sink is not None:
             out = out * torch.sigmoid(lse - self.sink).unsqueeze(-1).to(out.dtype)
         return self.out(self.inner_norm(out.flatten(-2)))  # type: ignore[no-any-return]
@@ -255,7 +255,7 @@ class Trunk(nn.Module):
         self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
-        self.blocks = nn.ModuleList(TransformerBlock(config, layer, **factory) for layer in range(config.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(config, **factory) for _ in range(config.depth))
         kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
         self.norm = kind(config.dim, eps=config.norm_eps, **factory)
         # as in MAGNETO's models: small weights for the tied output, and an input of size 1
@@ -269,14 +269,17 @@ class Trunk(nn.Module):
             cast(TransformerBlock, block).reset_parameters(self.config.depth)
         self.norm.reset_parameters()
 
-    def states(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The normalised states after the last block, of token ids (B, n) or of embedded tokens (B, n, E)."""
+    def states(self, x: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """The normalised states after the last block, of token ids (B, n) or of embedded tokens (B, n, E).
+
+        ``attends``: how tokens attend in each block. A block has no number, so that all can share compiled code.
+        """
         if not x.is_floating_point():
             x = self.embed(x) * self.scale
         base, waves = self.config.rotary_base, None
         if base is not None:
             waves = rotary(positions, self.config.head_size, base, x.dtype)
-        for block in self.blocks:
+        for block, attend in zip(self.blocks, attends, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
                 x = self.checkpoint(block, x, waves, attend)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from dilated_attention.integrations.transformers.config import patterns_of, set_
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.models.lm import LongNetLM
 from dilated_attention.models.loss import IGNORED, shifted, token_losses
-from dilated_attention.models.transformer import LMConfig, written
+from dilated_attention.models.transformer import Attend, LMConfig, written
 from dilated_attention.pattern import DilatedPattern
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -183,7 +184,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             grid = attention.told(grid, tokens, past_key_values, kwargs)
         if not torch.compiler.is_compiling():
             attention.check_positions(positions, grid, len(tokens), group)
-        states = self.lm.states(tokens, positions, self._attend(grid, past_key_values, group))
+        states = self.lm.states(tokens, positions, self._attends(grid, past_key_values, group))
         if labels is not None or shift_labels is not None:
             shift_labels = shifted(labels) if shift_labels is None else shift_labels  # type: ignore[arg-type]
             losses = token_losses(states, self.lm.head.weight, shift_labels)
@@ -203,7 +204,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             return (mask.long().cumsum(1) - 1).clamp(min=0)[:, place]
         return (before + torch.arange(n, device=tokens.device)).unsqueeze(0)
 
-    def _attend(self, grid: Grid, cache: Any, group: Any) -> Any:
+    def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         patterns = self.lm.config.patterns
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +214,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 kept, k, v = DilatedLayer.behind(keys), keys.transpose(1, 2), values.transpose(1, 2)
             return attention.attend(patterns[layer], q, k, v, grid, kept, group)
 
-        return attend
+        return [partial(attend, layer) for layer in range(len(patterns))]
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> Any:
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
