@@ -3,12 +3,13 @@
 Seen in Triton 3.7, and done for that version only, because the names are Triton's own. Every call of a device function
 replaces all names of the language, as the launch has done already. Every sum and product of integers is computed once
 more, for a check whose result is not looked at unless its option `debug` is on. The table of dtypes is made anew
-whenever one is looked up.
+whenever one is looked up, and the shape of a type whenever a tensor has it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -43,3 +44,42 @@ def quicken() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = once
     interpreter._get_np_dtype = np_dtype
+    quicken_types(tl.core)
+
+
+def quicken_types(core: Any) -> None:
+    """Types remember their shapes, and the types that differ from them in the elements alone."""
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype}
+    unwrapped, other_elements, made = core._unwrap_if_constexpr, core.block_type.with_element_ty, core.block_type.to_ir
+
+    def unwrap(x: Any) -> Any:
+        kind = type(x)
+        return x.value if kind is core.constexpr else x if kind in plain else unwrapped(x)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        known = type.__dict__.get("of_its_tensors")
+        if known is None:
+            shape = type.shape if type.is_block() else ()
+            sizes = core.tuple([core.constexpr(size) for size in shape])
+            known = type.of_its_tensors = sizes, core.constexpr(math.prod(shape)), type.scalar
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = known
+
+    def with_element_ty(self: Any, element: Any) -> Any:
+        if element.is_ptr():
+            return other_elements(self, element)
+        known = self.__dict__.setdefault("with_elements", {})
+        if element.name not in known:
+            known[element.name] = other_elements(self, element)
+        return known[element.name]
+
+    def to_ir(self: Any, builder: Any) -> Any:
+        known = self.__dict__.get("ir")
+        if known is None:
+            known = self.ir = made(self, builder)
+        return known
+
+    core._unwrap_if_constexpr = unwrap
+    core.block_type.to_ir = to_ir
+    core.tensor.__init__ = tensor
+    core.block_type.with_element_ty = with_element_ty
