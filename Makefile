@@ -25,6 +25,8 @@ train: $(SMALL) ## train a small language model, report in report/train (two min
 # tensors of tests are small: threads would only wait for one another
 test test-all: export OMP_NUM_THREADS = 1
 test test-all: export OPENBLAS_NUM_THREADS = 1
+# hundreds of processes import the package: Python compiles it once, even where its environment says otherwise
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP) ## run the tests, less the slow ones
 	$(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)

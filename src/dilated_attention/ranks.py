@@ -33,6 +33,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Imported once for all ranks. Not this package: the server would import it from wherever it finds one, not from where
+# we come from.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor"]
 GRACE = 5.0  # seconds that a call outlives the group's timeout, so that ranks can say themselves where they waited
 
 
@@ -84,8 +87,7 @@ class Pool:
         self._out_of_step = self._used = False
         self._end = weakref.finalize(self, _end, os.getpid(), self._processes, self._pipes, self._folder)
         context = multiprocessing.get_context("forkserver")
-        # not this package: the server would import it from wherever it finds one, not from where we come from
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor"])
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(size):
             pipe, far_end = context.Pipe()
             self._pipes.append(pipe)
