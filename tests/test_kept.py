@@ -36,14 +36,17 @@ def test_prompts_then_chunks_and_tokens(pattern: DilatedPattern, tokens: int | N
     steps = [PROMPTS, [5, 5, 5], [1, 0, 4], [1, 0, 1], *[[1, 1, 1]] * 18]
     for step in steps:
         count, n = torch.tensor(step), max(step)
-        q, k, v = (rows(x, at, n) for x in qkv)
+        unreal = (torch.arange(n) >= count[:, None])[:, :, None, None]
+        q, k, v = (rows(x, at, n).masked_fill(unreal, torch.nan if n == 1 else 7.0) for x in qkv)
         kept.reserve(int(at.max()) + n)
         found = kept.attend(q, k, v, at, count)
-        kept.keep(k, v, at, count)
-        for got, whole in zip(found, expected, strict=True):
+        if n > 1:
+            kept.keep(k, v, at, count)
+        for got, whole, nothing in zip(found, expected, (0.0, -torch.inf), strict=True):
             for sample in range(3):
                 here = slice(int(at[sample]), int(at[sample]) + step[sample])
                 assert testing.error(got[sample, : step[sample]], whole[sample, here]) <= 1e-12
+                assert (got[sample, step[sample] :] == nothing).all()
         at += count
     assert at.max() > 40  # several of the longest segments, or most of it
     assert kept.nbytes <= 8 * 2 * 3 * 4 * sum(-(-one.length // one.rate) * len(one.heads) for one in kept.branches)
@@ -73,3 +76,28 @@ def test_gradients_are_refused() -> None:
     kept = KeptRows(PATTERNS[3], k)
     with pytest.raises(ValueError, match="no gradients"):
         kept.attend(q.requires_grad_(), k, v, torch.zeros(1, dtype=torch.int64))
+
+
+def test_what_a_token_does_not_see_may_be_nan() -> None:
+    """A row of a segment that has ended, or a query that no branch covers: the results of the whole sequence."""
+    for pattern, tensor, token in ((DilatedPattern.longnet([4, 16], [1, 4]), 1, 4), (PATTERNS[1], 0, 4)):
+        qkv = testing.make_qkv(1, 24, 1, 4, dtype=torch.float64)
+        qkv[tensor][:, token] = torch.nan
+        expected = reference.attention(*qkv, pattern, is_causal=True)
+        kept = KeptRows(pattern, qkv[1])
+        for at in range(24):
+            found = kept.attend(*(x[:, at : at + 1] for x in qkv), torch.tensor([at]))
+            for got, whole in zip(found, expected, strict=True):
+                torch.testing.assert_close(got, whole[:, at : at + 1], equal_nan=True)
+        assert not expected[0][:, 20:].isnan().any()
+
+
+def test_the_dtype_of_autocast() -> None:
+    q, k, v = testing.make_qkv(1, 20, 2, 4)
+    kept = KeptRows(PATTERNS[0], k.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        for first, last in ((0, 19), (19, 20)):
+            given = [x[:, first:last] for x in (q, k, v)]
+            out, _ = kept.attend(*given, torch.tensor([first]))
+            kept.keep(given[1], given[2], torch.tensor([first]))
+            assert out.dtype is torch.bfloat16

@@ -67,7 +67,7 @@ class Branch(NamedTuple):
 class _Written:
     """A place for all of a pattern in one string, which compilers check faster than many numbers.
 
-    It is no field of the dataclass, which ``dataclasses.replace`` could not be given.
+    It is no field: FSDP copies a dataclass by ``replace`` with all its fields, which refuses those that are computed.
     """
 
     __slots__ = ("text",)
@@ -122,7 +122,7 @@ class DilatedPattern(_Written):
         texts = [",".join([str(range(number).stop) for number in numbers]) for numbers in (lengths, rates)]
         object.__setattr__(self, "text", " ".join((self.rule, *texts, self.mixing_gradient)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # by default a pickle has the fields alone, and would lose `text`
         return type(self), (self.rule, self.segment_lengths, self.dilation_rates, self.mixing_gradient)
 
     @classmethod

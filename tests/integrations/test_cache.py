@@ -84,6 +84,17 @@ def test_the_last_chunk_can_be_cropped(given: dict[str, Tensor], tokens_to_remov
         pair.caches[1].crop(5)
 
 
+@PADDED
+def test_a_single_token_can_be_cropped(given: dict[str, Tensor]) -> None:
+    """Its row was written already. Another token comes in its place, or several, at every place of a segment."""
+    pair = Pair(**given)
+    for at in range(20):
+        pair.run(more(3, 1))
+        pair.both("crop", -1)
+        pair.mask = pair.mask[:, :-1]
+        pair.run(more(3, 1 + at % 3 // 2, seed=8))
+
+
 def test_a_padded_prompt_is_cropped() -> None:
     """The chunk has padding in it; the tokens that go are the last of the row, real or not."""
     pair = Pair(**batch("right"))

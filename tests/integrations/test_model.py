@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,20 @@ def test_other_attention_is_refused() -> None:
         LongNetForCausalLM(LongNetConfig(attn_implementation="sdpa"))
     with pytest.raises(ValueError, match="every layer"):
         model().gradient_checkpointing_enable(every_n_layers=2)
+
+
+def test_blocks_are_compiled_once() -> None:
+    deep = LongNetForCausalLM(LongNetConfig.of(replace(PLAIN, depth=12, pattern=PLAIN.patterns[0]))).eval()
+    compiled, ids = [], torch.randint(PLAIN.vocab_size, (2, 20))
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        expected = deep(ids, use_cache=False).logits
+        torch.compiler.reset()
+        for block in deep.lm.blocks:
+            block.compile(fullgraph=True, backend=backend)
+        assert error(deep(ids, use_cache=False).logits, expected) < 1e-5
+    assert len(compiled) == 1

@@ -328,6 +328,27 @@ def test_tokens_are_those_of_the_whole_sequence(name: str, prefill: int) -> None
     assert model.generate_tokens(prompts, 24, prefill=prefill).tolist() == expected
 
 
+def test_generation_under_autocast() -> None:
+    """In the autocast dtype, as the whole sequence: rotary positions make q and k float32 again."""
+    model, prompt = small().float(), batch(1, 20)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = model.generate_tokens(prompt, 12)
+        logits = model(torch.cat((prompt, found), 1))[:, 19:-1].float()
+    chosen = logits.gather(2, found.unsqueeze(2)).squeeze(2)
+    assert (logits.amax(2) - chosen).max() < 0.05 * logits.std()  # where two tokens are almost alike, either may come
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cuda_graph_changes_no_token(dtype: torch.dtype) -> None:
+    """Layers with patterns of their own, and prompts that end at different places."""
+    pattern = (PATTERN, DilatedPattern.head_groups([4, 8], [1, 2]))
+    model = small(pattern=pattern).to("cuda", dtype)
+    prompts = [batch(1, n)[0].cuda() for n in (3, 17, 9)]
+    plain, captured = (model.generate_tokens(prompts, 50, cuda_graph=graph) for graph in (False, True))
+    assert captured.tolist() == plain.tolist()
+
+
 def test_drawing() -> None:
     model, prompt = small(), batch(2, 5)
     drawn = [

@@ -5,7 +5,8 @@ long the sequence is. The next token of each sample is computed by itself, on th
 CUDA graph can hold the step. More tokens at once are a chunk of a causal stream.
 
 Legend: q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); at (B,) the position of the first of the n tokens in its own
-sequence; count (B,) how many of the n tokens are real, the first ones; a shelf (B, b, rows, h, D) of b branches.
+sequence; count (B,) how many of the n tokens are real, the first ones; a shelf (2, B, b, rows, h, D), k and v of b
+branches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from dilated_attention.backends.choose import Backend
 from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
+from dilated_attention.checks import computed_dtype
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import Branch, DilatedPattern
 from dilated_attention.streaming.causal import AtOnce
@@ -34,7 +36,7 @@ class Place(NamedTuple):
 
     sample: Tensor  # (B, 1), to index with
     row: Tensor  # (B, b)
-    here: Tensor  # (B, b, h), which heads take part with it
+    absent: Tensor  # (B, b, h, 1), which heads do not take part with it
 
 
 class Shelf:
@@ -54,29 +56,32 @@ class Shelf:
 
     def place(self, at: Tensor, count: Tensor | None) -> Place:
         token = at.unsqueeze(1) % self.lengths
-        here = (token % self.rates).unsqueeze(2) == self.offsets
+        absent = (token % self.rates).unsqueeze(2) != self.offsets
         if count is not None:
-            here = here & (count > 0)[:, None, None]
-        return Place(torch.arange(len(at), device=at.device).unsqueeze(1), token // self.rates, here)
+            absent = absent | (count == 0)[:, None, None]
+        sample = torch.arange(len(at), device=at.device).unsqueeze(1)
+        return Place(sample, token // self.rates, absent.unsqueeze(3))
 
     def put(self, k: Tensor, v: Tensor, place: Place) -> None:
         """Keep one token per sample; heads that do not take part keep the row that they have."""
         index = slice(None), place.sample, self.numbers, place.row
-        given = torch.stack((k, v))[:, :, :, self.heads]
-        self.kv[index] = torch.where(place.here.unsqueeze(3), given, self.kv[index])
+        given = torch.stack((k, v)).to(self.kv.dtype)[:, :, :, self.heads]
+        self.kv[index] = torch.where(place.absent, self.kv[index], given)
 
     def seen(self, q: Tensor, place: Place, scale: float | None, backend: Backend) -> Pair:
         """(out, lse) of what one query per sample sees in each branch, itself among it, (B, b, h * G, ...)."""
-        samples, count, kv_heads = place.here.shape
-        # each branch is one more sample, and its query is at the row that was written last
-        queries = q.unsqueeze(1).expand(-1, count, -1, -1, -1).flatten(0, 1)
+        samples, branches = place.row.shape
+        # Each branch is one more sample, and its query is at the token's row. Where a head does not take part, that row
+        # may be an old one, and what came of it is put away, NaN included.
+        queries = q.unsqueeze(1).expand(-1, branches, -1, -1, -1).flatten(0, 1)
         keys, values = (x.flatten(0, 1) for x in self.kv)
         out, lse = dilated_attention(
             queries, keys, values, self.dense, is_causal=True, scale=scale, enable_gqa=True, backend=backend,
             query_offset=place.row.flatten(), return_lse=True,
         )  # fmt: skip
-        lse = lse.view(samples, count, kv_heads, -1).masked_fill(~place.here.unsqueeze(3), -torch.inf)
-        return out.view(samples, count, *out.shape[2:]), lse.flatten(2)
+        shape = samples, branches, place.absent.shape[2], -1
+        lse = lse.view(shape).masked_fill(place.absent, -torch.inf)
+        return out.view(shape).masked_fill(place.absent, 0.0).view(samples, branches, *q.shape[2:]), lse.flatten(2)
 
 
 class KeptRows:
@@ -142,13 +147,15 @@ class KeptRows:
         backend: Backend = "auto",
         places: list[Place] | None = None,
     ) -> Pair:
-        """(out, lse) of the next tokens, which see what is kept and one another. They are not kept yet: `keep` does it.
+        """(out, lse) of the next tokens, which see what is kept and one another.
 
-        Rows that are not real, by ``count``, get 0 and -inf. A single token per sample is kept already: in the row that
-        it has, no other token is seen. ``places``, for that, are those of a layer with the same pattern.
+        Rows that are not real, by ``count``, get 0 and -inf. Several tokens are not kept yet: call `keep`. One token
+        per sample is kept at once, in a row that no other visible token has. ``places`` is what `places` gave for
+        ``at`` and ``count``, which are then not read; it may come from another layer with this pattern.
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("kept rows have no gradients: decode under torch.no_grad()")
+        q, k, v = (x.to(computed_dtype(x)) for x in (q, k, v))
         if q.shape[1] == 1:
             return self._next(q, k, v, self.places(at, count) if places is None else places, scale, backend)
         with any_mode():

@@ -102,7 +102,7 @@ class Training:
         """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
         weights = sum(x.nbytes for x in self.model.parameters())
         peak = (probes.peak_bytes(self, self.session.device) + weights) / GIB
-        seconds = self.session.time({"": self}, 0.5, warmups=0)[""].median / 1000  # the peak took two calls
+        seconds = self.session.time({"": self}, 0.5, warmups=0)[""].median / 1000  # the peak took a call or two
         return [seconds, self.tokens / seconds, peak, self.operations() / seconds / self.ceiling()]
 
     def operations(self) -> float:

@@ -29,18 +29,20 @@ class Chunk(NamedTuple):
     v: Tensor
     at: Tensor
     real: Tensor | None  # (B, n), in the order of the input; None: all
+    is_kept: bool  # as a single token is at once
 
     def counted(self) -> Tensor | None:
         return None if self.real is None else self.real.sum(1)
 
     def select(self, samples: Tensor) -> Chunk:
-        return Chunk(*(None if x is None else x.index_select(0, samples) for x in self))  # type: ignore[arg-type]
+        k, v, at, real = (None if x is None else x.index_select(0, samples) for x in self[:4])
+        return Chunk(k, v, at, real, self.is_kept)  # type: ignore[arg-type]
 
     def cropped(self, tokens: int) -> Chunk:
         """Without the last tokens."""
         n = self.k.shape[1] - tokens
         real = None if self.real is None else self.real[:, :n]
-        return Chunk(self.k[:, :n].clone(), self.v[:, :n].clone(), self.at, real)
+        return Chunk(self.k[:, :n].clone(), self.v[:, :n].clone(), self.at, real, False)
 
 
 class DilatedLayer(CacheLayerMixin):
@@ -88,7 +90,7 @@ class DilatedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of new tokens. The chunk before them is kept now, and they wait to be."""
+        """(out, lse) of new tokens. The chunk before them is kept now, and they wait to be, unless it is only one."""
         assert self.kept is not None
         samples, n = q.shape[:2]
         before, self.waiting = self.length - n, 0
@@ -106,13 +108,13 @@ class DilatedLayer(CacheLayerMixin):
             real = put_back(torch.arange(n, device=q.device) < count[:, None], order)
         out, lse = self.kept.attend(q, k, v, at, count, scale=scale)
         with any_mode():
-            self.last = Chunk(k.clone(), v.clone(), at.clone(), real)
+            self.last = Chunk(k.clone(), v.clone(), at.clone(), real, is_kept=n == 1)
         return (out, lse) if order is None else (put_back(out, order), put_back(lse, order))
 
     def _keep_last(self) -> None:
-        if self.last is not None and self.kept is not None:
-            self.kept.keep(self.last.k, self.last.v, self.last.at, self.last.counted())
-            self.last = None
+        last, self.last = self.last, None
+        if last is not None and self.kept is not None and not last.is_kept:
+            self.kept.keep(last.k, last.v, last.at, last.counted())
 
     @property
     def nbytes(self) -> int:

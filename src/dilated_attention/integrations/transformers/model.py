@@ -207,14 +207,18 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         patterns = self.lm.config.patterns
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def attend(
+            pattern: DilatedPattern, layer: int | None, q: Tensor, k: Tensor, v: Tensor
+        ) -> tuple[Tensor, Tensor]:
             kept = None
             if cache is not None:
                 keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
                 kept, k, v = DilatedLayer.behind(keys), keys.transpose(1, 2), values.transpose(1, 2)
-            return attention.attend(patterns[layer], q, k, v, grid, kept, group)
+            return attention.attend(pattern, q, k, v, grid, kept, group)
 
-        return [partial(attend, layer) for layer in range(len(patterns))]
+        # without a cache no layer has a number, so that all can share compiled code
+        numbers = [None] * len(patterns) if cache is None else range(len(patterns))
+        return [partial(attend, *of_layer) for of_layer in zip(patterns, numbers, strict=True)]
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> Any:
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
