@@ -65,10 +65,7 @@ class Branch(NamedTuple):
 
 
 class _Written:
-    """A place for all of a pattern in one string, which compilers check faster than many numbers.
-
-    It is no field: FSDP copies a dataclass by ``replace`` with all its fields, which refuses those that are computed.
-    """
+    """A pattern in one string, which compilers check fast. No field: FSDP copies dataclasses by all their fields."""
 
     __slots__ = ("text",)
     text: str
