@@ -204,11 +204,9 @@ class DilatedPattern(_Written):
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
     def __repr__(self) -> str:
+        lists = f"segment_lengths={list(self.segment_lengths)}, dilation_rates={list(self.dilation_rates)}"
         mixing = "" if self.is_exact else f", mixing_gradient={self.mixing_gradient!r}"
-        return (
-            f"DilatedPattern.{self.rule}(segment_lengths={list(self.segment_lengths)}, "
-            f"dilation_rates={list(self.dilation_rates)}{mixing})"
-        )
+        return f"DilatedPattern.{self.rule}({lists}{mixing})"
 
     @property
     def is_exact(self) -> bool:
