@@ -7,6 +7,7 @@ this rank's part of the sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,30 +26,22 @@ Over = Group | ContextParallel
 Documents = Sequence[int] | Tensor
 
 
-class Whole:
-    """How tokens of whole sequences attend, or of this rank's shards of them.
-
-    It is no dataclass: in mixed precision, FSDP copies dataclasses field by field, for every block and step.
-    """
-
-    def __init__(
-        self,
-        pattern: DilatedPattern,
-        is_causal: bool,
-        group: Over | None = None,
-        documents: Documents | None = None,
-        padding: Tensor | None = None,
-        backend: Backend = "auto",
-    ) -> None:
-        self.pattern, self.is_causal, self.group, self.documents = pattern, is_causal, group, documents
-        self.padding, self.backend = padding, backend
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        link = None if self.group is None else functional.link_of(ContextParallel.of(self.group))
-        return functional.attend(  # a short prompt has fewer tokens than heads: nobody is to be warned of it
-            q, k, v, self.pattern, self.is_causal, None, 0.0, self.padding, True, self.backend, None, link,
-            cu_seqlens=self.documents, warns=False,
-        )  # fmt: skip
+def attend_whole(
+    pattern: DilatedPattern,
+    is_causal: bool,
+    group: Over | None,
+    documents: Documents | None,
+    padding: Tensor | None,
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """How tokens of whole sequences attend in a block, or of this rank's shards of them."""
+    link = None if group is None else functional.link_of(ContextParallel.of(group))
+    return functional.attend(  # a short prompt has fewer tokens than heads: nobody is to be warned of it
+        q, k, v, pattern, is_causal, None, 0.0, padding, True, backend, None, link, cu_seqlens=documents, warns=False
+    )  # fmt: skip
 
 
 class LongNetLM(Trunk):
@@ -107,7 +100,7 @@ class LongNetLM(Trunk):
             chunk: with labels, how many tokens have their logits computed at a time.
         """
         given = True, group, cu_seqlens, None, self.backend
-        attends = [Whole(pattern, *given) for pattern in self.config.patterns]
+        attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
         states = self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attends)
         return self.head(states) if labels is None else token_losses(states, self.head.weight, labels, chunk)
 
@@ -144,7 +137,7 @@ class LongNetEncoder(Trunk):
         ``key_padding_mask``: (B, n) bool, True = ignore; the other arguments are those of `LongNetLM`.
         """
         given = False, group, cu_seqlens, key_padding_mask, self.backend
-        attends = [Whole(pattern, *given) for pattern in self.config.patterns]
+        attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
         return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attends)
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.models import LMConfig, LongNetLM, token_losses
-from dilated_attention.models.lm import Whole
+from dilated_attention.models.lm import attend_whole
 from dilated_attention.models.transformer import Attend
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
@@ -52,6 +52,10 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return baselines.dense(q, k, v, is_causal=True), q.new_empty(0)
 
 
+def longnet(pattern: DilatedPattern) -> Attend:
+    return partial(attend_whole, pattern, True, None, None, None, "auto")
+
+
 def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
     changes = {} if session.on_cuda else SMALL
     torch.manual_seed(0)
@@ -64,7 +68,7 @@ def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
 def is_exact(session: Session, pattern: DilatedPattern, tokens: int, heads: int, dim: int) -> bool:
     qkv = make_qkv(1, tokens, heads, dim, dtype=session.dtypes[0], device=session.device)
     with torch.no_grad():
-        out, _ = Whole(pattern, True)(*qkv)
+        out, _ = longnet(pattern)(*qkv)
     check = probes.check_rows(out, qkv, pattern, True)
     return session.judge("language model", check["worst"], check["limit"], causal=True)
 
@@ -121,7 +125,7 @@ COLUMNS = ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
 
 def training_table(session: Session, tokens: int) -> None:
     title = "A training step"
-    ways: dict[str, Attend] = {"longnet": Whole(PATTERN, True)}
+    ways: dict[str, Attend] = {"longnet": longnet(PATTERN)}
     rows, model = session.rows_of(SUITE, title), model_of(session, "125M", PATTERN)
     session.pace.step(f"training, {tokens:,} tokens", LENGTHS[session.device.type][tokens])
     if not is_exact(session, PATTERN, tokens, model.config.heads, model.config.head_size):
@@ -142,7 +146,7 @@ def large_table(session: Session, row: tuple[int, bool]) -> None:
     session.pace.step(f"0.6B, {tokens:,} tokens" + ", compiled" * is_compiled, LARGE[session.device.type][row])
     rows, model = session.rows_of(SUITE, title), model_of(session, "0.6B", FAR)
     if is_exact(session, FAR, tokens, model.config.heads, model.config.head_size):
-        found = Training(session, model, tokens, Whole(FAR, True), is_compiled).measure()
+        found = Training(session, model, tokens, longnet(FAR), is_compiled).measure()
         rows.append([tokens, "0.6B" + ", compiled" * is_compiled, *found])
     session.table(SUITE, title, f"{FAR}.", COLUMNS, rows)
 
