@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention import DilatedPattern, local_positions, reference, sequence_mean, shard_sequence
-from dilated_attention.models import LMConfig, LongNetEncoder, LongNetLM, document_positions, shifted, token_losses
+from dilated_attention.models import (
+    LMConfig,
+    LongNetEncoder,
+    LongNetLM,
+    document_positions,
+    shifted,
+    summed_loss,
+    token_losses,
+)
 from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
 from dilated_attention.ranks import pool
@@ -98,6 +106,32 @@ def test_the_loss_in_chunks(chunk: int) -> None:
     assert same(list(grads[0]), list(grads[1]))
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("wanted", ["both", "states", "weight"])
+def test_the_sum_of_losses(chunk: int, wanted: str) -> None:
+    torch.manual_seed(0)
+    states, weight = torch.randn(2, 11, 6, dtype=torch.float64), torch.randn(19, 6, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x, name in ((states, "states"), (weight, "weight")) if wanted in ("both", name)]
+    labels = batch(2, 11)
+    labels[0, 3] = labels[1, -1] = IGNORED
+    got, expected = summed_loss(states, weight, labels, chunk), token_losses(states, weight, labels, chunk).sum()
+    assert got.shape == ()
+    assert error(got, expected) < 1e-12
+    grads = [torch.autograd.grad(-0.7 * x, leaves) for x in (got, expected)]
+    assert same(list(grads[0]), list(grads[1]))
+    with torch.no_grad():
+        assert torch.equal(summed_loss(states, weight, labels, chunk), expected)
+
+
+def test_labels_that_are_no_tokens_are_refused() -> None:
+    for loss in (token_losses, summed_loss):
+        for wrong in (19, -1):
+            with pytest.raises(ValueError, match=f"labels must be from 0 to 18, or -100, got {wrong}"):
+                loss(torch.zeros(3, 6), torch.zeros(19, 6), torch.tensor([3, wrong, -100]))
+    with pytest.raises(ValueError, match="reduction must be 'none' or 'sum', got 'mean'"):
+        small("sinks")(batch(), batch(), reduction="mean")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_in_half_precision(dtype: torch.dtype) -> None:
     """Against float64, beside plain PyTorch; as if it were the mean of a million tokens, with easy and hard ones."""
@@ -116,12 +150,17 @@ def test_the_loss_in_half_precision(dtype: torch.dtype) -> None:
 
     rounded = dtype  # what float64 gets is rounded as well
     exact = found(plain, torch.float64, 1.0)
+    total = found(lambda *x: summed_loss(*x, labels, 64), dtype, 1.0)
     got = found(lambda *x: token_losses(*x, labels, 64), dtype, 1.0)
+    assert (total[0] - exact[0].sum()).abs() <= 2 * (found(plain, dtype, 1.0)[0].sum() - exact[0].sum()).abs()
+    for x, y in zip(total[1:], got[1:], strict=True):
+        assert torch.equal(x, y)
     for x, y, z, most in zip(got, found(plain, dtype, 1.0), exact, (2, 3, 3), strict=True):
         for rows in (slice(50), slice(50, None)):
             assert (x - z)[rows].norm() <= most * (y - z)[rows].norm()
-    dweight = found(lambda *x: token_losses(*x, labels, 64), dtype, 1e-6)[2]
-    assert (dweight * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
+    for loss in (token_losses, summed_loss):
+        dweight = found(lambda *x, loss=loss: loss(*x, labels, 64), dtype, 1e-6)[2]
+        assert (dweight * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
 
 
 def test_no_tokens_have_no_loss() -> None:

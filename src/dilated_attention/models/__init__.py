@@ -4,7 +4,7 @@ from dilated_attention.models import torchscale
 from dilated_attention.models.explain import AttentionMap
 from dilated_attention.models.finetune import finetuning, parameter_groups
 from dilated_attention.models.lm import LongNetEncoder, LongNetLM, document_positions
-from dilated_attention.models.loss import shifted, token_losses
+from dilated_attention.models.loss import shifted, summed_loss, token_losses
 from dilated_attention.models.positions import check_attributes
 from dilated_attention.models.presets import PRESETS, slide_pattern
 from dilated_attention.models.slide import SlideEncoder
@@ -23,6 +23,7 @@ __all__ = [
     "parameter_groups",
     "shifted",
     "slide_pattern",
+    "summed_loss",
     "token_losses",
     "torchscale",
 ]

@@ -20,10 +20,8 @@ from dilated_attention.checks import checked_probability, computed_dtype
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
+from dilated_attention.models.parts import in_parts
 from dilated_attention.pattern import DilatedPattern
-
-AT_ONCE = 1 << 16  # tokens that go through a feed-forward layer together where no gradient is wanted: its hidden rows
-# are four times as wide as its own, and would take most of the memory
 
 
 @dataclass(frozen=True)
@@ -126,14 +124,13 @@ class FeedForward(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.shape[1] <= AT_ONCE:
-            return self._of(x)
-        return torch.cat([self._of(part) for part in torch.split(x, AT_ONCE, dim=1)], dim=1)
-
-    def _of(self, x: Tensor) -> Tensor:
-        # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
-        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x))))
+        # without gradients, its hidden rows, four times as wide as its own, would take most of the memory
+        (found,) = in_parts(self._of, (x,), [*self.parameters()])
         return found
+
+    def _of(self, x: Tensor) -> tuple[Tensor]:
+        # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
+        return (self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x)))),)
 
 
 class Layer(nn.Module):

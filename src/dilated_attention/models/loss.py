@@ -36,12 +36,35 @@ def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 40
         >>> models.token_losses(torch.zeros(1, 3, 8), torch.zeros(4, 8), torch.tensor([[1, 2, -100]]))
         tensor([[1.3863, 1.3863, 0.0000]])
     """
+    return _apply(_Losses, states, weight, labels, chunk)
+
+
+def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 4096) -> Tensor:
+    """Computes the sum of `token_losses`, faster: gradients come from the same logits, which are computed once.
+
+    Arguments are those of `token_losses`; the result has no dimensions.
+
+    Examples:
+        >>> models.summed_loss(torch.zeros(1, 3, 8), torch.zeros(4, 8), torch.tensor([[1, 2, -100]]))
+        tensor(2.7726)
+    """
+    if not torch.is_grad_enabled():
+        return token_losses(states, weight, labels, chunk).sum()
+    return _apply(_Sum, states, weight, labels, chunk)
+
+
+def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     if labels.shape != states.shape[:-1]:
         raise ValueError(f"labels are {tuple(labels.shape)} and tokens {tuple(states.shape[:-1])}: they must agree")
+    if labels.device.type == "cpu":  # on a GPU, to look at them would wait for it: there such a loss is NaN
+        wrong = labels[((labels < 0) & (labels != IGNORED)) | (labels >= len(weight))]
+        if len(wrong):
+            raise ValueError(f"labels must be from 0 to {len(weight) - 1}, or {IGNORED}, got {int(wrong[0])}")
     dtype = computed_dtype(states)
     states, weight = states.to(dtype), weight.to(dtype)
     with torch.autocast(states.device.type, enabled=False):
-        return _Losses.apply(states.flatten(0, -2), weight, labels, chunk)  # type: ignore[no-untyped-call, no-any-return]
+        found: Tensor = function.apply(states.flatten(0, -2), weight, labels, chunk)
+    return found
 
 
 def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -70,10 +93,8 @@ class _Losses(torch.autograd.Function):
         losses = torch.empty(shape, dtype=exact, device=states.device)
         flat = losses.view(-1)
         for part in _parts(len(labels), chunk):
-            found = (states[part] @ weight.T).to(exact).log_softmax(-1)
-            found = found.gather(1, labels[part].clamp(min=0).unsqueeze(1)).squeeze(1)
-            flat[part] = torch.where(labels[part] == IGNORED, 0.0, -found)
-        ctx.save_for_backward(states, weight, labels, flat.clone())  # users may change losses in place
+            flat[part] = _losses(states[part] @ weight.T, labels[part], writes=False)
+        ctx.save_for_backward(states, weight, labels)
         ctx.chunk = chunk
         return losses
 
@@ -81,20 +102,60 @@ class _Losses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """A row's factor is left out of its logits: it goes to the products, or to the row that is multiplied."""
-        states, weight, labels, losses = ctx.saved_tensors
+        states, weight, labels = ctx.saved_tensors
         if not len(labels):  # a rank may have no tokens
             return torch.zeros_like(states), torch.zeros_like(weight), None, None
         factor = torch.where(labels == IGNORED, 0.0, grad.flatten()).unsqueeze(1)
         largest = factor.abs().amax().clamp(min=torch.finfo(factor.dtype).tiny)  # a mean's would be too small for half
-        dlabel = torch.expm1(-losses).unsqueeze(1)  # of the label's own logit; 1 - p would lose its digits
         dstates = torch.empty_like(states)
-        dweight = torch.zeros(weight.shape, dtype=losses.dtype, device=weight.device)
+        dweight = torch.zeros(weight.shape, dtype=factor.dtype, device=weight.device)
         for part in _parts(len(labels), ctx.chunk):
-            dlogits = (states[part] @ weight.T).softmax(-1)
-            dlogits.scatter_(1, labels[part].clamp(min=0).unsqueeze(1), dlabel[part].to(dlogits.dtype))
+            dlogits = states[part] @ weight.T
+            _losses(dlogits, labels[part], writes=True)
             dstates[part] = (dlogits @ weight) * factor[part]
             dweight += dlogits.T @ (states[part] * (factor[part] / largest)).to(states.dtype)
         return dstates, dweight.mul_(largest).to(weight.dtype), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The forward pass computes the gradients of the sum, and the backward pass multiplies them."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        exact, labels = accumulate_dtype(states.dtype), labels.flatten()
+        losses = torch.empty(len(labels), dtype=exact, device=states.device)
+        dstates, dweight = torch.empty_like(states), torch.zeros_like(weight, dtype=exact)
+        for part in _parts(len(labels), chunk):
+            dlogits = states[part] @ weight.T
+            losses[part] = _losses(dlogits, labels[part], writes=True)
+            dstates[part] = dlogits @ weight
+            if ctx.needs_input_grad[1]:
+                dweight += dlogits.T @ states[part]
+        ctx.save_for_backward(dstates, dweight)
+        ctx.dtype = weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dstates, dweight = ctx.saved_tensors
+        return dstates * grad, (dweight * grad).to(ctx.dtype), None, None
+
+
+def _losses(logits: Tensor, labels: Tensor, writes: bool) -> Tensor:
+    """The loss of each row of logits. If ``writes``, the gradient of each loss takes the place of the logits."""
+    if logits.is_cuda and logits.dtype is not torch.float64:
+        from dilated_attention.models import loss_kernel  # not before it is used: it imports Triton
+
+        return loss_kernel.losses(logits, labels, IGNORED, writes)
+    exact, ignored, label = accumulate_dtype(logits.dtype), labels == IGNORED, labels.clamp(min=0).unsqueeze(1)
+    logs = logits.to(exact).log_softmax(-1)
+    losses = (-logs.gather(1, label).squeeze(1)).masked_fill(ignored, 0.0)
+    if writes:
+        # p, and for the label's own logit p - 1, which near p = 1 would lose its digits
+        p = logs.exp_().scatter_(1, label, torch.expm1(-losses).unsqueeze(1))
+        logits.copy_(p.masked_fill_(ignored.unsqueeze(1), 0.0))
+    return losses
 
 
 def _parts(tokens: int, chunk: int) -> list[slice]:

@@ -21,10 +21,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
+from dilated_attention.models.parts import in_parts, is_long
 from dilated_attention.pattern import DilatedPattern, whole_number
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
-Rotary = tuple[Tensor, Tensor]  # cos and sin, (..., n, 1, D / 2)
+Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
 
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
@@ -163,6 +164,7 @@ def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
 
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rotary:
     """cos and sin of each position. Angles are in float64: in float32 they are off by 0.06 at a million tokens."""
+    positions = positions if positions.dim() > 1 else positions.unsqueeze(0)
     rates = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim)
     some = [part.unsqueeze(-1) * rates for part in torch.split(positions, 1 << 16, dim=-1)]
     cos, sin = (
@@ -171,9 +173,9 @@ def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rota
     return cos, sin
 
 
-def rotated(x: Tensor, waves: Rotary) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """q or k with the first and second half of each head turned by its position."""
-    (cos, sin), (a, b) = waves, x.chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
@@ -201,25 +203,31 @@ class TransformerBlock(nn.Module):
         self.ffn_inner_norm = norm(F_, config.sub_norm)
         self.down = nn.Linear(F_, E, bias=False, **factory)
 
-    def forward(self, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
-        x = x + self._attention(self.attention_norm(x), waves, attend)
-        up = self.up(self.ffn_norm(x))
-        if self.ffn == "swiglu":
-            gate, up = up.chunk(2, dim=-1)
-            up = F.silu(gate) * up
-        else:
-            up = F.gelu(up)
-        return x + self.down(self.ffn_inner_norm(up))  # type: ignore[no-any-return]
+        self._compiled: dict[Any, Any] = {}
 
-    def _attention(self, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.counts, dim=-2)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if waves is not None:
-            q, k = rotated(q, waves), rotated(k, waves)
+    def forward(self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False) -> Tensor:
+        """``again``: a checkpoint is around this. A long row then goes in parts through what is not attention."""
+        if not again or not is_long(x):
+            return self._run(whole, x, waves, attend)  # type: ignore[no-any-return]
+        first = (self.attention_norm, self.qkv, self.q_norm, self.k_norm)
+        last = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
+        q, k, v = in_parts(partial(self._run, before), (x, *(waves or ())), weights_of(*first), again=True)
         out, lse = attend(q, k, v)
-        if self.sink is not None:
-            out = out * torch.sigmoid(lse - self.sink).unsqueeze(-1).to(out.dtype)
-        return self.out(self.inner_norm(out.flatten(-2)))  # type: ignore[no-any-return]
+        given = (x, out) if self.sink is None else (x, out, lse)
+        sinks = [] if self.sink is None else [self.sink]
+        (x,) = in_parts(partial(self._run, after), given, [*weights_of(*last), *sinks], again=True)
+        return x
+
+    def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
+        return self._compiled.get(step, step)(self, *inputs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As for any module; also its parts, which long rows go through if there is a checkpoint."""
+        self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, before, after)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_compiled": {}}  # a copy is not compiled, as for any module
 
     @torch.no_grad()
     def reset_parameters(self, depth: int) -> None:
@@ -242,6 +250,36 @@ class TransformerBlock(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
+
+
+def whole(block: TransformerBlock, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
+    q, k, v = before(block, x, *(waves or ()))
+    return after(block, x, *attend(q, k, v))[0]
+
+
+def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of each token."""
+    q, k, v = block.qkv(block.attention_norm(x)).unflatten(-1, (-1, block.head_dim)).split(block.counts, dim=-2)
+    q, k = block.q_norm(q), block.k_norm(k)
+    return (rotated(q, *waves), rotated(k, *waves), v) if waves else (q, k, v)
+
+
+def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = None) -> tuple[Tensor]:
+    """The rest of the block: what attention found is added to each token, then its feed-forward network."""
+    if block.sink is not None and lse is not None:
+        out = out * torch.sigmoid(lse - block.sink).unsqueeze(-1).to(out.dtype)
+    x = x + block.out(block.inner_norm(out.flatten(-2)))
+    up = block.up(block.ffn_norm(x))
+    if block.ffn == "swiglu":
+        gate, up = up.chunk(2, dim=-1)
+        up = F.silu(gate) * up
+    else:
+        up = F.gelu(up)
+    return (x + block.down(block.ffn_inner_norm(up)),)
+
+
+def weights_of(*layers: nn.Module) -> list[Tensor]:
+    return [weight for layer in layers for weight in layer.parameters()]
 
 
 class Trunk(nn.Module):
@@ -279,9 +317,10 @@ class Trunk(nn.Module):
         base, waves = self.config.rotary_base, None
         if base is not None:
             waves = rotary(positions, self.config.head_size, base, x.dtype)
+        again = self.checkpointing and torch.is_grad_enabled()
         for block, attend in zip(self.blocks, attends, strict=True):
-            if self.checkpointing and torch.is_grad_enabled():
-                x = self.checkpoint(block, x, waves, attend)
-            else:
-                x = block(x, waves, attend)
+            if again and block is not self.blocks[-1]:
+                x = self.checkpoint(block, x, waves, attend, True)
+            else:  # the backward pass begins with the last block: it would be computed again at once
+                x = block(x, waves, attend, again)
         return self.norm(x)  # type: ignore[no-any-return]

@@ -37,6 +37,12 @@ class Prepared(NamedTuple):
 
 def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Tensor, Tensor]:
     """``trains``: whether our kernels will be asked for the backward pass; asked of calls that are new."""
+    out, lse = _unrounded(call, inputs, trains)
+    return out if out.dtype is call.dtype else out.to(call.dtype), lse
+
+
+def _unrounded(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Tensor, Tensor]:
+    """The results, out maybe in float32."""
     q, k, v = _readable(*inputs[:3])
     if not call.rows:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -59,7 +65,7 @@ def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Ten
     given = (q if padding is None else padding, q if ends is None else ends, q if inputs.seed is None else inputs.seed)
     for one in prepared.launches:
         one(q, k, v, out, lse, *given)
-    return out if prepared.dtype is q.dtype else out.to(q.dtype), lse
+    return out, lse
 
 
 def _heads_at_once(call: Call) -> int:
@@ -79,7 +85,7 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, trains: Callable[[], bool]
         part = call._replace(
             heads=held * call.group, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
         )
-        out[:, :, rows], lse[:, :, rows] = forward(part, some, trains)
+        out[:, :, rows], lse[:, :, rows] = _unrounded(part, some, trains)  # rounded as it is copied
     return out, lse
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.models import LMConfig, LongNetLM, token_losses
+from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.lm import attend_whole
 from dilated_attention.models.transformer import Attend
 from dilated_attention.pattern import DilatedPattern
@@ -98,8 +98,9 @@ class Training:
 
     def __call__(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        states = self.model.states(self.inputs, self.positions, [self.attend] * self.model.config.depth)
-        loss = token_losses(states, self.model.head.weight, self.labels).mean()
+        attends = [self.attend] * self.model.config.depth
+        states = [self.model.states(self.inputs, self.positions, attends)]
+        loss = summed_loss(states.pop(), self.model.head.weight, self.labels) / self.tokens
         torch.autograd.backward(loss)
 
     def measure(self) -> list[Any]:

@@ -19,7 +19,7 @@ from dilated_attention.integrations.transformers.cache import DilatedCache, Dila
 from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.models.lm import LongNetLM
-from dilated_attention.models.loss import IGNORED, shifted, token_losses
+from dilated_attention.models.loss import IGNORED, shifted, summed_loss
 from dilated_attention.models.transformer import Attend, LMConfig, written
 from dilated_attention.pattern import DilatedPattern
 
@@ -187,9 +187,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         states = self.lm.states(tokens, positions, self._attends(grid, past_key_values, group))
         if labels is not None or shift_labels is not None:
             shift_labels = shifted(labels) if shift_labels is None else shift_labels  # type: ignore[arg-type]
-            losses = token_losses(states, self.lm.head.weight, shift_labels)
+            loss = summed_loss(states, self.lm.head.weight, shift_labels)
             count = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-            return CausalLMOutputWithPast(loss=losses.sum() / count, past_key_values=past_key_values)
+            return CausalLMOutputWithPast(loss=loss / count, past_key_values=past_key_values)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=past_key_values)
 

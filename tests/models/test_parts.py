@@ -1,0 +1,152 @@
+"""Long rows go through a block in parts: same results and gradients, and no part is computed for nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import dilated_attention as da
+from dilated_attention.models import LMConfig, LongNetLM, parts, shifted
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.ranks import pool
+from tests.over_ranks import world
+
+TOKENS, AT_ONCE = 37, 8
+PATTERN = DilatedPattern.longnet([8, 16], [1, 2])
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "AT_ONCE", AT_ONCE)
+
+
+def model_of(**changes: Any) -> LongNetLM:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 19, "dim": 8, "depth": 3, "heads": 2, "pattern": PATTERN, **changes}
+    return LongNetLM(LMConfig(**sizes), dtype=torch.float64)
+
+
+def found(model: LongNetLM, checkpointing: bool, length: int = TOKENS) -> tuple[Tensor, list[Tensor | None]]:
+    tokens = torch.randint(19, (2, length), generator=torch.Generator().manual_seed(1))
+    model.checkpointing = checkpointing
+    model.zero_grad(set_to_none=True)
+    loss = model(tokens, shifted(tokens), reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), [weight.grad for weight in model.parameters()]
+
+
+def close(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(x is y if x is None or y is None else torch.allclose(x, y, 1e-11, 1e-11) for x, y in pairs)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "sinks": {"sinks": True},
+    "qwen": {"ffn": "swiglu", "norm": "rms", "sub_norm": False, "qk_norm": True, "kv_heads": 1, "head_dim": 6},
+    "no positions": {"rotary_base": None},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frozen", ["", "embed", "norm", "blocks.1"])
+def test_parts_change_nothing(kind: str, frozen: str) -> None:
+    model = model_of(tied=False, **KINDS[kind])
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not frozen or frozen not in name)
+    (loss, grads), (expected, exact) = found(model, True), found(model, False)
+    assert torch.allclose(loss, expected, 1e-12)
+    assert close(grads, exact)
+    assert any(x is not None for x in grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_no_part_is_computed_for_nothing(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After attention twice, forward and for gradients; before it once more, since attention is computed again, but for
+    the last block. torch's reentrant checkpoint cannot stop early."""
+    model, widths = model_of(), {"up": [], "qkv": []}
+    for name, layer in model.named_modules():
+        if name.endswith((".up", ".qkv")):
+            seen = widths[name.rsplit(".")[-1]]
+            layer.register_forward_hook(lambda layer, inputs, output, seen=seen: seen.append(output.shape[1]))
+    if reentrant:
+        monkeypatch.setattr(model, "checkpoint", lambda f, *inputs: checkpoint(f, *inputs, use_reentrant=True))
+    found(model, True)
+    of_a_row = -(-TOKENS // AT_ONCE)
+    assert max(widths["up"] + widths["qkv"]) == AT_ONCE
+    assert len(widths["up"]) == of_a_row * (3 * 2 + 2 * reentrant)
+    assert len(widths["qkv"]) == of_a_row * (3 * 2 + 2)
+
+
+def test_a_second_backward_pass() -> None:
+    model, tokens = model_of(), torch.arange(TOKENS).unsqueeze(0) % 19
+    model.checkpointing = True
+    loss, weights = model(tokens, shifted(tokens), reduction="sum"), list(model.parameters())
+    one, two = (torch.autograd.grad(loss, weights, retain_graph=again) for again in (True, False))
+    assert close(list(one), list(two))
+
+
+def test_parts_follow_autocast() -> None:
+    layer = torch.nn.Linear(4, 4)
+    x = torch.randn(1, TOKENS, 4, requires_grad=True)
+    grads = []
+    for at_once in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            weights = [layer.weight, layer.bias]
+            (out,) = parts.in_parts(lambda x: (layer(x),), (x,), weights, again=True) if at_once else (layer(x),)
+        assert out.dtype == torch.bfloat16
+        grads.append(torch.autograd.grad(out.float().square().sum(), [x, layer.weight]))
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.allclose(grads[0][1], grads[1][1], 0.02, 0.02)
+
+
+def test_compiled_parts() -> None:
+    """Halves are compiled for the parts; a copy is not compiled, and computes with its own weights."""
+    model, sizes = model_of(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    expected, exact = found(model, True, 5 * AT_ONCE)
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    loss, grads = found(model, True, 5 * AT_ONCE)
+    assert len(sizes) == 4  # before attention and after it, with gradients and without
+    assert torch.allclose(loss, expected, 1e-12)
+    assert close(grads, exact)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[0].down.weight.zero_()  # type: ignore[union-attr, operator]
+    assert not torch.allclose(found(other, True, 5 * AT_ONCE)[0], loss)
+    assert torch.equal(found(model, True, 5 * AT_ONCE)[0], loss)
+
+
+def sharded(tokens: Tensor, reshard: bool) -> list[Tensor]:
+    """Gradients over ranks that share the row; each has its part of the weights as well."""
+    before, parts.AT_ONCE = parts.AT_ONCE, AT_ONCE
+    model = model_of(**KINDS["qwen"])
+    model.checkpointing = True
+    for part in (*model.blocks, model):
+        fully_shard(part, reshard_after_forward=reshard)
+    mine = [da.shard_sequence(x, world()) for x in (tokens, shifted(tokens))]
+    positions = da.local_positions(tokens.shape[1], world())
+    loss = model(*mine, positions=positions, group=world(), reduction="sum") * torch.distributed.get_world_size()
+    loss.backward()  # FSDP2 averages
+    parts.AT_ONCE = before
+    return [weight.grad.full_tensor() for weight in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_over_ranks_with_fsdp2(reshard: bool) -> None:
+    model, tokens = model_of(**KINDS["qwen"]), torch.arange(5 * AT_ONCE).unsqueeze(0) ** 2 % 19
+    model(tokens, shifted(tokens), reduction="sum").backward()
+    for grads in pool(2).run(sharded, tokens, reshard):
+        assert close(grads, [weight.grad for weight in model.parameters()])
