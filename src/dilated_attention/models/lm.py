@@ -82,7 +82,7 @@ class LongNetLM(Trunk):
         positions: Tensor | None = None,
         cu_seqlens: Documents | None = None,
         group: Over | None = None,
-        chunk: int = 4096,
+        chunk: int = 8192,
         reduction: Literal["none", "sum"] = "none",
     ) -> Tensor:
         """Returns logits (B, n, vocab_size), or with labels the loss of each token, (B, n), or their sum.

@@ -20,7 +20,7 @@ from dilated_attention.checks import computed_dtype
 IGNORED = -100  # as in PyTorch
 
 
-def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 4096) -> Tensor:
+def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 8192) -> Tensor:
     """Computes the cross-entropy of each token, some tokens at a time.
 
     Args:
@@ -39,7 +39,7 @@ def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 40
     return _apply(_Losses, states, weight, labels, chunk)
 
 
-def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 4096) -> Tensor:
+def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 8192) -> Tensor:
     """Computes the sum of `token_losses`, faster: gradients come from the same logits, which are computed once.
 
     Arguments are those of `token_losses`; the result has no dimensions.

@@ -25,7 +25,7 @@ from dilated_attention.models.parts import in_parts, is_long
 from dilated_attention.pattern import DilatedPattern, whole_number
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
-Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
+Rotary = tuple[Tensor, Tensor]  # cos and sin, (..., n, 1, D / 2)
 
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
@@ -164,7 +164,6 @@ def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
 
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rotary:
     """cos and sin of each position. Angles are in float64: in float32 they are off by 0.06 at a million tokens."""
-    positions = positions if positions.dim() > 1 else positions.unsqueeze(0)
     rates = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim)
     some = [part.unsqueeze(-1) * rates for part in torch.split(positions, 1 << 16, dim=-1)]
     cos, sin = (
@@ -173,9 +172,9 @@ def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rota
     return cos, sin
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, waves: Rotary) -> Tensor:
     """q or k with the first and second half of each head turned by its position."""
-    a, b = x.chunk(2, dim=-1)
+    (cos, sin), (a, b) = waves, x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
@@ -206,23 +205,21 @@ class TransformerBlock(nn.Module):
         self._compiled: dict[Any, Any] = {}
 
     def forward(self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False) -> Tensor:
-        """``again``: a checkpoint is around this. A long row then goes in parts through what is not attention."""
+        """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention."""
         if not again or not is_long(x):
             return self._run(whole, x, waves, attend)  # type: ignore[no-any-return]
-        first = (self.attention_norm, self.qkv, self.q_norm, self.k_norm)
-        last = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
-        q, k, v = in_parts(partial(self._run, before), (x, *(waves or ())), weights_of(*first), again=True)
-        out, lse = attend(q, k, v)
-        given = (x, out) if self.sink is None else (x, out, lse)
-        sinks = [] if self.sink is None else [self.sink]
-        (x,) = in_parts(partial(self._run, after), given, [*weights_of(*last), *sinks], again=True)
-        return x
+        out, lse = attend(*self._run(before, x, waves))
+        layers = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
+        weights, given = [weight for layer in layers for weight in layer.parameters()], (x, out)
+        if self.sink is not None:
+            weights, given = [*weights, self.sink], (x, out, lse)  # type: ignore[assignment]
+        return in_parts(partial(self._run, after), given, weights, again=True)
 
     def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
         return self._compiled.get(step, step)(self, *inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As for any module; also its parts, which long rows go through if there is a checkpoint."""
+        """As for any module; also what is before attention and after it, for long rows with a checkpoint."""
         self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, before, after)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -253,19 +250,18 @@ class TransformerBlock(nn.Module):
 
 
 def whole(block: TransformerBlock, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
-    q, k, v = before(block, x, *(waves or ()))
-    return after(block, x, *attend(q, k, v))[0]
+    return after(block, x, *attend(*before(block, x, waves)))
 
 
-def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def before(block: TransformerBlock, x: Tensor, waves: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of each token."""
     q, k, v = block.qkv(block.attention_norm(x)).unflatten(-1, (-1, block.head_dim)).split(block.counts, dim=-2)
     q, k = block.q_norm(q), block.k_norm(k)
-    return (rotated(q, *waves), rotated(k, *waves), v) if waves else (q, k, v)
+    return (q, k, v) if waves is None else (rotated(q, waves), rotated(k, waves), v)
 
 
-def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = None) -> tuple[Tensor]:
-    """The rest of the block: what attention found is added to each token, then its feed-forward network."""
+def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = None) -> Tensor:
+    """The rest of the block, which sees each token alone."""
     if block.sink is not None and lse is not None:
         out = out * torch.sigmoid(lse - block.sink).unsqueeze(-1).to(out.dtype)
     x = x + block.out(block.inner_norm(out.flatten(-2)))
@@ -275,11 +271,8 @@ def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = 
         up = F.silu(gate) * up
     else:
         up = F.gelu(up)
-    return (x + block.down(block.ffn_inner_norm(up)),)
-
-
-def weights_of(*layers: nn.Module) -> list[Tensor]:
-    return [weight for layer in layers for weight in layer.parameters()]
+    found: Tensor = x + block.down(block.ffn_inner_norm(up))
+    return found
 
 
 class Trunk(nn.Module):

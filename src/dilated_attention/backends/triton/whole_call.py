@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.backends.triton import launch, nesting
+from dilated_attention.backends.triton import fuse, launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.launch import Launch, Layout
 from dilated_attention.backends.triton.tiling import Nests
@@ -85,7 +85,8 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, trains: Callable[[], bool]
         part = call._replace(
             heads=held * call.group, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
         )
-        out[:, :, rows], lse[:, :, rows] = _unrounded(part, some, trains)  # rounded as it is copied
+        found, lse[:, :, rows] = _unrounded(part, some, trains)
+        fuse.put_([out[:, :, rows]], [found], add=False)  # rounded as it is copied
     return out, lse
 
 
