@@ -118,7 +118,7 @@ def generate_tokens(
         stop: the token that ends a sample; the rest of its row is that token again.
         generator: the random generator for drawing tokens.
         prefill: how many tokens of the prompt are taken at a time.
-        cuda_graph: whether a step is captured as a CUDA graph; by default on CUDA.
+        cuda_graph: whether a step is captured as a CUDA graph; by default on CUDA, where our own kernels can run.
 
     Examples:
         >>> pattern = da.DilatedPattern.longnet([64, 256], [1, 4])
@@ -129,10 +129,14 @@ def generate_tokens(
     tokens, lengths = padded(prompt, model.embed.weight.device)
     steps = whole_number("max_new_tokens", max_new_tokens)
     pick = Pick(temperature, top_k, top_p, generator)
-    captures = tokens.is_cuda if cuda_graph is None else cuda_graph
-    if captures and not tokens.is_cuda:
+    if cuda_graph and not tokens.is_cuda:
         raise ValueError(f"cuda_graph=True needs a model on CUDA, and this one is on {tokens.device}")
     decoder = decoder_of(model, tokens)
+    captures = tokens.is_cuda and cuda_graph is not False
+    if captures and not all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.kept):
+        if cuda_graph:
+            raise ValueError("cuda_graph=True needs our own kernels, which cannot run this model: see da.explain()")
+        captures = False
     decoder.prefill(tokens, lengths, whole_number("prefill", prefill))
     found = tokens.new_empty(len(tokens), steps)
     ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)

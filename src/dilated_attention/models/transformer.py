@@ -201,14 +201,15 @@ class TransformerBlock(nn.Module):
         self.up = nn.Linear(E, 2 * F_ if config.ffn == "swiglu" else F_, bias=False, **factory)
         self.ffn_inner_norm = norm(F_, config.sub_norm)
         self.down = nn.Linear(F_, E, bias=False, **factory)
-
         self._compiled: dict[Any, Any] = {}
 
     def forward(self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False) -> Tensor:
         """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention."""
         if not again or not is_long(x):
             return self._run(whole, x, waves, attend)  # type: ignore[no-any-return]
-        out, lse = attend(*self._run(before, x, waves))
+        # computes only the norm again: a checkpoint stops where all that was kept is there, before the product
+        qkv = checkpoint(partial(projected, self), x, use_reentrant=False, preserve_rng_state=False)
+        out, lse = attend(*self._run(heads_of, qkv, waves))
         layers = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
         weights, given = [weight for layer in layers for weight in layer.parameters()], (x, out)
         if self.sink is not None:
@@ -219,8 +220,8 @@ class TransformerBlock(nn.Module):
         return self._compiled.get(step, step)(self, *inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As for any module; also what is before attention and after it, for long rows with a checkpoint."""
-        self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, before, after)}
+        """As for any module; also the steps that long rows go through where there is a checkpoint."""
+        self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, heads_of, after)}
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -250,12 +251,17 @@ class TransformerBlock(nn.Module):
 
 
 def whole(block: TransformerBlock, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
-    return after(block, x, *attend(*before(block, x, waves)))
+    return after(block, x, *attend(*heads_of(block, projected(block, x), waves)))
 
 
-def before(block: TransformerBlock, x: Tensor, waves: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of each token."""
-    q, k, v = block.qkv(block.attention_norm(x)).unflatten(-1, (-1, block.head_dim)).split(block.counts, dim=-2)
+def projected(block: TransformerBlock, x: Tensor) -> Tensor:
+    found: Tensor = block.qkv(block.attention_norm(x))
+    return found
+
+
+def heads_of(block: TransformerBlock, qkv: Tensor, waves: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of each token, as attention takes them."""
+    q, k, v = qkv.view(*qkv.shape[:-1], -1, block.head_dim).split(block.counts, dim=-2)
     q, k = block.q_norm(q), block.k_norm(k)
     return (q, k, v) if waves is None else (rotated(q, waves), rotated(k, waves), v)
 

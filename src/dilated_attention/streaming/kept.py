@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.backends.choose import Backend
-from dilated_attention.call import DEFAULT_SCALE, Call, accumulate_dtype
+from dilated_attention.backends.choose import Backend, choose
+from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dtype
 from dilated_attention.checks import computed_dtype
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import Branch, DilatedPattern
@@ -134,6 +134,15 @@ class KeptRows:
             self.like = self.like[samples]
             for shelf in self.shelves:
                 shelf.kv = shelf.kv.index_select(1, samples)
+
+    def is_on_device(self, heads: int, backend: Backend) -> bool:
+        """Whether the host has no part in a step, as a CUDA graph needs; some backends read positions there."""
+        for shelf in self.shelves:
+            k = shelf.kv[0].flatten(0, 1)
+            q = k.new_empty(len(k), 1, k.shape[2] * heads // self.kv_heads, k.shape[3])
+            if not choose(Call(shelf.dense, True, backend=backend).of(q, k, None, ON_DEVICE)).is_whole:
+                return False
+        return True
 
     def attend(
         self,
