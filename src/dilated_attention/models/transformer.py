@@ -261,7 +261,7 @@ def projected(block: TransformerBlock, x: Tensor) -> Tensor:
 
 def heads_of(block: TransformerBlock, qkv: Tensor, waves: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of each token, as attention takes them."""
-    q, k, v = qkv.view(*qkv.shape[:-1], -1, block.head_dim).split(block.counts, dim=-2)
+    q, k, v = torch.split(qkv.view(*qkv.shape[:-1], -1, block.head_dim), block.counts, dim=-2)
     q, k = block.q_norm(q), block.k_norm(k)
     return (q, k, v) if waves is None else (rotated(q, waves), rotated(k, waves), v)
 
