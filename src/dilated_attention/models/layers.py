@@ -125,12 +125,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # without gradients, its hidden rows, four times as wide as its own, would take most of the memory
-        return in_parts(self._of, (x,), [*self.parameters()])
-
-    def _of(self, x: Tensor) -> Tensor:
-        # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
-        found: Tensor = self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x))))
+        (found,) = in_parts(self._of, (x,), [*self.parameters()])
         return found
+
+    def _of(self, x: Tensor) -> tuple[Tensor]:
+        # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
+        return (self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x)))),)
 
 
 class Layer(nn.Module):

@@ -1,6 +1,6 @@
 """A step that sees each token alone, taken for some tokens at a time: what is wide inside it is never whole.
 
-Legend: inputs and result (B, n, ...).
+Legend: inputs and results (B, n, ...).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dilated_attention.call import accumulate_dtype
 
 AT_ONCE = 1 << 16  # tokens
 Tensors = tuple[Tensor, ...]
-Step = Callable[..., Tensor]
+Step = Callable[..., Tensors]
 
 
 def is_long(x: Tensor) -> bool:
     return x.shape[1] > AT_ONCE
 
 
-def in_parts(step: Step, inputs: Tensors, weights: Sequence[Tensor], again: bool = False) -> Tensor:
+def in_parts(step: Step, inputs: Tensors, weights: Sequence[Tensor], again: bool = False) -> Tensors:
     """step(*inputs), in parts if they are long. Where a gradient is wanted, that is done only if ``again``: then the
     backward pass computes each part again. ``weights`` are all those of the step."""
     if not is_long(inputs[0]):
@@ -43,15 +43,15 @@ def _parts(inputs: Tensors) -> Iterator[tuple[slice, Tensors]]:
         yield rows, tuple(x[:, rows] for x in inputs)
 
 
-def _cut(step: Step, inputs: Tensors) -> Tensor:
+def _cut(step: Step, inputs: Tensors) -> Tensors:
     """Parts are written where they belong: joined in the end, they would be in memory twice."""
-    whole = None
+    results: list[Tensor] = []
     for rows, part in _parts(inputs):
         found = step(*part)
-        whole = found.new_empty(len(found), inputs[0].shape[1], *found.shape[2:]) if whole is None else whole
-        whole[:, rows] = found
-    assert whole is not None
-    return whole
+        results = results or [x.new_empty(len(x), inputs[0].shape[1], *x.shape[2:]) for x in found]
+        for x, whole in zip(found, results, strict=True):
+            whole[:, rows] = x
+    return tuple(results)
 
 
 class _Kept(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _Again(torch.autograd.Function):
     """The parts, each of which is computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, step: Step, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, kept: Tensor, step: Step, count: int, *tensors: Tensor) -> Tensors:
         ctx.step, ctx.weights, ctx.kind = step, tensors[count:], kept.device.type
         ctx.autocast = {
             "dtype": torch.get_autocast_dtype(ctx.kind), "enabled": torch.is_autocast_enabled(ctx.kind)
@@ -81,7 +81,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weights = ctx.next_functions[0][0].saved_tensors, ctx.weights  # `_Kept` has the inputs
         wanted = ctx.needs_input_grad[3 : 3 + len(inputs)]
         dinputs = [torch.empty_like(x) if wants else None for x, wants in zip(inputs, wanted, strict=True)]
@@ -91,11 +91,11 @@ class _Again(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(ctx.kind, **ctx.autocast):
                 found = ctx.step(*part)
             leaves = [*(x for x in part if x.requires_grad), *weights]
-            grads = iter(torch.autograd.grad(found, leaves, grad[:, rows]))
+            new = iter(torch.autograd.grad(found, leaves, [grad[:, rows] for grad in grads]))
             for dx in dinputs:
                 if dx is not None:
-                    dx[:, rows] = next(grads)
+                    dx[:, rows] = next(new)
             for total in dweights:
-                total += next(grads)
+                total += next(new)
         rounded = (total.to(weight.dtype) for total, weight in zip(dweights, weights, strict=True))
-        return grad.new_empty(0), None, None, *dinputs, *rounded
+        return grads[0].new_empty(0), None, None, *dinputs, *rounded

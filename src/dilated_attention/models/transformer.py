@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -25,7 +25,7 @@ from dilated_attention.models.parts import in_parts, is_long
 from dilated_attention.pattern import DilatedPattern, whole_number
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
-Rotary = tuple[Tensor, Tensor]  # cos and sin, (..., n, 1, D / 2)
+Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
 
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
@@ -164,6 +164,7 @@ def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
 
 def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rotary:
     """cos and sin of each position. Angles are in float64: in float32 they are off by 0.06 at a million tokens."""
+    positions = positions if positions.dim() > 1 else positions.unsqueeze(0)
     rates = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim)
     some = [part.unsqueeze(-1) * rates for part in torch.split(positions, 1 << 16, dim=-1)]
     cos, sin = (
@@ -172,9 +173,9 @@ def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rota
     return cos, sin
 
 
-def rotated(x: Tensor, waves: Rotary) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """q or k with the first and second half of each head turned by its position."""
-    (cos, sin), (a, b) = waves, x.chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
@@ -203,25 +204,29 @@ class TransformerBlock(nn.Module):
         self.down = nn.Linear(F_, E, bias=False, **factory)
         self._compiled: dict[Any, Any] = {}
 
-    def forward(self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False) -> Tensor:
-        """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention."""
+    def forward(
+        self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False, is_late: bool = False
+    ) -> Tensor:
+        """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention, and
+        if ``is_late`` also through what comes before it."""
         if not again or not is_long(x):
-            return self._run(whole, x, waves, attend)  # type: ignore[no-any-return]
-        # computes only the norm again: a checkpoint stops where all that was kept is there, before the product
-        qkv = checkpoint(partial(projected, self), x, use_reentrant=False, preserve_rng_state=False)
-        out, lse = attend(*self._run(heads_of, qkv, waves))
+            return self._run(whole, x, attend, waves)  # type: ignore[no-any-return]
+        first, last = partial(self._run, before), partial(self._run, after)
+        given = (x, *(waves or ()))
+        layers: tuple[nn.Module, ...] = (self.attention_norm, self.qkv, self.q_norm, self.k_norm)
+        q, k, v = in_parts(first, given, weights_of(layers), again=True) if is_late else first(*given)
+        out, lse = attend(q, k, v)
         layers = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
-        weights, given = [weight for layer in layers for weight in layer.parameters()], (x, out)
-        if self.sink is not None:
-            weights, given = [*weights, self.sink], (x, out, lse)  # type: ignore[assignment]
-        return in_parts(partial(self._run, after), given, weights, again=True)
+        if self.sink is None:
+            return in_parts(last, (x, out), weights_of(layers), again=True)[0]
+        return in_parts(last, (x, out, lse), [*weights_of(layers), self.sink], again=True)[0]
 
     def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
         return self._compiled.get(step, step)(self, *inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As for any module; also the steps that long rows go through where there is a checkpoint."""
-        self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, heads_of, after)}
+        self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, before, after)}
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -250,24 +255,21 @@ class TransformerBlock(nn.Module):
                 module.reset_parameters()
 
 
-def whole(block: TransformerBlock, x: Tensor, waves: Rotary | None, attend: Attend) -> Tensor:
-    return after(block, x, *attend(*heads_of(block, projected(block, x), waves)))
+def whole(block: TransformerBlock, x: Tensor, attend: Attend, waves: Rotary | None) -> Tensor:
+    q, k, v = before(block, x, *(waves or ()))
+    return after(block, x, *attend(q, k, v))[0]
 
 
-def projected(block: TransformerBlock, x: Tensor) -> Tensor:
-    found: Tensor = block.qkv(block.attention_norm(x))
-    return found
-
-
-def heads_of(block: TransformerBlock, qkv: Tensor, waves: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of each token, as attention takes them."""
-    q, k, v = torch.split(qkv.view(*qkv.shape[:-1], -1, block.head_dim), block.counts, dim=-2)
+def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of each token."""
+    qkv = block.qkv(block.attention_norm(x))
+    q, k, v = torch.split(qkv.view(*x.shape[:-1], -1, block.head_dim), list(block.counts), dim=-2)
     q, k = block.q_norm(q), block.k_norm(k)
-    return (q, k, v) if waves is None else (rotated(q, waves), rotated(k, waves), v)
+    return (rotated(q, *waves), rotated(k, *waves), v) if waves else (q, k, v)
 
 
-def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = None) -> Tensor:
-    """The rest of the block, which sees each token alone."""
+def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = None) -> tuple[Tensor]:
+    """The rest of the block, which sees each token alone as well."""
     if block.sink is not None and lse is not None:
         out = out * torch.sigmoid(lse - block.sink).unsqueeze(-1).to(out.dtype)
     x = x + block.out(block.inner_norm(out.flatten(-2)))
@@ -277,8 +279,11 @@ def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = 
         up = F.silu(gate) * up
     else:
         up = F.gelu(up)
-    found: Tensor = x + block.down(block.ffn_inner_norm(up))
-    return found
+    return (x + block.down(block.ffn_inner_norm(up)),)
+
+
+def weights_of(layers: Iterable[nn.Module]) -> list[Tensor]:
+    return [weight for layer in layers for weight in layer.parameters()]
 
 
 class Trunk(nn.Module):
@@ -317,9 +322,12 @@ class Trunk(nn.Module):
         if base is not None:
             waves = rotary(positions, self.config.head_size, base, x.dtype)
         again = self.checkpointing and torch.is_grad_enabled()
-        for block, attend in zip(self.blocks, attends, strict=True):
-            if again and block is not self.blocks[-1]:
-                x = self.checkpoint(block, x, waves, attend, True)
-            else:  # the backward pass begins with the last block: it would be computed again at once
-                x = block(x, waves, attend, again)
+        for number, (block, attend) in enumerate(zip(self.blocks, attends, strict=True), start=1):
+            # When the backward pass comes to the late blocks, the inputs of almost all blocks are still kept: memory is
+            # shortest then. It begins with the last one, which would be computed again at once.
+            is_late = number > len(self.blocks) * 3 // 4
+            if again and number < len(self.blocks):
+                x = self.checkpoint(block, x, waves, attend, True, is_late)
+            else:
+                x = block(x, waves, attend, again, is_late)
         return self.norm(x)  # type: ignore[no-any-return]

@@ -105,8 +105,8 @@ class Training:
 
     def measure(self) -> list[Any]:
         """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
-        weights = sum(x.nbytes for x in self.model.parameters())
-        peak = (probes.peak_bytes(self, self.session.device) + weights) / GIB
+        before = 2 * sum(x.nbytes for x in self.model.parameters())  # weights, and gradients of the step before
+        peak = (probes.peak_bytes(self, self.session.device) + before) / GIB
         seconds = self.session.time({"": self}, 0.5, warmups=0)[""].median / 1000  # the peak took a call or two
         return [seconds, self.tokens / seconds, peak, self.operations() / seconds / self.ceiling()]
 
