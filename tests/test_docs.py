@@ -508,6 +508,29 @@ def test_the_figures_of_streaming_and_decoding_are_the_measured_ones() -> None:
     assert f"commit {decoded['machine']['commit']}" in page
 
 
+def test_the_page_of_language_models_has_what_was_measured() -> None:
+    page = (ROOT / "docs/language-models.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "benchmarks/results/language/results.json").read_text(encoding="utf-8"))
+    tables = {table["title"]: table["rows"] for table in found["tables"]}
+    measured = {("125M", row[0], row[1]): row[3:5] for row in tables["A training step"]}
+    measured |= {
+        ("0.6B", x[0], x[1].replace("0.6B", "longnet")): x[3:5] for x in tables["A training step of a larger model"]
+    }
+    lines = [row.split("|")[1:-1] for row in page.splitlines() if re.match(r"\| `(125M|0.6B)` \| \d+,\d", row)]
+    said = {}
+    for size, tokens, longnet, dense, peaks in lines:
+        for name, cell, column in (("longnet", longnet, 0), ("dense SDPA", dense, 0), ("longnet", peaks, 1)):
+            for way, number in zip((name, f"{name}, compiled"), cell.split("/"), strict=True):
+                said[size.strip(" `"), int(tokens.replace(",", "")), way, column] = number.strip().replace(",", "")
+    for (size, tokens, way, column), number in said.items():
+        row = measured.pop((size, tokens, way), None) if column else measured.get((size, tokens, way))
+        assert number == "–" if row is None else float(number) == pytest.approx(row[column], rel=0.005, abs=0.05)
+    assert all("dense" in way for _, _, way in measured)
+    (short, slow), (far, fast) = ((row[0], row[2]) for row in tables["Generation"])
+    told = f"{slow:.0f} tokens per second after a prompt of {short:,} tokens, and {fast:.0f} after {far:,}"
+    assert told in " ".join(page.split())
+
+
 def test_the_page_of_slides_has_what_was_measured() -> None:
     page = (ROOT / "docs/slides.md").read_text(encoding="utf-8")
     found = json.loads((ROOT / "benchmarks/results/slides/results.json").read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.bench import baselines, probes
+from dilated_attention.bench.run import Call
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.lm import attend_whole
@@ -29,6 +30,7 @@ FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in ra
 LENGTHS = {"cuda": {1 << 13: 35.0, 1 << 15: 20.0, 1 << 17: 55.0, 1 << 19: 20.0, 1 << 20: 40.0}, "cpu": {1 << 10: 10.0}}
 MOST_DENSE = 1 << 17  # tokens: beyond, a step with dense attention takes minutes
 COMPILED = (1 << 13, 1 << 17, 1 << 20)  # tokens of the steps that are compiled as well, which takes a while for each
+CAPTURED = (1 << 13,)  # and of those that are captured as a CUDA graph then: the host takes longer than the kernels
 LARGE: dict[str, dict[tuple[int, bool], float]] = {  # tokens, whether compiled, and the seconds that the row takes
     "cuda": {(1 << 17, False): 25.0, (1 << 19, False): 50.0, (1 << 20, False): 90.0, (1 << 20, True): 100.0},
     "cpu": {},
@@ -103,11 +105,27 @@ class Training:
         loss = summed_loss(states.pop(), self.model.head.weight, self.labels) / self.tokens
         torch.autograd.backward(loss)
 
+    def captured(self) -> Call:
+        """The step as a CUDA graph, after a few on another stream, as PyTorch wants it."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph.replay
+
     def measure(self) -> list[Any]:
         """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
         before = 2 * sum(x.nbytes for x in self.model.parameters())  # weights, and gradients of the step before
         peak = (probes.peak_bytes(self, self.session.device) + before) / GIB
-        seconds = self.session.time({"": self}, 0.5, warmups=0)[""].median / 1000  # the peak took a call or two
+        return self.timed(self, peak)
+
+    def timed(self, call: Call, peak: float | None) -> list[Any]:
+        seconds = self.session.time({"": call}, 0.5, warmups=0)[""].median / 1000  # the peak took a call or two
         return [seconds, self.tokens / seconds, peak, self.operations() / seconds / self.ceiling()]
 
     def operations(self) -> float:
@@ -136,8 +154,10 @@ def training_table(session: Session, tokens: int) -> None:
     for is_compiled in (False, True) if tokens in COMPILED else (False,):
         for name, attend in ways.items():
             model = model_of(session, "125M", PATTERN)
-            found = Training(session, model, tokens, attend, is_compiled).measure()
-            rows.append([tokens, name + ", compiled" * is_compiled, *found])
+            step = Training(session, model, tokens, attend, is_compiled)
+            rows.append([tokens, name + ", compiled" * is_compiled, *step.measure()])
+            if is_compiled and tokens in CAPTURED:
+                rows.append([tokens, f"{name}, compiled, in a CUDA graph", *step.timed(step.captured(), None)])
     size = "125M" if session.on_cuda else "a small model"
     session.table(SUITE, title, f"{size}, causal, {PATTERN}.", COLUMNS, rows)
 
