@@ -19,6 +19,9 @@ BLOCK = 4096  # logits that a program has at a time
 def loss_kernel(Logits, Labels, Losses, size, IGNORED: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits, label, columns = Logits + row * size, tl.load(Labels + row), tl.arange(0, BLOCK)
+    is_token, counts = (label >= 0) & (label < size), label != IGNORED
+    # read before the sums, for which all threads wait: later another thread may have written there
+    own = tl.load(logits + label, mask=is_token, other=float("nan")).to(tl.float32)
     top, mass = float("-inf"), 0.0
     for first in range(0, size, BLOCK):
         x = tl.load(logits + first + columns, mask=first + columns < size, other=float("-inf")).to(tl.float32)
@@ -26,19 +29,13 @@ def loss_kernel(Logits, Labels, Losses, size, IGNORED: tl.constexpr, WRITES: tl.
         safe = tl.where(new == float("-inf"), 0.0, new)
         mass = mass * tl.exp(top - safe) + tl.sum(tl.exp(x - safe), 0)
         top = new
-    log_mass = tl.log(mass)  # not top + log_mass: the sum of a large and a small number would lose digits
-    is_token = (label >= 0) & (label < size)
-    loss = top - tl.load(logits + label, mask=is_token, other=float("nan")).to(tl.float32) + log_mass
-    counts = label != IGNORED
-    tl.store(Losses + row, tl.where(counts, loss, 0.0))
+    log_mass = tl.log(mass)
+    tl.store(Losses + row, tl.where(counts, top - own + log_mass, 0.0))  # top + log_mass would lose digits
     if WRITES:
-        # of the label's own logit: exp(-loss) - 1, by its series where digits would be lost
-        series = -loss * (1 - loss / 2 * (1 - loss / 3 * (1 - loss / 4 * (1 - loss / 5 * (1 - loss / 6)))))
-        own = tl.where(loss < 0.25, series, tl.exp(-loss) - 1)
         for first in range(0, size, BLOCK):
             at, here = logits + first + columns, first + columns < size
             x = tl.load(at, mask=here, other=float("-inf")).to(tl.float32)
-            grad = tl.where(first + columns == label, own, tl.exp(x - top - log_mass))
+            grad = tl.exp(x - top - log_mass) - tl.where(first + columns == label, 1.0, 0.0)
             grad = tl.where(is_token, grad, tl.where(counts, float("nan"), 0.0))
             tl.store(at, grad.to(Logits.dtype.element_ty), mask=here)
 
