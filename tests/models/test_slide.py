@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dilated_attention
 from dilated_attention import models
-from dilated_attention.models import PRESETS, SlideEncoder, layers, slide_pattern
+from dilated_attention.models import PRESETS, SlideEncoder, layers, parts, slide_pattern
 from tests.models.golden import SLIDES, golden, slide_encoder, small
 
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
@@ -136,15 +136,15 @@ def test_a_slide_does_not_depend_on_its_batch(global_pool: bool) -> None:
 
 
 def test_feed_forward_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "AT_ONCE", 7)
+    monkeypatch.setattr(parts, "AT_ONCE", 7)
     widest: list[int] = []
     half = layers.FeedForward(8, 32).double()
     half.fc1.register_forward_hook(lambda _, given, found: widest.append(found.shape[1]))
     x = torch.randn(2, 23, 8, dtype=torch.float64)
     with torch.no_grad():
-        parts = half(x)
+        cut = half(x)
     assert max(widest) == 7
-    torch.testing.assert_close(parts, half(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(cut, half(x), rtol=1e-12, atol=1e-12)
     assert max(widest) == 23  # all at once where a gradient is wanted
 
 
