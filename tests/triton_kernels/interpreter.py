@@ -18,6 +18,7 @@ def quicken() -> None:
     """In this process, for good."""
     import triton
     from triton import language as tl
+    from triton.language import semantic
     from triton.runtime import interpreter
 
     if not triton.__version__.startswith("3.7."):
@@ -45,6 +46,7 @@ def quicken() -> None:
     interpreter._patch_lang = once
     interpreter._get_np_dtype = np_dtype
     quicken_types(tl.core)
+    quicken_operands(semantic.TritonSemantic)
 
 
 def quicken_types(core: Any) -> None:
@@ -79,7 +81,39 @@ def quicken_types(core: Any) -> None:
             known = self.ir = made(self, builder)
         return known
 
+    first, blocks = core.block_type.__init__, {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(unwrap(size) for size in shape)
+        known = blocks.get(key)
+        if known is None:
+            first(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = known
+
     core._unwrap_if_constexpr = unwrap
+    core.block_type.__init__ = block_type
     core.block_type.to_ir = to_ir
     core.tensor.__init__ = tensor
     core.block_type.with_element_ty = with_element_ty
+
+
+def quicken_operands(semantic: Any) -> None:
+    """Operands that are alike are left as they are, without a look at what else they could be."""
+    every, cast = semantic.broadcast_impl_value, semantic.cast
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        one, other = lhs.type, rhs.type
+        if one.is_block() and other.is_block() and one.shape is other.shape:  # there is one object for each shape
+            return lhs, rhs
+        if not one.is_block() and not other.is_block():
+            return lhs, rhs
+        found: tuple[Any, Any] = every(self, lhs, rhs)
+        return found
+
+    def to(self: Any, x: Any, dtype: Any, *rounding: Any) -> Any:
+        return x if x.dtype is dtype else cast(self, x, dtype, *rounding)
+
+    semantic.broadcast_impl_value, semantic.cast = broadcast, to
