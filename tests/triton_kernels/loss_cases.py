@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.models import loss_kernel
+from dilated_attention.backends.triton.losses import losses_
 from dilated_attention.models.loss import IGNORED
 from tests.cases import INTERPRETED
 from tests.on_gpu import DEVICE
@@ -39,9 +39,9 @@ def test_losses_and_gradients(size: int, dtype: torch.dtype) -> None:
     logits, labels = given(size, dtype)
     expected, gradient = exact(logits, labels)
     before = logits.clone()
-    losses = loss_kernel.losses(logits, labels, IGNORED, writes=False)
+    losses = losses_(logits, labels, IGNORED, writes=False)
     assert torch.equal(logits, before)
-    assert torch.equal(loss_kernel.losses(logits, labels, IGNORED, writes=True), losses)
+    assert torch.equal(losses_(logits, labels, IGNORED, writes=True), losses)
     assert losses.dtype is torch.float32
     torch.testing.assert_close(losses.double(), expected, rtol=2e-6, atol=2e-6)
     limits = {"rtol": max(2e-6, torch.finfo(dtype).eps), "atol": 5e-7}  # of a sum of thousands, in float32
@@ -51,7 +51,7 @@ def test_losses_and_gradients(size: int, dtype: torch.dtype) -> None:
 
 def test_a_label_that_is_no_token_is_told() -> None:
     logits, labels = torch.zeros(3, 7, device=DEVICE), torch.tensor([7, -1, 3], device=DEVICE)
-    losses = loss_kernel.losses(logits, labels, IGNORED, writes=True)
+    losses = losses_(logits, labels, IGNORED, writes=True)
     assert losses.isnan().tolist() == [True, True, False]
     assert logits.isnan().all(1).tolist() == [True, True, False]
     assert not logits[2].isnan().any()
@@ -60,11 +60,11 @@ def test_a_label_that_is_no_token_is_told() -> None:
 def test_nan_stays_in_its_row() -> None:
     logits, labels = torch.zeros(3, 5000, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
     logits[1, 4999], logits[2, 7] = torch.nan, torch.inf
-    losses = loss_kernel.losses(logits, labels, IGNORED, writes=True)
+    losses = losses_(logits, labels, IGNORED, writes=True)
     assert losses.isnan().tolist() == [False, True, True]
     assert not logits[0].isnan().any()
 
 
 def test_no_rows() -> None:
     logits, labels = torch.zeros(0, 7, device=DEVICE), torch.zeros(0, dtype=torch.long, device=DEVICE)
-    assert loss_kernel.losses(logits, labels, IGNORED, writes=True).shape == (0,)
+    assert losses_(logits, labels, IGNORED, writes=True).shape == (0,)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from dilated_attention.backends.losses import losses_
 from dilated_attention.call import accumulate_dtype
 from dilated_attention.checks import computed_dtype
 
@@ -93,7 +94,7 @@ class _Losses(torch.autograd.Function):
         losses = torch.empty(shape, dtype=exact, device=states.device)
         flat = losses.view(-1)
         for part in _parts(len(labels), chunk):
-            flat[part] = _losses(states[part] @ weight.T, labels[part], writes=False)
+            flat[part] = losses_(states[part] @ weight.T, labels[part], IGNORED, writes=False)
         ctx.save_for_backward(states, weight, labels)
         ctx.chunk = chunk
         return losses
@@ -111,7 +112,7 @@ class _Losses(torch.autograd.Function):
         dweight = torch.zeros(weight.shape, dtype=factor.dtype, device=weight.device)
         for part in _parts(len(labels), ctx.chunk):
             dlogits = states[part] @ weight.T
-            _losses(dlogits, labels[part], writes=True)
+            losses_(dlogits, labels[part], IGNORED, writes=True)
             dstates[part] = (dlogits @ weight) * factor[part]
             dweight += dlogits.T @ (states[part] * (factor[part] / largest)).to(states.dtype)
         return dstates, dweight.mul_(largest).to(weight.dtype), None, None
@@ -127,7 +128,7 @@ class _Sum(torch.autograd.Function):
         dstates, dweight = torch.empty_like(states), torch.zeros_like(weight, dtype=exact)
         for part in _parts(len(labels), chunk):
             dlogits = states[part] @ weight.T
-            losses[part] = _losses(dlogits, labels[part], writes=True)
+            losses[part] = losses_(dlogits, labels[part], IGNORED, writes=True)
             dstates[part] = dlogits @ weight
             if ctx.needs_input_grad[1]:
                 dweight += dlogits.T @ states[part]
@@ -140,22 +141,6 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dstates, dweight = ctx.saved_tensors
         return dstates * grad, (dweight * grad).to(ctx.dtype), None, None
-
-
-def _losses(logits: Tensor, labels: Tensor, writes: bool) -> Tensor:
-    """The loss of each row of logits. If ``writes``, the gradient of each loss takes the place of the logits."""
-    if logits.is_cuda and logits.dtype is not torch.float64:
-        from dilated_attention.models import loss_kernel  # not before it is used: it imports Triton
-
-        return loss_kernel.losses(logits, labels, IGNORED, writes)
-    exact, ignored, label = accumulate_dtype(logits.dtype), labels == IGNORED, labels.clamp(min=0).unsqueeze(1)
-    logs = logits.to(exact).log_softmax(-1)
-    losses = (-logs.gather(1, label).squeeze(1)).masked_fill(ignored, 0.0)
-    if writes:
-        # p, and for the label's own logit p - 1, which near p = 1 would lose its digits
-        p = logs.exp_().scatter_(1, label, torch.expm1(-losses).unsqueeze(1))
-        logits.copy_(p.masked_fill_(ignored.unsqueeze(1), 0.0))
-    return losses
 
 
 def _parts(tokens: int, chunk: int) -> list[slice]:

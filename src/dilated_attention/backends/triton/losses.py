@@ -40,7 +40,7 @@ def loss_kernel(Logits, Labels, Losses, size, IGNORED: tl.constexpr, WRITES: tl.
             tl.store(at, grad.to(Logits.dtype.element_ty), mask=here)
 
 
-def losses(logits: Tensor, labels: Tensor, ignored: int, writes: bool) -> Tensor:
+def losses_(logits: Tensor, labels: Tensor, ignored: int, writes: bool) -> Tensor:
     """The loss of each row of logits (n, V), in float32. If ``writes``, its gradient takes the place of the logits."""
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
