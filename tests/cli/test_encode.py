@@ -158,34 +158,46 @@ def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Any, feature
     feature_files.trident(features / "wide.h5", *feature_files.content(9, 1024))
     feature_files.trident(features / "far.h5", tiles, coords * 1000)
     feature_files.trident(features / "nan.h5", tiles * torch.nan, coords)
+    feature_files.trident(features / "large.h5", tiles * 1e37, coords)
+    feature_files.trident(features / "word.h5", tiles, coords, patch_size_level0="unknown")
     (features / "text\x1b[2J.h5").write_text("no HDF5")
     code, out, err = encoded()
     assert code == 1
     assert "slides encoded: 3 (78 tiles" in out
-    assert "4 skipped" in out
+    assert "6 skipped" in out
     skipped = [line for line in err.splitlines() if line.startswith("skipped: ")]
-    assert len(skipped) == 4
+    assert len(skipped) == 6
     for name, why in {
         "wide": "looks like UNI", "far": "beyond the grid", "nan": "9 of 9 tiles have NaN", "text": "read as HDF5",
+        "large": "its embedding is not finite", "word": "its patch_size_level0 is 'unknown'",
     }.items():  # fmt: skip
         assert any(f"/{name}" in line and why in line for line in skipped), name
     assert "\x1b" not in err
     assert sorted(rows(tmp_path / "out/embeddings.csv")) == sorted(LENGTHS)
 
 
-def test_without_memory_for_a_batch_slides_go_alone(encoded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_without_memory_for_a_batch_slides_go_alone(
+    encoded: Any, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
     original = work.embed
 
     def small(model: SlideEncoder, slides: Any, layer: int | None) -> list[torch.Tensor]:
         if len(slides) > 1 or slides[0][0].name == "long":
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+            raise error
         return original(model, slides, layer)
 
     monkeypatch.setattr(work, "embed", small)
     code, out, err = encoded()
     assert code == 1
     assert "slides encoded: 2" in out
-    assert "long.h5: CUDA out of memory. Tried to allocate" in err
+    assert f"long.h5: {' '.join(str(error).split())}" in err
 
 
 def slide(name: str, tiles: int) -> Slide:
@@ -211,12 +223,15 @@ def test_batches_fit_the_budget() -> None:
         (["--thumbnails", "."], "--thumbnails must be a folder, and needs --attention"),
         (["--weights", "none.pth"], "there are no weights at 'none.pth'"),
         (["--heads", "5"], "multiple of num_heads"),
+        (["--attention", "--thumbnails", "OUT"], "--thumbnails and --out must be different folders"),
     ],
 )
 def test_what_is_refused(
     refused: Refused, weights: Path, features: Path, tmp_path: Path, more: list[str], match: str
 ) -> None:
+    (tmp_path / "out").mkdir()
     given = ["--weights", weights, "--pool", "mean", "--heads", 4, "--out", tmp_path / "out", *more]
+    given = [tmp_path / "out" if word == "OUT" else word for word in given]
     assert match in refused("encode", features, *given)
     assert not [*(tmp_path / "out").glob("*")]
 

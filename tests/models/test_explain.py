@@ -112,3 +112,16 @@ def test_one_slide_in_eval_mode() -> None:
         model().rollout(TILES, COORDS)
     with pytest.raises(ValueError, match="training mode"):
         model().train().attention_map(ONE, PLACES)
+
+
+def test_nan_is_not_hidden() -> None:
+    tiles = ONE.clone()
+    tiles[0, 3] = torch.nan
+    assert model().attention_map(tiles, PLACES).tiles.isnan().any()
+
+
+def test_in_inference_mode() -> None:
+    encoder = model()
+    with torch.inference_mode():
+        found = encoder.rollout(ONE, PLACES)
+    close(joined(found), joined(encoder.rollout(ONE, PLACES)))

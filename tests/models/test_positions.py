@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,6 +74,15 @@ def test_attributes_of_a_file() -> None:
     slide = {"level0_width": 60000, "level0_height": 100000}
     with pytest.raises(ValueError, match="in um, as the attribute 'unit' says"):
         check_attributes(coords, {"unit": "um"})
+    for unit in (b"um", np.bytes_(b"um"), np.array(["um"]), "micrometers", "Micron"):
+        with pytest.raises(ValueError, match="as the attribute 'unit' says, and must be in pixels"):
+            check_attributes(coords, {"unit": unit})
+    with pytest.raises(ValueError, match=r"coords are in mm, .* only pixels and µm are known"):
+        check_attributes(coords, {"unit": "mm"})
+    with pytest.raises(ValueError, match="level0_width and level0_height must be numbers, got 'wide' and 100000"):
+        check_attributes(coords, slide | {"level0_width": "wide"})
+    with pytest.warns(DilatedAttentionWarning, match="probably .row, column."):
+        check_attributes(coords.unsqueeze(0), slide)
     with pytest.warns(DilatedAttentionWarning, match="probably .row, column."):
         check_attributes(coords, slide)
     with warnings.catch_warnings():

@@ -99,6 +99,39 @@ def test_weights_that_do_not_fit_are_refused(change: object, said: str, tmp_path
         SlideEncoder.from_pretrained(tmp_path, global_pool=False, num_heads=4)
 
 
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_damaged_weights_are_refused(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"weights.{ending}"
+    if ending == "pth":
+        torch.save(small().state_dict(), file)
+    else:
+        models.weights.save(small().state_dict(), file)
+    whole = file.read_bytes()
+    for content in (b"", b"no weights at all", b"version of a pointer\n", whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="is damaged"):
+            SlideEncoder.from_pretrained(file, global_pool=False, num_heads=4)
+
+
+def test_any_inner_width_is_read_back(tmp_path: Path) -> None:
+    """304 * (810 / 304) is just below 810."""
+    model = SlideEncoder(6, 304, 1, 16, mlp_ratio=8 / 3, global_pool=False)
+    models.weights.save(model.state_dict(), tmp_path / "w.safetensors")
+    again = SlideEncoder.from_pretrained(tmp_path / "w.safetensors", global_pool=False)
+    assert again.encoder.layers[0].ffn.fc1.out_features == 810  # type: ignore[union-attr]
+
+
+def test_a_download_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def gone(*_: object) -> str:
+        raise hub.errors.LocalEntryNotFoundError("no\nconnection")
+
+    monkeypatch.setattr(hub, "hf_hub_download", gone)
+    with pytest.raises(ValueError, match="org/name could not be downloaded from the hub: no connection"):
+        SlideEncoder.from_pretrained("hf_hub:org/name", global_pool=False)
+
+
 @pytest.mark.parametrize("name", ["nothing.pth", "some/nothing.safetensors", "/a/b/c", "word"])
 def test_a_path_without_weights_is_an_error_not_a_download(name: str) -> None:
     with pytest.raises(ValueError, match="no weights at"):

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 import torch
 
+from dilated_attention.models import positions
 from dilated_attention.slides import files
 from dilated_attention.slides.files import BadFile
 from tests.slides import feature_files
@@ -26,6 +28,27 @@ def test_the_three_formats_are_the_same_slide(tmp_path: Path, made: Callable[...
     tiles, coords = files.read(slide)
     torch.testing.assert_close(tiles.float(), TILES, atol=2e-3, rtol=1e-3)
     torch.testing.assert_close(coords / slide.tile_size, COORDS.double() / 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("um", "px"), [(110.0, 224), (291.0, 300), (503.0, 256), (63.104, 256), (256.0, 224)])
+def test_microns_are_in_the_cells_of_their_pixels(tmp_path: Path, um: float, px: int, dtype: torch.dtype) -> None:
+    """Also where a tile's place is rounded to just below the border of its cell."""
+    cells = torch.stack([torch.arange(1000), torch.arange(999, -1, -1)], 1)
+    attributes = {"unit": "um", "tile_size_um": um, "tile_size_px": px}
+    arrays = {"feats": torch.zeros(1000, 6), "coords": (cells.double() * um).to(dtype)}
+    slide = files.look(feature_files.save(tmp_path / "um.h5", arrays, attributes))
+    places = files.read(slide)[1].unsqueeze(0)
+    assert torch.equal(positions.cells(places, slide.tile_size, 1000)[0], cells)
+
+
+def test_numbers_in_another_order_of_bytes(tmp_path: Path) -> None:
+    for kind in (">f4", "longdouble"):
+        with h5py.File(tmp_path / "odd.h5", "w") as file:
+            file["features"], file["coords"] = TILES.numpy().astype(kind), COORDS.numpy().astype(">i8")
+        tiles, coords = files.read(files.look(tmp_path / "odd.h5"))
+        assert torch.equal(tiles.float(), TILES)
+        assert torch.equal(coords, COORDS.double())
 
 
 def test_the_tile_size_of_files_that_do_not_say(tmp_path: Path) -> None:
@@ -63,6 +86,14 @@ def test_a_file_that_changed_is_another_slide(tmp_path: Path) -> None:
             "in µm: .* needs both tile_size_um and tile_size_px",
         ),
         ({"feats": TILES, "coords": COORDS}, {"tile_size_px": -1}, "must be positive"),
+        (
+            {"feats": TILES, "coords": COORDS},
+            {"tile_size_px": "small"},
+            "its tile_size_px is 'small', and must be a number",
+        ),
+        ({"feats": TILES, "coords": COORDS}, {"tile_size": [256, 256]}, "its tile_size is .* and must be a number"),
+        ({"feats": TILES, "coords": COORDS}, {"unit": "mm"}, "coords are in mm, .* only pixels and µm are known"),
+        ({"feats": TILES, "coords": COORDS}, {"tile_size": h5py.Empty("f4")}, "and must be a number"),
     ],
 )
 def test_a_file_that_is_no_slide(tmp_path: Path, arrays: Any, attributes: Any, match: str) -> None:
@@ -76,6 +107,13 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "text.h5").write_text("features")
     with pytest.raises(BadFile, match="cannot be read as HDF5"):
         files.look(tmp_path / "text.h5")
+
+
+def test_a_dataset_without_data(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "empty.h5", "w") as file:
+        file["features"], file["coords"] = h5py.Empty("f4"), COORDS.numpy()
+    with pytest.raises(BadFile, match="it cannot be read"):
+        files.look(tmp_path / "empty.h5")
 
 
 def test_features_that_are_no_numbers(tmp_path: Path) -> None:

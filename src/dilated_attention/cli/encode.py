@@ -114,6 +114,8 @@ def encode(
             raise ValueError(f"--pool must be mean or cls, got {pool!r}")
         if thumbnails is not None and not (attention and thumbnails.is_dir()):
             raise ValueError("--thumbnails must be a folder, and needs --attention")
+        if thumbnails is not None and thumbnails.resolve() == out.resolve():
+            raise ValueError("--thumbnails and --out must be different folders: maps would replace the thumbnails")
         arguments.writable(out)
         table = arguments.file("--table", table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
@@ -176,7 +178,7 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
         except KeyboardInterrupt:
             code = 130
         except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
-            raise arguments.Refused(f"cannot write {error.filename}: {error.strerror}") from error
+            raise arguments.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
     rows = work.write_table(job, outcome.slides, table)
     _tell(outcome, seconds_text(time.monotonic() - start), is_whole=not code)
     screen.print(f"written: {table}, slides: {rows:,}", soft_wrap=True)

@@ -20,7 +20,7 @@ Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
 
 
 class AttentionMap(NamedTuple):
-    """Attention weights of one query, which sum to 1.
+    """Attention weights of one query, which sum to 1; all are 0 in a head in which no branch has the query.
 
     The leading dimensions (...) are layers and heads, each only if the call named none: (layers, heads, L) at most.
 
@@ -84,7 +84,8 @@ def row_weights(attention: SelfAttention, x: Tensor, row: int) -> AttentionMap:
         device=x.device,
     )
     logits = torch.cat([scores + counts.to(wide).log(), zeros.to(wide).log().unsqueeze(1)], dim=1)
-    weights = logits.softmax(-1).nan_to_num(0.0)  # a row that sees no key at all has no weights
+    sees = (counts.sum(1) + zeros > 0).unsqueeze(1)
+    weights = logits.softmax(-1).masked_fill(~sees, 0.0)  # a row that sees no key at all has no weights
     return AttentionMap(weights[:, 1:tokens], weights[:, 0], weights[:, tokens])
 
 
@@ -118,12 +119,13 @@ def rollout(layers: Iterable[Layer], states: Sequence[Tensor], start: Tensor) ->
 
 def _transposed(attention: SelfAttention, x: Tensor, row: Tensor) -> Tensor:
     q, k, v = (part.to(row.dtype) for part in attention.project(x))
-    with torch.enable_grad():
-        v = v.detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():  # copies: what inference mode made has no gradients
+        q, k, v = (part.clone() if part.is_inference() else part.detach() for part in (q, k, v))
+        v.requires_grad_()
         out, _ = functional.attend(
-            q.detach(), k.detach(), v, attention.pattern, False, None, 0.0, None, False, "auto", None, None, warns=False
+            q, k, v, attention.pattern, False, None, 0.0, None, False, "auto", None, None, warns=False
         )
-    gradient = torch.zeros_like(out)
-    gradient[0, :, :, 0] = row.unsqueeze(1) / attention.num_heads  # one channel is enough
-    (found,) = torch.autograd.grad(out, v, gradient)
+        gradient = torch.zeros_like(out)
+        gradient[0, :, :, 0] = row.unsqueeze(1) / attention.num_heads  # one channel is enough
+        (found,) = torch.autograd.grad(out, v, gradient)
     return found[0, :, :, 0].sum(1)

@@ -39,6 +39,7 @@ def create_model(
         kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
     """
     model = LongNetViT.preset(model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
+    pretrained = os.fspath(pretrained)
     if local_dir is not None and not pretrained.startswith(weights.HUB):
         raise ValueError(f"local_dir is for downloads, and pretrained is {pretrained!r}: leave local_dir out")
     if pretrained:

@@ -21,7 +21,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.models.parts import in_parts
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, whole_number
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         self, embed_dim: int, num_heads: int, pattern: DilatedPattern, *, is_causal: bool = False, xpos: bool = False
     ) -> None:
         super().__init__()
-        if embed_dim % num_heads:
+        if embed_dim % whole_number("num_heads", num_heads):
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         self.num_heads = num_heads
         self.pattern = pattern

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from dilated_attention.notice import warn
 
+PIXELS = ("", "px", "pixel", "pixels")
+MICRONS = ("um", "µm", "μm", "micron", "microns", "micrometer", "micrometers", "micrometre", "micrometres")
 HALF = (torch.float16, torch.bfloat16)
 TileSize = int | float | Sequence[int] | Sequence[float] | Tensor  # one, or one for each slide
 
@@ -67,21 +69,37 @@ def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
     Examples:
         >>> models.check_attributes(torch.tensor([[900, 100]]), {"level0_width": 1000, "level0_height": 500})
     """
-    unit = str(attributes.get("unit", "px")).lower()
-    if unit in ("um", "µm", "μm", "micron", "microns"):
+    unit = unit_of(attributes)
+    if unit in MICRONS:
         raise ValueError(
             f"coords are in {unit}, as the attribute 'unit' says, and must be in pixels of level 0: divide them by the "
             "µm per pixel at level 0, and give the tile_size in the same pixels"
         )
-    width, height = (attributes.get(name) for name in ("level0_width", "level0_height"))
+    width, height = (plain(attributes.get(name)) for name in ("level0_width", "level0_height"))
     if width is None or height is None or not len(coords):
         return
-    x, y = coords.amax(-2).tolist()
+    if not all(isinstance(size, int | float) for size in (width, height)):
+        raise ValueError(f"level0_width and level0_height must be numbers, got {width!r} and {height!r}")
+    x, y = coords.reshape(-1, 2).amax(0).tolist()
     if (x >= width or y >= height) and x < height and y < width:
         warn(
             f"coords reach ({x:g}, {y:g}) on a slide {width} pixels wide and {height} high: they are probably (row, "
             "column), and must be (x, y); pass coords.flip(-1)"
         )
+
+
+def unit_of(attributes: Mapping[str, Any]) -> str:
+    """The unit of a file's coordinates, one of PIXELS or MICRONS."""
+    unit = str(plain(attributes.get("unit", "px"))).lower()
+    if unit not in PIXELS + MICRONS:
+        raise ValueError(f"coords are in {unit}, as the attribute 'unit' says: only pixels and µm are known")
+    return unit
+
+
+def plain(value: Any) -> Any:
+    """An attribute as Python has it: HDF5 gives arrays of one element, and bytes."""
+    value = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _sides(tile_size: TileSize, slides: int) -> Tensor:

@@ -43,5 +43,8 @@ def sizes_of(state: Mapping[str, Tensor], source: object) -> dict[str, Any]:
         raise ValueError(f"{source} has no weights of a slide encoder: missing: {', '.join(missing)}")
     embed_dim, in_chans = state["patch_embed.proj.weight"].shape
     indices = {int(name.split(".")[2]) for name in state if name.startswith("encoder.layers.")}
-    mlp_ratio = len(state["encoder.layers.0.ffn.fc1.weight"]) / embed_dim
+    inner = len(state["encoder.layers.0.ffn.fc1.weight"])
+    mlp_ratio = inner / embed_dim
+    if int(embed_dim * mlp_ratio) < inner:  # rounded down
+        mlp_ratio = math.nextafter(mlp_ratio, math.inf)
     return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": max(indices) + 1, "mlp_ratio": mlp_ratio}

@@ -38,7 +38,11 @@ def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = T
     is_id = takes_plain_ids and re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(ENDINGS)
     if not text.startswith(HUB) and not is_id:
         raise ValueError(f"there are no weights at {text!r}: name a file, a folder, or a hub id (hf_hub:org/name)")
-    return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), FILE))
+    try:
+        return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), FILE))
+    except (OSError, ValueError) as error:  # no connection, no such repository, or no access to it
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{text.removeprefix(HUB)} could not be downloaded from the hub: {reason}") from error
 
 
 def _optional(name: str) -> Any:
@@ -48,13 +52,18 @@ def _optional(name: str) -> Any:
 def read(path: Path) -> State:
     """The state dict in a .safetensors file, or in a .pth file alone or under the key `model`."""
     if path.suffix == ".safetensors":
-        found: Any = _optional("safetensors.torch").load_file(path)
+        try:
+            found: Any = _optional("safetensors.torch").load_file(path)
+        except _optional("safetensors").SafetensorError as error:
+            raise ValueError(f"{path} is damaged, or no .safetensors file: {error}") from error
     else:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{path} has more in it than tensors, and is not read: {reason}") from error
+        except (pickle.UnpicklingError, EOFError, OSError, KeyError, RuntimeError) as error:
+            other = re.search(r"Unsupported (?:global|class)[^\n]*|GLOBAL \S+", str(error))
+            if other:
+                raise ValueError(f"{path} has more in it than tensors, and is not read: {other[0]}") from error
+            raise ValueError(f"{path} is damaged or incomplete, or no file of torch.save") from error
         if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
             found = found["model"]
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):

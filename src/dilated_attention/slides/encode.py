@@ -106,6 +106,17 @@ def _reported(path: Path, outcome: Outcome) -> Iterator[None]:
         outcome.failed[path] = " ".join(str(error).split())
 
 
+@contextlib.contextmanager
+def _memory() -> Iterator[None]:
+    """On a CPU, torch tells of too little memory by another error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
@@ -165,11 +176,13 @@ def _finish(job: Job, batch: Batch, outcome: Outcome) -> None:
             good.append((slide, *content))
     embeddings: list[Tensor] | None = None
     if len(good) > 1:
-        with contextlib.suppress(torch.OutOfMemoryError):
+        with contextlib.suppress(torch.OutOfMemoryError), _memory():
             embeddings = embed(job.model, good, job.layer)
     for index, one in enumerate(good):
-        with _reported(one[0].path, outcome):
+        with _reported(one[0].path, outcome), _memory():
             embedding = embeddings[index] if embeddings else embed(job.model, [one], job.layer)[0]
+            if not bool(embedding.isfinite().all()):
+                raise BadFile(f"its embedding is not finite: features as large as {one[1].abs().max():g} overflow")
             arrays = {EMBEDDING: embedding.float().numpy()}
             if job.also is not None:
                 arrays |= job.also(job.model, *one, job.out)

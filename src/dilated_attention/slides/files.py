@@ -9,10 +9,11 @@ Legend: L tiles of C channels.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from dilated_attention import charts
 from dilated_attention.models import positions
 
 FEATURES, COORDS = ("features", "feats"), "coords"
-MICRONS = ("um", "µm", "μm", "micron", "microns")
 TILE_SIZE = 256  # of files that do not say: GigaPath's
 # Public tile encoders by the number of their features. Several share a number, so a width alone only suggests one.
 ENCODERS = {
@@ -66,7 +66,7 @@ def h5py() -> Any:
 
 def look(path: Path, tile_size: float | None = None) -> Slide:
     """The slide in a file. ``tile_size``: in pixels, for files that do not say."""
-    with _opened(path) as file:
+    with _reading(), _opened(path) as file:
         features, coords = _datasets(file)
         shape = features.shape[1:] if len(features.shape) == 3 and features.shape[0] == 1 else features.shape
         if len(shape) != 2 or features.dtype.kind != "f":
@@ -81,18 +81,22 @@ def look(path: Path, tile_size: float | None = None) -> Slide:
         size, pixels = _scale(attributes, tile_size)
         status = path.stat()
         stamp = (status.st_size, status.st_mtime_ns)
-        return Slide(path, shape[0], shape[1], size, pixels, {name: _plain(x) for name, x in attributes.items()}, stamp)
+        said = {name: positions.plain(x) for name, x in attributes.items()}
+        return Slide(path, shape[0], shape[1], size, pixels, said, stamp)
 
 
 def read(slide: Slide) -> tuple[Tensor, Tensor]:
     """The features, (L, C) in the dtype of the file, and the coordinates in pixels, (L, 2) float64."""
-    with _opened(slide.path) as file:
+    with _reading(), _opened(slide.path) as file:
         features, coords = _datasets(file)
-        try:
-            tiles, places = torch.from_numpy(features[()]), torch.from_numpy(coords[()].astype("float64"))
-        except OSError as error:
-            raise BadFile(f"it cannot be read: {error}") from error
-    tiles, places = tiles.view(-1, slide.channels), places.view(-1, 2) * slide.pixels
+        array = features[()]
+        kind = "float64" if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")  # torch has no others
+        tiles, places = torch.from_numpy(array.astype(kind, copy=False)), torch.from_numpy(coords[()].astype("float64"))
+    tiles, places = tiles.view(-1, slide.channels), places.view(-1, 2)
+    if slide.pixels != 1:  # µm: a tile on the border of a cell belongs to it, however its place was rounded
+        cells = places * (slide.pixels / slide.tile_size)
+        near = cells.round()
+        places = torch.where((cells - near).abs() < 1e-4, near, cells) * slide.tile_size
     if tiles.shape[0] != slide.tiles or len(places) != slide.tiles:
         raise BadFile("it changed while this command was running")
     wrong = (~tiles.isfinite().all(1)).nonzero()
@@ -142,9 +146,20 @@ def written(path: Path, names: Iterable[str]) -> tuple[dict[str, Any], dict[str,
     try:
         with _opened(path) as file:
             arrays = {name: file[name][()] for name in names if name in file}
-            return arrays, {name: _plain(value) for name, value in file.attrs.items()}
+            return arrays, {name: positions.plain(value) for name, value in file.attrs.items()}
     except (BadFile, OSError):
         return None  # not one of ours
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Whatever h5py says of a file that is damaged or odd is a reason to leave it out."""
+    try:
+        yield
+    except BadFile:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError, MemoryError) as error:
+        raise BadFile(f"it cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
 def _opened(path: Path) -> Any:
@@ -167,9 +182,12 @@ def _datasets(file: Any) -> tuple[Any, Any]:
 
 def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[float, float]:
     """The side of a tile in pixels, and the pixels per unit of the coordinates."""
-    microns = str(_plain(attributes.get("unit", ""))).lower() in MICRONS
+    microns = positions.unit_of(attributes) in positions.MICRONS
     names = ("tile_size_um", "tile_size_px") if microns else ("patch_size_level0", "tile_size_px", "tile_size")
-    said = {name: float(_plain(attributes[name])) for name in names if attributes.get(name) is not None}
+    said = {name: positions.plain(attributes[name]) for name in names if attributes.get(name) is not None}
+    for name, value in said.items():
+        if not isinstance(value, int | float):
+            raise BadFile(f"its {name} is {value!r}, and must be a number")
     if not all(math.isfinite(value) and value > 0 for value in said.values()):
         raise BadFile(f"its tile size is {said}: it must be positive")
     if microns and len(said) < 2:
@@ -184,9 +202,3 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
 
 def _looks(channels: int) -> str:
     return f"looks like {ENCODERS[channels]}" if channels in ENCODERS else "from an unknown encoder"
-
-
-def _plain(value: Any) -> Any:
-    """An attribute as Python has it: HDF5 gives arrays of one element, and bytes."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
