@@ -82,6 +82,9 @@ def bad_calls() -> Iterator[Any]:
         r"query is a nested tensor: pass query\.values\(\)\.unsqueeze\(0\), and cu_seqlens=query\.offsets\(\)",
         qkv=(nested,) * 3,
     )
+    strided = torch.nested.as_nested_tensor([torch.zeros(20, 4, 8), torch.zeros(10, 4, 8)])
+    match = r"query is a nested tensor: pass torch\.cat\(query\.unbind\(\)\)\.unsqueeze\(0\), and cu_seqlens=\[0, "
+    yield bad("nested-strided", match, qkv=(strided,) * 3)
 
     flags = torch.zeros(2, 20, dtype=torch.bool)
     for name, mask, kind, match in (

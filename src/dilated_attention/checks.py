@@ -49,9 +49,10 @@ def check_tensors(
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.is_nested:
-            raise ValueError(
-                f"{name} is a nested tensor: pass {name}.values().unsqueeze(0), and cu_seqlens={name}.offsets()"
-            )
+            jagged = hasattr(x, "offsets")  # to ask for its layout would be an operation
+            rows = f"{name}.values()" if jagged else f"torch.cat({name}.unbind())"
+            ends = f"{name}.offsets()" if jagged else "[0, ...], where each sequence begins and ends"
+            raise ValueError(f"{name} is a nested tensor: pass {rows}.unsqueeze(0), and cu_seqlens={ends}")
         if x.layout is not torch.strided:
             raise ValueError(f"{name} has the layout {x.layout}: pass {name}.to_dense()")
         if x.dim() != 4:

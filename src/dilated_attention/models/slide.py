@@ -275,6 +275,8 @@ class SlideEncoder(nn.Module):
         if padding_mask is not None:
             if group is not None:
                 raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
+            if not isinstance(padding_mask, Tensor):
+                raise TypeError(f"padding_mask must be a tensor of bool, got {type(padding_mask).__name__}")
             if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
                 got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
                 raise ValueError(f"padding_mask must be bool, True = no tile, ({slides}, {length}), got {got}")
