@@ -432,3 +432,25 @@ def test_a_token_that_stops() -> None:
 def test_generation_is_checked(prompt: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         small().generate_tokens(prompt, 3, **options)
+
+
+def test_no_tokens_are_no_error() -> None:
+    """As on a rank whose shard is empty."""
+    assert small("sinks")(batch(1, 0)).shape == (1, 0, 19)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.5])
+def test_a_chunk_of_no_tokens_is_refused(chunk: Any) -> None:
+    for loss in (token_losses, summed_loss):
+        with pytest.raises((ValueError, TypeError), match="chunk"):
+            loss(torch.zeros(3, 6), torch.zeros(19, 6), torch.tensor([3, 1, -100]), chunk)
+
+
+@torch.no_grad()
+def test_a_pooled_embedding_of_many_tokens_and_of_nan() -> None:
+    states = torch.ones(1, 70_000, 8, dtype=torch.float16)
+    model = small("sinks", LongNetEncoder)
+    model.forward = lambda *_, **__: states  # type: ignore[method-assign]
+    assert model.pooled(states).tolist() == [[1.0] * 8]
+    states[:, 5:] = torch.nan
+    assert model.pooled(states, key_padding_mask=(torch.arange(70_000) >= 5).unsqueeze(0)).tolist() == [[1.0] * 8]

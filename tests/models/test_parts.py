@@ -85,6 +85,13 @@ def test_no_part_is_computed_for_nothing(reentrant: bool, monkeypatch: pytest.Mo
     assert len(widths["qkv"]) == 2 * 2 + of_a_row * 2
 
 
+def test_a_weight_may_be_unused() -> None:
+    model = model_of()
+    model.blocks[1].up.spare = torch.nn.Parameter(torch.ones(3))  # type: ignore[union-attr]
+    (_, grads), (_, exact) = found(model, True), found(model, False)
+    assert close([x for x in grads if x is not None and x.shape != (3,)], [x for x in exact if x is not None])
+
+
 def test_a_second_backward_pass() -> None:
     model, tokens = model_of(), torch.arange(TOKENS).unsqueeze(0) % 19
     model.checkpointing = True

@@ -156,13 +156,19 @@ class LongNetEncoder(Trunk):
         if options.get("cu_seqlens") is not None:
             raise ValueError("pooled() takes no cu_seqlens: call the model, and average the states of each document")
         states = self(tokens, key_padding_mask=key_padding_mask, **options)
-        counted = torch.ones_like(states[..., :1]) if key_padding_mask is None else ~key_padding_mask.unsqueeze(-1)
-        sums = torch.cat(((states * counted).sum(1), counted.sum(1).to(states.dtype)), -1).unsqueeze(1)
+        wide = torch.promote_types(states.dtype, torch.float32)  # half precision cannot count beyond 65,504
+        ignored = (
+            torch.zeros_like(states[..., :1], dtype=torch.bool)
+            if key_padding_mask is None
+            else key_padding_mask[..., None]
+        )
+        total_of = states.masked_fill(ignored, 0.0).sum(1, dtype=wide)  # not times 0: padding may be NaN
+        sums = torch.cat((total_of, (~ignored).sum(1).to(wide)), -1).unsqueeze(1)
         group = options.get("group")
         if group is not None:
             sums = gather_sequence(sums, ContextParallel.of(group).process_group())
         total = sums.sum(1)
-        return total[:, :-1] / total[:, -1:].clamp(min=1)
+        return (total[:, :-1] / total[:, -1:].clamp(min=1)).to(states.dtype)
 
 
 def checked_positions(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from dilated_attention.backends.losses import losses_
 from dilated_attention.call import accumulate_dtype
 from dilated_attention.checks import computed_dtype
+from dilated_attention.pattern import whole_number
 
 IGNORED = -100  # as in PyTorch
 
@@ -55,6 +56,7 @@ def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 819
 
 
 def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    whole_number("chunk", chunk)
     if labels.shape != states.shape[:-1]:
         raise ValueError(f"labels are {tuple(labels.shape)} and tokens {tuple(states.shape[:-1])}: they must agree")
     if labels.device.type == "cpu":  # on a GPU, to look at them would wait for it: there such a loss is NaN

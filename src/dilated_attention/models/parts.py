@@ -91,7 +91,8 @@ class _Again(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(ctx.kind, **ctx.autocast):
                 found = ctx.step(*part)
             leaves = [*(x for x in part if x.requires_grad), *weights]
-            new = iter(torch.autograd.grad(found, leaves, [grad[:, rows] for grad in grads]))
+            given = [grad[:, rows] for grad in grads]
+            new = iter(torch.autograd.grad(found, leaves, given, materialize_grads=True))  # a weight may be unused
             for dx in dinputs:
                 if dx is not None:
                     dx[:, rows] = next(new)

@@ -263,7 +263,7 @@ def whole(block: TransformerBlock, x: Tensor, attend: Attend, waves: Rotary | No
 def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of each token."""
     qkv = block.qkv(block.attention_norm(x))
-    q, k, v = torch.split(qkv.view(*x.shape[:-1], -1, block.head_dim), list(block.counts), dim=-2)
+    q, k, v = torch.split(qkv.view(*x.shape[:-1], sum(block.counts), block.head_dim), list(block.counts), dim=-2)
     q, k = block.q_norm(q), block.k_norm(k)
     return (rotated(q, *waves), rotated(k, *waves), v) if waves else (q, k, v)
 
