@@ -101,3 +101,14 @@ def test_the_dtype_of_autocast() -> None:
             out, _ = kept.attend(*given, torch.tensor([first]))
             kept.keep(given[1], given[2], torch.tensor([first]))
             assert out.dtype is torch.bfloat16
+
+
+def test_a_chunk_of_padding_alone() -> None:
+    """It gives nothing and keeps nothing."""
+    q, k, v = testing.make_qkv(2, 4, 6, 4, kv_heads=3, dtype=torch.float64)
+    kept, none = KeptRows(PATTERNS[0], k), torch.zeros(2, dtype=torch.int64)
+    out, lse = kept.attend(q, k, v, none, none)
+    kept.keep(k, v, none, none)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not any(shelf.kv.any() for shelf in kept.shelves)

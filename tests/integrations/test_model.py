@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from dilated_attention.integrations.transformers import DilatedCache, LongNetConfig, LongNetForCausalLM, register
 from dilated_attention.models import LMConfig, LongNetLM
@@ -181,3 +181,14 @@ def test_blocks_are_compiled_once() -> None:
             block.compile(fullgraph=True, backend=backend)
         assert error(deep(ids, use_cache=False).logits, expected) < 1e-5
     assert len(compiled) == 1
+
+
+def test_a_trainer_evaluates(tmp_path: Path) -> None:
+    """With the loss of the labels, and logits if it is not told to leave them out."""
+    net = LongNetForCausalLM(LongNetConfig.of(PLAIN))
+    ids = torch.randint(PLAIN.vocab_size, (20,))
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+    for more in ({}, {"label_names": ["labels"]}):
+        arguments = TrainingArguments(str(tmp_path), **options, **more)
+        found = Trainer(net, arguments, eval_dataset=[{"input_ids": ids, "labels": ids}] * 2).evaluate()
+        assert found["eval_loss"] == pytest.approx(net(ids[None], labels=ids[None]).loss.item(), rel=1e-5)

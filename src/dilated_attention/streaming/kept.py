@@ -219,7 +219,8 @@ class KeptRows:
         counts: list[int] = [n] * len(firsts) if count is None else count.tolist()
         pairs = list(zip(firsts, counts, strict=True))
         if len(set(pairs)) == 1:
-            yield slice(None), *pairs[0]
+            if pairs[0][1]:  # a chunk may be padding alone
+                yield slice(None), *pairs[0]
             return
         for sample, (first, number) in enumerate(pairs):
             if number:

@@ -43,7 +43,7 @@ class LongNetConfig(PreTrainedConfig):
     """
 
     model_type = "longnet"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers adds a list to it
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -158,12 +158,15 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         group: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As a decoder of transformers. ``group``: ranks that share the sequence, each with its shard of it."""
+        """As a decoder of transformers. ``group``: ranks that share the sequence, each with its shard of it.
+
+        ``shift_labels``: labels that are shifted already, instead of ``labels``.
+        """
+        shift_labels = kwargs.pop("shift_labels", None)  # not by name: the Trainer would ask every dataset for it
         attention.refuse(kwargs)
         if kwargs.get("output_hidden_states"):
             raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
