@@ -157,11 +157,8 @@ class LongNetEncoder(Trunk):
             raise ValueError("pooled() takes no cu_seqlens: call the model, and average the states of each document")
         states = self(tokens, key_padding_mask=key_padding_mask, **options)
         wide = torch.promote_types(states.dtype, torch.float32)  # half precision cannot count beyond 65,504
-        ignored = (
-            torch.zeros_like(states[..., :1], dtype=torch.bool)
-            if key_padding_mask is None
-            else key_padding_mask[..., None]
-        )
+        ignored = states.new_zeros(states.shape[:2], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        ignored = ignored.unsqueeze(-1)
         total_of = states.masked_fill(ignored, 0.0).sum(1, dtype=wide)  # not times 0: padding may be NaN
         sums = torch.cat((total_of, (~ignored).sum(1).to(wide)), -1).unsqueeze(1)
         group = options.get("group")

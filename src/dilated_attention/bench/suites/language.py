@@ -17,6 +17,7 @@ from torch import Tensor
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import Call
 from dilated_attention.bench.session import Session, Step
+from dilated_attention.bench.suites.kernels import graphed
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.lm import attend_whole
 from dilated_attention.models.transformer import Attend
@@ -105,19 +106,6 @@ class Training:
         loss = summed_loss(states.pop(), self.model.head.weight, self.labels) / self.tokens
         torch.autograd.backward(loss)
 
-    def captured(self) -> Call:
-        """The step as a CUDA graph, after a few on another stream, as PyTorch wants it."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self()
-        return graph.replay
-
     def measure(self) -> list[Any]:
         """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
         before = 2 * sum(x.nbytes for x in self.model.parameters())  # weights, and gradients of the step before
@@ -157,7 +145,7 @@ def training_table(session: Session, tokens: int) -> None:
             step = Training(session, model, tokens, attend, is_compiled)
             rows.append([tokens, name + ", compiled" * is_compiled, *step.measure()])
             if is_compiled and tokens in CAPTURED:
-                rows.append([tokens, f"{name}, compiled, in a CUDA graph", *step.timed(step.captured(), None)])
+                rows.append([tokens, f"{name}, compiled, in a CUDA graph", *step.timed(graphed(step), None)])
     size = "125M" if session.on_cuda else "a small model"
     session.table(SUITE, title, f"{size}, causal, {PATTERN}.", COLUMNS, rows)
 
