@@ -181,20 +181,24 @@ def checked_sequences(
         raise ValueError(f"cu_seqlens is for one row, (1, tokens, heads, head_dim), got a batch of {query.shape[0]}")
     if mask is not None:
         raise ValueError("cu_seqlens takes no key_padding_mask: leave ignored tokens out of the packed row instead")
-    if isinstance(given, Tensor):
-        if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"cu_seqlens must be a list of whole numbers, or an int32 or int64 tensor of one dimension, got "
-                f"{given.dtype} of shape {tuple(given.shape)}"
-            )
-        tensor = given.cpu()
-    else:
-        if not isinstance(given, Sequence) or not all(_is_int(x) or isinstance(x, torch.SymInt) for x in given):
-            raise TypeError(f"cu_seqlens must be a list of whole numbers, or an integer tensor, got {given!r}")
-        tensor = torch.tensor(given, dtype=torch.int64)
+    tensor = borders_of(given)
     if torch.compiler.is_compiling():
         return (), tensor
     return read_sequences(tensor, None if in_parts else key.shape[1]), tensor
+
+
+def borders_of(cu_seqlens: Sequence[int] | Tensor) -> Tensor:
+    """``cu_seqlens`` as a tensor on the host; its numbers are not looked at."""
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"cu_seqlens must be a list of whole numbers, or an int32 or int64 tensor of one dimension, got "
+                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+            )
+        return cu_seqlens.cpu()
+    if not isinstance(cu_seqlens, Sequence) or not all(_is_int(x) or isinstance(x, torch.SymInt) for x in cu_seqlens):
+        raise TypeError(f"cu_seqlens must be a list of whole numbers, or an integer tensor, got {cu_seqlens!r}")
+    return torch.tensor(cu_seqlens, dtype=torch.int64)
 
 
 def check_sequences_end(sequences: tuple[int, ...], tokens: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-Gradients = TypeVar("Gradients", bound=tuple[Tensor, ...])
+Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
+Backward = Callable[..., tuple[Any, ...]]
 
 NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
@@ -39,16 +42,35 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
-def refuse_second_derivative(grads: Gradients, *others: Tensor | None) -> Gradients:
+def refuse_second_derivative(grads: Gradients, *others: Tensor | None, why: str = NOT_TWICE) -> Gradients:
     """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
-    return _Refusing.apply(*grads, *others)  # type: ignore[no-untyped-call, no-any-return]
+    return _Refusing.apply(why, len(grads), *grads, *others)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def once(why: str) -> Callable[[Backward], Backward]:
+    """For a backward that has no derivative. torch's `once_differentiable` would let it pass in silence where the
+    gradient that comes in is a constant, as that of a sum is."""
+
+    def decorated(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def run(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return found
+            return refuse_second_derivative(found, torch.empty(0, requires_grad=True), why=why)
+
+        return run
+
+    return decorated
 
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(x.view_as(x) for x in inputs[:3] if x is not None)
+    def forward(ctx: Any, why: str, count: int, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.why = why
+        return tuple(None if x is None else x.view_as(x) for x in inputs[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(NOT_TWICE)
+        raise RuntimeError(ctx.why)

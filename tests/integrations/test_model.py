@@ -90,6 +90,17 @@ def test_padding(side: str) -> None:
         assert error(real(logits, given["attention_mask"]), expected()) < CLOSE
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_has_no_loss(side: str) -> None:
+    """Nor does the last padding token predict the first real one; gradients or not."""
+    net, given = model(), batch(side)
+    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    wanted = sum(net(row, labels=row, num_items_in_batch=1).loss for row in alone()) / (sum(LENGTHS) - len(LENGTHS))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert error(net(**given, labels=labels).loss, wanted) < CLOSE
+
+
 def test_packed_documents() -> None:
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
     with torch.no_grad():

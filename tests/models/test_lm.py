@@ -240,6 +240,10 @@ def test_blocks_are_compiled_once() -> None:
     for _ in range(3):
         assert error(model(tokens), expected) < 1e-12
     assert len(compiled) == 1
+    other, prompts = small("sinks", depth=12), [batch(1, n)[0] for n in (3, 9)]
+    for _ in range(2):  # attention with kept rows looks at positions: what is around it is compiled, for all blocks
+        assert torch.equal(model.generate_tokens(prompts, 6), other.generate_tokens(prompts, 6))
+    assert len(compiled) <= 1 + 2 * 2
 
 
 # --- what a model is --------------------------------------------------------------------------------------------
@@ -284,10 +288,12 @@ def test_a_config_is_written_as_json(name: str) -> None:
         ({"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
         ({"kv_heads": 3}, "cannot be shared evenly"),
         ({"depth": 0}, "depth must be 1 or more"),
+        ({"rotary_base": 0.0}, "rotary_base must be above 0"),
+        ({"pattern": None}, "pattern must be a DilatedPattern"),
     ],
 )
 def test_a_config_is_checked(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((ValueError, TypeError), match=says):
         LMConfig(**{**SHAPE, **changes})
 
 
@@ -302,8 +308,29 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             model(tokens, **options)
-    with pytest.raises(ValueError, match="ends with 5, and there are 37 tokens"):
-        model(tokens[:1], cu_seqlens=[0, 5])
+    for ends in ([0, 5], [1, TOKENS], [0, 9, 5, TOKENS], torch.tensor([0, 5])):
+        for packs in (partial(model, cu_seqlens=ends), partial(shifted, documents=ends)):
+            with pytest.raises(ValueError, match="begin with 0, never fall, and end with 37, the number of tokens"):
+                packs(tokens[:1])
+    for wrong in (tokens[0], torch.zeros(3, 24)):
+        for takes in (model, shifted):
+            with pytest.raises(ValueError, match=r"tokens must be \(B, n\)"):
+                takes(wrong)
+
+
+def test_labels_of_bytes_and_of_no_tokens() -> None:
+    assert shifted(torch.tensor([[7, 255, 3]], dtype=torch.uint8), [0, 0, 2, 3]).tolist() == [[255, IGNORED, IGNORED]]
+    assert shifted(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """Also where the gradient that comes in is a constant: torch would leave them out in silence."""
+    states, weight = torch.ones(3, 6, requires_grad=True), torch.ones(19, 6, requires_grad=True)
+    for loss in (token_losses, summed_loss):
+        total = loss(states, weight, torch.tensor([3, 1, -100])).sum()
+        (grad,) = torch.autograd.grad(total, states, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            grad.square().sum().backward()
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------
@@ -365,6 +392,7 @@ def test_tokens_are_those_of_the_whole_sequence(name: str, prefill: int) -> None
     with torch.no_grad():
         expected = [greedy(model, prompt, 24) for prompt in prompts]
     assert model.generate_tokens(prompts, 24, prefill=prefill).tolist() == expected
+    assert model.generate_tokens([prompt.tolist() for prompt in prompts], 24).tolist() == expected
 
 
 def test_generation_under_autocast() -> None:
@@ -423,6 +451,8 @@ def test_a_token_that_stops() -> None:
         ([], {}, "at least one token"),
         (torch.zeros(2, 0, dtype=torch.int64), {}, "at least one token"),
         (torch.zeros(1, 3), {}, "token ids"),
+        (batch(1, 3)[0], {}, r"must be \(B, n\) token ids"),
+        ("text", {}, "turn it into tokens"),
         (batch(1, 3), {"top_k": 3}, "give a temperature"),
         (batch(1, 3), {"temperature": -1.0}, "temperature must be 0 or more"),
         (batch(1, 3), {"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),

@@ -100,6 +100,28 @@ def test_a_second_backward_pass() -> None:
     assert close(list(one), list(two))
 
 
+@pytest.mark.parametrize("length", [AT_ONCE, TOKENS])
+def test_a_block_that_draws_numbers(length: int) -> None:
+    """Dropout that someone put into a block: what is computed again draws the same."""
+    model = model_of()
+    for block in model.blocks:
+        block.down = torch.nn.Sequential(block.down, torch.nn.Dropout(0.5))  # type: ignore[union-attr, operator, arg-type]
+    results = []
+    for checkpointing in (True, False):
+        torch.manual_seed(3)
+        results.append(found(model, checkpointing, length))
+    assert torch.allclose(results[0][0], results[1][0], 1e-12)
+    assert close(results[0][1], results[1][1])
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.randn(1, TOKENS, 4, requires_grad=True)
+    (out,) = parts.in_parts(lambda x: (layer(x) ** 2,), (x,), [layer.weight, layer.bias], again=True)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        grad.square().sum().backward()  # type: ignore[no-untyped-call]
+
+
 def test_parts_follow_autocast() -> None:
     layer = torch.nn.Linear(4, 4)
     x = torch.randn(1, TOKENS, 4, requires_grad=True)

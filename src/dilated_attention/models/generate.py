@@ -53,7 +53,7 @@ class Decoder:
             part = tokens[:, start : start + chunk]
             self.count = (lengths - self.at).clamp(0, part.shape[1])
             positions = self.at.unsqueeze(1) + torch.arange(part.shape[1], device=tokens.device)
-            states = self.model.states(part, positions, self.attends())
+            states = self.model.states(part, positions, self.attends(), apart=True)
             row = (self.count - 1).clamp(min=0)
             found = states[torch.arange(len(tokens), device=tokens.device), row]
             last = found if not start else torch.where((self.count > 0).unsqueeze(1), found, last)
@@ -65,7 +65,7 @@ class Decoder:
         """One token per sample. In place, as a CUDA graph needs it."""
         for kept in {kept.pattern: kept for kept in self.kept}.values():  # once for all layers that are alike
             self.places[kept.pattern] = kept.places(self.at)
-        states = self.model.states(self.token, self.at.unsqueeze(1), self.attends())
+        states = self.model.states(self.token, self.at.unsqueeze(1), self.attends(), apart=True)
         logits = self.head(states[:, -1])
         self.at += 1
         if self.logits is None:
@@ -90,7 +90,7 @@ class Decoder:
 @torch.no_grad()
 def generate_tokens(
     model: Trunk,
-    prompt: Tensor | Sequence[Tensor],
+    prompt: Tensor | Sequence[Tensor | Sequence[int]],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -110,7 +110,7 @@ def generate_tokens(
 
     Args:
         model: a LongNetLM.
-        prompt: (B, n) token ids, or a list of 1-D tensors of different lengths.
+        prompt: (B, n) token ids, or a list of 1-D tensors or lists of different lengths.
         max_new_tokens: how many tokens each sample gets at most.
         temperature: 0 takes the likeliest token; others divide the logits before a token is drawn.
         top_k: draw among the k likeliest tokens. None: no limit. It needs a temperature above 0.
@@ -169,10 +169,12 @@ def decoder_of(model: Trunk, tokens: Tensor) -> Decoder:
     )  # fmt: skip
 
 
-def padded(prompt: Tensor | Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The prompts as one tensor, filled up at their ends, and their lengths."""
-    prompts = list(prompt.unbind(0)) if isinstance(prompt, Tensor) and prompt.dim() == 2 else prompt
-    if isinstance(prompts, Tensor) or not prompts or any(one.dim() != 1 or not len(one) for one in prompts):
+    if isinstance(prompt, str) or any(isinstance(one, str) for one in prompt):
+        raise TypeError("prompt must be token ids, got text: turn it into tokens first")
+    prompts = [torch.as_tensor(one) for one in prompt]
+    if not prompts or any(one.dim() != 1 or not len(one) for one in prompts):
         raise ValueError("prompt must be (B, n) token ids, or a list of 1-D tensors, each of at least one token")
     if any(one.is_floating_point() for one in prompts):
         raise TypeError(f"prompt must be token ids, got {prompts[0].dtype}")

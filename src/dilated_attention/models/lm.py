@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
+from dilated_attention.call import read_sequences
+from dilated_attention.checks import borders_of
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.models.generate import generate_tokens
@@ -172,6 +174,8 @@ def checked_positions(
     tokens: Tensor, positions: Tensor | None, documents: Documents | None, group: Over | None
 ) -> Tensor:
     """The positions given, or those of whole sequences or documents."""
+    if tokens.dim() != (3 if tokens.is_floating_point() else 2):
+        raise ValueError(f"tokens must be (B, n) ids or (B, n, E) embedded, got {tokens.dtype} {tuple(tokens.shape)}")
     samples, n = tokens.shape[:2]
     if positions is not None:
         if positions.shape not in ((n,), (samples, n)):
@@ -180,10 +184,8 @@ def checked_positions(
     if group is not None and ContextParallel.of(group).process_group().size() > 1:
         raise ValueError("over a group, pass positions=local_positions(N, group), with N tokens on all ranks together")
     if documents is not None:
-        positions = document_positions(documents, tokens.device)
-        if len(positions) != n:
-            raise ValueError(f"cu_seqlens ends with {len(positions)}, and there are {n} tokens")
-        return positions
+        read_sequences(borders_of(documents), n)
+        return document_positions(documents, tokens.device)
     return torch.arange(n, device=tokens.device)
 
 
@@ -194,5 +196,7 @@ def document_positions(cu_seqlens: Documents, device: torch.device | str | None 
         >>> models.document_positions([0, 3, 5])
         tensor([0, 1, 2, 0, 1])
     """
-    ends = torch.as_tensor(cu_seqlens, device=device)
-    return torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(ends.diff())
+    ends = borders_of(cu_seqlens)
+    read_sequences(ends, None)
+    starts = ends[:-1].repeat_interleave(ends.diff())
+    return (torch.arange(len(starts)) - starts).to(device)

@@ -7,19 +7,20 @@ Legend: states (T, E); weight (V, E); labels (T,), IGNORED where a token has no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from dilated_attention.backends.losses import losses_
-from dilated_attention.call import accumulate_dtype
-from dilated_attention.checks import computed_dtype
+from dilated_attention.call import accumulate_dtype, read_sequences
+from dilated_attention.checks import borders_of, computed_dtype
+from dilated_attention.derivatives import once
 from dilated_attention.pattern import whole_number
 
 IGNORED = -100  # as in PyTorch
+NOT_TWICE = "a loss in chunks cannot be differentiated twice: take F.cross_entropy of the model's logits for that"
 
 
 def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 8192) -> Tensor:
@@ -70,19 +71,24 @@ def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk:
     return found
 
 
-def shifted(tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+def shifted(tokens: Tensor, documents: Sequence[int] | Tensor | None = None) -> Tensor:
     """Returns the label of each token (B, n): the next token, or -100 for the last one of a row or document.
 
     Shift labels before you shard a sequence: the label of a shard's last token is on the next rank. ``documents`` is
-    the cu_seqlens of packed documents, for tokens (1, T): a tensor [0, ..., T] with one entry more than documents.
+    the cu_seqlens of packed documents, for tokens (1, T): [0, ..., T] with one entry more than documents.
 
     Examples:
         >>> models.shifted(torch.tensor([[5, 6, 7, 8]]), torch.tensor([0, 3, 4]))
         tensor([[   6,    7, -100, -100]])
     """
-    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    if tokens.dim() != 2 or tokens.is_floating_point():
+        raise ValueError(f"tokens must be (B, n) whole numbers, got {tokens.dtype} {tuple(tokens.shape)}")
+    labels = torch.full_like(tokens, IGNORED, dtype=torch.long)  # bytes could not hold it
+    labels[:, :-1] = tokens[:, 1:]
     if documents is not None:
-        labels[:, documents[1:].to(labels.device) - 1] = IGNORED
+        ends = borders_of(documents)
+        read_sequences(ends, tokens.shape[1])
+        labels[:, ends[ends > 0].to(labels.device) - 1] = IGNORED
     return labels
 
 
@@ -102,7 +108,7 @@ class _Losses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @once(NOT_TWICE)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """A row's factor is left out of its logits: it goes to the products, or to the row that is multiplied."""
         states, weight, labels = ctx.saved_tensors
@@ -139,7 +145,7 @@ class _Sum(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
+    @once(NOT_TWICE)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dstates, dweight = ctx.saved_tensors
         return dstates * grad, (dweight * grad).to(ctx.dtype), None, None

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dilated_attention.call import accumulate_dtype
+from dilated_attention.derivatives import once
 
 AT_ONCE = 1 << 16  # tokens
+NOT_TWICE = "a long row with checkpointing cannot be differentiated twice: set model.checkpointing = False"
 Tensors = tuple[Tensor, ...]
 Step = Callable[..., Tensors]
 
@@ -80,7 +81,7 @@ class _Again(torch.autograd.Function):
         return _cut(step, tensors[:count])
 
     @staticmethod
-    @once_differentiable
+    @once(NOT_TWICE)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weights = ctx.next_functions[0][0].saved_tensors, ctx.weights  # `_Kept` has the inputs
         wanted = ctx.needs_input_grad[3 : 3 + len(inputs)]

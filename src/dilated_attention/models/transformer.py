@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
@@ -100,8 +101,13 @@ class LMConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.rotary_base is not None and self.head_size % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_size}")
+        if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
+            raise ValueError(f"rotary_base must be above 0, or None for no positions, got {self.rotary_base}")
         if not isinstance(self.pattern, DilatedPattern):
-            object.__setattr__(self, "pattern", tuple(self.pattern))
+            several = self.pattern if isinstance(self.pattern, list | tuple) else (None,)
+            if not all(isinstance(one, DilatedPattern) for one in several):
+                raise TypeError(f"pattern must be a DilatedPattern, or a list of one per layer, got {self.pattern!r}")
+            object.__setattr__(self, "pattern", tuple(several))
         if len(self.patterns) != self.depth:
             raise ValueError(f"give one pattern, or one per layer: got {len(self.patterns)} for {self.depth} layers")
         for pattern in self.patterns:
@@ -205,21 +211,27 @@ class TransformerBlock(nn.Module):
         self._compiled: dict[Any, Any] = {}
 
     def forward(
-        self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False, is_late: bool = False
+        self,
+        x: Tensor,
+        waves: Rotary | None,
+        attend: Attend,
+        again: bool = False,
+        is_late: bool = False,
+        apart: bool = False,
     ) -> Tensor:
         """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention, and
-        if ``is_late`` also through what comes before it."""
-        if not again or not is_long(x):
+        if ``is_late`` also through what comes before it. ``apart``: ``attend`` is never compiled with the block."""
+        if not apart and not (again and is_long(x)):
             return self._run(whole, x, attend, waves)  # type: ignore[no-any-return]
         first, last = partial(self._run, before), partial(self._run, after)
         given = (x, *(waves or ()))
         layers: tuple[nn.Module, ...] = (self.attention_norm, self.qkv, self.q_norm, self.k_norm)
-        q, k, v = in_parts(first, given, weights_of(layers), again=True) if is_late else first(*given)
+        q, k, v = in_parts(first, given, weights_of(layers), again) if is_late else first(*given)
         out, lse = attend(q, k, v)
         layers = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
         if self.sink is None:
-            return in_parts(last, (x, out), weights_of(layers), again=True)[0]
-        return in_parts(last, (x, out, lse), [*weights_of(layers), self.sink], again=True)[0]
+            return in_parts(last, (x, out), weights_of(layers), again)[0]
+        return in_parts(last, (x, out, lse), [*weights_of(layers), self.sink], again)[0]
 
     def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
         return self._compiled.get(step, step)(self, *inputs)
@@ -282,6 +294,17 @@ def after(block: TransformerBlock, x: Tensor, out: Tensor, lse: Tensor | None = 
     return (x + block.down(block.ffn_inner_norm(up)),)
 
 
+def checkpointed(block: nn.Module, *inputs: Any) -> Any:
+    """block(*inputs), which the backward pass computes again. The state of random numbers is kept only if the block
+    draws some: it costs time on the host, and no CUDA graph can hold that."""
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=is_random(block))
+
+
+def is_random(block: nn.Module) -> bool:
+    """Whether someone has put dropout into a block, as LoRA tools do."""
+    return any(isinstance(module, _DropoutNd) and module.training and module.p > 0 for module in block.modules())
+
+
 def weights_of(layers: Iterable[nn.Module]) -> list[Tensor]:
     return [weight for layer in layers for weight in layer.parameters()]
 
@@ -294,7 +317,7 @@ class Trunk(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.checkpointing = False  # compute each block again in the backward pass, instead of keeping what it needs
-        self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        self.checkpoint: Callable[..., Any] = checkpointed
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
         self.blocks = nn.ModuleList(TransformerBlock(config, **factory) for _ in range(config.depth))
@@ -311,10 +334,11 @@ class Trunk(nn.Module):
             cast(TransformerBlock, block).reset_parameters(self.config.depth)
         self.norm.reset_parameters()
 
-    def states(self, x: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
+    def states(self, x: Tensor, positions: Tensor, attends: Sequence[Attend], apart: bool = False) -> Tensor:
         """The normalised states after the last block, of token ids (B, n) or of embedded tokens (B, n, E).
 
         ``attends``: how tokens attend in each block. A block has no number, so that all can share compiled code.
+        ``apart``: these functions are not compiled with a block, since they keep rows or look at values.
         """
         if not x.is_floating_point():
             x = self.embed(x) * self.scale
@@ -326,8 +350,9 @@ class Trunk(nn.Module):
             # When the backward pass comes to the late blocks, the inputs of almost all blocks are still kept: memory is
             # shortest then. It begins with the last one, which would be computed again at once.
             is_late = number > len(self.blocks) * 3 // 4
+            in_parts_again = again and not is_random(block)  # parts that are computed again would draw anew
             if again and number < len(self.blocks):
-                x = self.checkpoint(block, x, waves, attend, True, is_late)
+                x = self.checkpoint(block, x, waves, attend, in_parts_again, is_late, apart)
             else:
-                x = block(x, waves, attend, again, is_late)
+                x = block(x, waves, attend, in_parts_again, is_late, apart)
         return self.norm(x)  # type: ignore[no-any-return]

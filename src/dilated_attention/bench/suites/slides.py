@@ -134,8 +134,10 @@ def _embedding(model: SlideEncoder, given: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def training_table(session: Session) -> None:
-    """One step with checkpointing, in the main dtype by autocast; weights and gradients are float32."""
+    """One step with checkpointing, in the main dtype by autocast; weights and gradients are float32. Beside it a
+    rollout, which is a forward pass and the gradients of attention alone."""
     rows, tiles = [], TRAINED[session.device.type]
+    columns = ["model", "tiles", "ms", "peak GiB", "rollout ms", "rollout peak GiB"]
     for preset in MODELS:
         session.pace.step(f"fine-tuning {preset}", 5.0)
         model = SlideEncoder.preset(preset, global_pool=True, checkpoint_activations=True).to(session.device)
@@ -147,11 +149,19 @@ def training_table(session: Session) -> None:
                 loss = model(*given)[0].square().mean()
             loss.backward()
 
-        weights = sum(x.nbytes for x in model.parameters())
+        def rollout(model: SlideEncoder = model, given: tuple[Tensor, Tensor] = given) -> None:
+            with torch.autocast(session.device.type, session.dtypes[0], enabled=session.on_cuda):
+                model.eval().rollout(*given)
+            model.train()
+
         step()
-        peak = (probes.peak_bytes(step, session.device) + weights) / GIB
-        rows.append([preset, tiles, session.time({"": step}, 0.5)[""].median, peak])
-        session.table(SUITE, "A fine-tuning step", "With checkpointing.", ["model", "tiles", "ms", "peak GiB"], rows)
+        calls: dict[str, Call] = {"step": step, "rollout": rollout}
+        weights = sum(x.nbytes for x in model.parameters())
+        peaks = [(probes.peak_bytes(call, session.device) + weights) / GIB for call in calls.values()]
+        times = [timing.median for timing in session.time(calls, 0.5).values()]
+        both = [x for pair in zip(times, peaks, strict=True) for x in pair]
+        rows.append([preset, tiles, *both])
+        session.table(SUITE, "A fine-tuning step and a rollout", "With checkpointing.", columns, rows)
 
 
 def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, Tensor]:

@@ -187,9 +187,14 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             grid = attention.told(grid, tokens, past_key_values, kwargs)
         if not torch.compiler.is_compiling():
             attention.check_positions(positions, grid, len(tokens), group)
-        states = self.lm.states(tokens, positions, self._attends(grid, past_key_values, group))
+        attends = self._attends(grid, past_key_values, group)
+        states = self.lm.states(tokens, positions, attends, apart=past_key_values is not None)
         if labels is not None or shift_labels is not None:
-            shift_labels = shifted(labels) if shift_labels is None else shift_labels  # type: ignore[arg-type]
+            if labels is not None and shift_labels is None:
+                shift_labels = shifted(labels)
+                if attention_mask is not None and attention_mask.dim() == 2:  # padding predicts nothing
+                    real = attention_mask[:, -labels.shape[1] :].bool()
+                    shift_labels = shift_labels.masked_fill(~real, IGNORED)
             loss = summed_loss(states, self.lm.head.weight, shift_labels)
             count = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
             return CausalLMOutputWithPast(loss=loss / count, past_key_values=past_key_values)
