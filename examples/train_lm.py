@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,41 +33,68 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dilated_attention as da
-from dilated_attention import charts
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
 from dilated_attention.models.checkpoints import Checkpoints
 from dilated_attention.models.loss import IGNORED
-from dilated_attention.models.text import BEGIN, BYTES, PackedRows, read_texts, tokens_of
+from dilated_attention.models.text import BEGIN, BYTES, PackedRows, held_out_rows, read_texts, summary, tokens_of
+from dilated_attention.models.training import Log, together
 from dilated_attention.models.transformer import SIZES
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Reads a number, and refuses a smaller one: it would fail later, or train without end."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) <= sys.maxsize:  # false for NaN, too
+                return kind(text)
+        wanted = "a whole number" if kind is int else "a finite number"
+        raise argparse.ArgumentTypeError(f"give {wanted} of {least} or more, got {text!r}")
+
+    return read
+
+
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a LongNet language model on text files.")
+    parser = Parser(description="Train a LongNet language model on text files.")
     parser.add_argument("text", nargs="+", type=Path, help="files, or folders whose files are read")
     parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders")
     parser.add_argument("--out", type=Path, required=True, help="for checkpoints, log.jsonl and loss.svg")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer, by name or folder; bytes by default")
     parser.add_argument("--size", choices=list(SIZES), help="of the model, instead of the next three")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--segments", nargs="+", type=int, help="lengths; by default those suggested for --tokens")
-    parser.add_argument("--rates", nargs="+", type=int, help="dilation rates, one per segment length")
-    parser.add_argument("--tokens", type=int, default=512, help="in a row")
-    parser.add_argument("--rows", type=int, default=4, help="in a step")
-    parser.add_argument("--steps", type=int, default=450)
-    parser.add_argument("--sequence", type=int, default=1, help="the ranks that share a row")
-    parser.add_argument("--lr", type=float, default=6e-3)
-    parser.add_argument("--warmup", type=int, default=30, help="steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=200, help="steps")
-    parser.add_argument("--evaluate", nargs="+", type=int, help="lengths of held-out rows; by default --tokens")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dim", type=at_least(1), default=128)
+    parser.add_argument("--depth", type=at_least(1), default=2)
+    parser.add_argument("--heads", type=at_least(1), default=4)
+    parser.add_argument("--segments", nargs="+", type=at_least(1), help="lengths; by default as suggested for --tokens")
+    parser.add_argument("--rates", nargs="+", type=at_least(1), help="dilation rates, one per segment length")
+    parser.add_argument("--tokens", type=at_least(2), default=512, help="in a row")
+    parser.add_argument("--rows", type=at_least(1), default=4, help="in a step")
+    parser.add_argument("--steps", type=at_least(1), default=450)
+    parser.add_argument("--sequence", type=at_least(1), default=1, help="the ranks that share a row")
+    parser.add_argument("--lr", type=at_least(0, float), default=6e-3)
+    parser.add_argument("--warmup", type=at_least(0), default=30, help="steps")
+    parser.add_argument("--seed", type=at_least(-sys.maxsize), default=0)
+    parser.add_argument("--save-every", type=at_least(1), default=200, help="steps")
+    parser.add_argument("--evaluate", nargs="+", type=at_least(2), help="lengths of held-out rows; --tokens by default")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu")
     parser.add_argument("--float32", action="store_true", help="also on CUDA, instead of bfloat16 with float32 weights")
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
     parser.add_argument("--plot", action="store_true", help="draw loss.svg; needs the extra bench")
-    parser.add_argument("--sample", type=int, default=0, help="tokens to generate at the end")
-    return parser.parse_args(given)
+    parser.add_argument("--sample", type=at_least(0), default=0, help="tokens to generate at the end")
+    options = parser.parse_args(given)
+    if len(options.segments or []) != len(options.rates or []):
+        parser.error("--segments and --rates belong together: give as many rates as segment lengths")
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # so that all ranks of a machine say the same
+    if options.device == "cuda" and there < needed:
+        parser.error(f"--device cuda needs a GPU per rank, {needed} here, and torch sees {there}: give --device cpu")
+    return options
 
 
 class Trainer:
@@ -77,7 +102,8 @@ class Trainer:
 
     kind = LongNetLM  # of the model
 
-    def __init__(self, options: argparse.Namespace, config: LMConfig) -> None:
+    def __init__(self, options: argparse.Namespace, config: LMConfig, **facts: str) -> None:
+        """``facts``: what else a checkpoint must agree in."""
         self.options, self.config, self.step, device = options, config, 0, options.device
         world, sequence = dist.get_world_size(), options.sequence
         if world % sequence or options.rows % (world // sequence):
@@ -94,7 +120,7 @@ class Trainer:
             fully_shard(part, mesh=every, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, (0.9, 0.95), weight_decay=0.1)
         same = {name: getattr(options, name) for name in ("tokens", "rows", "steps", "seed", "lr", "warmup")}
-        self.checkpoints = Checkpoints(options.out, {**config.to_dict(), **same})
+        self.checkpoints = Checkpoints(options.out, {**config.to_dict(), **same, **facts})
         state = self.state()
         if self.checkpoints.load(state):
             set_state_dict(
@@ -147,10 +173,9 @@ class Trainer:
         return float(norm.full_tensor())
 
     @torch.no_grad()
-    def bits(self, documents: list[Tensor], tokens: int, most: int = 1 << 16) -> float:
-        """Bits per token of held-out documents, in rows of so many tokens."""
-        rows, sums = PackedRows(documents, tokens), torch.zeros(2, dtype=torch.float64, device=self.options.device)
-        every = range(min(rows.count, max(1, most // tokens)))
+    def bits(self, rows: PackedRows) -> float:
+        """Bits per token of held-out rows."""
+        sums, every = torch.zeros(2, dtype=torch.float64, device=self.options.device), range(rows.count)
         mine = self.mine(every)
         for turn in range(-(-len(every) // self.mesh["data"].size())):  # every rank calls the model equally often
             losses, counted = self.losses(*rows[mine[turn] if turn < len(mine) else 0])
@@ -169,41 +194,6 @@ class Trainer:
         drawn = torch.Generator().manual_seed(self.options.seed)
         found = plain.generate_tokens(torch.tensor([[begin]]), count, temperature=0.8, generator=drawn)
         return [int(token) for token in found[0]]
-
-
-class Log:
-    """JSON lines, and a live line; of the first rank alone."""
-
-    def __init__(self, options: argparse.Namespace, step: int) -> None:
-        self.file, self.steps = options.out / "log.jsonl", options.steps
-        self.speaks, self.began = dist.get_rank() == 0, time.perf_counter()
-        old = self.file.read_text().splitlines() if self.speaks and self.file.exists() else []
-        self.lines = [line for line in map(json.loads, old) if line["step"] <= step]
-        if self.speaks:
-            charts.write(self.file, "".join(f"{json.dumps(line)}\n" for line in self.lines).encode())
-
-    def add(self, step: int, **facts: float) -> None:
-        if not self.speaks:
-            return
-        self.lines.append({"step": step, **facts})
-        with self.file.open("a") as file:
-            file.write(f"{json.dumps(self.lines[-1])}\n")
-        told = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
-        line = f"step {step}/{self.steps}: {told}, {time.perf_counter() - self.began:.0f} s"
-        if sys.stdout.isatty():
-            print(f"\r\033[K{line}", end="", flush=True)
-        elif step % max(1, self.steps // 10) == 0:
-            print(line, flush=True)
-
-    def plot(self, file: Path, levels: dict[str, float]) -> None:
-        altair = charts.library("altair")
-        rows = [
-            {"step": x["step"], "bits": x["loss"] / math.log(2), "what": "training"} for x in self.lines if "loss" in x
-        ]
-        rows += [{"step": at, "bits": bits, "what": name} for name, bits in levels.items() for at in (0, self.steps)]
-        bits = altair.Y("bits:Q", title="bits per token", scale=altair.Scale(zero=False))
-        chart = altair.Chart(altair.Data(values=rows)).mark_line().encode(x="step:Q", y=bits, color="what:N")
-        charts.write(file, charts.drawn(chart.properties(width=560, height=320).to_dict(), ".svg"))
 
 
 def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
@@ -235,28 +225,33 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
 
 
 def train(options: argparse.Namespace) -> None:
-    tokenizer, texts = None, read_texts(options.text, options.suffix)
-    if options.tokenizer is not None:
-        from transformers import AutoTokenizer
+    with together("train()", device=options.device) as same:
+        tokenizer, texts = None, read_texts(options.text, options.suffix)
+        if options.tokenizer is not None:
+            from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    vocabulary = BYTES if tokenizer is None else len(tokenizer)
-    pattern = da.DilatedPattern.suggest(options.tokens, options.heads)
-    if options.segments is not None:
-        pattern = da.DilatedPattern.longnet(options.segments, options.rates or [])
-    config = LMConfig(vocabulary, options.dim, options.depth, options.heads, pattern)
-    if options.size is not None:
-        config = LMConfig.of(options.size, pattern)
-    held_out = texts[9::10] or texts[-1:]
-    rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
-    rows = PackedRows(tokens_of(rest, config.vocab_size, tokenizer), options.tokens, options.seed)
-    judged = tokens_of(held_out, config.vocab_size, tokenizer)
-    trainer = Trainer(options, config)
-    log = Log(options, trainer.step)
+            tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        vocabulary = BYTES if tokenizer is None else len(tokenizer)
+        pattern = da.DilatedPattern.suggest(options.tokens, options.heads)
+        if options.segments is not None:
+            pattern = da.DilatedPattern.longnet(options.segments, options.rates)
+        config = LMConfig(vocabulary, options.dim, options.depth, options.heads, pattern)
+        if options.size is not None:
+            config = LMConfig.of(options.size, pattern)
+        held_out = texts[9::10] or texts[-1:]
+        rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
+        documents, unseen = (tokens_of(part, config.vocab_size, tokenizer) for part in (rest, held_out))
+        rows = PackedRows(documents, options.tokens, options.seed)
+        unseen_tokens = sum(map(len, unseen))
+        by_length = held_out_rows(unseen, options.evaluate or [max(2, min(options.tokens, unseen_tokens))])
+        same["texts"] = f"{summary(documents)} and, held out, {summary(unseen)}"
+    trainer = Trainer(options, config, texts=str(same["texts"]))
+    with together("Log()", device=options.device):
+        log = Log(options.out / "log.jsonl", options.steps, trainer.step)
     if not run(trainer, rows, log):
         return
-    per_byte = 1.0 if tokenizer is None else sum(map(len, judged)) / sum(map(len, held_out))
-    found = {n: trainer.bits(judged, n) * per_byte for n in options.evaluate or [options.tokens]}
+    per_byte = 1.0 if tokenizer is None else unseen_tokens / sum(map(len, held_out))
+    found = {length: trainer.bits(part) * per_byte for length, part in by_length.items()}
     written = trainer.sample(BEGIN if tokenizer is None else tokenizer.bos_token_id or 0, options.sample)
     if log.speaks:
         log.add(trainer.step, **{f"bits_per_byte_{n}": bits for n, bits in found.items()})
@@ -291,7 +286,7 @@ def main(given: list[str] | None = None) -> None:
         with contextlib.nullcontext() if dist.is_initialized() else ranks(options.device):
             train(options)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(f"error: {' '.join(str(error).split())}") from error
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -18,8 +20,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dilated_attention.models.text import BEGIN, BYTES, PackedRows, read_texts, tokens_of
+from dilated_attention.models.text import BEGIN, BYTES, PackedRows, held_out_rows, read_texts, summary, tokens_of
+from dilated_attention.models.training import read_lines
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 
@@ -184,6 +188,125 @@ def test_failures_leave_the_last_good_checkpoint(tmp_path: Path) -> None:
     other = pool(1).run(said, [*arguments, "--dim", "32"])[0]
     assert "is from another training: dim was 16 and is 32" in other
     assert pool(1).run(said, [*arguments, "--sequence", "3"])[0].startswith("error: 1 ranks: --sequence must divide")
+
+
+def said_and_printed(arguments: list[str]) -> tuple[str, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        return said(arguments), printed.getvalue()
+
+
+def halved(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def with_another_weight(content: bytes) -> bytes:
+    at = content.index(b"data/0") + 100  # in a tensor: its bytes follow their name
+    return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    """On every rank, in one line, and what is there stays."""
+    arguments = given(tmp_path)
+    pool(2).run(interrupted, arguments, 2)
+    last = tmp_path / "out" / "step-00000003"
+    for name, damaged in (
+        ("facts.json", halved),
+        (".metadata", halved),
+        ("__1_0.distcp", halved),
+        ("__1_0.distcp", with_another_weight),
+    ):
+        file = last / name
+        content = file.read_bytes()
+        file.write_bytes(damaged(content))
+        for told, printed in pool(2).run(said_and_printed, arguments):
+            assert f"the checkpoint {last} is damaged (" in told
+            assert told.endswith(f"remove this folder, and training goes on from {last.with_name('step-00000002')}")
+            assert "\n" not in told
+            assert "Traceback" not in printed
+        file.write_bytes(content)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert len(lines(tmp_path)) == 3
+    shutil.rmtree(last)
+    assert pool(2).run(said, arguments) == ["nothing"] * 2
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_other_texts_are_another_training(tmp_path: Path) -> None:
+    arguments = given(tmp_path)
+    pool(1).run(interrupted, arguments, 1)
+    (tmp_path / "text" / "03.txt").write_text("something else")
+    told = pool(1).run(said, arguments)[0]
+    assert "is from another training: texts was 11 documents of " in told
+    assert told.endswith("; give what it was, or use another folder")
+    one, other = torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int32)
+    split = [one[:2], torch.cat((one[2:], other))]
+    assert len({summary(x) for x in ([one, other], [other, one], split, [one])}) == 4
+
+
+def test_a_torn_line_of_the_log_is_left_out(tmp_path: Path) -> None:
+    arguments, log = given(tmp_path), tmp_path / "out" / "log.jsonl"
+    pool(1).run(interrupted, arguments, 2)
+    with log.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert pool(1).run(said, arguments)[0] == "nothing"
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4]
+    for wrong, says in (('{"step": 1\n{"step": 2}\n', "line 1 of .* is not JSON"), ("3\n", "line 1 of .* has no step")):
+        log.write_text(wrong)
+        with pytest.raises(ValueError, match=says):
+            read_lines(log)
+
+
+WHOLE = "argument --{}: give a whole number of {} or more, got '{}'"
+BAD = {
+    "--rates 1 2": "--segments and --rates belong together", "--segments 8": "--segments and --rates belong together",
+    "--segments 8 --rates 0": WHOLE.format("rates", 1, 0),
+    "--lr nan": "argument --lr: give a finite number of 0 or more, got 'nan'",
+    "--device cuda": "--device cuda needs a GPU per rank, 1 here, and torch sees 0",
+    "--device cuda:0": "argument --device: invalid",
+    "--steps -1": WHOLE.format("steps", 1, -1), "--steps many": WHOLE.format("steps", 1, "many"),
+    "--seed 1e99": "argument --seed: give a whole number",
+    **{f"--{name} 0": WHOLE.format(name, 1, 0)
+       for name in ("dim", "depth", "heads", "rows", "steps", "sequence", "save-every")},
+    **{f"--{name} 1": WHOLE.format(name, 2, 1) for name in ("tokens", "evaluate")},
+    **{f"--{name} -1": WHOLE.format(name, 0, -1) for name in ("warmup", "sample")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", BAD)
+def test_bad_arguments(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("torch.cuda.is_available", return_value=False), pytest.raises(SystemExit, match="2"):
+        train_lm.arguments(["text", "--out", "out", *wrong.split()])
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {BAD[wrong]}")
+    assert told.count("\n") == 1
+
+
+def test_lengths_are_checked_before_training(tmp_path: Path) -> None:
+    told = pool(1).run(said, given(tmp_path, "--evaluate", 40, 10_000))[0]
+    assert told.startswith("error: held-out text does not fill a row of 10000: the text has ")
+    assert not (tmp_path / "out").exists()
+    assert pool(1).run(said, given(tmp_path, "--steps", 1, "--evaluate", 2))[0] == "nothing"
+    assert math.isfinite(lines(tmp_path)[-1]["bits_per_byte_2"])
+    with pytest.raises(ValueError, match="in held-out rows of 2, no token has a next one: give longer texts or rows"):
+        held_out_rows([torch.tensor([1])] * 4, [2])
+
+
+def said_apart(folders: list[str], arguments: list[str]) -> str:
+    """What each rank says whose text is in another place."""
+    return said([folders[dist.get_rank()], *arguments[1:]])
+
+
+def test_what_is_wrong_on_one_rank_stops_all(tmp_path: Path) -> None:
+    arguments, other = given(tmp_path), corpus(tmp_path / "other")
+    told, own = pool(2).run(said_apart, [arguments[0], "nowhere"], arguments)
+    assert own == "error: nowhere does not exist"
+    assert told.endswith("rank 1 cannot run it: ValueError: nowhere does not exist")
+    (other / "03.txt").write_text("something else")
+    for told in pool(2).run(said_apart, [arguments[0], str(other)], arguments):
+        assert "texts is 11 documents of " in told
+    (tmp_path / "file").touch()  # only the first rank writes
+    for told in pool(2).run(said, [*arguments, "--out", str(tmp_path / "file")]):
+        assert "exists" in told or "Not a directory" in told
 
 
 def test_a_loss_that_is_nan(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/transformer.py": ("tests/models/test_lm.py",),
     "models/text.py": ("tests/examples/test_train_lm.py",),
     "models/checkpoints.py": ("tests/examples/test_train_lm.py",),
+    "models/training.py": ("tests/examples/test_train_lm.py",),
     "integrations/transformers": ("tests/integrations/test_transformers.py", "tests/integrations/test_cache.py"),
     "integrations/transformers/cache.py": ("tests/integrations/test_cache.py",),
     "integrations/transformers/model.py": ("tests/integrations/test_model.py",),

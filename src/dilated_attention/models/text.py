@@ -5,6 +5,7 @@ Legend: a document (n,) int32; a row (1, T), with cu_seqlens of the documents in
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,20 +49,36 @@ def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) ->
     return found
 
 
+def summary(documents: Sequence[Tensor]) -> str:
+    """Documents in a few words. Others, or the same ones in another order, get other words."""
+    found = hashlib.blake2b(digest_size=8)
+    for document in documents:
+        found.update(len(document).to_bytes(8, "little"))
+        found.update(document.numpy().astype("<i4", copy=False).data)
+    return f"{len(documents)} documents of {sum(map(len, documents))} tokens ({found.hexdigest()})"
+
+
 class PackedRows:
     """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
 
+    With ``most``, there are no more rows than so many tokens fill, but one at least.
     ``rows[i]`` is the same on every rank, and whatever was asked for before: row i, of the first time round or a later
     one. With a ``seed``, documents and then rows are shuffled, each time anew: rows of one document would be too much
     alike for a step.
     """
 
-    def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None) -> None:
+    def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None, most: int | None = None) -> None:
         self.documents, self.tokens, self.seed, self.round = documents, tokens, seed, -1
         total = sum(map(len, documents))
         self.count = total // tokens  # rows, each time round
         if not self.count:
             raise ValueError(f"the text has {total} tokens, and a row {tokens}: give more text, or shorter rows")
+        if most is not None:
+            self.count = min(self.count, max(1, most // tokens))
+
+    def have_labels(self) -> bool:
+        """Whether any token has a next one, in its row and in its document."""
+        return any(bool((self[index][1].diff() > 1).any()) for index in range(self.count))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """A row, and cu_seqlens. A document that a row cuts goes on in the next one as if it began there."""
@@ -81,3 +98,16 @@ class PackedRows:
         self.whole = torch.cat([self.documents[i] for i in documents])
         self.begins = torch.tensor([0, *(len(self.documents[i]) for i in documents)]).cumsum(0)
         self.round = around
+
+
+def held_out_rows(documents: list[Tensor], lengths: Iterable[int], most: int = 1 << 16) -> dict[int, PackedRows]:
+    """Held-out documents in rows of each length. What is wrong with a length is better known before a training."""
+    found = {}
+    for length in lengths:
+        try:
+            found[length] = PackedRows(documents, length, most=most)
+        except ValueError as error:
+            raise ValueError(f"held-out text does not fill a row of {length}: {error}") from error
+        if not found[length].have_labels():
+            raise ValueError(f"in held-out rows of {length}, no token has a next one: give longer texts or rows")
+    return found
