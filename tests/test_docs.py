@@ -525,10 +525,21 @@ def test_the_page_of_language_models_has_what_was_measured() -> None:
     for (size, tokens, way, column), number in said.items():
         row = measured.pop((size, tokens, way), None) if column else measured.get((size, tokens, way))
         assert number == "–" if row is None else float(number) == pytest.approx(row[column], rel=0.005, abs=0.05)
+    graphs = [
+        measured.pop(("125M", 8192, f"{name}, compiled, in a CUDA graph"))[0] for name in ("longnet", "dense SDPA")
+    ]
     assert all("dense" in way for _, _, way in measured)
+    text = " ".join(page.split())
+    assert (
+        "{:,.0f} tokens per second with LongNet, and {:,.0f} with dense".format(*(round(x, -3) for x in graphs)) in text
+    )
+    seconds = {(row[0], row[1]): row[2] for rows in tables.values() for row in rows if len(row) > 3}
+    slower = seconds[131072, "dense SDPA, compiled"] / seconds[131072, "longnet, compiled"]
+    assert f"takes {slower:.1f} times as long as one with LongNet" in text
+    assert f"on 1,048,576 tokens takes {seconds[1 << 20, '0.6B, compiled']:.1f} s." in text
     (short, slow), (far, fast) = ((row[0], row[2]) for row in tables["Generation"])
     told = f"{slow:.0f} tokens per second after a prompt of {short:,} tokens, and {fast:.0f} after {far:,}"
-    assert told in " ".join(page.split())
+    assert told in text
 
 
 def test_the_page_of_slides_has_what_was_measured() -> None:
