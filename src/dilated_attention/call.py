@@ -177,7 +177,7 @@ def outside(name: str, at: int, queries: int, keys: int) -> str:
     return f"{name} is {at}: {queries} queries among {keys} keys begin at 0 to {keys - queries}"
 
 
-def read_sequences(given: Sequence[int] | Tensor, tokens: int | None) -> tuple[int, ...]:
+def read_sequences(given: Sequence[int] | Tensor, tokens: int | None, name: str = "cu_seqlens") -> tuple[int, ...]:
     """`Call.sequences` of ``cu_seqlens``; ``tokens`` is None where other ranks have some of them.
 
     A tensor is read on the host. Empty sequences are left out, and one sequence alone is as if nothing was given.
@@ -187,7 +187,7 @@ def read_sequences(given: Sequence[int] | Tensor, tokens: int | None) -> tuple[i
     if not numbers or numbers[0] != 0 or falls or (tokens is not None and numbers[-1] != tokens):
         end = "the number of tokens of all ranks" if tokens is None else f"{tokens}, the number of tokens"
         shown = f"{numbers[:4]} ... {numbers[-4:]}" if len(numbers) > 8 else f"{numbers}"
-        raise ValueError(f"cu_seqlens must begin with 0, never fall, and end with {end}, got {shown}")
+        raise ValueError(f"{name} must begin with 0, never fall, and end with {end}, got {shown}")
     borders = tuple(dict.fromkeys(numbers))
     return borders if len(borders) > 2 or (tokens is None and len(borders) > 1) else ()
 

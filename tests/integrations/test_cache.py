@@ -142,6 +142,19 @@ def test_nothing_holds_on_to_a_cache() -> None:
     assert gone() is None
 
 
+def test_a_cache_of_another_model_is_refused() -> None:
+    with torch.no_grad():
+        for cached, says in (
+            (
+                config_of(pattern=OTHER),
+                r"has DilatedPattern.longnet\(.*that of the DilatedCache DilatedPattern.head_gr",
+            ),
+            (config_of(num_hidden_layers=1), "is for 1 layers, and the model has at least 2"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                model_of()(tokens(), past_key_values=DilatedCache(cached))
+
+
 def test_what_is_refused() -> None:
     model = made(config_of())
     with pytest.raises(ValueError, match="no gradients"):

@@ -106,6 +106,13 @@ def test_packed_documents() -> None:
     with torch.no_grad():
         assert error(model()(**packed()).logits[0], expected()) < CLOSE
         assert error(model()(**packed(), cu_seq_lens_q=ends).logits[0], expected()) < CLOSE
+        bare = {**packed(), "position_ids": None}
+        assert error(model()(**bare, cu_seq_lens_q=ends).logits[0], expected()) < CLOSE
+        torch.compiler.reset()
+        compiled = torch.compile(model(), backend="aot_eager", fullgraph=True)
+        assert error(compiled(**bare, cu_seq_lens_q=ends).logits[0], expected()) < CLOSE
+        with pytest.raises(ValueError, match="never fall"):
+            compiled(**bare, cu_seq_lens_q=ends[[0, 2, 1, 3]])
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache, None])
@@ -163,11 +170,34 @@ def test_embeddings_and_some_logits() -> None:
         ({"output_hidden_states": True}, "no hidden states"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
         ({"position_ids": torch.arange(0, 40, 2)[None], "use_cache": False}, "jump to another number than 0"),
+        ({"position_ids": torch.arange(20).flip(0), "use_cache": False}, "jump to another number than 0"),
+        ({"position_ids": torch.arange(19)[None]}, r"position_ids must be \(batch, tokens\) = \(3, 20\)"),
+        ({"input_ids": None}, "either input_ids or inputs_embeds"),
+        ({"input_ids": tokens()[0]}, r"use input_ids\[None\] for one row"),
+        ({"input_ids": tokens().to(torch.uint8)}, r"use .*input_ids.long\(\) for another dtype"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 31)}, r"\(batch, tokens, 32\)"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], says: str) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match=says):
-        model()(tokens(), **given)
+        model()(**{"input_ids": tokens(), **given})
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused() -> None:
+    cache = DilatedCache(model().config)
+    with torch.no_grad():
+        model()(tokens()[:, :15], past_key_values=cache)
+        given = {"input_ids": tokens()[:, 15:], "past_key_values": cache}
+        with pytest.raises(ValueError, match="5 columns, and there are 15 tokens in the cache and 5 new"):
+            model()(**given, attention_mask=torch.ones(3, 5))
+
+
+def test_compiled_code_refuses_positions() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(model(), backend="aot_eager", fullgraph=True)
+    given = {"input_ids": tokens(), "attention_mask": torch.ones(3, 20), "use_cache": False}
+    with torch.no_grad(), pytest.raises(ValueError, match="must grow by 1"):
+        compiled(**given, position_ids=torch.arange(0, 40, 2)[None])
 
 
 def test_other_attention_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, Lfm2Config, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
 from dilated_attention import reference
@@ -21,6 +21,7 @@ from tests.integrations.hf import (
     OTHER,
     PAD,
     PATTERN,
+    SHAPE,
     alone,
     batch,
     config_of,
@@ -212,7 +213,47 @@ def test_torch_compile(kind: str) -> None:
         assert error(logits, model(**given, use_cache=False).logits[:, 19:]) < CLOSE
 
 
+MASK = torch.ones(3, 20, dtype=torch.int64)
+ODD = torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]])
+LATE = torch.tensor([[*range(10), *range(15, 25)]])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole", "given", "says"),
+    [
+        ("llama", True, {"position_ids": ODD, "attention_mask": MASK}, "must grow by 1"),
+        pytest.param("llama", False, {"position_ids": LATE, "use_cache": False}, "number than 0", marks=SLOW),
+        pytest.param("llama", False, {**packed(), "use_cache": True}, "must grow by 1", marks=SLOW),
+        ("gpt2", False, {"output_attentions": True, "attention_mask": MASK}, "output_attentions"),
+    ],
+)
+def test_compiled_code_refuses_the_same(name: str, is_whole: bool, given: dict[str, Any], says: str) -> None:
+    """What is in the numbers is refused when the code runs, and no dead code to a compiler; also after a good call."""
+    model = made(config_of(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 1}))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=is_whole)
+    good = {"input_ids": tokens(), "attention_mask": MASK, "position_ids": torch.arange(20)[None]}
+    with torch.no_grad():
+        wanted = model(**good).logits
+        assert error(compiled(**good).logits, wanted) < CLOSE
+        refused(compiled, says, **given)
+        assert torch.equal(model(**good).logits, wanted)
+
+
+def test_compiled_code_refuses_a_mask_that_is_too_short() -> None:
+    """How many tokens are in a static cache is on the device."""
+    model = made(config_of(num_hidden_layers=1))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=30)
+    with torch.no_grad():
+        model(tokens()[:, :15], past_key_values=cache)
+        refused(compiled, "too short", input_ids=tokens()[:, 15:], attention_mask=MASK[:, 15:], past_key_values=cache)
+
+
 # --- what cannot be honoured ------------------------------------------------------------------------------------
+
+ENDS = torch.tensor([0, 20, 33, 40])
 
 
 def refused(model: Any, says: str, **given: Any) -> None:
@@ -241,12 +282,19 @@ def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str)
         ({"attention_mask": torch.ones(3, 1, 20, 20, dtype=torch.bool)}, "did not make"),
         ({**packed(), "use_cache": True}, "must grow by 1"),
         ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "must grow by 1"),
-        ({"position_ids": torch.tensor([[*range(10), *range(15, 25)]]), "use_cache": False}, "another number than 0"),
-        (
-            {"position_ids": torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]]), "use_cache": True},
-            "must grow by 1",
-        ),
+        ({"position_ids": LATE, "use_cache": False}, "another number than 0"),
+        ({"position_ids": ODD, "use_cache": True}, "must grow by 1"),
         ({"cu_seq_lens_q": torch.tensor([0, 60]), "use_cache": False}, "one row of packed tokens"),
+        ({**packed(), "position_ids": None, "cu_seq_lens_q": ENDS}, "counts on over all documents, so pass them"),
+        ({**packed(), "cu_seq_lens_q": ENDS[[0, 1, 3]]}, "position_ids and cu_seq_lens_q differ"),
+        ({**packed(), "cu_seq_lens_q": ENDS[1:]}, "cu_seq_lens_q must begin with 0"),
+        ({**packed(), "cu_seq_lens_q": ENDS + ENDS // 40}, "end with 40, the number of tokens"),
+        ({**packed(), "cu_seq_lens_q": ENDS[[0, 2, 1, 3]]}, "never fall"),
+        ({**packed(), "cu_seq_lens_q": ENDS.double()}, "cu_seq_lens_q must be an int32 or int64 tensor"),
+        ({"attention_mask": MASK[:1]}, "must be .batch, tokens., and the batch has 3, got .1, 20."),
+        ({"attention_mask": MASK[:, :19]}, "19 columns, and there are 0 tokens in the cache and 20 new ones"),
+        ({"attention_mask": torch.ones(3, 25), "use_cache": False}, "more columns than there are tokens, 20"),
+        ({"attention_mask": torch.ones(3, 25).tril(20), "use_cache": False}, "more columns than there are tokens, 20"),
         (
             {**packed(), "cu_seq_lens_q": torch.tensor([0, 20, 40]), "cu_seq_lens_k": torch.tensor([0, 40])},
             "cu_seq_lens_q and cu_seq_lens_k differ",
@@ -255,6 +303,25 @@ def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str)
 )
 def test_calls_that_are_refused(given: dict[str, Any], says: str) -> None:
     refused(model_of(), says, **given)
+
+
+def test_positions_are_refused_where_the_first_layer_is_of_another_kind() -> None:
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+    mixed = made(set_pattern(Lfm2Config(**shape, layer_types=["conv", "full_attention"]), PATTERN))
+    refused(mixed, "must grow by 1", position_ids=ODD, attention_mask=MASK)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache])
+def test_a_mask_of_the_new_tokens_alone_is_refused(kind: Any) -> None:
+    """And nothing has happened to the cache: the whole mask gives what a pass without a cache gives."""
+    model = model_of()
+    cache = kind(config=model.config, max_cache_len=30) if kind is StaticCache else kind(config=model.config)
+    with torch.no_grad():
+        model(tokens()[:, :15], past_key_values=cache)
+        step = {"input_ids": tokens()[:, 15:], "past_key_values": cache}
+        refused(model, "5 columns, and there are 15 tokens in the cache and 5 new", attention_mask=MASK[:, 15:], **step)
+        wanted = model(tokens(), use_cache=False).logits[:, 15:]
+        assert error(model(**step, attention_mask=MASK).logits, wanted) < CLOSE
 
 
 def test_weights_are_refused_where_a_model_does_not_say_that_they_are_wanted() -> None:

@@ -285,10 +285,10 @@ def test_a_config_is_written_as_json(name: str) -> None:
         ({"ffn": "relu"}, "ffn must be one of gelu, swiglu"),
         ({"norm": "batch"}, "norm must be one of"),
         ({"head_dim": 5}, "even head_dim"),
+        ({"rotary_base": 0.0}, "rotary_base must be a finite number above 0, or None, got 0.0"),
         ({"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
         ({"kv_heads": 3}, "cannot be shared evenly"),
         ({"depth": 0}, "depth must be 1 or more"),
-        ({"rotary_base": 0.0}, "rotary_base must be above 0"),
         ({"pattern": None}, "pattern must be a DilatedPattern"),
     ],
 )

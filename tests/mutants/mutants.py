@@ -491,7 +491,7 @@ MUTANTS = [
     M("a-static-cache-counts-on", "The queries of a static cache are placed where the next ones will be.",
       "integrations/transformers/grid.py", "dtype=torch.int64, copy=True)", "dtype=torch.int64)"),
     M("position-ids-that-jump", "position_ids that do not count on are taken for those that do.",
-      "integrations/transformers/attention.py", "    if jumps.any():\n", "    if False:\n"),
+      "integrations/transformers/attention.py", "return wrong.any().long() * number", "return wrong.any().long() * 0"),
     M("cropped-tokens-come-back", "Tokens that were cropped are kept all the same.",
       "integrations/transformers/cache.py", "self.last = None if tokens == held else self.last.cropped(tokens)",
       "pass"),

@@ -99,10 +99,10 @@ class LMConfig:
         for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", ("layer", "rms"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
+            raise ValueError(f"rotary_base must be a finite number above 0, or None, got {self.rotary_base}")
         if self.rotary_base is not None and self.head_size % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_size}")
-        if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
-            raise ValueError(f"rotary_base must be above 0, or None for no positions, got {self.rotary_base}")
         if not isinstance(self.pattern, DilatedPattern):
             several = self.pattern if isinstance(self.pattern, list | tuple) else (None,)
             if not all(isinstance(one, DilatedPattern) for one in several):

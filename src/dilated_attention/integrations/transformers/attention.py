@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import output_capturing
 
 from dilated_attention import functional
+from dilated_attention.call import read_sequences
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
-from dilated_attention.integrations.transformers.config import pattern_of
-from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken
+from dilated_attention.integrations.transformers.config import is_first, pattern_of
+from dilated_attention.integrations.transformers.faults import BREAKS, DIFFERS, JUMPS, KEYS, checked
+from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken, weights_fault
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "dilated"
@@ -58,15 +59,15 @@ def attention(
     refuse(options)
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError("dilated attention is for causal decoders: it takes no bidirectional and no cross-attention")
-    grid = Grid.read(attention_mask, query.shape[2])
-    if options.get("cu_seq_lens_q") is not None:
-        grid = told(grid, query, None if key.shape[2] == query.shape[2] else key, options)
-    if not getattr(module, "layer_idx", 0) and not torch.compiler.is_compiling():
-        # GPT-2 tells its attention function nothing of output_attentions, but whoever asks for them waits for them here
-        collector = getattr(output_capturing, "_active_collector", None)
-        if collector is not None and "attentions" in (collector.get() or ()):
-            raise ValueError(f"dilated attention cannot honour {REFUSED['output_attentions']}")
-        check_positions(options.get("position_ids"), grid, len(query), options.get("group"))
+    grid, looks = Grid.read(attention_mask, query.shape[2]), is_first(module)
+    is_told = options.get("cu_seq_lens_q") is not None
+    if is_told:
+        cache = None if key.shape[2] == query.shape[2] else key
+        grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
+    if looks:
+        query = checked(query, weights_fault())
+        positions = options.get("position_ids")
+        query = check_positions(query, positions, grid, options.get("group"), is_told=is_told)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     kept = DilatedLayer.behind(key)
     more: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
@@ -110,6 +111,11 @@ def attend(
             raise ValueError("over a group, a model takes no padding, no packed documents and no cache: leave them out")
         return attended(q, k, v)
     if kept is not None:
+        if kept.pattern != pattern:
+            raise ValueError(
+                f"a layer of the model has {pattern}, and that of the DilatedCache {kept.pattern}: make the cache with "
+                "DilatedCache(model.config)"
+            )
         if dropout_p:
             raise ValueError("DilatedCache does not support dropout: call model.eval()")
         return kept.attend(q, k, v, grid, scale)
@@ -117,6 +123,11 @@ def attend(
         one, two, three = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         out, lse = attended(one, two, three, cu_seqlens=grid.documents)
         return out.view(q.shape), lse.view(q.shape[:3])
+    width = k.shape[1] if grid.order is None else grid.order.shape[1]
+    if width != k.shape[1] or (isinstance(grid.start, int) and k.shape[1] == q.shape[1]):
+        raise ValueError(
+            f"attention_mask has more columns than there are tokens, {k.shape[1]}: leave out those of other tokens"
+        )
     if grid.order is not None and grid.query_order is not None:
         start = None if q.shape[1] == k.shape[1] else grid.start
         q, k, v = taken(q, grid.query_order), taken(k, grid.order), taken(v, grid.order)
@@ -129,46 +140,57 @@ def attend(
     return attended(q, k, v)
 
 
-def told(grid: Grid, tokens: Tensor, cache: Any, options: dict[str, Any]) -> Grid:
-    """Documents by cu_seq_lens_q, as flash attention takes them."""
+def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, Any], *, looks: bool = True) -> Grid:
+    """Documents by cu_seq_lens_q, as flash attention takes them. ``looks``: at the numbers, in one layer only."""
     ends, keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
-    if keys is not None and not torch.equal(ends, keys):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache")
-    if grid._replace(documents=None) != Grid() or len(tokens) != 1 or cache is not None:
-        raise ValueError("cu_seq_lens_q is for one row of packed tokens without padding and without a cache")
-    return Grid(documents=ends.cpu())
+    for name, given in (("cu_seq_lens_q", ends), ("cu_seq_lens_k", ends if keys is None else keys)):
+        if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be an int32 or int64 tensor of one dimension, got {given!r}")
+    if grid._replace(documents=None) != Grid() or samples != 1 or cache is not None:
+        raise ValueError(
+            "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
+            "out, and pass use_cache=False"
+        )
+    ends = ends.cpu()
+    if looks and keys is not None:
+        ends = checked(ends, _fault(keys.cpu() != ends, KEYS) if len(keys) == len(ends) else torch.full((), KEYS))
+    if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
+        read_sequences(ends, tokens, "cu_seq_lens_q")
+    return Grid(documents=ends)
 
 
-def check_positions(positions: Tensor | None, grid: Grid, samples: int, group: Any) -> None:
-    """Raise where position_ids say something else than the grid: they count on, except where a document begins."""
+def check_positions(x: Tensor, positions: Tensor | None, grid: Grid, group: Any, *, is_told: bool = False) -> Tensor:
+    """x, unless position_ids say something else than the grid: they count on, except where a document begins.
+
+    ``x``: the tokens, (B, ...), which compiled code must need: see `checked`. ``is_told``: documents by cu_seq_lens_q.
+    """
     if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
-        return
-    tokens, positions = positions.shape[1], positions.expand(samples, -1)
+        return x
+    samples, tokens = len(x), positions.shape[1]
+    positions = positions.expand(samples, -1)
     if group is not None:
         _check_shard(positions, group)
-        return
+        return x
     jumps = positions.diff() != 1
     if grid.documents is not None:
         begins = torch.zeros(samples * tokens + 1, dtype=torch.bool, device=positions.device)
-        begins[grid.documents.to(positions.device)] = True
+        # clamped: that they are wrong is told elsewhere
+        begins[grid.documents.to(positions.device).clamp(0, samples * tokens)] = True
         begins = begins[:-1].view(samples, tokens)[:, 1:]
-        if (positions[:, 1:] * begins).any():
-            raise ValueError(
-                "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out "
-                "if these are not documents"
-            )
-        jumps = jumps & ~begins
-    elif grid.query_order is not None and grid.real is not None:
+        late, jumps = _fault(positions[:, 1:] * begins, DIFFERS if is_told else JUMPS), jumps & ~begins
+        return checked(x, torch.where(late == 0, _fault(jumps, DIFFERS if is_told else BREAKS), late))
+    if grid.query_order is not None and grid.real is not None:
         real = torch.arange(1, tokens, device=positions.device) < grid.real[:, None]
         counted = (positions.gather(1, grid.query_order).diff() != 1) & real
         jumps = counted & jumps.any()  # padding may have been counted, too
-    if jumps.any():
-        raise ValueError(
-            "position_ids must grow by 1 from token to token; those of packed documents may begin again at 0, but only "
-            "without attention_mask and without a cache (use_cache=False)"
-        )
+    return checked(x, _fault(jumps, BREAKS))
 
 
+def _fault(wrong: Tensor, number: int) -> Tensor:
+    return wrong.any().long() * number
+
+
+@torch.compiler.disable(reason="ranks are asked")  # type: ignore[no-untyped-call, untyped-decorator]
 def _check_shard(positions: Tensor, group: Any) -> None:
     """Raise unless this rank's tokens follow one another, and those of the ranks before it."""
     rank, tokens = ContextParallel.of(group).process_group().rank(), positions.shape[1]

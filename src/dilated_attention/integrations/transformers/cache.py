@@ -81,7 +81,7 @@ class DilatedLayer(CacheLayerMixin):
         if self.waiting:
             raise RuntimeError(
                 "DilatedCache got new tokens before attention ran on the last ones: it works with "
-                'attn_implementation="dilated" only'
+                'attn_implementation="dilated" only; after an error in a forward pass, call reset()'
             )
         self.waiting = key_states.shape[2]
         self.length += self.waiting
@@ -182,6 +182,14 @@ class DilatedCache(Cache):
     def __init__(self, config: Any) -> None:
         config = config.get_text_config(decoder=True)
         super().__init__(layers=[DilatedLayer(pattern) for pattern in patterns_of(config)])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this DilatedCache is for {len(self.layers)} layers, and the model has at least {layer_idx + 1}: make "
+                "the cache with DilatedCache(model.config)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:

@@ -49,3 +49,10 @@ def pattern_of(module: Any) -> DilatedPattern:
             module._dilated = kept
     found: DilatedPattern = kept[1]
     return found
+
+
+def is_first(module: Any) -> bool:
+    """Whether an attention module is the first of its model. Layers before it may be of another kind."""
+    kinds = getattr(module.config, "layer_types", None) or ()
+    first = kinds.index("full_attention") if "full_attention" in kinds else 0
+    return getattr(module, "layer_idx", None) in (None, first)

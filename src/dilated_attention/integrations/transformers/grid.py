@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils import output_capturing
+
+from dilated_attention.integrations.transformers.faults import SHORT, WEIGHTS, checked, no_fault
 
 IN_THE_DATA = "the number of packed documents is in the data: for fullgraph=True pass an attention_mask"
 
@@ -67,6 +70,8 @@ def grid_mask(
     **_: Any,
 ) -> Tensor:
     """The mask function of "dilated": a grid, see above."""
+    if not torch.compiler.is_compiling():
+        no_fault(weights_fault())
     if local_size is not None:
         raise ValueError(
             "dilated attention cannot honour sliding-window or chunked layers: its pattern says who sees whom; set "
@@ -84,8 +89,25 @@ def grid_mask(
         found: Tensor = _documents(mask_function, batch_size, kv_length, device)
         return found
     if attention_mask is not None:
-        mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - attention_mask.shape[1])))
-        if not _is_plain(attention_mask, mask, q_offset, q_length):
+        width = attention_mask.shape[1] if attention_mask.dim() == 2 else 0
+        if attention_mask.shape != (batch_size, width):
+            raise ValueError(
+                f"attention_mask must be (batch, tokens), and the batch has {batch_size}, got "
+                f"{tuple(attention_mask.shape)}"
+            )
+        # a compiler cannot know where the queries of a static cache begin, nor whether anything is padding
+        is_known = not torch.compiler.is_compiling()
+        end = (int(q_offset) if is_known else q_offset) + q_length
+        if isinstance(end, Tensor):
+            fault = None if width >= kv_length else (end > width).long().reshape(()) * SHORT
+            q_offset = checked(q_offset, fault)  # type: ignore[arg-type]
+        elif width < end:
+            raise ValueError(
+                f"attention_mask has {width} columns, and there are {end - q_length} tokens in the cache and "
+                f"{q_length} new ones: it must cover both"
+            )
+        mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - width)))
+        if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet
             return _padded(mask.bool(), q_length, q_offset)
     if isinstance(q_offset, Tensor):
         # a copy: the cache counts on in this very tensor before the first layer attends
@@ -97,12 +119,15 @@ def grid_mask(
     return torch.full((1, 1, 1, 2), q_offset, dtype=torch.int64, device=device)
 
 
-def _is_plain(given: Tensor, mask: Tensor, start: int | Tensor, queries: int) -> bool:
-    """Whether nothing is padding. A compiler cannot know, nor where the positions are on the device."""
-    if torch.compiler.is_compiling():
-        return False
-    end = int(start) + queries  # what comes after is not there yet
-    return given.shape[1] >= end and bool(mask[:, :end].all())
+def weights_fault() -> Tensor | None:
+    """GPT-2 tells its attention function nothing of output_attentions, but whoever asks for them waits for them here.
+
+    In compiled code only if that, too, was compiled: what was not has asked before, when the mask was made.
+    """
+    collector = getattr(output_capturing, "_active_collector", None)
+    if collector is None or (torch.compiler.is_compiling() and not getattr(collector, "compiling", False)):
+        return None
+    return torch.full((), WEIGHTS) if "attentions" in (collector.get() or ()) else None
 
 
 def _padded(mask: Tensor, queries: int, start: int | Tensor) -> Tensor:

@@ -170,23 +170,29 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         attention.refuse(kwargs)
         if kwargs.get("output_hidden_states"):
             raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        tokens: Tensor = inputs_embeds * self.lm.scale if input_ids is None else input_ids  # type: ignore[operator, assignment]
+        tokens = self._tokens(input_ids, inputs_embeds)
+        if position_ids is not None:
+            position_ids = position_ids.unsqueeze(0) if position_ids.dim() == 1 else position_ids
+            if position_ids.shape not in ((1, tokens.shape[1]), tokens.shape[:2]):
+                raise ValueError(
+                    f"position_ids must be (batch, tokens) = {tuple(tokens.shape[:2])}, got {tuple(position_ids.shape)}"
+                )
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled()
         if use_cache and past_key_values is None and group is None:
             past_key_values = DilatedCache(self.config)
-        positions = self._positions(tokens, attention_mask, position_ids, past_key_values)
+        before = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = create_causal_mask(
             config=self.config, inputs_embeds=torch.empty(*tokens.shape[:2], 0, device=tokens.device),
-            attention_mask=attention_mask, past_key_values=past_key_values, position_ids=positions,
+            attention_mask=attention_mask, past_key_values=past_key_values, position_ids=position_ids,
         )  # fmt: skip
         grid = Grid.read(mask, tokens.shape[1])
-        if kwargs.get("cu_seq_lens_q") is not None:
-            grid = attention.told(grid, tokens, past_key_values, kwargs)
-        if not torch.compiler.is_compiling():
-            attention.check_positions(positions, grid, len(tokens), group)
+        is_told = kwargs.get("cu_seq_lens_q") is not None
+        if is_told:
+            grid = attention.told(grid, len(tokens), tokens.shape[1], past_key_values, kwargs)
+        positions = self._positions(tokens, attention_mask, before, grid) if position_ids is None else position_ids
+        if position_ids is not None or group is not None:
+            tokens = attention.check_positions(tokens, positions, grid, group, is_told=is_told)
         attends = self._attends(grid, past_key_values, group)
         states = self.lm.states(tokens, positions, attends, apart=past_key_values is not None)
         if labels is not None or shift_labels is not None:
@@ -201,16 +207,39 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=past_key_values)
 
+    def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
+        """As the plain model takes them."""
+        if embedded is None:
+            if ids is None:
+                raise ValueError("give either input_ids or inputs_embeds")
+            if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    "input_ids must be (batch, tokens) of int64 or int32: use input_ids[None] for one row and "
+                    f"input_ids.long() for another dtype, got {tuple(ids.shape)} of {ids.dtype}"
+                )
+            return ids
+        if ids is not None:
+            raise ValueError("give either input_ids or inputs_embeds")
+        width = self.config.hidden_size
+        if embedded.dim() != 3 or embedded.shape[2] != width or not embedded.is_floating_point():
+            raise ValueError(
+                f"inputs_embeds must be (batch, tokens, {width}) of floating-point numbers, got "
+                f"{tuple(embedded.shape)} of {embedded.dtype}"
+            )
+        return embedded * self.lm.scale
+
     @staticmethod
-    def _positions(tokens: Tensor, mask: Tensor | None, given: Tensor | None, cache: Any) -> Tensor:
-        """Those given, or the place of each token among the real ones of its sample."""
-        if given is not None:
-            return given
-        n, before = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
-        if mask is not None and mask.dim() == 2:
-            place = before + torch.arange(n, device=tokens.device)
-            return (mask.long().cumsum(1) - 1).clamp(min=0)[:, place]
-        return (before + torch.arange(n, device=tokens.device)).unsqueeze(0)
+    def _positions(tokens: Tensor, mask: Tensor | None, before: int | Tensor, grid: Grid) -> Tensor:
+        """The place of each token in its document, or among the real tokens of its sample."""
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        if grid.documents is not None:
+            ends = grid.documents.to(tokens.device)
+            return (place - ends[torch.searchsorted(ends, place, right=True).sub(1).clamp(min=0)]).unsqueeze(0)
+        place = place + before
+        if mask is None or mask.dim() != 2:
+            return place.unsqueeze(0)
+        # clamped: a mask that is too short is told when compiled code runs
+        return (mask.long().cumsum(1) - 1).clamp(min=0)[:, place.clamp(max=mask.shape[1] - 1)]
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         patterns = self.lm.config.patterns
