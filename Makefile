@@ -2,8 +2,9 @@
 # PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
 ARGS   ?=
 PYTHON ?=
-# two processes of pytest; the tests of a file stay in one of them, and share ranks, a browser and results
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# three processes of pytest, since on two cores one of them often waits, for ranks or a browser; the tests of a file stay
+# in one process, and share ranks, a browser and results
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -19,7 +20,7 @@ bench: $(SMALL) ## check about ten implementations, time those that are right, r
 # a byte model of this repository's own text on two ranks, one thread each; `rm -r report/train` to start anew
 train: $(SMALL) ## train a small language model, report in report/train (two minutes on two cores)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py src docs \
-		--out report/train --steps 260 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
+		--out report/train --steps 400 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
 		$(ARGS)
 
 # tensors of tests are small: threads would only wait for one another
