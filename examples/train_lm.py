@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dilated_attention as da
+from dilated_attention import charts
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
 from dilated_attention.models.checkpoints import Checkpoints
 from dilated_attention.models.loss import IGNORED
@@ -91,7 +92,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if len(options.segments or []) != len(options.rates or []):
         parser.error("--segments and --rates belong together: give as many rates as segment lengths")
-    needed = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # so that all ranks of a machine say the same
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not LOCAL_RANK: all ranks of a machine must say the same
     if options.device == "cuda" and there < needed:
         parser.error(f"--device cuda needs a GPU per rank, {needed} here, and torch sees {there}: give --device cpu")
     return options
@@ -213,7 +214,8 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
                     f"the loss of step {trainer.step + 1} is {loss}: lower --lr; the last checkpoint is {last}"
                 )
             norm = trainer.update()
-            log.add(trainer.step, loss=float(loss), norm=norm)
+            with together("Log.add()", device=loss.device.type):  # the disk may be full
+                log.add(trainer.step, loss=float(loss), norm=norm)
             if stops or trainer.step % trainer.options.save_every == 0 or trainer.done() >= 1:
                 trainer.checkpoints.save(trainer.step, trainer.state())
             if stops:
@@ -227,6 +229,8 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
 def train(options: argparse.Namespace) -> None:
     with together("train()", device=options.device) as same:
         tokenizer, texts = None, read_texts(options.text, options.suffix)
+        if options.plot:
+            charts.library("altair")  # better missed now than after the training
         if options.tokenizer is not None:
             from transformers import AutoTokenizer
 
@@ -237,7 +241,8 @@ def train(options: argparse.Namespace) -> None:
             pattern = da.DilatedPattern.longnet(options.segments, options.rates)
         config = LMConfig(vocabulary, options.dim, options.depth, options.heads, pattern)
         if options.size is not None:
-            config = LMConfig.of(options.size, pattern)
+            most = max(vocabulary, SIZES[options.size]["vocab_size"])
+            config = LMConfig.of(options.size, pattern, vocab_size=most)
         held_out = texts[9::10] or texts[-1:]
         rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
         documents, unseen = (tokens_of(part, config.vocab_size, tokenizer) for part in (rest, held_out))
@@ -285,7 +290,7 @@ def main(given: list[str] | None = None) -> None:
     try:
         with contextlib.nullcontext() if dist.is_initialized() else ranks(options.device):
             train(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         raise SystemExit(f"error: {' '.join(str(error).split())}") from error
 
 

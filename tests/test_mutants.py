@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.mutants import mutants
@@ -14,6 +15,13 @@ def test_every_mutant_can_be_put_in() -> None:
     found = {one.name: (ROOT / "src/dilated_attention" / one.file).read_text().count(one.old) for one in MUTANTS}
     assert found == {one.name: 1 for one in MUTANTS}
     assert len(found) == len(MUTANTS)
+
+
+def test_no_mutant_dies_of_a_name_that_is_not_there() -> None:
+    """Its killer would not have noticed the fault."""
+    found = json.loads((ROOT / "tests/mutants/after.json").read_text())["mutants"]
+    slips = ("NameError", "SyntaxError", "IndentationError", "ImportError", "UnboundLocalError")
+    assert not [name for name, one in found.items() if any(slip in one.get("says", "") for slip in slips)]
 
 
 def test_the_tests_named_for_a_mutant_are_there() -> None:

@@ -479,3 +479,14 @@ def test_a_table_is_as_wide_as_it_must_be(tokens: int, stride: int, dtype: torch
     (nests,) = launches(DilatedPattern.longnet([2048], [4]), Heads(0, 2, 2), False, False)
     found = table(nests, 1, (0, tokens), 1, 64, 32, "all", stride, torch.device("cpu"))
     assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}
+
+
+def test_kernels_read_the_fields_of_a_section() -> None:
+    """They know them by number."""
+    pytest.importorskip("triton")
+    from dilated_attention.backends.triton import tiles
+
+    names = {"tile": "FIRST_TILE"}
+    fields = [getattr(tiles, names.get(name, name.upper())).value for name in Section._fields[1:]]
+    assert fields == list(range(1, len(Section._fields)))
+    assert tiles.SECTION.value == len(Section._fields)

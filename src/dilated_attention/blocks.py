@@ -163,7 +163,7 @@ class Plan(NamedTuple):
     """The blocks of a call whose keys are here."""
 
     blocks: tuple[Block, ...]
-    bare: tuple[int, int]  # all key/value heads with rows in none of the blocks that write first are in this range
+    bare: tuple[int, int]  # key/value heads: in all others, blocks that write first cover every row
     fillable: bool  # whether all such rows are gaps of those blocks, and not too many
     merges: bool  # whether some row gets several parts
 
@@ -238,7 +238,7 @@ def _pieces(call: Call, branch: int) -> list[Piece]:
     width = call.pattern.segment_lengths[branch]
     if not call.sequences:
         return list(_pieces_of(call, width, 0, call.total))
-    found: dict[Hashable, list[Piece]] = {}  # of one kind: equally long, in sequences of which zero keys make as much
+    found: dict[Hashable, list[Piece]] = {}  # by kind: equally long, with equally many zero keys
     for begin, end in itertools.pairwise(call.sequences):
         for piece in _pieces_of(call, width, begin, end):
             at, length, first, stop, _, _, sequence = piece

@@ -69,7 +69,7 @@ class Call(NamedTuple):
     sequences: tuple[int, ...] = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
     # --- how it is computed
     in_parts: bool = False  # other ranks or chunks add to the results, so whole-call kernels are out of question
-    limit: int = 0  # the number of a `Limit` on memory; 0: none
+    limit: int = 0  # the number of a `MemoryCap` on memory; 0: none
     deterministic: bool = False  # torch's settings at the time of the call
     switched_off: tuple[str, ...] = ()
     flash: str | None = None

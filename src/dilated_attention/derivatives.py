@@ -48,8 +48,11 @@ def refuse_second_derivative(grads: Gradients, *others: Tensor | None, why: str 
 
 
 def once(why: str) -> Callable[[Backward], Backward]:
-    """For a backward that has no derivative. torch's `once_differentiable` would let it pass in silence where the
-    gradient that comes in is a constant, as that of a sum is."""
+    """For a backward that has no derivative: whoever differentiates its result gets an error that says ``why``.
+
+    torch's `once_differentiable` raises only if the gradient that comes in requires a gradient. That of a sum does not,
+    and the second derivative would be missing without an error.
+    """
 
     def decorated(backward: Backward) -> Backward:
         @functools.wraps(backward)

@@ -32,7 +32,7 @@ class Dealing(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 
     neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
-    is_shifted: bool = False  # branch i adds i mod rate to every offset
+    is_shifted: bool = False  # offsets of branch i begin at i mod rate
     is_divided: bool = False  # heads are divided among branches; otherwise every head runs every branch
     adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
@@ -47,7 +47,7 @@ _DEALINGS: dict[Rule, Dealing] = {
 
 
 class Branch(NamedTuple):
-    """One branch as heads run it: head h does if first <= h < last, at the offset (h // step) % rate + shift."""
+    """One branch as heads run it: head h does if first <= h < last, at the offset (h // step + shift) % rate."""
 
     length: int  # of a segment
     rate: int
@@ -61,7 +61,7 @@ class Branch(NamedTuple):
         return range(self.first, self.last)
 
     def offset(self, head: int) -> int:
-        return head // self.step % self.rate + self.shift
+        return (head // self.step + self.shift) % self.rate
 
 
 class _Written:

@@ -116,7 +116,7 @@ def enumerated(case: Case, rank: int, exchange: str) -> RankCost:
 def test_every_rank_of_every_exchange(at_once: int, case: Case) -> None:
     """With 0 as counted where there are many ranks: branch by branch, even segments apart from the others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dilated_attention.ring.traffic.AT_ONCE", at_once)
+        patch.setattr("dilated_attention.ring.counts.AT_ONCE", at_once)
         cost = case.cost()
         for exchange in EXCHANGES:
             ranks = [cost.of_rank(rank, exchange) for rank in range(case.ranks)]
@@ -276,7 +276,7 @@ def test_choices() -> None:
 @pytest.mark.parametrize("small", [0, 2**15])
 def test_heads_split_over_processes(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may hold no head of a branch that crosses borders."""
-    monkeypatch.setattr("dilated_attention.ring.traffic.AT_ONCE", small)
+    monkeypatch.setattr("dilated_attention.ring.counts.AT_ONCE", small)
     pattern, shards = DilatedPattern.head_groups([16, 24 + small, 96], [1, 2, 4]), Shards.even(96, 6)
     for first in range(3):
         call = Call(pattern, samples=1, heads=1, kv_heads=1, head_dim=8, first_head=first, total_heads=3)

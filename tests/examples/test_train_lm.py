@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         content = file.read_bytes()
         file.write_bytes(damaged(content))
         for told, printed in pool(2).run(said_and_printed, arguments):
-            assert f"the checkpoint {last} is damaged (" in told
+            assert f"the checkpoint {last} cannot be read (" in told
             assert told.endswith(f"remove this folder, and training goes on from {last.with_name('step-00000002')}")
             assert "\n" not in told
             assert "Traceback" not in printed

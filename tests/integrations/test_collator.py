@@ -73,9 +73,9 @@ def test_two_ranks_are_as_one(kind: str) -> None:
 
 def refusals() -> list[str]:
     """Head and tail of a sequence on each rank, as a balancer deals them; ranks in another order; padding."""
-    group, model = world(), model_of("llama")
+    group, model, plain = world(), model_of("llama"), model_of("longnet")
     batch = ShardingCollator(collated, group)(SAMPLES)
-    positions = batch["position_ids"]
+    positions, ids = batch["position_ids"], batch["input_ids"][:, :1]
     ends = torch.cat((positions[:, :5], positions[:, 5:] + 5), 1)
     padded = batch | {"attention_mask": torch.zeros_like(batch["input_ids"])}
     left = [{key: value.flip(1) for key, value in collated(SAMPLES).items()}]
@@ -84,6 +84,9 @@ def refusals() -> list[str]:
         raised(torch.compile(model, backend="eager"), **batch | {"position_ids": ends}),
         raised(model, **batch | {"position_ids": positions + 10 * (1 - 2 * group.rank())}),
         raised(model, **padded),
+        raised(model, **(padded if group.rank() else batch)),  # on one rank alone: the others are told
+        raised(model, **batch | {"input_ids": ids, "position_ids": ids * 0, "labels": ids, "shift_labels": ids}),
+        raised(plain, input_ids=batch["input_ids"], labels=batch["input_ids"], group=group),
         raised(ShardingCollator(lambda rows: rows[0], group), left),
         raised(ShardingCollator(lambda rows: {"input_ids": rows}, group), SAMPLES),
     ]
@@ -92,7 +95,17 @@ def refusals() -> list[str]:
 def test_what_is_refused() -> None:
     for found in pool(2).run(refusals):
         for says, text in zip(
-            (*["turn off load balancers"] * 3, "no padding", "padding_side", "labels"), found, strict=True
+            (
+                *["turn off load balancers"] * 3,
+                "no padding",
+                "no padding",
+                "local_positions",
+                "pass shift_labels",
+                "padding_side",
+                "labels",
+            ),
+            found,
+            strict=True,
         ):
             assert text.startswith("ValueError"), text
             assert says in text

@@ -99,6 +99,8 @@ def test_padding_has_no_loss(side: str) -> None:
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
             assert error(net(**given, labels=labels).loss, wanted) < CLOSE
+    counted = int((labels[:, 1:] != -100).sum())  # as a trainer does
+    assert error(net(**given, labels=labels, num_items_in_batch=2 * counted).loss * 2, wanted) < CLOSE
 
 
 def test_packed_documents() -> None:
@@ -106,6 +108,9 @@ def test_packed_documents() -> None:
     with torch.no_grad():
         assert error(model()(**packed()).logits[0], expected()) < CLOSE
         assert error(model()(**packed(), cu_seq_lens_q=ends).logits[0], expected()) < CLOSE
+        wanted = sum(model()(row, labels=row, num_items_in_batch=1).loss for row in alone())
+        found = model()(**packed(), labels=packed()["input_ids"]).loss  # no document predicts the next one
+        assert error(found * (sum(LENGTHS) - len(LENGTHS)), wanted) < CLOSE
         bare = {**packed(), "position_ids": None}
         assert error(model()(**bare, cu_seq_lens_q=ends).logits[0], expected()) < CLOSE
         torch.compiler.reset()

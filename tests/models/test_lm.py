@@ -27,7 +27,7 @@ from dilated_attention.models.loss import IGNORED
 from dilated_attention.models.transformer import SIZES
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
-from tests.over_ranks import changed, world
+from tests.over_ranks import changed, raised, world
 
 PATTERN = DilatedPattern.longnet([4, 8, 16], [1, 2, 4])
 SHAPE: dict[str, Any] = {"vocab_size": 19, "dim": 24, "depth": 2, "heads": 4, "pattern": PATTERN}
@@ -314,13 +314,16 @@ def test_what_is_refused() -> None:
                 packs(tokens[:1])
     for wrong in (tokens[0], torch.zeros(3, 24)):
         for takes in (model, shifted):
-            with pytest.raises(ValueError, match=r"tokens must be \(B, n\)"):
+            with pytest.raises(ValueError, match=r"must be \(B, n\)"):
                 takes(wrong)
 
 
 def test_labels_of_bytes_and_of_no_tokens() -> None:
     assert shifted(torch.tensor([[7, 255, 3]], dtype=torch.uint8), [0, 0, 2, 3]).tolist() == [[255, IGNORED, IGNORED]]
     assert shifted(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0)
+    compiled = torch.compile(shifted, fullgraph=True, backend="eager")
+    ends = torch.tensor([0, 0, 5, TOKENS])
+    assert torch.equal(compiled(batch(1), ends), shifted(batch(1), ends))
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -356,6 +359,9 @@ def over_ranks(name: str) -> list[str]:
         found.append("positions")
     except ValueError as refused:
         found += [] if "local_positions" in str(refused) else ["the error"]
+    own = {} if group.rank() else {"positions": local_positions(TOKENS, group)}
+    for one in (model, small(name, LongNetEncoder)):  # what one rank alone is refused, the others are told
+        found += [] if "local_positions" in raised(one, shard, group=group, **own) else ["an error of one rank"]
     documents = torch.tensor([0, 3, 30, TOKENS])
     places = shard_sequence(document_positions(documents)[None], group)
     packed = model(shard[:1], positions=places, cu_seqlens=documents, group=group)
@@ -453,6 +459,8 @@ def test_a_token_that_stops() -> None:
         (torch.zeros(1, 3), {}, "token ids"),
         (batch(1, 3)[0], {}, r"must be \(B, n\) token ids"),
         ("text", {}, "turn it into tokens"),
+        (torch.tensor(3), {}, "at least one token"),
+        ([[1, 2], [3.0]], {}, "got torch.float32"),
         (batch(1, 3), {"top_k": 3}, "give a temperature"),
         (batch(1, 3), {"temperature": -1.0}, "temperature must be 0 or more"),
         (batch(1, 3), {"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),

@@ -100,12 +100,20 @@ def test_a_second_backward_pass() -> None:
     assert close(list(one), list(two))
 
 
+class Draws(torch.nn.Module):
+    """Dropout in its own way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape[-1]) < 0.5)
+
+
 @pytest.mark.parametrize("length", [AT_ONCE, TOKENS])
-def test_a_block_that_draws_numbers(length: int) -> None:
+@pytest.mark.parametrize("kind", [torch.nn.Dropout, Draws])
+def test_a_block_that_draws_numbers(kind: Any, length: int) -> None:
     """Dropout that someone put into a block: what is computed again draws the same."""
     model = model_of()
     for block in model.blocks:
-        block.down = torch.nn.Sequential(block.down, torch.nn.Dropout(0.5))  # type: ignore[union-attr, operator, arg-type]
+        block.down = torch.nn.Sequential(block.down, kind())  # type: ignore[union-attr, operator, arg-type]
     results = []
     for checkpointing in (True, False):
         torch.manual_seed(3)

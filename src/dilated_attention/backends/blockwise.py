@@ -34,13 +34,13 @@ from dilated_attention.merge import add_zero_keys_, merge_
 log = logging.getLogger("dilated_attention")
 
 
-class Limit:
+class MemoryCap:
     """A cap on the bytes that the results of one block may take, and how often memory ran out nevertheless.
 
     A call names it by number, as it must be hashable; without a cap memory that runs out still leads to a second try.
     """
 
-    _all: ClassVar[weakref.WeakValueDictionary[int, Limit]] = weakref.WeakValueDictionary()
+    _all: ClassVar[weakref.WeakValueDictionary[int, MemoryCap]] = weakref.WeakValueDictionary()
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Limit:
         self._all[self.number] = self
 
     @classmethod
-    def of(cls, call: Call) -> Limit | None:
+    def of(cls, call: Call) -> MemoryCap | None:
         return cls._all.get(call.limit)
 
 
@@ -75,7 +75,7 @@ class Work:
     limits: Limits
     plan: Plan
     ends: Tensor | None  # (B,) where each sample ends: after its last token that is not padding
-    dtype: torch.dtype  # that keys are rounded to before they are computed with
+    dtype: torch.dtype  # with few queries k and v are rounded to it: that of q
 
     @staticmethod
     def of(
@@ -200,7 +200,7 @@ class Work:
         Whoever asks takes each result before the next is computed, so no more than one is there at a time. Heads do not
         know of one another: a block that runs out of memory is computed again with half as many at a time.
         """
-        limit, backward = Limit.of(self.call), results is not None
+        limit, backward = MemoryCap.of(self.call), results is not None
         waiting = deque(part for block in blocks for part in self._cut(block, sources, backward, limit))
         while waiting:
             block = waiting.popleft()
@@ -225,7 +225,7 @@ class Work:
             yield block, found
             del found  # taken by now: the next block has its room
 
-    def _cut(self, block: Block, sources: Sources, backward: bool, limit: Limit | None) -> list[Block]:
+    def _cut(self, block: Block, sources: Sources, backward: bool, limit: MemoryCap | None) -> list[Block]:
         limits = self.limits
         rows = limits.rows if block.queries.rows >= limits.from_rows else None
         heads, batch = None, limits.batch

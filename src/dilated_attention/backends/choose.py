@@ -1,6 +1,7 @@
 """Which backend runs a call, and why no other does.
 
-A backend is a module in this folder and a row of BACKENDS. No other file names one. It says what it can do:
+A backend is a module in this folder and a row of BACKENDS. No file outside this folder names one. It says what it can
+do:
 
     unsupported(call, backward)   why it cannot run the call, one sentence each; empty: it can
     preference(call, backward)    (whether it is a first choice where it can run, and why; "" where there is no reason)

@@ -40,8 +40,8 @@ class Limits(NamedTuple):
     """What one call of a backend's kernels takes; blocks are cut to fit."""
 
     pad: int = 1  # head_dim is padded to a multiple of this
-    from_rows: int = 0  # blocks with this many rows per segment, or more,
-    rows: int | None = None  # are faster in parts of at most so many rows in all
+    from_rows: int = 0  # only blocks with at least this many rows per segment are cut by `rows`
+    rows: int | None = None  # the most rows of all heads in one part
     batch: int | None = None  # the most problems in one call
     span: int | None = None  # the most bytes from a tensor's first element to its last
 

@@ -76,7 +76,9 @@ class Checkpoints:
                     write(folder / "facts.json", json.dumps(self.facts).encode())
                     os.replace(folder, self.folder / f"step-{step:08}")
                     for old in self.whole()[: -self.kept]:
-                        shutil.rmtree(old)
+                        gone = old.with_name(old.name.replace("step", "unfinished"))  # half of it is no checkpoint
+                        os.replace(old, gone)
+                        shutil.rmtree(gone, ignore_errors=True)  # a file server may still hold some of it
         except (OSError, ValueError, CheckpointException) as error:
             cause = _cause(error) if isinstance(error, CheckpointException) else error
             raise OSError(
@@ -99,6 +101,9 @@ class Checkpoints:
             with _quiet():
                 load(state, storage_reader=_Reader(found[-1]))
         except CheckpointException as error:  # on every rank
+            for first, _ in error.failures.values():
+                if not isinstance(first, Exception):  # Ctrl-C
+                    raise first from error
             raise self._damaged(found[-1], _cause(error)) from error
         return True
 
@@ -117,7 +122,10 @@ class Checkpoints:
     def _damaged(self, folder: Path, cause: str) -> ValueError:
         older = [x for x in self.whole() if x != folder]
         then = f"goes on from {older[-1]}" if older else "begins anew"
-        return ValueError(f"the checkpoint {folder} is damaged ({cause}): remove this folder, and training {then}")
+        return ValueError(
+            f"the checkpoint {folder} cannot be read ({cause}): try again; if it is damaged, remove this folder, and "
+            f"training {then}"
+        )
 
 
 class _Reader(FileSystemReader):
@@ -125,7 +133,7 @@ class _Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            place = self.storage_data[item.storage_index]  # of one tensor, which is a zip file inside of a file
+            place = self.storage_data[item.storage_index]  # a file has many tensors, each as a zip file of its own
             with open(Path(self.path) / place.relative_path, "rb") as file:
                 file.seek(place.offset)
                 part = io.BytesIO(file.read(place.length))

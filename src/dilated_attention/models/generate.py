@@ -171,13 +171,15 @@ def decoder_of(model: Trunk, tokens: Tensor) -> Decoder:
 
 def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The prompts as one tensor, filled up at their ends, and their lengths."""
-    if isinstance(prompt, str) or any(isinstance(one, str) for one in prompt):
+    given = [prompt] if isinstance(prompt, str) or getattr(prompt, "ndim", 2) == 0 else list(prompt)
+    if any(isinstance(one, str) for one in given):
         raise TypeError("prompt must be token ids, got text: turn it into tokens first")
-    prompts = [torch.as_tensor(one) for one in prompt]
+    prompts = [torch.as_tensor(one) for one in given]
     if not prompts or any(one.dim() != 1 or not len(one) for one in prompts):
         raise ValueError("prompt must be (B, n) token ids, or a list of 1-D tensors, each of at least one token")
-    if any(one.is_floating_point() for one in prompts):
-        raise TypeError(f"prompt must be token ids, got {prompts[0].dtype}")
+    for one in prompts:
+        if one.is_floating_point():
+            raise TypeError(f"prompt must be token ids, got {one.dtype}")
     lengths = torch.tensor([len(one) for one in prompts], device=device)
     return nn.utils.rnn.pad_sequence([one.to(device) for one in prompts], batch_first=True).long(), lengths
 

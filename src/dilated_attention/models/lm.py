@@ -23,6 +23,7 @@ from dilated_attention.models.generate import generate_tokens
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.ring.run import tell_others
 
 Over = Group | ContextParallel
 Documents = Sequence[int] | Tensor
@@ -106,9 +107,10 @@ class LongNetLM(Trunk):
         """
         if reduction not in ("none", "sum"):
             raise ValueError(f"reduction must be 'none' or 'sum', got {reduction!r}")
+        positions = checked_positions(tokens, positions, cu_seqlens, group)
         given = True, group, cu_seqlens, None, self.backend
         attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
-        states = self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attends)
+        states = self.states(tokens, positions, attends)
         if labels is None:
             return self.head(states)  # type: ignore[no-any-return]
         loss = token_losses if reduction == "none" else summed_loss
@@ -146,9 +148,10 @@ class LongNetEncoder(Trunk):
 
         ``key_padding_mask``: (B, n) bool, True = ignore; the other arguments are those of `LongNetLM`.
         """
+        positions = checked_positions(tokens, positions, cu_seqlens, group)
         given = False, group, cu_seqlens, key_padding_mask, self.backend
         attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
-        return self.states(tokens, checked_positions(tokens, positions, cu_seqlens, group), attends)
+        return self.states(tokens, positions, attends)
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Returns the mean of the states of each sample, (B, E), without padding.
@@ -173,7 +176,16 @@ class LongNetEncoder(Trunk):
 def checked_positions(
     tokens: Tensor, positions: Tensor | None, documents: Documents | None, group: Over | None
 ) -> Tensor:
-    """The positions given, or those of whole sequences or documents."""
+    """The positions given, or those of whole sequences or documents. An error reaches the other ranks."""
+    try:
+        return _positions(tokens, positions, documents, group)
+    except Exception as error:
+        if group is not None:  # the other ranks would wait for this one
+            tell_others(functional.link_of(ContextParallel.of(group)), tokens, error)
+        raise
+
+
+def _positions(tokens: Tensor, positions: Tensor | None, documents: Documents | None, group: Over | None) -> Tensor:
     if tokens.dim() != (3 if tokens.is_floating_point() else 2):
         raise ValueError(f"tokens must be (B, n) ids or (B, n, E) embedded, got {tokens.dtype} {tuple(tokens.shape)}")
     samples, n = tokens.shape[:2]
@@ -199,4 +211,6 @@ def document_positions(cu_seqlens: Documents, device: torch.device | str | None 
     ends = borders_of(cu_seqlens)
     read_sequences(ends, None)
     starts = ends[:-1].repeat_interleave(ends.diff())
+    if device is None and isinstance(cu_seqlens, Tensor):
+        device = cu_seqlens.device
     return (torch.arange(len(starts)) - starts).to(device)

@@ -82,13 +82,15 @@ def shifted(tokens: Tensor, documents: Sequence[int] | Tensor | None = None) -> 
         tensor([[   6,    7, -100, -100]])
     """
     if tokens.dim() != 2 or tokens.is_floating_point():
-        raise ValueError(f"tokens must be (B, n) whole numbers, got {tokens.dtype} {tuple(tokens.shape)}")
+        raise ValueError(f"tokens or labels must be (B, n) whole numbers, got {tokens.dtype} {tuple(tokens.shape)}")
     labels = torch.full_like(tokens, IGNORED, dtype=torch.long)  # bytes could not hold it
     labels[:, :-1] = tokens[:, 1:]
     if documents is not None:
         ends = borders_of(documents)
-        read_sequences(ends, tokens.shape[1])
-        labels[:, ends[ends > 0].to(labels.device) - 1] = IGNORED
+        if not torch.compiler.is_compiling():
+            read_sequences(ends, tokens.shape[1])
+        if tokens.shape[1]:  # that of an empty document may be -1: the last token, which has no label anyway
+            labels[:, ends[1:].to(labels.device) - 1] = IGNORED
     return labels
 
 

@@ -25,16 +25,16 @@ from dilated_attention.distributed.group import GroupTransport
 
 @contextmanager
 def together(what: str, group: ProcessGroup | None = None, device: str = "cpu") -> Iterator[dict[str, object]]:
-    """A ValueError or an OSError in here, on any rank, is raised on all of them: none waits for one that has left.
+    """An error in here, on any rank, is raised on all of them: none waits for one that has left.
 
     What a rank writes into the dict must be the same on every rank, or all raise a ValueError. ``what`` names for
     people what is done in here. Nothing in here may wait for other ranks.
     """
     same: dict[str, object] = {}
-    mine: ValueError | OSError | None = None
+    mine: Exception | None = None
     try:
         yield same
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever it is: the other ranks are to know, not to wait
         mine = error
     whole = dist.distributed_c10d._get_default_group() if group is None else group
     try:

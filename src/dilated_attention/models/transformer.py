@@ -28,6 +28,7 @@ from dilated_attention.pattern import DilatedPattern, whole_number
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
 
+CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")  # modules that draw no numbers, but for dropout
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
     "125M": {**PAPER, "dim": 768, "depth": 12, "heads": 12},
@@ -221,7 +222,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention, and
         if ``is_late`` also through what comes before it. ``apart``: ``attend`` is never compiled with the block."""
-        if not apart and not (again and is_long(x)):
+        if not (apart or (again and is_long(x))):
             return self._run(whole, x, attend, waves)  # type: ignore[no-any-return]
         first, last = partial(self._run, before), partial(self._run, after)
         given = (x, *(waves or ()))
@@ -301,8 +302,12 @@ def checkpointed(block: nn.Module, *inputs: Any) -> Any:
 
 
 def is_random(block: nn.Module) -> bool:
-    """Whether someone has put dropout into a block, as LoRA tools do."""
-    return any(isinstance(module, _DropoutNd) and module.training and module.p > 0 for module in block.modules())
+    """Whether a block may draw random numbers: someone has put dropout into it, or a module of an unknown kind."""
+
+    def draws(module: nn.Module) -> bool:
+        return module.p > 0 if isinstance(module, _DropoutNd) else not type(module).__module__.startswith(CALM)
+
+    return any(module.training and draws(module) for module in block.modules())
 
 
 def weights_of(layers: Iterable[nn.Module]) -> list[Tensor]:
@@ -350,9 +355,9 @@ class Trunk(nn.Module):
             # When the backward pass comes to the late blocks, the inputs of almost all blocks are still kept: memory is
             # shortest then. It begins with the last one, which would be computed again at once.
             is_late = number > len(self.blocks) * 3 // 4
-            in_parts_again = again and not is_random(block)  # parts that are computed again would draw anew
+            may_cut = again and not is_random(block)  # a part that is computed again would draw other random numbers
             if again and number < len(self.blocks):
-                x = self.checkpoint(block, x, waves, attend, in_parts_again, is_late, apart)
+                x = self.checkpoint(block, x, waves, attend, may_cut, is_late, apart)
             else:
-                x = block(x, waves, attend, in_parts_again, is_late, apart)
+                x = block(x, waves, attend, may_cut, is_late, apart)
         return self.norm(x)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention import functional
-from dilated_attention.backends.blockwise import Limit
+from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_backend, checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
@@ -111,7 +111,7 @@ class Ranks:
             use_checkpointing=next((x for x in kept if x is not None), True),
         )
         self.ring_size = None if ring_size is None else whole_number("ring_size", ring_size)
-        self.limit: Limit | None = None
+        self.limit: MemoryCap | None = None
         self.stats = Stats()
         self.buffers: Buffers | None = None
         self.link()
@@ -120,7 +120,7 @@ class Ranks:
         """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
         twin = copy.copy(self)
         twin.stats = Stats()
-        twin.limit = None if self.limit is None else Limit(self.limit.max_bytes)
+        twin.limit = None if self.limit is None else MemoryCap(self.limit.max_bytes)
         return twin
 
     def link(self) -> Link | None:

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from dilated_attention.backends.blockwise import Limit
+from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
@@ -164,7 +164,7 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
         )  # fmt: skip
         if max_workspace_bytes is not None:
             max_workspace_bytes = whole_number("max_workspace_bytes", max_workspace_bytes)
-        self.ranks.limit, self.ranks.buffers = Limit(max_workspace_bytes), Buffers()
+        self.ranks.limit, self.ranks.buffers = MemoryCap(max_workspace_bytes), Buffers()
 
     def stats(self) -> dict[str, float]:
         """Returns statistics of all calls of this module on this rank, with their backward passes.

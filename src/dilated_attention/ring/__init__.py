@@ -2,5 +2,5 @@
 
 `shards`: where the tokens are, and which segments cross a border. `packing`: rows as bytes. `routes`: who sends what
 when. `circulate`: keys of other ranks come by while this one computes (ring, all-gather). `alltoall`: whole segments
-for a share of the heads. `traffic` and `cost`: what it costs. `run`: agree on a call, exchange, compute.
+for a share of the heads. `counts` and `cost`: what it costs. `run`: agree on a call, exchange, compute.
 """

@@ -16,8 +16,8 @@ import torch
 from dilated_attention.call import Call, read_sequences
 from dilated_attention.context_parallel import ROUTES, Route
 from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.ring.counts import Spread, Tally, count
 from dilated_attention.ring.shards import Shards
-from dilated_attention.ring.traffic import Spread, Tally, count
 from dilated_attention.units import bytes_text, seconds_text
 
 # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dilated_attention.backends import tensors
-from dilated_attention.backends.blockwise import Limit, Work
+from dilated_attention.backends.blockwise import MemoryCap, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
@@ -48,7 +48,7 @@ class Link:
     timeout: float = 60.0
     verify: str | None = None  # None: "always" where gloo carries it, else "first"
     debug: bool = False
-    limit: Limit | None = None
+    limit: MemoryCap | None = None
     stats: Stats = field(default_factory=Stats)
     buffers: Buffers | None = None
     total_length: int | None = None  # what the lengths of all shards must add up to

@@ -21,7 +21,7 @@ from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.call import ON_DEVICE, Call
 
 LARGEST_HEAD_DIM = max(configs.SMALL)
-MOST_FEW_QUERIES = 64  # beyond, most rows of the kernel's tiles sit out the dilated branches
+MOST_FEW_QUERIES = 64  # with more, most rows of a tile take no part in a dilated branch
 INSTALLED = importlib.util.find_spec("triton") is not None
 
 

@@ -13,7 +13,12 @@ import triton.language as tl
 
 from dilated_attention.backends.triton.tiles import (
     ANY_LENGTH,
+    BRANCH,
+    EDGE_RUN,
+    EDGES_MET,
+    FIRST_RUN,
     LOG2E,
+    PLAIN,
     RUN,
     TILE,
     fill_gaps,
@@ -116,17 +121,17 @@ def dq_kernel(
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
         position = first_token + start + q_position
-        low, high = row_words(tl.load(SEED), tl.load(record + 12), sample, head + first_head * group, position)
+        low, high = row_words(tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group, position)
     dq = tl.zeros((BM, BD), tl.float32)
     dq = walk_keys(
-        dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + 3) * RUN,
-        tl.load(tile + 4), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, PADDING,
+        dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + FIRST_RUN) * RUN,
+        tl.load(tile + PLAIN), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, PADDING,
         False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
     )  # fmt: skip
     if EDGES:
         dq = walk_keys(
-            dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + 6) * RUN,
-            tl.load(tile + 5), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN,
+            dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + EDGE_RUN) * RUN,
+            tl.load(tile + EDGES_MET), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN,
             RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION, ALIGNED,
         )  # fmt: skip
     DQ += sample * dq_sample + head * dq_head + here * dq_token
@@ -216,7 +221,7 @@ def dkdv_kernel(
     v = load_rows(
         V + sample * v_sample + kv_head * v_head + here * v_token, steps, v_token, loaded, D, BD, True, ALIGNED
     )
-    branch = tl.load(record + 12)
+    branch = tl.load(record + BRANCH)
     seed = branch
     if DROPOUT:
         seed = tl.load(SEED)
@@ -232,14 +237,15 @@ def dkdv_kernel(
         STATSh = STATS + sample * stats_sample + head * stats_head + start * 2
         dk, dv = walk_queries(
             dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
-            runs + tl.load(tile + 3) * RUN, tl.load(tile + 4), first_token + start, scale, threshold, factor,
-            q_token, dout_token, D, BD, BM, False, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
+            runs + tl.load(tile + FIRST_RUN) * RUN, tl.load(tile + PLAIN), first_token + start, scale, threshold,
+            factor, q_token, dout_token, D, BD, BM, False, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
         )  # fmt: skip
         if EDGES:
             dk, dv = walk_queries(
                 dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
-                runs + tl.load(tile + 6) * RUN, tl.load(tile + 5), first_token + start, scale, threshold, factor,
-                q_token, dout_token, D, BD, BM, RAGGED, CAUSAL, PADDING, DROPOUT, False, PRECISION, ALIGNED,
+                runs + tl.load(tile + EDGE_RUN) * RUN, tl.load(tile + EDGES_MET), first_token + start, scale,
+                threshold, factor, q_token, dout_token, D, BD, BM, RAGGED, CAUSAL, PADDING, DROPOUT, False, PRECISION,
+                ALIGNED,
             )  # fmt: skip
     DK += sample * dk_sample + kv_head * dk_head + here * dk_token
     DV += sample * dv_sample + kv_head * dv_head + here * dv_token

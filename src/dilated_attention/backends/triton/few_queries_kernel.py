@@ -17,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def head_offset(head, PATTERN: tl.constexpr, AT: tl.constexpr):
     """Whether the head runs the branch whose numbers begin at AT, and the head's offset in it."""
     runs = (head >= PATTERN[AT + 2]) & (head < PATTERN[AT + 3])
-    return runs, (head // PATTERN[AT + 4]) % PATTERN[AT + 1] + PATTERN[AT + 5]
+    return runs, (head // PATTERN[AT + 4] + PATTERN[AT + 5]) % PATTERN[AT + 1]  # as `Branch.offset`
 
 
 @triton.jit

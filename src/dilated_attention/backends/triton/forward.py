@@ -10,10 +10,18 @@ import triton.language as tl
 
 from dilated_attention.backends.triton.tiles import (
     ANY_LENGTH,
+    BEGIN,
+    BRANCH,
+    EDGE_RUN,
+    EDGES_MET,
+    END,
+    FIRST_RUN,
     LN2,
     LOG2E,
+    PLAIN,
     RUN,
     TILE,
+    WIDTH,
     fill_gaps,
     kept,
     load_rows,
@@ -109,11 +117,8 @@ def found_before(
 @triton.jit
 def add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING: tl.constexpr):
     """The zero keys that torchscale appends to a sample's last segment: score 0, value 0."""
-    begin, end, width = (
-        tl.load(record + 4).to(tl.int64),
-        tl.load(record + 5).to(tl.int64),
-        tl.load(record + 13).to(tl.int64),
-    )
+    begin, end = tl.load(record + BEGIN).to(tl.int64), tl.load(record + END).to(tl.int64)
+    width = tl.load(record + WIDTH).to(tl.int64)
     if PADDING:
         end = tl.load(ENDS + sample)
     real = tl.minimum(end - start, width)
@@ -152,8 +157,8 @@ def forward_kernel(
     V += sample * v_sample + kv_head * v_head + start * v_token
     OUT += sample * out_sample + head * out_head + (start + base) * out_token
     LSE += sample * lse_sample + head * lse_head + (start + base) * lse_token
-    entry, edge_entry = runs + tl.load(tile + 3) * RUN, runs + tl.load(tile + 6) * RUN
-    plain, edge = tl.load(tile + 4), tl.load(tile + 5)
+    entry, edge_entry = runs + tl.load(tile + FIRST_RUN) * RUN, runs + tl.load(tile + EDGE_RUN) * RUN
+    plain, edge = tl.load(tile + PLAIN), tl.load(tile + EDGES_MET)
     q = load_rows(Q, steps, q_token, valid, D, BD, True, ALIGNED)
     acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, inside, BM, BD, CONTINUE)
     low, high = q_position, q_position
@@ -161,7 +166,7 @@ def forward_kernel(
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
         position = first_token + start + q_position
-        low, high = row_words(tl.load(SEED), tl.load(record + 12), sample, head + first_head * group, position)
+        low, high = row_words(tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group, position)
     sound = False
     if SHIFTED:
         # No running maximum: the weights are relative to that of the row's own key. They overflow only where another

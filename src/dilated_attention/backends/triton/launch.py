@@ -64,7 +64,7 @@ def _constants(call: Call, found: Table, config: TileConfig, *read: Layout) -> d
 
 
 def _numbers(call: Call) -> tuple[float, ...]:
-    """What all kernels take last, after the stride of padding; a scale of 0 would make NaN of a masked score."""
+    """The last arguments of all kernels, from padding's stride on. With a scale of 0, a masked score would be NaN."""
     scale = max(call.scale, 1e-30) * LOG2E
     threshold = min(round(call.dropout_p * 2**32), 2**32 - 1)
     factor = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0

@@ -81,7 +81,7 @@ def _tiles(width: int, step: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> str:
-    """What a call is measured as; ``alone`` as of `launches`.
+    """The name under which measured.json has such a call; ``alone`` as of `launches`.
 
     "dense": each segment is one dense problem; "nested": some pairs are computed once for several branches; "apart":
     several launches, each of which takes in what the others found; "": anything else, in one launch.

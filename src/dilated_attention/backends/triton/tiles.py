@@ -8,9 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SECTION = tl.constexpr(14)  # integers of a `table.Section`
+SECTION = tl.constexpr(14)  # integers of a `table.Section`, the first of which is its first program; the others:
+START, LENGTH, PERIODS, BEGIN, END, HEAD, HEADS, FIRST_TILE, TILES, APART, VARIANT, BRANCH, WIDTH = (
+    tl.constexpr(field) for field in range(1, 14)
+)
 LANES = tl.constexpr(128)  # as of `table`
-TILE = tl.constexpr(7)  # of `tiling.Tile`
+TILE = tl.constexpr(7)  # of a tile, the first of which are its first token, step and end; the others:
+FIRST_RUN, PLAIN, EDGES_MET, EDGE_RUN = (tl.constexpr(field) for field in range(3, 7))  # tiles met, by runs
 RUN = tl.constexpr(5)  # of `tiling.Run`, the count as the bits of its log2
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -43,14 +47,14 @@ def task(sections, group, SECTIONS: tl.constexpr):
     index = tl.program_id(0)
     record, variants = find_section(index, sections, SECTIONS)
     index -= tl.load(record).to(tl.int32)
-    periods, tiles = tl.load(record + 3).to(tl.int32), tl.load(record + 9).to(tl.int32)
-    heads = tl.load(record + 7).to(tl.int32) * group
+    periods, tiles = tl.load(record + PERIODS).to(tl.int32), tl.load(record + TILES).to(tl.int32)
+    heads = tl.load(record + HEADS).to(tl.int32) * group
     tile, index = index % tiles, index // tiles
     head, index = index % heads, index // heads
-    variant = tl.load(variants + tl.load(record + 11) + head // group)  # which offset a head has
-    tile = tl.load(record + 8) + variant * tl.load(record + 10) + tile
-    head += tl.load(record + 6).to(tl.int32) * group
-    start = tl.load(record + 1).to(tl.int64) + (index % periods) * tl.load(record + 2).to(tl.int64)
+    variant = tl.load(variants + tl.load(record + VARIANT) + head // group)  # which offset a head has
+    tile = tl.load(record + FIRST_TILE) + variant * tl.load(record + APART) + tile
+    head += tl.load(record + HEAD).to(tl.int32) * group
+    start = tl.load(record + START).to(tl.int64) + (index % periods) * tl.load(record + LENGTH).to(tl.int64)
     return record, tile, head.to(tl.int64), start, (index // periods).to(tl.int64)
 
 

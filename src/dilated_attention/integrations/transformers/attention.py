@@ -22,6 +22,7 @@ from dilated_attention.integrations.transformers.config import is_first, pattern
 from dilated_attention.integrations.transformers.faults import BREAKS, DIFFERS, JUMPS, KEYS, checked
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken, weights_fault
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.ring.run import tell_others
 
 NAME = "dilated"
 REFUSED = {
@@ -108,7 +109,9 @@ def attend(
 
     if group is not None:
         if grid != Grid() or kept is not None:
-            raise ValueError("over a group, a model takes no padding, no packed documents and no cache: leave them out")
+            error = ValueError("over a group, a model takes no padding, no documents and no cache: leave them out")
+            tell_others(link, q, error)  # they would wait for this rank
+            raise error
         return attended(q, k, v)
     if kept is not None:
         if kept.pattern != pattern:
@@ -124,18 +127,18 @@ def attend(
         out, lse = attended(one, two, three, cu_seqlens=grid.documents)
         return out.view(q.shape), lse.view(q.shape[:3])
     width = k.shape[1] if grid.order is None else grid.order.shape[1]
-    if width != k.shape[1] or (isinstance(grid.start, int) and k.shape[1] == q.shape[1]):
+    if width != k.shape[1] or (isinstance(grid.query_start, int) and k.shape[1] == q.shape[1]):
         raise ValueError(
             f"attention_mask has more columns than there are tokens, {k.shape[1]}: leave out those of other tokens"
         )
     if grid.order is not None and grid.query_order is not None:
-        start = None if q.shape[1] == k.shape[1] else grid.start
+        start = None if q.shape[1] == k.shape[1] else grid.query_start
         q, k, v = taken(q, grid.query_order), taken(k, grid.order), taken(v, grid.order)
         out, lse = attended(q, k, v, query_offset=start)
         return put_back(out, grid.query_order), put_back(lse, grid.query_order)
-    if isinstance(grid.start, Tensor):
-        return attended(q, k, v, query_offset=grid.start.expand(len(q)).contiguous())
-    if grid.start is not None:  # 0: the keys after them are not there yet
+    if isinstance(grid.query_start, Tensor):
+        return attended(q, k, v, query_offset=grid.query_start.expand(len(q)).contiguous())
+    if grid.query_start is not None:  # 0: the keys after them are not there yet
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     return attended(q, k, v)
 
@@ -153,7 +156,8 @@ def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, A
         )
     ends = ends.cpu()
     if looks and keys is not None:
-        ends = checked(ends, _fault(keys.cpu() != ends, KEYS) if len(keys) == len(ends) else torch.full((), KEYS))
+        differ = _fault(keys.cpu() != ends, KEYS) if len(keys) == len(ends) else torch.full((), KEYS)
+        ends = checked(ends, differ)
     if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
         read_sequences(ends, tokens, "cu_seq_lens_q")
     return Grid(documents=ends)
@@ -164,7 +168,7 @@ def check_positions(x: Tensor, positions: Tensor | None, grid: Grid, group: Any,
 
     ``x``: the tokens, (B, ...), which compiled code must need: see `checked`. ``is_told``: documents by cu_seq_lens_q.
     """
-    if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
+    if positions is None or positions.dim() != 2 or positions.shape[1] < (2 if group is None else 1):
         return x
     samples, tokens = len(x), positions.shape[1]
     positions = positions.expand(samples, -1)
@@ -182,7 +186,7 @@ def check_positions(x: Tensor, positions: Tensor | None, grid: Grid, group: Any,
     if grid.query_order is not None and grid.real is not None:
         real = torch.arange(1, tokens, device=positions.device) < grid.real[:, None]
         counted = (positions.gather(1, grid.query_order).diff() != 1) & real
-        jumps = counted & jumps.any()  # padding may have been counted, too
+        jumps = counted & jumps.any()  # positions that count on over padding as well are no fault: nothing jumps then
     return checked(x, _fault(jumps, BREAKS))
 
 
@@ -196,7 +200,11 @@ def _check_shard(positions: Tensor, group: Any) -> None:
     rank, tokens = ContextParallel.of(group).process_group().rank(), positions.shape[1]
     first = int(positions[0, 0])
     if (positions.diff() != 1).any() or not rank * tokens <= first <= rank * (tokens + 1):
-        raise ValueError(
+        is_left_out = rank and not first  # every rank counts from 0 then
+        then = "pass local_positions(N, group)[None]" if is_left_out else "turn off load balancers that reorder tokens"
+        error = ValueError(
             f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards must "
-            "be contiguous and in the order of the ranks; turn off load balancers that reorder tokens"
+            f"be contiguous and in the order of the ranks; {then}"
         )
+        tell_others(functional.link_of(ContextParallel.of(group)), positions, error)
+        raise error

@@ -102,8 +102,8 @@ class DilatedLayer(CacheLayerMixin):
         if order is None or count is None:
             at = torch.full((samples,), before, device=q.device)
         else:
-            assert isinstance(grid.start, Tensor)
-            at = grid.start
+            assert isinstance(grid.query_start, Tensor)
+            at = grid.query_start
             q, k, v = (taken(x, order) for x in (q, k, v))
             real = put_back(torch.arange(n, device=q.device) < count[:, None], order)
         out, lse = self.kept.attend(q, k, v, at, count, scale=scale)

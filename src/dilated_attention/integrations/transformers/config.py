@@ -53,6 +53,6 @@ def pattern_of(module: Any) -> DilatedPattern:
 
 def is_first(module: Any) -> bool:
     """Whether an attention module is the first of its model. Layers before it may be of another kind."""
-    kinds = getattr(module.config, "layer_types", None) or ()
-    first = kinds.index("full_attention") if "full_attention" in kinds else 0
+    kinds = getattr(module.config, "layer_types", None) or getattr(module.config, "layers_block_type", None) or ()
+    first = next((i for i, kind in enumerate(kinds) if kind in ("full_attention", "attention", "hybrid")), 0)
     return getattr(module, "layer_idx", None) in (None, first)

@@ -48,7 +48,10 @@ torch.library.register_fake("dilated_attention::no_fault", torch.zeros_like, lib
 
 
 def checked(x: Tensor, fault: Tensor | None) -> Tensor:
-    """x, unless there is a fault. A compiler drops what nothing needs: there, x comes to need the check."""
+    """Returns x, or raises if there is a fault.
+
+    Compiled code returns x + 0, and the 0 comes from the check: a compiler drops a check whose result nobody uses.
+    """
     if fault is not None and torch.compiler.is_compiling():
         zero: Tensor = torch.ops.dilated_attention.no_fault(fault)
         return x + zero.to(x.device, x.dtype)

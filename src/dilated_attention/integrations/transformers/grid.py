@@ -32,7 +32,7 @@ IN_THE_DATA = "the number of packed documents is in the data: for fullgraph=True
 class Grid(NamedTuple):
     """A grid, read from its tensor."""
 
-    start: Tensor | int | None = None  # of the queries among the keys; None: they are the last
+    query_start: Tensor | int | None = None  # of the queries among the keys; None: they are the last
     order: Tensor | None = None  # (B, N): the real keys of each sample in order, then the others
     query_order: Tensor | None = None  # (B, n), the same of the queries
     real: Tensor | None = None  # (B,) how many queries are real
@@ -51,7 +51,7 @@ class Grid(NamedTuple):
         if kind == 3:
             return Grid(documents=mask[0, 0, 0])
         if kind == 1:
-            return Grid(start={1: None, 2: mask[0, 0, 0, 0], 3: 0}[width])
+            return Grid(query_start={1: None, 2: mask[0, 0, 0, 0], 3: 0}[width])
         keys, others = mask[:, 0].unbind(1)
         return Grid(keys[:, -1], keys[:, :-1], others[:, :queries], others[:, -1])
 
@@ -131,7 +131,7 @@ def weights_fault() -> Tensor | None:
 
 
 def _padded(mask: Tensor, queries: int, start: int | Tensor) -> Tensor:
-    """Real tokens first: a sample's grid begins at its first real token, and goes on after any padding between."""
+    """Moves the real tokens of each sample to the front: its segments begin at the first one, and skip padding."""
     position = torch.arange(mask.shape[1], device=mask.device)
     place = start + torch.arange(queries, device=mask.device)
     before = (mask & (position < start)).sum(1)

@@ -171,6 +171,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if kwargs.get("output_hidden_states"):
             raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
         tokens = self._tokens(input_ids, inputs_embeds)
+        if group is not None and labels is not None and shift_labels is None:
+            raise ValueError("over a group, pass shift_labels: labels are shifted before a sequence is cut into shards")
         if position_ids is not None:
             position_ids = position_ids.unsqueeze(0) if position_ids.dim() == 1 else position_ids
             if position_ids.shape not in ((1, tokens.shape[1]), tokens.shape[:2]):
@@ -196,16 +198,33 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         attends = self._attends(grid, past_key_values, group)
         states = self.lm.states(tokens, positions, attends, apart=past_key_values is not None)
         if labels is not None or shift_labels is not None:
+            asked = None
             if labels is not None and shift_labels is None:
-                shift_labels = shifted(labels)
-                if attention_mask is not None and attention_mask.dim() == 2:  # padding predicts nothing
-                    real = attention_mask[:, -labels.shape[1] :].bool()
-                    shift_labels = shift_labels.masked_fill(~real, IGNORED)
-            loss = summed_loss(states, self.lm.head.weight, shift_labels)
-            count = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-            return CausalLMOutputWithPast(loss=loss / count, past_key_values=past_key_values)
+                shift_labels, asked = self._labels(labels, attention_mask, grid)
+            loss = self._loss(states, shift_labels, asked, num_items_in_batch)
+            return CausalLMOutputWithPast(loss=loss, past_key_values=past_key_values)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=past_key_values)
+
+    @staticmethod
+    def _labels(labels: Tensor, mask: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
+        """The next token of each, and how many there were before some were left out: padding predicts nothing, and
+        the last token of a document does not predict the next document."""
+        found = shifted(labels)
+        asked = (found != IGNORED).sum()
+        if mask is not None and mask.dim() == 2:
+            found = found.masked_fill(~mask[:, -labels.shape[1] :].bool(), IGNORED)
+        if grid.documents is not None:  # of all rows one after the other
+            found.view(-1)[grid.documents[1:].to(found.device) - 1] = IGNORED
+        return found, asked
+
+    def _loss(self, states: Tensor, labels: Tensor, asked: Tensor | None, items: Tensor | int | None) -> Tensor:
+        """The mean over the labels, or their part of that over ``items``: a trainer counts those of a larger batch."""
+        loss, count = summed_loss(states, self.lm.head.weight, labels), (labels != IGNORED).sum()
+        if items is None:
+            return loss / count
+        # a trainer counts also those that were left out: the mean of this batch stays as it is
+        return loss / items if asked is None else loss * asked / count.clamp(min=1) / items
 
     def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         """As the plain model takes them."""
@@ -238,7 +257,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         place = place + before
         if mask is None or mask.dim() != 2:
             return place.unsqueeze(0)
-        # clamped: a mask that is too short is told when compiled code runs
+        # clamped: in compiled code a mask that is too short must get as far as the op that raises
         return (mask.long().cumsum(1) - 1).clamp(min=0)[:, place.clamp(max=mask.shape[1] - 1)]
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
