@@ -96,7 +96,7 @@ def test_what_is_refused() -> None:
     for found in pool(2).run(refusals):
         for says, text in zip(
             (
-                *["turn off load balancers"] * 3,
+                *["turn off load balancers that reorder"] * 3,
                 "no padding",
                 "no padding",
                 "local_positions",

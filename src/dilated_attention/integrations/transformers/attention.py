@@ -200,11 +200,10 @@ def _check_shard(positions: Tensor, group: Any) -> None:
     rank, tokens = ContextParallel.of(group).process_group().rank(), positions.shape[1]
     first = int(positions[0, 0])
     if (positions.diff() != 1).any() or not rank * tokens <= first <= rank * (tokens + 1):
-        is_left_out = rank and not first  # every rank counts from 0 then
-        then = "pass local_positions(N, group)[None]" if is_left_out else "turn off load balancers that reorder tokens"
         error = ValueError(
             f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards must "
-            f"be contiguous and in the order of the ranks; {then}"
+            "be contiguous and in the order of the ranks; pass local_positions(N, group)[None], and turn off load "
+            "balancers that reorder tokens"
         )
         tell_others(functional.link_of(ContextParallel.of(group)), positions, error)
         raise error
