@@ -21,7 +21,8 @@ from dilated_attention.ring.cost import EXCHANGES
 from dilated_attention.testing import check, make_qkv
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-OVER_RANKS = [run for run in json.loads((RESULTS / "ring.json").read_text())["runs"] if run["ranks"] > 1]
+RUNS = json.loads((RESULTS / "ring.json").read_text())["runs"]
+OVER_RANKS = [run for run in RUNS if run["ranks"] > 1]
 ONE_DEVICE = [
     x for x in json.loads((RESULTS / "h200" / "results.json").read_text())["measurements"]
     if x["implementation"].endswith(", auto") and x["tokens"] == 2**20 and x["suite"] == "scaling" and x["peak_bytes"]
@@ -182,6 +183,18 @@ def test_memory_of_one_gpu_is_what_was_measured_and_not_much_more(
     else:
         measured = qkv * 4 / 3 + run["peak_bytes"]
         assert measured <= 1.001 * need.training <= 1.05 * measured
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run["ranks"] == 1], ids=lambda run: f"{run['tokens']}")
+def test_memory_of_one_rank_is_that_of_our_own_kernels(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(advice, "choose", lambda call, backward=False: SimpleNamespace(is_whole=True))
+    workload = Workload(run["tokens"], run["heads"], run["dim"])
+    need = workload.need(suggest(workload).cost)
+    inference = (run["inputs_mib"] + run["forward/peak_mib"]) * 2**20
+    training = (run["inputs_mib"] * 4 / 3 + run["forward + backward/peak_mib"]) * 2**20
+    assert inference <= 1.002 * need.inference <= 1.01 * inference
+    assert training <= 1.001 * need.training <= 1.05 * training
 
 
 def test_what_is_counted_as_needed() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 
+import torch
+
 from dilated_attention.backends.triton import configs
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.configs import TileConfig
@@ -15,6 +17,7 @@ from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested
 from dilated_attention.call import Call, Heads
 from dilated_attention.pattern import DilatedPattern
 
+MOST_BYTES = 256 << 20  # of out in float32 between launches
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
 TILE = 64  # rows of the tiles that work is counted in
 FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
@@ -35,6 +38,14 @@ def launches(pattern: DilatedPattern, heads: Heads, is_causal: bool, alone: bool
     if pattern.dealing.is_divided:  # different heads: all at once
         return (tuple(nests),)
     return tuple((nest,) for nest in nests)
+
+
+def heads_at_once(call: Call) -> int:
+    """Key/value heads whose results, in float32 between launches, do not take more than MOST_BYTES."""
+    todo = launches(call.pattern, call.held, call.is_causal, call.drops)
+    if len(todo) == 1 or call.dtype is torch.float32:
+        return call.kv_heads
+    return min(call.kv_heads, max(1, MOST_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
 
 
 def _groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> list[list[int]]:

@@ -21,8 +21,6 @@ from dilated_attention.backends.triton.launch import Launch, Layout
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call, sample_ends
 
-MOST_BYTES = 256 << 20  # of out in float32 between launches
-
 
 class Prepared(NamedTuple):
     """The launches of one direction of a call, in their order."""
@@ -48,7 +46,7 @@ def _unrounded(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
     if prepared is None:
-        most = _heads_at_once(call)
+        most = nesting.heads_at_once(call)
         if most < call.kv_heads:
             return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), trains, most)
         prepared = _prepared(call, (q, k, v), call.device.type == "cuda" and trains())
@@ -68,13 +66,6 @@ def _unrounded(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[
     return out, lse
 
 
-def _heads_at_once(call: Call) -> int:
-    """Key/value heads whose results, in float32 between launches, do not take more than MOST_BYTES."""
-    if len(steps(call)) == 1 or call.dtype is torch.float32:
-        return call.kv_heads
-    return max(1, MOST_BYTES * call.kv_heads // (4 * call.rows * call.head_dim))
-
-
 def _some_heads_at_a_time(call: Call, inputs: Inputs, trains: Callable[[], bool], most: int) -> tuple[Tensor, Tensor]:
     """The same call in parts, each of some of the heads."""
     out, lse = _empty_like(inputs.q, call.dtype), inputs.q.new_empty(inputs.q.shape[:3], dtype=torch.float32)
@@ -85,9 +76,14 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, trains: Callable[[], bool]
         part = call._replace(
             heads=held * call.group, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
         )
-        found, lse[:, :, rows] = _unrounded(part, some, trains)
-        fuse.put_([out[:, :, rows]], [found], add=False)  # rounded as it is copied
+        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, trains))
     return out, lse
+
+
+def _put(out: Tensor, lse: Tensor, found: Tensor, found_lse: Tensor) -> None:
+    """Copy the results of some heads. They are held here alone: their memory is free before the next heads begin."""
+    fuse.put_([out], [found], add=False)  # rounded as it is copied
+    lse.copy_(found_lse)
 
 
 def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
