@@ -197,11 +197,11 @@ class Problem(NamedTuple):
 
     def launch(self, kernel: str, config: TileConfig) -> Callable[[], dict[str, Tensor]]:
         """One launch of a kernel, which gives its results."""
-        from dilated_attention.backends.triton import launch, whole_call
+        from dilated_attention.backends.triton import launch, nesting, whole_call
 
         q, k, v, dout = self.inputs
         found = self.results
-        (nests,) = whole_call.steps(self.call)
+        (nests,) = nesting.steps(self.call)
         last = (nests, self.call, config, False, whole_call.fills(nests, 0))
         if kernel == "forward":
             tensors = (q, k, v, found["out"], found["lse"])

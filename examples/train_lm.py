@@ -82,7 +82,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=at_least(0), default=30, help="steps")
     parser.add_argument("--seed", type=at_least(-sys.maxsize), default=0)
     parser.add_argument("--save-every", type=at_least(1), default=200, help="steps")
-    parser.add_argument("--evaluate", nargs="+", type=at_least(2), help="lengths of held-out rows; --tokens by default")
+    parser.add_argument("--evaluate", nargs="+", type=at_least(2), help="row lengths, held out; --tokens, if that fits")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu")
     parser.add_argument("--float32", action="store_true", help="also on CUDA, instead of bfloat16 with float32 weights")

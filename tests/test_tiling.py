@@ -481,7 +481,7 @@ def test_a_table_is_as_wide_as_it_must_be(tokens: int, stride: int, dtype: torch
     assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}
 
 
-def test_kernels_read_the_fields_of_a_section() -> None:
+def test_kernels_read_the_fields_of_tables() -> None:
     """They know them by number."""
     pytest.importorskip("triton")
     from dilated_attention.backends.triton import tiles
@@ -489,4 +489,6 @@ def test_kernels_read_the_fields_of_a_section() -> None:
     names = {"tile": "FIRST_TILE"}
     fields = [getattr(tiles, names.get(name, name.upper())).value for name in Section._fields[1:]]
     assert fields == list(range(1, len(Section._fields)))
-    assert tiles.SECTION.value == len(Section._fields)
+    fields = [x.value for x in (tiles.FIRST_RUN, tiles.PLAIN, tiles.EDGES_MET, tiles.EDGE_RUN)]
+    assert fields == [Tile._fields.index(name) for name in ("run", "plain", "edge", "edge_run")]
+    assert [x.value for x in (tiles.SECTION, tiles.TILE, tiles.RUN)] == [len(x._fields) for x in (Section, Tile, Run)]

@@ -84,9 +84,8 @@ class Workload:
                 device=torch.device("cuda"), total=self.tokens,
             )  # fmt: skip
             if choose(call).is_whole:
-                launches = nesting.launches(call.pattern, call.held, call.is_causal, call.drops)
                 share = nesting.heads_at_once(call) / call.kv_heads  # the results of some heads wait at a time
-                forward = memory.saved + (memory.out_sums * share if len(launches) > 1 else 0)
+                forward = memory.saved + (memory.out_sums * share if len(nesting.steps(call)) > 1 else 0)
             if choose(call, backward=True).is_whole:
                 backward = memory.saved + gradients + 2 * memory.lse  # two numbers per row, from launch to launch
         return Need(round(forward), round(max(forward, backward)))

@@ -187,18 +187,18 @@ def checked_sequences(
     return read_sequences(tensor, None if in_parts else key.shape[1]), tensor
 
 
-def borders_of(cu_seqlens: Sequence[int] | Tensor) -> Tensor:
+def borders_of(given: Sequence[int] | Tensor, name: str = "cu_seqlens") -> Tensor:
     """``cu_seqlens`` as a tensor on the host; its numbers are not looked at."""
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if isinstance(given, Tensor):
+        if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
             raise TypeError(
-                f"cu_seqlens must be a list of whole numbers, or an int32 or int64 tensor of one dimension, got "
-                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+                f"{name} must be a list of whole numbers, or an int32 or int64 tensor of one dimension, got "
+                f"{given.dtype} of shape {tuple(given.shape)}"
             )
-        return cu_seqlens.cpu()
-    if not isinstance(cu_seqlens, Sequence) or not all(_is_int(x) or isinstance(x, torch.SymInt) for x in cu_seqlens):
-        raise TypeError(f"cu_seqlens must be a list of whole numbers, or an integer tensor, got {cu_seqlens!r}")
-    return torch.tensor(cu_seqlens, dtype=torch.int64)
+        return given.cpu()
+    if not isinstance(given, Sequence) or not all(_is_int(x) or isinstance(x, torch.SymInt) for x in given):
+        raise TypeError(f"{name} must be a list of whole numbers, or an integer tensor, got {given!r}")
+    return torch.tensor(given, dtype=torch.int64)
 
 
 def check_sequences_end(sequences: tuple[int, ...], tokens: int) -> None:

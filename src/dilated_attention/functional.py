@@ -232,6 +232,12 @@ def drawn_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
+def tell(group: Group | ContextParallel | None, x: object, error: Exception) -> None:
+    """Tell the other ranks of a group, if there is one, that this rank raises: they would wait for it."""
+    if group is not None:
+        ring.tell_others(link_of(ContextParallel.of(group)), x, error)
+
+
 def link_of(parallel: ContextParallel) -> Link:
     return Link(
         parallel.process_group(), parallel.exchange or "auto", parallel.use_checkpointing is not False,

@@ -287,6 +287,10 @@ def test_lengths_are_checked_before_training(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert pool(1).run(said, given(tmp_path, "--steps", 1, "--evaluate", 2))[0] == "nothing"
     assert math.isfinite(lines(tmp_path)[-1]["bits_per_byte_2"])
+    documents = [torch.arange(start, start + 7) for start in range(0, 70, 7)]
+    rows = held_out_rows(documents, [4, 60], most=10)
+    assert [row.tolist() for row in (rows[4][0][0], rows[4][1][0])] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert (rows[4].count, rows[60].count, rows[60][0][0].tolist()) == (2, 1, [list(range(60))])
     with pytest.raises(ValueError, match="in held-out rows of 2, no token has a next one: give longer texts or rows"):
         held_out_rows([torch.tensor([1])] * 4, [2])
 

@@ -83,11 +83,14 @@ def refusals() -> list[str]:
         raised(model, **batch | {"position_ids": ends}),
         raised(torch.compile(model, backend="eager"), **batch | {"position_ids": ends}),
         raised(model, **batch | {"position_ids": positions + 10 * (1 - 2 * group.rank())}),
+        raised(model, **batch | {"position_ids": torch.cat((positions[:1], positions[1:] - positions[0, 0] + 1))}),
         raised(model, **padded),
         raised(model, **(padded if group.rank() else batch)),  # on one rank alone: the others are told
         raised(model, **batch | {"input_ids": ids, "position_ids": ids * 0, "labels": ids, "shift_labels": ids}),
         raised(plain, input_ids=batch["input_ids"], labels=batch["input_ids"], group=group),
+        raised(plain, **batch | ({"softcap": 30.0} if group.rank() else {})),  # again on one rank alone
         raised(ShardingCollator(lambda rows: rows[0], group), left),
+        raised(ShardingCollator(lambda rows: rows[0], group), left if group.rank() else [collated(SAMPLES)]),
         raised(ShardingCollator(lambda rows: {"input_ids": rows}, group), SAMPLES),
     ]
 
@@ -96,11 +99,13 @@ def test_what_is_refused() -> None:
     for found in pool(2).run(refusals):
         for says, text in zip(
             (
-                *["turn off load balancers that reorder"] * 3,
+                *["turn off load balancers that reorder"] * 4,
                 "no padding",
                 "no padding",
                 "local_positions",
                 "pass shift_labels",
+                "soft caps",
+                "padding_side",
                 "padding_side",
                 "labels",
             ),

@@ -99,6 +99,12 @@ def test_padding_has_no_loss(side: str) -> None:
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
             assert error(net(**given, labels=labels).loss, wanted) < CLOSE
+    if side == "right":  # the columns of a mask that is as long as a cache begin with those of the tokens
+        cache = StaticCache(config=net.config, max_cache_len=30)
+        long = torch.nn.functional.pad(given["attention_mask"], (0, 30 - labels.shape[1]))
+        with torch.no_grad():
+            found = net(given["input_ids"], long, past_key_values=cache, labels=labels).loss
+        assert error(found, wanted) < CLOSE
     counted = int((labels[:, 1:] != -100).sum())  # as a trainer does
     assert error(net(**given, labels=labels, num_items_in_batch=2 * counted).loss * 2, wanted) < CLOSE
 

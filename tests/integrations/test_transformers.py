@@ -290,7 +290,6 @@ def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str)
         ({**packed(), "cu_seq_lens_q": ENDS[1:]}, "cu_seq_lens_q must begin with 0"),
         ({**packed(), "cu_seq_lens_q": ENDS + ENDS // 40}, "end with 40, the number of tokens"),
         ({**packed(), "cu_seq_lens_q": ENDS[[0, 2, 1, 3]]}, "never fall"),
-        ({**packed(), "cu_seq_lens_q": ENDS.double()}, "cu_seq_lens_q must be an int32 or int64 tensor"),
         ({"attention_mask": MASK[:1]}, "must be .batch, tokens., and the batch has 3, got .1, 20."),
         ({"attention_mask": MASK[:, :19]}, "19 columns, and there are 0 tokens in the cache and 20 new ones"),
         ({"attention_mask": torch.ones(3, 25), "use_cache": False}, "more columns than there are tokens, 20"),
@@ -303,6 +302,12 @@ def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str)
 )
 def test_calls_that_are_refused(given: dict[str, Any], says: str) -> None:
     refused(model_of(), says, **given)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_borders_that_are_no_whole_numbers(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a list of whole numbers, or an int32"):
+        model_of()(**packed() | {"cu_seq_lens_q": ENDS, name: ENDS.double()})
 
 
 def test_positions_are_refused_where_the_first_layer_is_of_another_kind() -> None:

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dilated_attention as da
 from dilated_attention.models import LMConfig, LongNetLM, parts, shifted
+from dilated_attention.models.layers import Layer
+from dilated_attention.models.transformer import is_random
+from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ranks import pool
 from tests.over_ranks import world
@@ -108,9 +111,9 @@ class Draws(torch.nn.Module):
 
 
 @pytest.mark.parametrize("length", [AT_ONCE, TOKENS])
-@pytest.mark.parametrize("kind", [torch.nn.Dropout, Draws])
+@pytest.mark.parametrize("kind", [torch.nn.Dropout, torch.nn.RReLU, Draws])
 def test_a_block_that_draws_numbers(kind: Any, length: int) -> None:
-    """Dropout that someone put into a block: what is computed again draws the same."""
+    """What someone put into a block draws the same when it is computed again."""
     model = model_of()
     for block in model.blocks:
         block.down = torch.nn.Sequential(block.down, kind())  # type: ignore[union-attr, operator, arg-type]
@@ -120,6 +123,24 @@ def test_a_block_that_draws_numbers(kind: Any, length: int) -> None:
         results.append(found(model, checkpointing, length))
     assert torch.allclose(results[0][0], results[1][0], 1e-12)
     assert close(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(
+    ("module", "draws"),
+    [
+        (torch.nn.MultiheadAttention(4, 2, dropout=0.5), True),
+        (torch.nn.MultiheadAttention(4, 2), False),
+        (MultiheadDilatedAttention(4, 2, [4], [1], dropout=0.5), True),
+        (Layer(4, 2, 8, DilatedPattern.longnet([4], [1]), drop_path=0.5), True),
+        (Layer(4, 2, 8, DilatedPattern.longnet([4], [1])), False),
+        (torch.nn.LSTM(4, 4, 2, dropout=0.5), True),
+        (torch.nn.Dropout(0.0), False),
+        (Draws(), True),
+    ],
+)
+def test_modules_that_may_draw_numbers(module: torch.nn.Module, draws: bool) -> None:
+    assert is_random(torch.nn.Sequential(module)) == draws
+    assert not is_random(module.eval())
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -109,7 +109,7 @@ def test_damaged_weights_are_refused(ending: str, tmp_path: Path) -> None:
     whole = file.read_bytes()
     for content in (b"", b"no weights at all", b"version of a pointer\n", whole[: len(whole) // 2]):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match="is damaged"):
+        with pytest.raises(ValueError, match=r"is damaged.*: .+"):
             SlideEncoder.from_pretrained(file, global_pool=False, num_heads=4)
 
 

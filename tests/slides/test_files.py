@@ -162,3 +162,9 @@ def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[1] == {"key": "a"}
     assert list(found[0]) == ["features"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_only_looks_like_a_result_is_none(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "odd.h5", "w") as file:
+        file.create_group("features")
+    assert files.written(tmp_path / "odd.h5", ["features"]) is None

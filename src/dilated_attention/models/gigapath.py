@@ -22,7 +22,7 @@ class LongNetViT(SlideEncoder):
 
 
 def create_model(
-    pretrained: str,
+    pretrained: str | os.PathLike[str],
     model_arch: str,
     in_chans: int,
     local_dir: str | os.PathLike[str] | None = None,

@@ -125,7 +125,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # without gradients, its hidden rows, four times as wide as its own, would take most of the memory
-        (found,) = in_parts(self._of, (x,), [*self.parameters()])
+        (found,) = in_parts(self._of, (x,), self.parameters())
         return found
 
     def _of(self, x: Tensor) -> tuple[Tensor]:

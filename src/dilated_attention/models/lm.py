@@ -23,7 +23,6 @@ from dilated_attention.models.generate import generate_tokens
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.ring.run import tell_others
 
 Over = Group | ContextParallel
 Documents = Sequence[int] | Tensor
@@ -107,7 +106,7 @@ class LongNetLM(Trunk):
         """
         if reduction not in ("none", "sum"):
             raise ValueError(f"reduction must be 'none' or 'sum', got {reduction!r}")
-        positions = checked_positions(tokens, positions, cu_seqlens, group)
+        positions, cu_seqlens = checked_positions(tokens, positions, cu_seqlens, group)
         given = True, group, cu_seqlens, None, self.backend
         attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
         states = self.states(tokens, positions, attends)
@@ -148,7 +147,7 @@ class LongNetEncoder(Trunk):
 
         ``key_padding_mask``: (B, n) bool, True = ignore; the other arguments are those of `LongNetLM`.
         """
-        positions = checked_positions(tokens, positions, cu_seqlens, group)
+        positions, cu_seqlens = checked_positions(tokens, positions, cu_seqlens, group)
         given = False, group, cu_seqlens, key_padding_mask, self.backend
         attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
         return self.states(tokens, positions, attends)
@@ -162,10 +161,11 @@ class LongNetEncoder(Trunk):
             raise ValueError("pooled() takes no cu_seqlens: call the model, and average the states of each document")
         states = self(tokens, key_padding_mask=key_padding_mask, **options)
         wide = torch.promote_types(states.dtype, torch.float32)  # half precision cannot count beyond 65,504
-        ignored = states.new_zeros(states.shape[:2], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-        ignored = ignored.unsqueeze(-1)
-        total_of = states.masked_fill(ignored, 0.0).sum(1, dtype=wide)  # not times 0: padding may be NaN
-        sums = torch.cat((total_of, (~ignored).sum(1).to(wide)), -1).unsqueeze(1)
+        count = states.new_full((len(states), 1), states.shape[1], dtype=wide)
+        if key_padding_mask is not None:
+            states = states.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)  # not times 0: padding may be NaN
+            count = (~key_padding_mask).sum(1, keepdim=True).to(wide)
+        sums = torch.cat((states.sum(1, dtype=wide), count), -1).unsqueeze(1)
         group = options.get("group")
         if group is not None:
             sums = gather_sequence(sums, ContextParallel.of(group).process_group())
@@ -175,17 +175,18 @@ class LongNetEncoder(Trunk):
 
 def checked_positions(
     tokens: Tensor, positions: Tensor | None, documents: Documents | None, group: Over | None
-) -> Tensor:
-    """The positions given, or those of whole sequences or documents. An error reaches the other ranks."""
+) -> tuple[Tensor, Tensor | None]:
+    """The positions given, or those of whole sequences or documents; and the documents on the host, where every layer
+    reads them. An error reaches the other ranks."""
     try:
-        return _positions(tokens, positions, documents, group)
+        ends = None if documents is None else borders_of(documents)
+        return _positions(tokens, positions, ends, group), ends
     except Exception as error:
-        if group is not None:  # the other ranks would wait for this one
-            tell_others(functional.link_of(ContextParallel.of(group)), tokens, error)
+        functional.tell(group, tokens, error)
         raise
 
 
-def _positions(tokens: Tensor, positions: Tensor | None, documents: Documents | None, group: Over | None) -> Tensor:
+def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over | None) -> Tensor:
     if tokens.dim() != (3 if tokens.is_floating_point() else 2):
         raise ValueError(f"tokens must be (B, n) ids or (B, n, E) embedded, got {tokens.dtype} {tuple(tokens.shape)}")
     samples, n = tokens.shape[:2]
@@ -196,7 +197,7 @@ def _positions(tokens: Tensor, positions: Tensor | None, documents: Documents | 
     if group is not None and ContextParallel.of(group).process_group().size() > 1:
         raise ValueError("over a group, pass positions=local_positions(N, group), with N tokens on all ranks together")
     if documents is not None:
-        read_sequences(borders_of(documents), n)
+        read_sequences(documents, n)
         return document_positions(documents, tokens.device)
     return torch.arange(n, device=tokens.device)
 
@@ -210,7 +211,11 @@ def document_positions(cu_seqlens: Documents, device: torch.device | str | None 
     """
     ends = borders_of(cu_seqlens)
     read_sequences(ends, None)
-    starts = ends[:-1].repeat_interleave(ends.diff())
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
-    return (torch.arange(len(starts)) - starts).to(device)
+    return within(ends, torch.arange(int(ends[-1]))).to(device)
+
+
+def within(ends: Tensor, place: Tensor) -> Tensor:
+    """The position in its document of each token of a packed row, for places (n,) in that row."""
+    return place - ends[torch.searchsorted(ends, place, right=True) - 1]

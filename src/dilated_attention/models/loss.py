@@ -83,7 +83,7 @@ def shifted(tokens: Tensor, documents: Sequence[int] | Tensor | None = None) -> 
     """
     if tokens.dim() != 2 or tokens.is_floating_point():
         raise ValueError(f"tokens or labels must be (B, n) whole numbers, got {tokens.dtype} {tuple(tokens.shape)}")
-    labels = torch.full_like(tokens, IGNORED, dtype=torch.long)  # bytes could not hold it
+    labels = torch.full(tokens.shape, IGNORED, device=tokens.device)  # int64: bytes could not hold it
     labels[:, :-1] = tokens[:, 1:]
     if documents is not None:
         ends = borders_of(documents)

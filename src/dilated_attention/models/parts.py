@@ -5,7 +5,7 @@ Legend: inputs and results (B, n, ...).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,18 +24,18 @@ def is_long(x: Tensor) -> bool:
     return x.shape[1] > AT_ONCE
 
 
-def in_parts(step: Step, inputs: Tensors, weights: Sequence[Tensor], again: bool = False) -> Tensors:
+def in_parts(step: Step, inputs: Tensors, weights: Iterable[Tensor], again: bool = False) -> Tensors:
     """step(*inputs), in parts if they are long. Where a gradient is wanted, that is done only if ``again``: then the
     backward pass computes each part again. ``weights`` are all those of the step."""
     if not is_long(inputs[0]):
         return step(*inputs)
-    weights = [weight for weight in weights if weight.requires_grad]
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *weights)):
+    trained = [weight for weight in weights if weight.requires_grad]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *trained)):
         return _cut(step, inputs)
     if not again:
         return step(*inputs)
-    kept = _Kept.apply(len(inputs), *inputs, *weights)  # type: ignore[no-untyped-call]
-    return _Again.apply(kept, step, len(inputs), *inputs, *weights)  # type: ignore[no-untyped-call, no-any-return]
+    kept = _Kept.apply(len(inputs), *inputs, *trained)  # type: ignore[no-untyped-call]
+    return _Again.apply(kept, step, len(inputs), *inputs, *trained)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _parts(inputs: Tensors) -> Iterator[tuple[slice, Tensors]]:

@@ -76,7 +76,7 @@ def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
             "µm per pixel at level 0, and give the tile_size in the same pixels"
         )
     width, height = (plain(attributes.get(name)) for name in ("level0_width", "level0_height"))
-    if width is None or height is None or not len(coords):
+    if width is None or height is None or not coords.numel():
         return
     if not all(isinstance(size, int | float) for size in (width, height)):
         raise ValueError(f"level0_width and level0_height must be numbers, got {width!r} and {height!r}")

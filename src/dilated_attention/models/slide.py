@@ -17,13 +17,12 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
-from dilated_attention.functional import link_of
+from dilated_attention.functional import tell
 from dilated_attention.models import explain, positions, weights
 from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Sequences
 from dilated_attention.models.positions import TileSize
 from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
 from dilated_attention.pattern import DilatedPattern, whole_number
-from dilated_attention.ring.run import tell_others
 
 
 class SlideEncoder(nn.Module):
@@ -244,8 +243,7 @@ class SlideEncoder(nn.Module):
             size = self.tile_size if tile_size is None else tile_size
             cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
         except Exception as error:
-            if group is not None:  # the other ranks would wait for this one
-                tell_others(link_of(ContextParallel.of(group)), tiles, error)
+            tell(group, tiles, error)
             raise
         x, rows = self._embedded(tiles, cell, padding_mask, group)
         states = [x]

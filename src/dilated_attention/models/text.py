@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,17 @@ def summary(documents: Sequence[Tensor]) -> str:
 class PackedRows:
     """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
 
-    With ``most``, there are no more rows than so many tokens fill, but one at least.
     ``rows[i]`` is the same on every rank, and whatever was asked for before: row i, of the first time round or a later
     one. With a ``seed``, documents and then rows are shuffled, each time anew: rows of one document would be too much
     alike for a step.
     """
 
-    def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None, most: int | None = None) -> None:
+    def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None) -> None:
         self.documents, self.tokens, self.seed, self.round = documents, tokens, seed, -1
         total = sum(map(len, documents))
         self.count = total // tokens  # rows, each time round
         if not self.count:
             raise ValueError(f"the text has {total} tokens, and a row {tokens}: give more text, or shorter rows")
-        if most is not None:
-            self.count = min(self.count, max(1, most // tokens))
 
     def have_labels(self) -> bool:
         """Whether any token has a next one, in its row and in its document."""
@@ -101,13 +99,21 @@ class PackedRows:
 
 
 def held_out_rows(documents: list[Tensor], lengths: Iterable[int], most: int = 1 << 16) -> dict[int, PackedRows]:
-    """Held-out documents in rows of each length. What is wrong with a length is better known before a training."""
+    """Held-out documents in rows of each length: their first ``most`` tokens, or one row if it is longer.
+
+    What is wrong with a length is better known before a training.
+    """
     found = {}
     for length in lengths:
         try:
-            found[length] = PackedRows(documents, length, most=most)
+            found[length] = PackedRows(_first(documents, max(most, length)), length)
         except ValueError as error:
             raise ValueError(f"held-out text does not fill a row of {length}: {error}") from error
         if not found[length].have_labels():
             raise ValueError(f"in held-out rows of {length}, no token has a next one: give longer texts or rows")
     return found
+
+
+def _first(documents: list[Tensor], tokens: int) -> list[Tensor]:
+    begins = accumulate(map(len, documents), initial=0)
+    return [document[: tokens - begin] for document, begin in zip(documents, begins, strict=False) if begin < tokens]

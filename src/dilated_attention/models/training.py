@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention import charts
 from dilated_attention.distributed.agreement import ask, refusal
-from dilated_attention.distributed.group import GroupTransport
+from dilated_attention.distributed.group import CommunicationError, GroupTransport
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def together(what: str, group: ProcessGroup | None = None, device: str = "cpu") 
     whole = dist.distributed_c10d._get_default_group() if group is None else group
     try:
         ask(GroupTransport(whole, torch.device(device), None), what, refusal(mine) if mine else same, 0).wait()
-    except ValueError:
+    except (ValueError, CommunicationError):  # another rank may have died
         if mine is None:
             raise
     if mine is not None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
@@ -28,7 +28,8 @@ from dilated_attention.pattern import DilatedPattern, whole_number
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
 
-CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")  # modules that draw no numbers, but for dropout
+CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")  # modules that draw numbers only at one of RATES
+RATES = ("p", "dropout", "drop_path")  # of what is dropped
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
     "125M": {**PAPER, "dim": 768, "depth": 12, "heads": 12},
@@ -232,13 +233,13 @@ class TransformerBlock(nn.Module):
         layers = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
         if self.sink is None:
             return in_parts(last, (x, out), weights_of(layers), again)[0]
-        return in_parts(last, (x, out, lse), [*weights_of(layers), self.sink], again)[0]
+        return in_parts(last, (x, out, lse), chain(weights_of(layers), (self.sink,)), again)[0]
 
     def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
         return self._compiled.get(step, step)(self, *inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As for any module; also the steps that long rows go through where there is a checkpoint."""
+        """As for any module; also the steps of long rows that have a checkpoint, and of rows that have a cache."""
         self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, before, after)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,13 +306,16 @@ def is_random(block: nn.Module) -> bool:
     """Whether a block may draw random numbers: someone has put dropout into it, or a module of an unknown kind."""
 
     def draws(module: nn.Module) -> bool:
-        return module.p > 0 if isinstance(module, _DropoutNd) else not type(module).__module__.startswith(CALM)
+        if isinstance(module, nn.RReLU) or not type(module).__module__.startswith(CALM):
+            return True
+        rates = (getattr(module, name, 0) for name in RATES)
+        return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
     return any(module.training and draws(module) for module in block.modules())
 
 
-def weights_of(layers: Iterable[nn.Module]) -> list[Tensor]:
-    return [weight for layer in layers for weight in layer.parameters()]
+def weights_of(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
+    return (weight for layer in layers for weight in layer.parameters())
 
 
 class Trunk(nn.Module):

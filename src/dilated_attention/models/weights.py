@@ -63,7 +63,8 @@ def read(path: Path) -> State:
             other = re.search(r"Unsupported (?:global|class)[^\n]*|GLOBAL \S+", str(error))
             if other:
                 raise ValueError(f"{path} has more in it than tensors, and is not read: {other[0]}") from error
-            raise ValueError(f"{path} is damaged or incomplete, or no file of torch.save") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{path} is damaged or incomplete, or no file of torch.save: {reason}") from error
         if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
             found = found["model"]
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):

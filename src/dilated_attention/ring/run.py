@@ -21,7 +21,7 @@ from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_sequences_end, check_total_length
-from dilated_attention.derivatives import is_mapped, refuse_second_derivative
+from dilated_attention.derivatives import NOT_TWICE, is_mapped, once
 from dilated_attention.distributed.agreement import Asked, ask, refusal
 from dilated_attention.distributed.group import (
     Buffers,
@@ -306,18 +306,13 @@ class _Parallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
-        inputs = Inputs(q, k, v, padding, seed)
-        grads: tuple[Tensor, ...]
         check_transforms(dout, dlse)
-        with torch.no_grad():
-            dlse = ctx.agreed.agree_on_backward(dlse, lse)
-            results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-            grads = _backward(ctx.agreed, inputs, results, ends, kept)
-        if torch.is_grad_enabled():
-            grads = refuse_second_derivative(grads, dout, dlse, q, k, v)
-        return (*grads, None, None, None)
+        dlse = ctx.agreed.agree_on_backward(dlse, lse)
+        results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        return (*_backward(ctx.agreed, Inputs(q, k, v, padding, seed), results, ends, kept), None, None, None)
 
 
 def _backward(agreed: Agreed, inputs: Inputs, results: Outputs, ends: Tensor | None, kept: list[Tensor]) -> Gradients:

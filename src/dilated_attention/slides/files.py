@@ -144,10 +144,10 @@ def written(path: Path, names: Iterable[str]) -> tuple[dict[str, Any], dict[str,
     if not path.is_file():
         return None
     try:
-        with _opened(path) as file:
+        with _reading(), _opened(path) as file:
             arrays = {name: file[name][()] for name in names if name in file}
             return arrays, {name: positions.plain(value) for name, value in file.attrs.items()}
-    except (BadFile, OSError):
+    except BadFile:
         return None  # not one of ours
 
 

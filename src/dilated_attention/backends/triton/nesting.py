@@ -40,10 +40,14 @@ def launches(pattern: DilatedPattern, heads: Heads, is_causal: bool, alone: bool
     return tuple((nest,) for nest in nests)
 
 
+def steps(call: Call) -> tuple[Nests, ...]:
+    """What each launch of a call has to do, in their order."""
+    return launches(call.pattern, call.held, call.is_causal, call.drops)
+
+
 def heads_at_once(call: Call) -> int:
     """Key/value heads whose results, in float32 between launches, do not take more than MOST_BYTES."""
-    todo = launches(call.pattern, call.held, call.is_causal, call.drops)
-    if len(todo) == 1 or call.dtype is torch.float32:
+    if len(steps(call)) == 1 or call.dtype is torch.float32:
         return call.kv_heads
     return min(call.kv_heads, max(1, MOST_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
 

@@ -130,7 +130,7 @@ def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:
 
 
 def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
-    todo = steps(call)
+    todo = nesting.steps(call)
     dtype = torch.float32 if len(todo) > 1 else q.dtype
     out, lse = Layout.contiguous(q.shape, dtype), Layout.contiguous(q.shape[:3], torch.float32)
     made = []
@@ -147,7 +147,7 @@ def _prepare_backward(
     out, dq, dk, dv = (Layout.contiguous(x.shape, x.dtype) for x in (q, q, k, v))
     lse = Layout.contiguous(q.shape[:3], torch.float32)
     stats = Layout.contiguous(_stats_shape(call), torch.float32)
-    todo, made = steps(call), []
+    todo, made = nesting.steps(call), []
     for index, nests in enumerate(todo):
         how = (index > 0, fills(nests, index))
         tile = nesting.config("dq", call, nests)
@@ -155,11 +155,6 @@ def _prepare_backward(
         tile = nesting.config("dkdv", call, nests)
         made.append(launch.backward_dkdv(q, k, v, dout, stats, dk, dv, nests, call, tile, *how))
     return Prepared(tuple(made), q.dtype, _must_be_blank(todo))
-
-
-def steps(call: Call) -> tuple[Nests, ...]:
-    """What each launch has to do, in their order."""
-    return nesting.launches(call.pattern, call.held, call.is_causal, call.drops)
 
 
 def _has_gaps(nests: Nests) -> bool:

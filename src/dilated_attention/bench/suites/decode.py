@@ -17,6 +17,7 @@ from torch import Tensor
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import FLUSH_BYTES, Call
 from dilated_attention.bench.session import Session, Step
+from dilated_attention.bench.suites.kernels import graphed
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
@@ -92,7 +93,4 @@ class OneToken:
     def graph_us(self) -> float | None:
         if self.device.type != "cuda":
             return None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.dilated()
-        return 1000 * self.session.time({"": graph.replay}, 0.1)[""].median
+        return 1000 * self.session.time({"": graphed(self.dilated)}, 0.1)[""].median

@@ -16,19 +16,19 @@ from transformers.masking_utils import sdpa_mask
 
 from dilated_attention import functional
 from dilated_attention.call import read_sequences
+from dilated_attention.checks import borders_of
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
-from dilated_attention.integrations.transformers.faults import BREAKS, DIFFERS, JUMPS, KEYS, checked
+from dilated_attention.integrations.transformers.faults import BREAKS, DIFFERS, JUMPS, KEYS, NO_WEIGHTS, checked
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken, weights_fault
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.ring.run import tell_others
 
 NAME = "dilated"
 REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
-    "output_attentions": "output_attentions: the attention weights are never held in memory",
+    "output_attentions": NO_WEIGHTS,
     "sliding_window": "sliding-window layers: set sliding_window=None in the config",
     "position_bias": "position biases",
     "cache": "a paged cache",
@@ -110,7 +110,7 @@ def attend(
     if group is not None:
         if grid != Grid() or kept is not None:
             error = ValueError("over a group, a model takes no padding, no documents and no cache: leave them out")
-            tell_others(link, q, error)  # they would wait for this rank
+            functional.tell(group, q, error)
             raise error
         return attended(q, k, v)
     if kept is not None:
@@ -145,18 +145,15 @@ def attend(
 
 def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, Any], *, looks: bool = True) -> Grid:
     """Documents by cu_seq_lens_q, as flash attention takes them. ``looks``: at the numbers, in one layer only."""
-    ends, keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
-    for name, given in (("cu_seq_lens_q", ends), ("cu_seq_lens_k", ends if keys is None else keys)):
-        if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be an int32 or int64 tensor of one dimension, got {given!r}")
+    ends, keys = borders_of(options["cu_seq_lens_q"], "cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if grid._replace(documents=None) != Grid() or samples != 1 or cache is not None:
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
             "out, and pass use_cache=False"
         )
-    ends = ends.cpu()
     if looks and keys is not None:
-        differ = _fault(keys.cpu() != ends, KEYS) if len(keys) == len(ends) else torch.full((), KEYS)
+        keys = borders_of(keys, "cu_seq_lens_k")
+        differ = _fault(keys != ends, KEYS) if len(keys) == len(ends) else torch.full((), KEYS)
         ends = checked(ends, differ)
     if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
         read_sequences(ends, tokens, "cu_seq_lens_q")
@@ -199,11 +196,12 @@ def _check_shard(positions: Tensor, group: Any) -> None:
     """Raise unless this rank's tokens follow one another, and those of the ranks before it."""
     rank, tokens = ContextParallel.of(group).process_group().rank(), positions.shape[1]
     first = int(positions[0, 0])
-    if (positions.diff() != 1).any() or not rank * tokens <= first <= rank * (tokens + 1):
+    wanted = first + torch.arange(tokens, device=positions.device)  # in every row: none is padded
+    if (positions != wanted).any() or not rank * tokens <= first <= rank * (tokens + 1):
         error = ValueError(
             f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards must "
             "be contiguous and in the order of the ranks; pass local_positions(N, group)[None], and turn off load "
             "balancers that reorder tokens"
         )
-        tell_others(functional.link_of(ContextParallel.of(group)), positions, error)
+        functional.tell(group, positions, error)
         raise error

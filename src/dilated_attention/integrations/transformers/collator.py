@@ -22,6 +22,7 @@ from dilated_attention.distributed.sequence import (
     shard_sequence,
 )
 from dilated_attention.models.loss import IGNORED, shifted
+from dilated_attention.models.training import together
 
 FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
 
@@ -43,14 +44,10 @@ class ShardingCollator:
         self.collator, self.group = collator, process_group(group)
 
     def __call__(self, features: Any) -> dict[str, Any]:
-        batch = dict(self.collator(features))
-        unknown = set(batch) - set(FILL)
-        if unknown or "input_ids" not in batch or "labels" not in batch:
-            raise ValueError(f"a batch must have input_ids and labels, perhaps attention_mask, got {sorted(batch)}")
-        mask = batch.pop("attention_mask", None)
-        if mask is not None and bool((mask.diff(dim=1) > 0).any()):
-            raise ValueError("rows are padded on the left, or between tokens: set tokenizer.padding_side = 'right'")
-        longest = torch.tensor(batch["input_ids"].shape[1], device=wire_device(self.group, torch.device("cpu")))
+        wire = wire_device(self.group, torch.device("cpu"))
+        with together("ShardingCollator()", self.group, wire.type):
+            batch = self._collected(features)
+        longest = torch.tensor(batch["input_ids"].shape[1], device=wire)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
         tokens, labels = (self._gathered(name, batch[name], int(longest)) for name in ("input_ids", "labels"))
         labels = shard_sequence(shifted(labels), self.group)
@@ -64,6 +61,16 @@ class ShardingCollator:
             "use_cache": False,
             "group": self.group,
         }
+
+    def _collected(self, features: Any) -> dict[str, Tensor]:
+        batch = dict(self.collator(features))
+        unknown = set(batch) - set(FILL)
+        if unknown or "input_ids" not in batch or "labels" not in batch:
+            raise ValueError(f"a batch must have input_ids and labels, perhaps attention_mask, got {sorted(batch)}")
+        mask = batch.pop("attention_mask", None)
+        if mask is not None and bool((mask.diff(dim=1) > 0).any()):
+            raise ValueError("rows are padded on the left, or between tokens: set tokenizer.padding_side = 'right'")
+        return batch
 
     def _gathered(self, name: str, x: Tensor, tokens: int) -> Tensor:
         """(B, N). Padding comes after all real tokens, and causal attention does not see it from there."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 JUMPS, BREAKS, DIFFERS, KEYS, SHORT, WEIGHTS = range(1, 7)
+NO_WEIGHTS = "output_attentions: the attention weights are never held in memory"
 FAULTS = {
     JUMPS: "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out if "
     "these are not documents",
@@ -23,7 +24,7 @@ FAULTS = {
     "inside it; without position_ids a model counts on over all documents, so pass them",
     KEYS: "cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache",
     SHORT: "attention_mask is too short: it must have a column for each token in the cache and for each new token",
-    WEIGHTS: "dilated attention cannot honour output_attentions: the attention weights are never held in memory",
+    WEIGHTS: f"dilated attention cannot honour {NO_WEIGHTS}",
 }
 
 _library: Any = torch.library.Library("dilated_attention", "FRAGMENT")  # type: ignore[no-untyped-call]

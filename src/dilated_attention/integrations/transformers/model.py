@@ -14,11 +14,12 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from dilated_attention.functional import tell
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer
 from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
 from dilated_attention.integrations.transformers.grid import Grid
-from dilated_attention.models.lm import LongNetLM
+from dilated_attention.models.lm import LongNetLM, within
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
 from dilated_attention.models.transformer import Attend, LMConfig, written
 from dilated_attention.pattern import DilatedPattern
@@ -167,53 +168,66 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         ``shift_labels``: labels that are shifted already, instead of ``labels``.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # not by name: the Trainer would ask every dataset for it
-        attention.refuse(kwargs)
-        if kwargs.get("output_hidden_states"):
-            raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
-        tokens = self._tokens(input_ids, inputs_embeds)
-        if group is not None and labels is not None and shift_labels is None:
-            raise ValueError("over a group, pass shift_labels: labels are shifted before a sequence is cut into shards")
-        if position_ids is not None:
-            position_ids = position_ids.unsqueeze(0) if position_ids.dim() == 1 else position_ids
-            if position_ids.shape not in ((1, tokens.shape[1]), tokens.shape[:2]):
-                raise ValueError(
-                    f"position_ids must be (batch, tokens) = {tuple(tokens.shape[:2])}, got {tuple(position_ids.shape)}"
-                )
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled()
         if use_cache and past_key_values is None and group is None:
             past_key_values = DilatedCache(self.config)
         before = 0 if past_key_values is None else past_key_values.get_seq_length()
-        mask = create_causal_mask(
-            config=self.config, inputs_embeds=torch.empty(*tokens.shape[:2], 0, device=tokens.device),
-            attention_mask=attention_mask, past_key_values=past_key_values, position_ids=position_ids,
-        )  # fmt: skip
-        grid = Grid.read(mask, tokens.shape[1])
-        is_told = kwargs.get("cu_seq_lens_q") is not None
-        if is_told:
-            grid = attention.told(grid, len(tokens), tokens.shape[1], past_key_values, kwargs)
+        try:
+            if group is not None and labels is not None and shift_labels is None:
+                raise ValueError(
+                    "over a group, pass shift_labels: labels are shifted before a sequence is cut into shards"
+                )
+            tokens = self._tokens(input_ids, inputs_embeds)
+            position_ids, grid = self._grid(tokens, attention_mask, position_ids, past_key_values, kwargs)
+        except Exception as error:
+            tell(group, input_ids, error)
+            raise
         positions = self._positions(tokens, attention_mask, before, grid) if position_ids is None else position_ids
         if position_ids is not None or group is not None:
+            is_told = kwargs.get("cu_seq_lens_q") is not None
             tokens = attention.check_positions(tokens, positions, grid, group, is_told=is_told)
         attends = self._attends(grid, past_key_values, group)
         states = self.lm.states(tokens, positions, attends, apart=past_key_values is not None)
         if labels is not None or shift_labels is not None:
             asked = None
             if labels is not None and shift_labels is None:
-                shift_labels, asked = self._labels(labels, attention_mask, grid)
+                shift_labels, asked = self._labels(labels, attention_mask, before, grid)
             loss = self._loss(states, shift_labels, asked, num_items_in_batch)
             return CausalLMOutputWithPast(loss=loss, past_key_values=past_key_values)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=past_key_values)
 
+    def _grid(
+        self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor | None, Grid]:
+        """position_ids as (1 or batch, tokens), and the grid of the tokens."""
+        attention.refuse(options)
+        if options.get("output_hidden_states"):
+            raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
+        samples, n = tokens.shape[:2]
+        if positions is not None:
+            positions = positions.unsqueeze(0) if positions.dim() == 1 else positions
+            if positions.shape not in ((1, n), (samples, n)):
+                raise ValueError(f"position_ids must be (batch, tokens) = {samples, n}, got {tuple(positions.shape)}")
+        made = create_causal_mask(
+            config=self.config, inputs_embeds=torch.empty(samples, n, 0, device=tokens.device), attention_mask=mask,
+            past_key_values=cache, position_ids=positions,
+        )  # fmt: skip
+        grid = Grid.read(made, n)
+        if options.get("cu_seq_lens_q") is not None:
+            grid = attention.told(grid, samples, n, cache, options)
+        return positions, grid
+
     @staticmethod
-    def _labels(labels: Tensor, mask: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _labels(labels: Tensor, mask: Tensor | None, before: int | Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         """The next token of each, and how many there were before some were left out: padding predicts nothing, and
         the last token of a document does not predict the next document."""
         found = shifted(labels)
         asked = (found != IGNORED).sum()
         if mask is not None and mask.dim() == 2:
-            found = found.masked_fill(~mask[:, -labels.shape[1] :].bool(), IGNORED)
+            place = (torch.arange(labels.shape[1], device=mask.device) + before).clamp(max=mask.shape[1] - 1)
+            found = found.masked_fill(~mask[:, place].bool(), IGNORED)
         if grid.documents is not None:  # of all rows one after the other
             found.view(-1)[grid.documents[1:].to(found.device) - 1] = IGNORED
         return found, asked
@@ -252,8 +266,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         """The place of each token in its document, or among the real tokens of its sample."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
         if grid.documents is not None:
-            ends = grid.documents.to(tokens.device)
-            return (place - ends[torch.searchsorted(ends, place, right=True).sub(1).clamp(min=0)]).unsqueeze(0)
+            return within(grid.documents.to(tokens.device), place).unsqueeze(0)
         place = place + before
         if mask is None or mask.dim() != 2:
             return place.unsqueeze(0)
