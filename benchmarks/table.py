@@ -1,8 +1,7 @@
-"""Tables for the documentation: python benchmarks/table.py FILE [LATER]
+"""Tables for the documentation: python benchmarks/table.py FILE
 
-From the results of `dilated-attention bench --suite all` a table of README.md, from those of h200.py the one of
-docs/benchmark.md, from those of ring.py the one of docs/scaling.md. From two results of h200.py, where the time went
-before and after. A test holds each to its page.
+From the results of `dilated-attention bench --suite all` and `--suite kernels`, the tables of docs/benchmark.md; from
+those of ring.py, the one of docs/scaling.md. A test holds each to its page.
 """
 
 from __future__ import annotations
@@ -18,40 +17,50 @@ ROWS = (
     "torchscale, auto", "gather-pad-scatter", "attention over heads",
 )  # fmt: skip
 LENGTHS = {"cuda": (8192, 131072, 1 << 20), "cpu": (2048, 8192, 32768)}
-HEAD = """\
-| case | rule | implementation | gradients | forward ms | forward + backward ms |
-|---|---|---|---|---|---|"""
+CASES = {(1 << 20, 12): "A", (1 << 17, 16): "B", (1 << 13, 8): "C"}  # tokens and heads of the suite `kernels`
 
 
-def table(results: dict[str, Any]) -> str:
+def kernels_table(results: dict[str, Any]) -> str:
     """One line per implementation of each case that is not causal; the machine on top, so that no number goes alone."""
     machine = results["machine"]
     found = [
         f"{machine['device']}, torch {machine['versions']['torch']}, cuDNN {machine['versions']['cudnn']}, bfloat16, "
-        f"commit {machine['commit']}; `{machine['command'].split(' --')[0]}`, medians:",
+        f"commit {machine['commit']}; medians:",
         "",
-        HEAD,
+        "| case | implementation | gradients | forward ms | forward + backward ms |",
+        "|---|---|---|---:|---:|",
     ]
-    records = [*sorted(results["cases"], key=lambda record: record["case"]), *results["dense"]]  # C is measured first
-    found += [_line(record) for record in records if not record["causal"]]
+    verdicts = {x["implementation"]: x["verdict"] for x in results["checks"] if not x["causal"]}
+    pairs: dict[tuple[str, str], dict[str, Any]] = {}
+    for x in results["measurements"]:
+        if not x["causal"]:
+            name = f"{x['implementation']}, {x['samples']:,} × 2,048" if x["samples"] > 1 else x["implementation"]
+            pairs.setdefault((_case(x), name), {})[x["direction"]] = x
+    for (case, name), both in sorted(pairs.items(), key=lambda pair: pair[0][0]):
+        verdict = verdicts[both["forward"]["implementation"]].replace("wrong gradients", "**wrong**")
+        times = " | ".join(
+            "–" if both[way]["ms"] is None else f"{both[way]['ms']['median']:.2f}"
+            for way in ("forward", "forward_backward")
+        )
+        found.append(f"| {case} | {name} | {verdict} | {times} |")
     return "\n".join(found)
 
 
-def _line(record: dict[str, Any]) -> str:
-    samples, tokens, heads, dim = record["shape"]
-    shape = f"{record['case']}: N={samples * tokens:,} H={heads} D={dim}"
-    verdict = record["check"]["verdict"].replace("wrong gradients", "**wrong**")
-    times = " | ".join(
-        f"{record[key]['median']:.2f}" if key in record else "–" for key in ("forward", "forward_backward")
-    )
-    return f"| {shape} | {record['rule']} | {record['implementation']} | {verdict} | {times} |"
+def _case(record: dict[str, Any]) -> str:
+    tokens, heads, dim = record["samples"] * record["tokens"], record["heads"], record["head_dim"]
+    return f"{CASES[tokens, heads]}: N={tokens:,} H={heads} D={dim}"
+
+
+def _commits(machines: list[dict[str, Any]]) -> str:
+    return " and ".join(dict.fromkeys(machine["commit"][:7] for machine in machines))
 
 
 def ring_table(results: dict[str, Any]) -> str:
     """Memory of the busiest rank beyond its q, k and v: first at a fixed length, then at a fixed length a rank."""
     machine = results["runs"][0]["machine"]
     found = [
-        f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, commit {machine['commit']}; "
+        f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, "
+        f"commit {_commits([run['machine'] for run in results['runs']])}; "
         "`benchmarks/ring.py --backend gloo`, the ranks sharing one GPU:",
         "",
         "| tokens | ranks | each | exchange | q, k, v MiB | forward MiB | forward + backward MiB | received MiB |",
@@ -74,8 +83,7 @@ def comparison_table(results: dict[str, Any]) -> str:
     machine, kind = results["machine"], "cuda" if "cuda" in results["machine"]["versions"] else "cpu"
     dtype, lengths = results["ceilings"][0]["dtype"], LENGTHS[kind]
     where = machine["device"] if kind == "cuda" else f"{machine['cores']} cores of {machine['device']}"
-    commits = [machine["commit"], *(again["commit"] for again in machine.get("continued", []))]
-    said = " and ".join(commit[:7] for commit in dict.fromkeys(commits))
+    said = _commits([machine, *machine.get("continued", [])])
     found = [
         f"{where}, torch {machine['versions']['torch']}, {dtype}, commit {said}; ms forward / forward + backward:",
         "",
@@ -90,10 +98,9 @@ def comparison_table(results: dict[str, Any]) -> str:
     }  # fmt: skip
     verdicts = {x["implementation"]: x["verdict"] for x in results["checks"] if not x["causal"] and x["dtype"] == dtype}
     for row in ROWS:
-        name = row if row in verdicts else row.replace("auto", "sdpa")  # results of before `auto` was a line
-        verdict = verdicts[name] if verdicts[name] == "exact" else f"**{verdicts[name]}**"
-        cells = " | ".join(_cell(records, name, tokens) for tokens in lengths)
-        found.append(f"| {name} | {verdict} | {cells} |")
+        verdict = verdicts[row] if verdicts[row] == "exact" else f"**{verdicts[row]}**"
+        cells = " | ".join(_cell(records, row, tokens) for tokens in lengths)
+        found.append(f"| {row} | {verdict} | {cells} |")
     return "\n".join(found)
 
 
@@ -107,42 +114,12 @@ def _time(record: dict[str, Any] | None) -> str:
     return f"{record['ms']['median']:,.0f}" if record["ms"]["median"] >= 100 else f"{record['ms']['median']:.3g}"
 
 
-ATTENTION = ("flash", "forward_kernel", "dq_kernel", "dkdv_kernel")  # in the names of kernels that compute pairs
-
-
-def profile_table(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Kernel times of one forward + backward in both runs: pairs, and all that is around them."""
-    commits = [run["machine"]["commit"] for run in (before, after)]
-    found = [
-        f"{after['machine']['device']}, kernels of one forward + backward; commit {commits[0]}, then {commits[1]}:",
-        "",
-        "| case | rule | attention, without our kernels | around it, without "
-        "| attention, with our kernels | around it, with |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    records = [{(x["case"], x["rule"]): x.get("kernels") for x in run["profiles"]} for run in (before, after)]
-    for case, rule in (key for key, kernels in records[0].items() if kernels and records[1].get(key)):
-        cells = [cell for kernels in records for cell in _split(kernels[case, rule])]
-        found.append(f"| {case} | {rule} | {' | '.join(cells)} |")
-    return "\n".join(found)
-
-
-def _split(kernels: list[tuple[str, int, float]]) -> tuple[str, str]:
-    pairs = [kernel for kernel in kernels if any(word in kernel[0] for word in ATTENTION)]
-    others = [kernel for kernel in kernels if kernel not in pairs]
-    first, second = (
-        f"{sum(x[2] for x in some):.1f} ms, {sum(x[1] for x in some)} launches" for some in (pairs, others)
-    )
-    return first, second
-
-
 def page_table(results: dict[str, Any]) -> str:
     """Which table these results are for, by what they hold."""
-    if "schema" in results:
-        return comparison_table(results)
-    return ring_table(results) if "runs" in results else table(results)
+    if "runs" in results:
+        return ring_table(results)
+    return kernels_table(results) if results["suites"] == ["kernels"] else comparison_table(results)
 
 
 if __name__ == "__main__":
-    given = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
-    print(profile_table(*given) if len(given) == 2 else page_table(*given))
+    print(page_table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
