@@ -439,8 +439,8 @@ def test_what_is_said_of_kernels_is_what_was_measured() -> None:
     ways = ("eager", "eager, autograd without its thread", "CUDA graph", "default", "reduce-overhead")
     eager, alone, graph, default, reduced = (short["head_groups, auto", way] for way in ways)
     assert (
-        f"took {eager:.2f} ms without `torch.compile`, {alone:.2f} ms with the backward pass on the calling thread, and "
-        f"{graph:.2f} ms as a CUDA graph" in pages["backends"]
+        f"took {eager:.2f} ms without `torch.compile`, {alone:.2f} ms with the backward pass on the calling thread, "
+        f"and {graph:.2f} ms as a CUDA graph" in pages["backends"]
     )
     assert f"took {default:.2f} ms in the default mode and {reduced:.2f} ms with" in pages["backends"]
     block = {(row[0], row[1]): row[2] for row in tables["A transformer block"]}

@@ -131,6 +131,8 @@ def test_a_training_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     pool(2).run(train_lm.main, given(ended, "--sequence", 2))
     pool(1).run(train_lm.main, given(fewer))
     assert lines(ended) == lines(calm)
+    pool(2).run(train_lm.main, given(calm, "--sequence", 2))  # again, though it is finished
+    assert lines(ended) == lines(calm)
     assert names(ended) == ["step-00000003", "step-00000004"]
     for one, other in zip(lines(fewer), lines(calm), strict=True):
         assert one == pytest.approx(other, rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-13, rtol=1e-12)
 
 
-@pytest.mark.parametrize("query", ["cls", 0, 7, 22, 40])
+@pytest.mark.parametrize("query", ["cls", 0, np.int64(7), 22, 40])
 def test_a_map_is_a_row_of_the_matrix(query: Any) -> None:
     encoder = model()
     wanted = torch.stack(dense(encoder))
@@ -58,7 +59,7 @@ def test_a_map_is_a_row_of_the_matrix(query: Any) -> None:
     close(joined(found), wanted[:, :, row])
     close(joined(found).sum(-1) + found.zeros, torch.ones(3, 4, dtype=torch.float64))
     assert bool(found.zeros.any()) == (query in (22, 40))  # where 42 tokens do not fill a segment
-    for layer, head in ((0, 1), (-1, 3), (1, None)):
+    for layer, head in ((0, 1), (-1, np.int64(3)), (1, None)):
         some = encoder.attention_map(ONE, PLACES, query, layer=layer, head=head)
         close(joined(some), wanted[layer, slice(None) if head is None else head, row])
     assert encoder.attention_map(ONE, PLACES, query, head=0).tiles.shape == (41,)

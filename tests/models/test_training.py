@@ -151,6 +151,8 @@ def test_the_published_schedule() -> None:
     torch.testing.assert_close(torch.tensor(top), torch.tensor(wanted))
     with pytest.raises(ValueError, match="a schedule needs"):
         finetuning(Classifier(small()), 10, epochs=1, warmup_epochs=1)
+    with pytest.raises(ValueError, match="the highest rate, 0, must be above 0 and at least min_lr=1e-06"):
+        finetuning(Classifier(small()), 10, base_lr=0.0)
 
 
 def test_lora_finds_its_modules_by_name() -> None:

@@ -82,6 +82,8 @@ def test_a_picture(found: maps.Maps, thumbnail: maps.Thumbnail, tmp_path: Path) 
     small = maps.Maps("two", torch.tensor([[0.0, 0.0], [512.0, 0.0]]), 256.0, ("cls",), one, share, share)
     draw.save(small, tmp_path / "plain.png")
     draw.save(replace(small, thumbnail=thumbnail), tmp_path / "over.png", head=0)
+    with pytest.raises(ValueError, match="layer must be from -"):
+        draw.save(small, tmp_path / "none.png", layer=9)
     with Image.open(tmp_path / "plain.png") as plain, Image.open(tmp_path / "over.png") as over:
         assert {(0, 0, 4), (252, 255, 164)} <= {colour[:3] for _, colour in plain.getcolors(10**6) or []}
         colours = {colour[:3] for _, colour in over.getcolors(10**6) or []}

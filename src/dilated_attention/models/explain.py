@@ -6,8 +6,9 @@ Legend: x (1, N, C), the class token first; q, k, v (1, N, H, D); counts (H, N):
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -45,18 +46,18 @@ def row_of(query: Query, tiles: int) -> int:
     """The row of a query: 0 for the class token, 1 + its index for a tile."""
     if query == "cls":
         return 0
-    if isinstance(query, bool) or not isinstance(query, int) or not 0 <= query < tiles:
+    if isinstance(query, bool) or not isinstance(query, SupportsIndex) or not 0 <= operator.index(query) < tiles:
         raise ValueError(f"query must be 'cls' or the index of one of {tiles} tiles, got {query!r}")
-    return query + 1
+    return operator.index(query) + 1
 
 
 def chosen(name: str, index: int | None, size: int) -> list[int]:
     """All indices for None, otherwise the one given, which may count from the end."""
     if index is None:
         return list(range(size))
-    if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
+    if isinstance(index, bool) or not isinstance(index, SupportsIndex) or not -size <= operator.index(index) < size:
         raise ValueError(f"{name} must be from {-size} to {size - 1}, or None for all, got {index!r}")
-    return [index % size]
+    return [operator.index(index) % size]
 
 
 def key_counts(pattern: DilatedPattern, row: int, tokens: int, heads: int, device: torch.device) -> Tensor:

@@ -83,6 +83,8 @@ def finetuning(
             f"and {steps_per_epoch=}"
         )
     lr = base_lr * batch_size * accumulation / 256
+    if not 0 <= min_lr <= lr or lr == 0:
+        raise ValueError(f"the highest rate, {lr:g}, must be above 0 and at least {min_lr=}: change {base_lr=}")
     optimizer = AdamW(parameter_groups(module, lr, layer_decay=layer_decay, weight_decay=weight_decay), lr=lr)
 
     def factor(step: int) -> float:

@@ -82,15 +82,17 @@ class Log:
     def add(self, step: int, **facts: float) -> None:
         if not self.speaks:
             return
-        self.lines.append({"step": step, **facts})
-        with self.file.open("a") as file:
-            file.write(f"{json.dumps(self.lines[-1])}\n")
+        line = {"step": step, **facts}
+        if line not in self.lines:  # a training that was finished before says the same again
+            self.lines.append(line)
+            with self.file.open("a") as file:
+                file.write(f"{json.dumps(line)}\n")
         told = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
-        line = f"step {step}/{self.steps}: {told}, {time.perf_counter() - self.began:.0f} s"
+        said = f"step {step}/{self.steps}: {told}, {time.perf_counter() - self.began:.0f} s"
         if sys.stdout.isatty():
-            print(f"\r\033[K{line}", end="", flush=True)
+            print(f"\r\033[K{said}", end="", flush=True)
         elif step % max(1, self.steps // 10) == 0:
-            print(line, flush=True)
+            print(said, flush=True)
 
     def plot(self, file: Path, levels: dict[str, float]) -> None:
         """Draws the losses in bits per token; ``levels`` are lines to compare them with."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dilated_attention import charts
 from dilated_attention.models import SlideEncoder
+from dilated_attention.models.explain import chosen
 from dilated_attention.slides.files import BadFile, Slide
 from dilated_attention.slides.maps import PICTURES, Maps, Thumbnail, collect
 from dilated_attention.slides.page import page
@@ -35,6 +36,8 @@ def save(maps: Maps, file: Path, *, query: int = 0, layer: int = -1, head: int |
 
 def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, Any]:
     """One map as a Vega-Lite specification."""
+    for name, index, size in zip(("query", "layer", "head"), (query, layer, head), maps.weights.shape, strict=False):
+        chosen(name, index, size)
     rows = maps.weights[query, layer]
     weights = rows.mean(0) if head is None else rows[head]
     left, top, width, height = maps.frame
