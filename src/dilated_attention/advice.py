@@ -85,7 +85,8 @@ class Workload:
             )  # fmt: skip
             if choose(call).is_whole:
                 share = nesting.heads_at_once(call) / call.kv_heads  # the results of some heads wait at a time
-                forward = memory.saved + (memory.out_sums * share if len(nesting.steps(call)) > 1 else 0)
+                waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
+                forward = memory.saved + (waiting if len(nesting.steps(call)) > 1 else 0)
             if choose(call, backward=True).is_whole:
                 backward = memory.saved + gradients + 2 * memory.lse  # two numbers per row, from launch to launch
         return Need(round(forward), round(max(forward, backward)))
