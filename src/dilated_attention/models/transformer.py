@@ -28,7 +28,8 @@ from dilated_attention.pattern import DilatedPattern, whole_number
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
 
-CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")  # modules that draw numbers only at one of RATES
+# Modules that draw numbers only at one of RATES. (nn.RReLU needs none, but PyTorch itself cannot checkpoint it.)
+CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")
 RATES = ("p", "dropout", "drop_path")  # of what is dropped
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
@@ -306,7 +307,7 @@ def is_random(block: nn.Module) -> bool:
     """Whether a block may draw random numbers: someone has put dropout into it, or a module of an unknown kind."""
 
     def draws(module: nn.Module) -> bool:
-        if isinstance(module, nn.RReLU) or not type(module).__module__.startswith(CALM):
+        if not type(module).__module__.startswith(CALM):
             return True
         rates = (getattr(module, name, 0) for name in RATES)
         return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
