@@ -26,7 +26,8 @@ NEIGHBOURS = 7  # tests
 if "CHUNK" in os.environ:  # tests/run_gpu.py; these have no test for a GPU, whose machine may have little beside torch
     collect_ignore = ["bench/test_browser.py", "bench/test_report.py", "test_docs.py"]
 # Files that take longest come first: begun last, such a file would keep one process busy while the other has ended.
-LONGEST = {name: at for at, name in enumerate(("test_triton.py", "test_cases.py", "test_faults.py"))}
+FIRST = ("test_triton.py", "test_cases.py", "test_faults.py", "test_docs.py", "test_transformers.py", "test_ranks.py")
+LONGEST = {name: at for at, name in enumerate(FIRST)}
 
 # The first call of an operator can take a second: a time limit per example would fail at random.
 settings.register_profile("no-deadline", deadline=None)
