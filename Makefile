@@ -20,7 +20,7 @@ bench: $(SMALL) ## check about ten implementations, time those that are right, r
 # a byte model of this repository's own text on two ranks, one thread each; `rm -r report/train` to start anew
 train: $(SMALL) ## train a small language model, report in report/train (two minutes on two cores)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py src docs \
-		--out report/train --steps 400 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
+		--out report/train --steps 320 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
 		$(ARGS)
 
 # tensors of tests are small: threads would only wait for one another

@@ -83,7 +83,7 @@ class Log:
         if not self.speaks:
             return
         line = {"step": step, **facts}
-        if line not in self.lines:  # a training that was finished before says the same again
+        if self.lines[-1:] != [line]:  # a training that was finished before says the same again
             self.lines.append(line)
             with self.file.open("a") as file:
                 file.write(f"{json.dumps(line)}\n")

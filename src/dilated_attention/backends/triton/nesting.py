@@ -46,7 +46,7 @@ def steps(call: Call) -> tuple[Nests, ...]:
 
 
 def heads_at_once(call: Call) -> int:
-    """Key/value heads whose results, in float32 between launches, do not take more than MOST_BYTES."""
+    """Key/value heads whose results, in float32 between launches, do not take more than MOST_BYTES; one at least."""
     if len(steps(call)) == 1 or call.dtype is torch.float32:
         return call.kv_heads
     return min(call.kv_heads, max(1, MOST_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
