@@ -54,15 +54,21 @@ CANDIDATES = {
     ("forward", 32): ((128, 64, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 4),
                       (128, 64, 4, 3, 128), (64, 64, 4, 3, 128), (256, 64, 8, 3)),
     ("dq", 32): ((128, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3), (64, 64, 4, 2, 128), (128, 64, 4, 2),
-                 (64, 64, 4, 3, 128)),
+                 (64, 64, 4, 3, 128), (128, 64, 4, 3, 168)),
     ("dkdv", 32): ((32, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 4, 3),
-                   (32, 64, 4, 3, 128), (64, 64, 4, 3, 128)),
+                   (32, 64, 4, 3, 128), (64, 64, 4, 3, 128), (64, 64, 4, 3, 168), (64, 64, 4, 2, 168)),
+    ("forward", 48): ((64, 64, 4, 3, 128), (128, 64, 4, 3, 168), (128, 64, 4, 3), (128, 64, 4, 2, 168)),
+    ("dq", 48): ((128, 64, 4, 3), (64, 64, 4, 3, 128), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 4)),
+    ("dkdv", 48): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 4, 168), (32, 64, 4, 3, 128), (64, 32, 4, 3)),
     ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 3),
                       (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (128, 64, 4, 3, 168), (128, 128, 8, 3)),
     ("dq", 64): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (64, 32, 4, 4),
                  (64, 32, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4), (64, 64, 4, 2, 128)),
     ("dkdv", 64): ((128, 128, 8, 3), (64, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3),
                    (32, 64, 4, 3, 168), (64, 64, 4, 3, 168), (32, 64, 4, 3, 128), (32, 128, 8, 3, 128)),
+    ("forward", 96): ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2, 128)),
+    ("dq", 96): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 3), (128, 64, 8, 3)),
+    ("dkdv", 96): ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 128, 8, 3)),
     ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2),
                        (128, 128, 8, 3), (128, 32, 4, 3), (64, 32, 4, 3, 168), (128, 64, 8, 2, 128)),
     ("dq", 128): ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2),
@@ -88,7 +94,9 @@ class Shape(NamedTuple):
 SLIDES = Shape(1 << 20, 16, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))  # those of the slide encoders
 SHAPES = {
     32: SLIDES,
+    48: SLIDES,
     64: Shape(1 << 20, 12, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
+    96: Shape(1 << 17, 16, (2048, 8192, 32768), (1, 4, 16)),
     128: Shape(1 << 17, 16, (2048, 8192, 32768), (1, 4, 16)),
     256: Shape(1 << 17, 8, (2048, 8192, 32768), (1, 4, 16)),
 }
@@ -378,7 +386,8 @@ class Tuning:
 
     def wants(self, part: str, key: str) -> bool:
         words = {part, *key.split()}
-        return not self.only or any(words.issuperset(wanted.split()) for wanted in self.only)
+        named = [wanted.split() for wanted in self.only]
+        return not named or any(all((w.lstrip("-") in words) != w.startswith("-") for w in some) for some in named)
 
     def add(self, part: str, key: str, value: Any, ms: Any) -> None:
         about = {"runs": {self.date: self.about}, part: {key: {"ms": ms, "run": self.date}}}
@@ -446,7 +455,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="tune.json", metavar="FILE", help="joins what is there (default: tune.json)")
     parser.add_argument("--write", action="store_true", help="take the results, those there before too, into the code")
     parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="join these; measure nothing")
-    words = 'keys with all these words, such as "tiles dq 64 causal" or "library"; can be repeated'
+    words = 'keys with all these words, and with none after a -: "tiles dq 64 -causal", "library"; can be repeated'
     parser.add_argument("--only", action="append", default=[], metavar="WORDS", help=words)
     parser.add_argument("--head-dims", nargs="+", type=int, choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")

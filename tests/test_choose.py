@@ -276,7 +276,7 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
              "dq 64 causal dense": [128, 64, 4, 3]}  # fmt: skip
     give_table(monkeypatch, tiles=tiles)
 
-    def tile(dim: int = 40, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **given: Any) -> TileConfig:
+    def tile(dim: int = 56, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **given: Any) -> TileConfig:
         call = {"causal": False, "form": "", "short": False, **given}
         return configs.config("dq", on, dtype, dim, **call)
 
@@ -287,7 +287,7 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
     assert tile(causal=True, form="dense", short=True) == TileConfig(32, 64, 4, 2)
     assert tile(causal=True, form="apart") == TileConfig(64, 64, 4, 3)  # nor those of one branch a launch
     assert tile(causal=True, form="nested") == configs.DEFAULTS["dq", 64]
-    assert tile(65, causal=True) == configs.DEFAULTS["dq", 128]
+    assert tile(65, causal=True) == configs.DEFAULTS["dq", 96]
     assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
     assert tile(on=torch.device("cpu"), causal=True) == configs.SMALL[64]
     for capability, expected in (((8, 6), configs.DEFAULTS["dq", 64]), ((7, 5), configs.SMALL[64])):
@@ -324,9 +324,8 @@ def is_sane(tile: TileConfig) -> bool:
 
 
 def test_every_head_dim_has_a_sane_tile() -> None:
-    assert [configs.head_dim_class(dim) for dim in (1, 32, 33, 64, 65, 128, 129, 256)] == [
-        *(32, 32, 64, 64, 128, 128, 256, 256)
-    ]
+    edges = {1: 32, 32: 32, 33: 48, 48: 48, 49: 64, 64: 64, 65: 96, 96: 96, 97: 128, 128: 128, 129: 256, 256: 256}
+    assert {dim: configs.head_dim_class(dim) for dim in edges} == edges
     assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.SMALL)
     assert set(configs.DEFAULTS) == set(itertools.product(configs.KERNELS, configs.SMALL))
     assert max(configs.SMALL) == triton.LARGEST_HEAD_DIM

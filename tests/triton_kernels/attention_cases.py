@@ -30,7 +30,7 @@ from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.backends.triton.whole_call import Prepared
 from dilated_attention.testing import Results
 from tests.cases import INTERPRETED
-from tests.on_gpu import DEVICE, gradients, hold, poisoned, same_bits
+from tests.on_gpu import DEVICE, gradients, hold, make_mask, poisoned, same_bits
 
 FULL, HALF = torch.float32, torch.float16
 DTYPES = [FULL, HALF] if INTERPRETED else [FULL, HALF, torch.bfloat16]  # the interpreter knows no bfloat16
@@ -107,6 +107,21 @@ def test_segments_around_tile_sizes(rows: int) -> None:
 def test_rows_without_keys(rule: str, is_causal: bool) -> None:
     """The first launch fills them in, the second one takes that in; segments are longer than a tile."""
     check(make(75), DilatedPattern.of(rule, [64, 50], [2, 3]), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "rule", "is_causal", "options"),
+    [
+        (33, FULL, "longnet", True, {}),
+        (40, HALF, "head_groups", False, {}),
+        (48, DTYPES[-1], "torchscale", True, {}),
+        (48, FULL, "torchscale", False, {"key_padding_mask": make_mask(1, 75), "dropout_p": 0.3, **SEED}),
+        (96, DTYPES[-1], "longnet", False, {}),
+    ],
+)
+def test_rows_in_two_parts(dim: int, dtype: torch.dtype, rule: str, is_causal: bool, options: dict[str, Any]) -> None:
+    """Head dims that are padded to the next power of two otherwise; grouped heads, gaps, several launches."""
+    check(make(75, 4, 2, dim, dtype=dtype), DilatedPattern.of(rule, [64, 50], [2, 3]), is_causal=is_causal, **options)
 
 
 def test_every_tensor_has_strides_of_its_own() -> None:

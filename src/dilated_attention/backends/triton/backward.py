@@ -2,8 +2,8 @@
 
 Both recompute the weights from the merged lse, so each run of a row's keys gives its exact share of the gradients.
 
-Legend: q, dout (BM, BD), k, v (BN, BD), scores (BM, BN), transposed (BN, BM) for dk and dv; stats (B, H, N, 2):
-lse in powers of two, and the slope, the sum of dout * out less dlse.
+Legend: q, dout (BM, D), k, v (BN, D) in parts, as of `rows`; scores (BM, BN), transposed (BN, BM) for dk and dv; stats
+(B, H, N, 2): lse in powers of two, and the slope, the sum of dout * out less dlse.
 """
 
 from __future__ import annotations
@@ -11,6 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.triton.rows import (
+    add_sums,
+    load_rows,
+    only,
+    products,
+    row_products,
+    scaled,
+    store_rows,
+    zeros,
+)
 from dilated_attention.backends.triton.tiles import (
     ANY_LENGTH,
     BRANCH,
@@ -23,7 +33,6 @@ from dilated_attention.backends.triton.tiles import (
     TILE,
     fill_gaps,
     kept,
-    load_rows,
     load_run,
     next_tile,
     row_steps,
@@ -34,19 +43,10 @@ from dilated_attention.backends.triton.tiles import (
 
 
 @triton.jit
-def store_rows(base, steps, stride, x, inside, BD: tl.constexpr, ADD: tl.constexpr):
-    """Write (R, BD) to the rows at ``base``, or add it to what is there."""
-    pointers = base + (steps * stride)[:, None] + tl.arange(0, BD)[None, :]
-    if ADD:
-        x += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    tl.store(pointers, x.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def walk_keys(
     dq, q, dout, lse, slope, q_position, low, high, K, V, padding, entry, tiles, start, scale, threshold,
-    factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
+    factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     base, step, stop, left, bias = load_run(entry)
@@ -57,18 +57,18 @@ def walk_keys(
         valid = position < stop
         if PADDING:
             valid = valid & (tl.load(padding + position, mask=valid, other=1) == 0)
-        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED, ALIGNED)
-        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED, ALIGNED)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, BE, MASKED, ALIGNED)
+        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, BE, MASKED, ALIGNED)
+        scores = products(q, k, PRECISION)
         weights = tl.math.exp2(scores * scale + (bias - lse)[:, None])
         if MASKED or CAUSAL:
             weights = tl.where(seen(q_position, position, valid, CAUSAL), weights, 0.0)
-        dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dweights = products(dout, v, PRECISION)
         if DROPOUT:
             keep = kept(low[:, None], high[:, None], (start + position)[None, :], threshold)
             dweights = tl.where(keep, dweights * factor, 0.0)
         dscores = weights * (dweights - slope[:, None])
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = add_sums(dq, dscores, k, PRECISION)
         entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_ = next_tile(
             entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, BN, SINGLE
         )
@@ -82,7 +82,7 @@ def dq_kernel(
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, dout_sample, dout_token, dout_head,
     dlse_sample, dlse_token, dlse_head, dq_sample, dq_token, dq_head, stats_sample, stats_head, padding_sample,
     scale, group, first_head, first_token, threshold, factor, plain_scale,
-    SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr, FILLS: tl.constexpr,
@@ -96,11 +96,10 @@ def dq_kernel(
     steps = row_steps(BM, step)
     q_position = base + steps
     valid = q_position < stop
-    inside = valid[:, None] & (tl.arange(0, BD) < D)[None, :]
     here = start + base
     K += sample * k_sample + kv_head * k_head + start * k_token
     V += sample * v_sample + kv_head * v_head + start * v_token
-    q = load_rows(Q + sample * q_sample + head * q_head + here * q_token, steps, q_token, valid, D, BD, True, ALIGNED)
+    Q += sample * q_sample + head * q_head + here * q_token
     OUT += sample * out_sample + head * out_head + here * out_token
     DOUT += sample * dout_sample + head * dout_head + here * dout_token
     LSE += sample * lse_sample + head * lse_head + here * lse_token
@@ -108,9 +107,10 @@ def dq_kernel(
     lse = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
     empty = lse == float("-inf")  # a row without keys sends nothing back, not even NaN
     lse = tl.where(empty, float("inf"), lse)
-    out = load_rows(OUT, steps, out_token, valid, D, BD, True, ALIGNED)
-    dout = load_rows(DOUT, steps, dout_token, valid & ~empty, D, BD, True, ALIGNED)
-    slope = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    q = load_rows(Q, steps, q_token, valid, D, BD, BE, True, ALIGNED)
+    out = load_rows(OUT, steps, out_token, valid, D, BD, BE, True, ALIGNED)
+    dout = load_rows(DOUT, steps, dout_token, valid & ~empty, D, BD, BE, True, ALIGNED)
+    slope = row_products(dout, out)
     if HAS_DLSE:
         DLSE += sample * dlse_sample + head * dlse_head + here * dlse_token
         slope -= tl.where(empty, 0.0, tl.load(DLSE + steps * dlse_token, mask=valid, other=0.0))
@@ -122,28 +122,28 @@ def dq_kernel(
     if DROPOUT:
         position = first_token + start + q_position
         low, high = row_words(tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group, position)
-    dq = tl.zeros((BM, BD), tl.float32)
+    dq = zeros(BM, BD, BE)
     dq = walk_keys(
         dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + FIRST_RUN) * RUN,
-        tl.load(tile + PLAIN), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, PADDING,
+        tl.load(tile + PLAIN), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, PADDING,
         False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
     )  # fmt: skip
     if EDGES:
         dq = walk_keys(
             dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + EDGE_RUN) * RUN,
-            tl.load(tile + EDGES_MET), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN,
+            tl.load(tile + EDGES_MET), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN,
             RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION, ALIGNED,
         )  # fmt: skip
     DQ += sample * dq_sample + head * dq_head + here * dq_token
-    store_rows(DQ, steps, dq_token, dq * plain_scale, inside, BD, ADD)
+    store_rows(DQ, steps, dq_token, valid, scaled(dq, plain_scale), D, ADD)
     if FILLS:
-        fill_gaps(DQ, dq_token, base, step, stop, 0.0, BM, D, BD)
+        fill_gaps(DQ, dq_token, base, step, stop, 0.0, BM, D, BD if BE == 0 else 2 * BD)
 
 
 @triton.jit
 def walk_queries(
     dk, dv, k, v, k_position, ignored, seed, branch, sample, head, Q, DOUT, STATS, entry, tiles, start, scale,
-    threshold, factor, q_stride, dout_stride, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    threshold, factor, q_stride, dout_stride, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -153,8 +153,8 @@ def walk_queries(
         steps = row_steps(BM, step)
         position = base + steps
         valid = position < stop
-        q = load_rows(Q + base.to(tl.int64) * q_stride, steps, q_stride, valid, D, BD, MASKED, ALIGNED)
-        dout = load_rows(DOUT + base.to(tl.int64) * dout_stride, steps, dout_stride, valid, D, BD, MASKED, ALIGNED)
+        q = load_rows(Q + base.to(tl.int64) * q_stride, steps, q_stride, valid, D, BD, BE, MASKED, ALIGNED)
+        dout = load_rows(DOUT + base.to(tl.int64) * dout_stride, steps, dout_stride, valid, D, BD, BE, MASKED, ALIGNED)
         # both numbers of a row in one load: as two short loads every thread would read all rows
         pointers = STATS + base.to(tl.int64) * 2 + (steps * 2)[:, None] + tl.arange(0, 2)[None, :]
         if MASKED:
@@ -163,23 +163,23 @@ def walk_queries(
         else:
             lse, slope = tl.split(tl.load(pointers))
         if PADDING:  # only with padding a row in a block can be without keys
-            dout = tl.where((lse == float("inf"))[:, None], 0.0, dout)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            dout = only(dout, (lse != float("inf"))[:, None])
+        scores = products(k, q, PRECISION)
         weights = tl.math.exp2(scores * scale + (bias - lse)[None, :])
         if CAUSAL:
             weights = tl.where(position[None, :] >= k_position[:, None], weights, 0.0)
         if PADDING:
             weights = tl.where(ignored[:, None], 0.0, weights)
-        dweights = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        dweights = products(v, dout, PRECISION)
         kept_weights = weights
         if DROPOUT:
             low, high = row_words(seed, branch, sample, head, start + position)
             keep = kept(low[None, :], high[None, :], (start + k_position)[:, None], threshold)
             dweights = tl.where(keep, dweights * factor, 0.0)
             kept_weights = tl.where(keep, weights * factor, 0.0)
-        dv = tl.dot(kept_weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dv = add_sums(dv, kept_weights, dout, PRECISION)
         dscores = weights * (dweights - slope[None, :])
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = add_sums(dk, dscores, q, PRECISION)
         entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_ = next_tile(
             entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, BM, SINGLE
         )
@@ -193,7 +193,7 @@ def dkdv_kernel(
     dout_sample, dout_token, dout_head, dk_sample, dk_token, dk_head, dv_sample, dv_token, dv_head,
     stats_sample, stats_head, padding_sample,
     scale, group, first_head, first_token, threshold, factor, plain_scale,
-    SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr, FILLS: tl.constexpr,
@@ -206,7 +206,6 @@ def dkdv_kernel(
     steps = row_steps(BN, step)
     k_position = base + steps
     valid = k_position < stop
-    inside = valid[:, None] & (tl.arange(0, BD) < D)[None, :]
     here = start + base
     ignored = valid
     if PADDING:
@@ -216,17 +215,17 @@ def dkdv_kernel(
     else:
         loaded = valid
     k = load_rows(
-        K + sample * k_sample + kv_head * k_head + here * k_token, steps, k_token, loaded, D, BD, True, ALIGNED
+        K + sample * k_sample + kv_head * k_head + here * k_token, steps, k_token, loaded, D, BD, BE, True, ALIGNED
     )
     v = load_rows(
-        V + sample * v_sample + kv_head * v_head + here * v_token, steps, v_token, loaded, D, BD, True, ALIGNED
+        V + sample * v_sample + kv_head * v_head + here * v_token, steps, v_token, loaded, D, BD, BE, True, ALIGNED
     )
     branch = tl.load(record + BRANCH)
     seed = branch
     if DROPOUT:
         seed = tl.load(SEED)
-    dk = tl.zeros((BN, BD), tl.float32)
-    dv = tl.zeros((BN, BD), tl.float32)
+    dk = zeros(BN, BD, BE)
+    dv = zeros(BN, BD, BE)
     heads = 1
     if GROUPED:
         heads = group
@@ -238,19 +237,19 @@ def dkdv_kernel(
         dk, dv = walk_queries(
             dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
             runs + tl.load(tile + FIRST_RUN) * RUN, tl.load(tile + PLAIN), first_token + start, scale, threshold,
-            factor, q_token, dout_token, D, BD, BM, False, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
+            factor, q_token, dout_token, D, BD, BE, BM, False, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
         )  # fmt: skip
         if EDGES:
             dk, dv = walk_queries(
                 dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
                 runs + tl.load(tile + EDGE_RUN) * RUN, tl.load(tile + EDGES_MET), first_token + start, scale,
-                threshold, factor, q_token, dout_token, D, BD, BM, RAGGED, CAUSAL, PADDING, DROPOUT, False, PRECISION,
-                ALIGNED,
+                threshold, factor, q_token, dout_token, D, BD, BE, BM, RAGGED, CAUSAL, PADDING, DROPOUT, False,
+                PRECISION, ALIGNED,
             )  # fmt: skip
     DK += sample * dk_sample + kv_head * dk_head + here * dk_token
     DV += sample * dv_sample + kv_head * dv_head + here * dv_token
-    store_rows(DK, steps, dk_token, dk * plain_scale, inside, BD, ADD)
-    store_rows(DV, steps, dv_token, dv, inside, BD, ADD)
+    store_rows(DK, steps, dk_token, valid, scaled(dk, plain_scale), D, ADD)
+    store_rows(DV, steps, dv_token, valid, dv, D, ADD)
     if FILLS:
-        fill_gaps(DK, dk_token, base, step, stop, 0.0, BN, D, BD)
-        fill_gaps(DV, dv_token, base, step, stop, 0.0, BN, D, BD)
+        fill_gaps(DK, dk_token, base, step, stop, 0.0, BN, D, BD if BE == 0 else 2 * BD)
+        fill_gaps(DV, dv_token, base, step, stop, 0.0, BN, D, BD if BE == 0 else 2 * BD)

@@ -38,9 +38,15 @@ DEFAULTS = {
     ("forward", 32): TileConfig(64, 64, 4, 3),
     ("dq", 32): TileConfig(64, 64, 4, 3),
     ("dkdv", 32): TileConfig(64, 64, 4, 3),
+    ("forward", 48): TileConfig(64, 64, 4, 3),
+    ("dq", 48): TileConfig(64, 64, 4, 3),
+    ("dkdv", 48): TileConfig(64, 64, 4, 3),
     ("forward", 64): TileConfig(64, 64, 4, 3),
     ("dq", 64): TileConfig(64, 64, 4, 3),
     ("dkdv", 64): TileConfig(32, 64, 4, 3),
+    ("forward", 96): TileConfig(64, 64, 4, 2),
+    ("dq", 96): TileConfig(64, 32, 4, 2),
+    ("dkdv", 96): TileConfig(32, 64, 4, 2),
     ("forward", 128): TileConfig(64, 64, 4, 2),
     ("dq", 128): TileConfig(64, 32, 4, 2),
     ("dkdv", 128): TileConfig(32, 64, 4, 2),
@@ -49,13 +55,15 @@ DEFAULTS = {
     ("dkdv", 256): TileConfig(32, 32, 4, 2),
 }
 SMALL = {
-    32: TileConfig(64, 32, 4, 2), 64: TileConfig(64, 32, 4, 2), 128: TileConfig(32, 32, 4, 2),
-    256: TileConfig(16, 16, 4, 1),
+    32: TileConfig(64, 32, 4, 2), 48: TileConfig(64, 32, 4, 2), 64: TileConfig(64, 32, 4, 2),
+    96: TileConfig(32, 32, 4, 2), 128: TileConfig(32, 32, 4, 2), 256: TileConfig(16, 16, 4, 1),
 }  # fmt: skip
 WITHOUT_TENSOR_CORES = {  # exact float32
-    32: TileConfig(32, 32, 4, 1), 64: TileConfig(32, 32, 4, 1), 128: TileConfig(32, 16, 4, 1),
-    256: TileConfig(16, 16, 4, 1),
+    32: TileConfig(32, 32, 4, 1), 48: TileConfig(32, 32, 4, 1), 64: TileConfig(32, 32, 4, 1),
+    96: TileConfig(32, 16, 4, 1), 128: TileConfig(32, 16, 4, 1), 256: TileConfig(16, 16, 4, 1),
 }  # fmt: skip
+
+LIKE = {32: 64, 48: 64, 96: 128}  # where the choice of backend was not measured, it is that of the other head dim
 
 
 @functools.cache
@@ -115,7 +123,7 @@ def library_from(device: torch.device, head_dim: int, causal: bool, form: str, b
         return NOT_MEASURED
     rows: dict[str, int | None] = measured().get(device_class(device), {}).get("library_from", {})
     direction, size = "backward" if backward else "forward", head_dim_class(head_dim)
-    sizes = (32, 64) if size == 32 else (size,)  # for 32 the choice was not measured at all lengths
+    sizes = (size, LIKE.get(size, size))
     names = (key(direction, some_size, causal, some) for some_size in sizes for some in _forms(form))
     return next((rows[name] for name in names if name in rows), NOT_MEASURED)
 

@@ -1,6 +1,7 @@
 """The forward kernel: one program for each tile of queries, one softmax over all the runs of keys that it meets.
 
-Legend: q (BM, BD), k, v (BN, BD), scores (BM, BN) in powers of two; m, mass (BM) the running maximum and sum.
+Legend: q (BM, D), k, v (BN, D) in parts, as of `rows`; scores (BM, BN) in powers of two; m, mass (BM) the running
+maximum and sum.
 """
 
 from __future__ import annotations
@@ -8,6 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.triton.rows import (
+    add_sums,
+    load_rows,
+    not_finite,
+    products,
+    row_products,
+    scaled,
+    store_rows,
+    zeros,
+)
 from dilated_attention.backends.triton.tiles import (
     ANY_LENGTH,
     BEGIN,
@@ -24,7 +35,6 @@ from dilated_attention.backends.triton.tiles import (
     WIDTH,
     fill_gaps,
     kept,
-    load_rows,
     load_run,
     next_tile,
     row_steps,
@@ -37,7 +47,7 @@ from dilated_attention.backends.triton.tiles import (
 @triton.jit
 def walk(
     acc, m, mass, q, q_position, low, high, K, V, padding, entry, tiles, start, scale, threshold, factor,
-    k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +60,8 @@ def walk(
         valid = position < stop
         if PADDING:
             valid = valid & (tl.load(padding + position, mask=valid, other=1) == 0)
-        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, MASKED, ALIGNED)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, D, BD, BE, MASKED, ALIGNED)
+        scores = products(q, k, PRECISION)
         if MASKED or CAUSAL:
             scores = tl.where(seen(q_position, position, valid, CAUSAL), scores, float("-inf"))
         if SHIFTED:
@@ -64,13 +74,13 @@ def walk(
             weights = tl.math.exp2(scores * scale + (bias - safe)[:, None])
             rescale = tl.math.exp2(m - safe)
             mass = mass * rescale + tl.sum(weights, 1)
-            acc *= rescale[:, None]
+            acc = scaled(acc, rescale[:, None])
             m = top
         if DROPOUT:
             keep = kept(low[:, None], high[:, None], (start + position)[None, :], threshold)
             weights = tl.where(keep, weights * factor, 0.0)
-        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, MASKED, ALIGNED)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, D, BD, BE, MASKED, ALIGNED)
+        acc = add_sums(acc, weights, v, PRECISION)
         entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_ = next_tile(
             entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, BN, SINGLE
         )
@@ -80,19 +90,19 @@ def walk(
 @triton.jit
 def walk_all(
     acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, edge_entry, edge, start, scale, threshold,
-    factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
-    PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
+    factor, k_stride, v_stride, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """The whole tiles, then those to be masked."""
     acc, m, mass = walk(
         acc, m, mass, q, q_position, low, high, K, V, padding, entry, plain, start, scale, threshold, factor,
-        k_stride, v_stride, D, BD, BN, PADDING, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED, SHIFTED,
+        k_stride, v_stride, D, BD, BE, BN, PADDING, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED, SHIFTED,
     )  # fmt: skip
     if EDGES:
         acc, m, mass = walk(
             acc, m, mass, q, q_position, low, high, K, V, padding, edge_entry, edge, start, scale, threshold,
-            factor, k_stride, v_stride, D, BD, BN, RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION,
+            factor, k_stride, v_stride, D, BD, BE, BN, RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION,
             ALIGNED, SHIFTED,
         )  # fmt: skip
     return acc, m, mass
@@ -100,17 +110,17 @@ def walk_all(
 
 @triton.jit
 def found_before(
-    OUT, LSE, steps, out_token, lse_token, valid, inside, BM: tl.constexpr, BD: tl.constexpr, CONTINUE: tl.constexpr
-):
+    OUT, LSE, steps, out_token, lse_token, valid, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, CONTINUE: tl.constexpr,
+):  # fmt: skip
     """acc, m and mass to begin with: what earlier launches found is one more key."""
-    acc = tl.zeros((BM, BD), tl.float32)
+    acc = zeros(BM, BD, BE)
     m = tl.full((BM,), float("-inf"), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     if CONTINUE:
         m = tl.load(LSE + steps * lse_token, mask=valid, other=float("-inf")) * LOG2E
         mass = tl.where(m == float("-inf"), 0.0, 1.0)
-        pointers = OUT + (steps * out_token)[:, None] + tl.arange(0, BD)[None, :]
-        acc = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        acc = scaled(load_rows(OUT, steps, out_token, valid, D, BD, BE, True, False), 1.0)
     return acc, m, mass
 
 
@@ -127,7 +137,7 @@ def add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING
     top = tl.where(zeros > 0, tl.maximum(m, 0.0), m)
     safe = tl.where(top == float("-inf"), 0.0, top)
     rescale = tl.math.exp2(m - safe)
-    return acc * rescale[:, None], top, mass * rescale + zeros * tl.math.exp2(-safe)
+    return scaled(acc, rescale[:, None]), top, mass * rescale + zeros * tl.math.exp2(-safe)
 
 
 @triton.jit(do_not_specialize=ANY_LENGTH)
@@ -136,7 +146,7 @@ def forward_kernel(
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, padding_sample,
     scale, group, first_head, first_token, threshold, factor,
-    SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ZEROS: tl.constexpr,
     CONTINUE: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, FILLS: tl.constexpr, SHIFTED: tl.constexpr,
@@ -150,8 +160,6 @@ def forward_kernel(
     steps = row_steps(BM, step)
     q_position = base + steps
     valid = q_position < stop
-    columns = tl.arange(0, BD)
-    inside = valid[:, None] & (columns < D)[None, :]
     Q += sample * q_sample + head * q_head + (start + base) * q_token
     K += sample * k_sample + kv_head * k_head + start * k_token
     V += sample * v_sample + kv_head * v_head + start * v_token
@@ -159,8 +167,8 @@ def forward_kernel(
     LSE += sample * lse_sample + head * lse_head + (start + base) * lse_token
     entry, edge_entry = runs + tl.load(tile + FIRST_RUN) * RUN, runs + tl.load(tile + EDGE_RUN) * RUN
     plain, edge = tl.load(tile + PLAIN), tl.load(tile + EDGES_MET)
-    q = load_rows(Q, steps, q_token, valid, D, BD, True, ALIGNED)
-    acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, inside, BM, BD, CONTINUE)
+    q = load_rows(Q, steps, q_token, valid, D, BD, BE, True, ALIGNED)
+    acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, D, BD, BE, BM, CONTINUE)
     low, high = q_position, q_position
     if PADDING:
         PADDING_MASK += sample * padding_sample + start
@@ -171,34 +179,33 @@ def forward_kernel(
     if SHIFTED:
         # No running maximum: the weights are relative to that of the row's own key. They overflow only where another
         # score is 2^100 times as heavy; then, and only then, the tile starts over with the maximum.
-        own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, True, ALIGNED)
+        own = load_rows(K + base.to(tl.int64) * k_token, steps, k_token, valid, D, BD, BE, True, ALIGNED)
         before = m
-        m = tl.sum(q.to(tl.float32) * own.to(tl.float32), 1) * scale
+        m = row_products(q, own) * scale
         if CONTINUE:
             mass = tl.math.exp2(before - m)
-            acc *= mass[:, None]
+            acc = scaled(acc, mass[:, None])
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
-            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
+            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, CAUSAL, PADDING, DROPOUT,
             SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, True,
         )  # fmt: skip
-        too_much = tl.where(mass < 1.2e30, 0, 1) | tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1)
+        too_much = tl.where(mass < 1.2e30, 0, 1) | not_finite(acc)
         sound = tl.max(too_much, 0) == 0
         if not sound:
-            acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, inside, BM, BD, CONTINUE)
+            acc, m, mass = found_before(OUT, LSE, steps, out_token, lse_token, valid, D, BD, BE, BM, CONTINUE)
     if not sound:
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
-            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BN, CAUSAL, PADDING, DROPOUT,
+            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, CAUSAL, PADDING, DROPOUT,
             SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, False,
         )  # fmt: skip
     if ZEROS:
         acc, m, mass = add_zero_keys(acc, m, mass, ENDS, sample, record, start, base, step, PADDING)
     total = tl.where(mass == 0.0, 1.0, mass)  # a row without keys: out 0, lse -inf
-    out = (acc / total[:, None]).to(OUT.dtype.element_ty)
-    tl.store(OUT + (steps * out_token)[:, None] + columns[None, :], out, mask=inside)
+    store_rows(OUT, steps, out_token, valid, scaled(acc, (1.0 / total)[:, None]), D, False)
     if FILLS:
-        fill_gaps(OUT, out_token, base, step, stop, 0.0, BM, D, BD)
+        fill_gaps(OUT, out_token, base, step, stop, 0.0, BM, D, BD if BE == 0 else 2 * BD)
         fill_gaps(LSE, lse_token, base, step, stop, float("-inf"), BM, 1, 1)
     lse = tl.where(mass == 0.0, float("-inf"), (m + tl.math.log2(total)) * LN2)
     tl.store(LSE + steps * lse_token, lse, mask=valid)

@@ -43,13 +43,24 @@ class Layout(NamedTuple):
         return cls(shape, tuple(strides[::-1]), dtype)
 
 
+def _columns(head_dim: int) -> tuple[int, int]:
+    """The columns of the two parts that kernels have a row in: powers of two, from 16 on; the second may be 0."""
+    first = max(1 << head_dim.bit_length() - 1, 16)
+    if head_dim <= first:
+        return first, 0
+    second = max(1 << (head_dim - first - 1).bit_length(), 16)
+    return (first, second) if second < first else (2 * first, 0)
+
+
 def _constants(call: Call, found: Table, config: TileConfig, *read: Layout) -> dict[str, Any]:
     """What all kernels are compiled for; ``read``: the layouts of the tensors whose rows they load."""
     strides = [stride for layout in read for stride in layout.strides[:3]]
+    columns = _columns(call.head_dim)
     return {
         "SECTIONS": found.parts,
         "D": call.head_dim,
-        "BD": max(16, 1 << (call.head_dim - 1).bit_length()),
+        "BD": columns[0],
+        "BE": columns[1],
         "BM": config.rows,
         "BN": config.keys,
         "CAUSAL": call.is_causal,

@@ -1,6 +1,6 @@
 """What all kernels share: finding a program's rows in the table, walking through runs, masks and dropout.
 
-Legend: positions count tokens from the start of a period; R rows of a tile; BD = D rounded up to a power of two.
+Legend: positions count tokens from the start of a period; R rows of a tile.
 """
 
 from __future__ import annotations
@@ -65,41 +65,17 @@ def row_steps(count: tl.constexpr, step):
 
 
 @triton.jit
-def load_rows(
-    base, steps, stride, valid, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """(R, BD) of the rows at ``base``; rows that are not valid, and columns beyond D, are 0.
-
-    ALIGNED: rows begin at multiples of 16 bytes. Triton knows so by itself only where 16 divides all strides: with a
-    head dim of 24 it would load number by number.
-    """
-    columns = tl.arange(0, BD)
-    rows = base + steps * stride
-    if ALIGNED:
-        rows = tl.multiple_of(rows, 16)
-    pointers = rows[:, None] + columns[None, :]
-    if MASKED:
-        inside = valid[:, None] & (columns < D)[None, :] if D != BD else valid[:, None]
-        x = tl.load(pointers, mask=inside, other=0.0)
-    elif D != BD:
-        x = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
-    else:
-        x = tl.load(pointers)
-    return x
-
-
-@triton.jit
-def fill_gaps(first, stride, base, step, stop, value, BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def fill_gaps(first, stride, base, step, stop, value, BM: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr):
     """Write ``value`` to the rows between those of a tile, up to ``stop``; ``first`` points to the tile's first row."""
     offset = base % step
     position = base + row_steps(BM, step)
-    columns = tl.arange(0, BD)
+    columns = tl.arange(0, COLUMNS)
     for phase in range(
         0, tl.minimum(step, stop)
     ):  # of one branch, whose segment ends at stop: a rate may be far larger
         shift = phase - offset
         pointers = first + shift.to(tl.int64) * stride + (row_steps(BM, step) * stride)[:, None] + columns[None, :]
-        filling = tl.full((BM, BD), value, first.dtype.element_ty)
+        filling = tl.full((BM, COLUMNS), value, first.dtype.element_ty)
         between = (position + shift < stop) & (phase != offset)
         tl.store(pointers, filling, mask=between[:, None] & (columns < D)[None, :])
 

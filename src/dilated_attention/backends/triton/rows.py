@@ -1,0 +1,125 @@
+"""Rows of a tile in one or two parts of columns: loaded, stored, multiplied.
+
+Triton's tensors have powers of two of columns. Rows of 48 numbers are a part of 32 and one of 16: as one part they
+would cost what 64 cost. A tile's rows are a tuple of (R, BD) and, unless BE is 0, (R, BE).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_columns(rows, valid, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
+    """(R, COUNT), from the column FIRST on."""
+    columns = FIRST + tl.arange(0, COUNT)
+    pointers = rows[:, None] + columns[None, :]
+    if MASKED:
+        inside = valid[:, None] & (columns < D)[None, :] if FIRST + COUNT > D else valid[:, None]
+        x = tl.load(pointers, mask=inside, other=0.0)
+    elif FIRST + COUNT > D:
+        x = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def load_rows(
+    base, steps, stride, valid, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The rows at ``base``, in parts; rows that are not valid, and columns beyond D, are 0.
+
+    ALIGNED: rows begin at multiples of 16 bytes. Triton knows so by itself only where 16 divides all strides: with a
+    head dim of 24 it would load number by number.
+    """
+    rows = base + steps * stride
+    if ALIGNED:
+        rows = tl.multiple_of(rows, 16)
+    first = load_columns(rows, valid, 0, BD, D, MASKED)
+    if BE == 0:
+        return (first,)
+    return first, load_columns(rows, valid, BD, BE, D, MASKED)
+
+
+@triton.jit
+def store_columns(rows, valid, x, FIRST: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr):
+    columns = FIRST + tl.arange(0, x.shape[1])
+    inside = valid[:, None] & (columns < D)[None, :]
+    pointers = rows[:, None] + columns[None, :]
+    if ADD:
+        x += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(pointers, x.to(rows.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_rows(base, steps, stride, valid, x, D: tl.constexpr, ADD: tl.constexpr):
+    """Write parts to the rows at ``base``, or add them to what is there."""
+    rows = base + steps * stride
+    store_columns(rows, valid, x[0], 0, D, ADD)
+    if len(x) == 2:
+        store_columns(rows, valid, x[1], x[0].shape[1], D, ADD)
+
+
+@triton.jit
+def zeros(R: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """(R, D) of zeros, in parts."""
+    first = tl.zeros((R, BD), tl.float32)
+    if BE == 0:
+        return (first,)
+    return first, tl.zeros((R, BE), tl.float32)
+
+
+@triton.jit
+def scaled(x, factor):
+    """The rows of x in float32, times factor: one for all or (R, 1)."""
+    if len(x) == 1:
+        return (x[0].to(tl.float32) * factor,)
+    return x[0].to(tl.float32) * factor, x[1].to(tl.float32) * factor
+
+
+@triton.jit
+def only(x, wanted):
+    """The rows of x where wanted (R, 1), else zeros."""
+    if len(x) == 1:
+        return (tl.where(wanted, x[0], 0.0),)
+    return tl.where(wanted, x[0], 0.0), tl.where(wanted, x[1], 0.0)
+
+
+@triton.jit
+def not_finite(x):
+    """(R,): 1 for rows with a number that is infinite or NaN, else 0."""
+    found = tl.max(tl.where(tl.abs(x[0]) < float("inf"), 0, 1), 1)
+    if len(x) == 2:
+        found |= tl.max(tl.where(tl.abs(x[1]) < float("inf"), 0, 1), 1)
+    return found
+
+
+@triton.jit
+def row_products(x, y):
+    """(R,): the product of each row of x with that of y, in float32."""
+    found = tl.sum(x[0].to(tl.float32) * y[0].to(tl.float32), 1)
+    if len(x) == 2:
+        found += tl.sum(x[1].to(tl.float32) * y[1].to(tl.float32), 1)
+    return found
+
+
+@triton.jit
+def products(x, y, PRECISION: tl.constexpr):
+    """(R, C): all rows of x times all rows of y."""
+    found = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    if len(x) == 2:
+        found = tl.dot(x[1], tl.trans(y[1]), found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def add_sums(acc, weights, x, PRECISION: tl.constexpr):
+    """acc plus, for each of its rows, the rows of x summed by weights (R, C)."""
+    weights = weights.to(x[0].dtype)
+    first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
+    if len(x) == 1:
+        return (first,)
+    return first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION)
