@@ -4,6 +4,8 @@ Triton's tensors have powers of two of columns. Rows of 48 numbers are a part of
 would cost what 64 cost. A tile's rows are a tuple of (R, BD) and, unless BE is 0, (R, BE).
 """
 
+# ruff: noqa: RET505 -- without an else, Triton 3.6 compiles what follows a return too
+
 from __future__ import annotations
 
 import triton
@@ -41,7 +43,8 @@ def load_rows(
     first = load_columns(rows, valid, 0, BD, D, MASKED)
     if BE == 0:
         return (first,)
-    return first, load_columns(rows, valid, BD, BE, D, MASKED)
+    else:
+        return first, load_columns(rows, valid, BD, BE, D, MASKED)
 
 
 @triton.jit
@@ -69,7 +72,8 @@ def zeros(R: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
     first = tl.zeros((R, BD), tl.float32)
     if BE == 0:
         return (first,)
-    return first, tl.zeros((R, BE), tl.float32)
+    else:
+        return first, tl.zeros((R, BE), tl.float32)
 
 
 @triton.jit
@@ -77,7 +81,8 @@ def scaled(x, factor):
     """The rows of x in float32, times factor: one for all or (R, 1)."""
     if len(x) == 1:
         return (x[0].to(tl.float32) * factor,)
-    return x[0].to(tl.float32) * factor, x[1].to(tl.float32) * factor
+    else:
+        return x[0].to(tl.float32) * factor, x[1].to(tl.float32) * factor
 
 
 @triton.jit
@@ -85,7 +90,8 @@ def only(x, wanted):
     """The rows of x where wanted (R, 1), else zeros."""
     if len(x) == 1:
         return (tl.where(wanted, x[0], 0.0),)
-    return tl.where(wanted, x[0], 0.0), tl.where(wanted, x[1], 0.0)
+    else:
+        return tl.where(wanted, x[0], 0.0), tl.where(wanted, x[1], 0.0)
 
 
 @triton.jit
@@ -122,4 +128,5 @@ def add_sums(acc, weights, x, PRECISION: tl.constexpr):
     first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
     if len(x) == 1:
         return (first,)
-    return first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION)
+    else:
+        return first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION)
