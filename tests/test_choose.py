@@ -27,7 +27,7 @@ FORMS = {  # what a call is measured as
     "apart": DilatedPattern.longnet([16, 40], [1, 2]),
     "nested": DilatedPattern.longnet([512, 1024], [1, 2]),
 }
-SHORT_NAME = r"(32|64|128|256)( causal)?( nested)?"
+SHORT_NAME = r"(32|48|64|96|128|256)( causal)?( nested)?"
 
 
 def call_for(rows: int = 8192, *, form: str = "nested", samples: int = 1, heads: int = 1, **given: Any) -> Call:
