@@ -211,9 +211,11 @@ class Case:
         """Of dropout; leaves torch's generator so that the next call draws the same."""
         if not self.dropout_p:
             return None
-        torch.manual_seed(self.number)
+        # of this device alone: torch.manual_seed takes a millisecond to write down who asked, for devices not there
+        generator = torch.default_generator if self.device == "cpu" else torch.cuda.default_generators[0]
+        generator.manual_seed(self.number)
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=self.device)
-        torch.manual_seed(self.number)
+        generator.manual_seed(self.number)
         return seed
 
     def attention(self, **more: Any) -> Callable[..., Any]:

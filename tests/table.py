@@ -229,7 +229,7 @@ def cover(name: str, tries: int = 12) -> tuple[Case, ...]:
         drawn = [
             {axis: first.get(axis, draw.choice(values)) for axis, values in path.axes.items()} for _ in range(tries)
         ]
-        best = max(drawn, key=lambda values: sum(some in missing for some in tuples(path, values)))
+        best = max(drawn, key=lambda values: len(missing.keys() & tuples(path, values)))
         for some in tuples(path, best):
             missing.pop(some, None)
         device = "cuda" if path.on_gpu and not INTERPRETED else "cpu"
