@@ -19,8 +19,9 @@ from tests.triton_kernels.interpreter import quicken
 # Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
 torch.set_num_threads(1)
 
-# What the functions of tests need on a rank: imported once, not by every rank.
-ranks.PRELOADED += ["pytest", "hypothesis", "tests.cases"]
+# What the functions of tests need on a rank: imported once, not by every rank. (This package too, as the server finds
+# the one under test: test_ranks.py asks.)
+ranks.PRELOADED += ["pytest", "hypothesis", "dilated_attention", "tests.cases"]
 
 if INTERPRETED:
     quicken()

@@ -109,7 +109,7 @@ def test_in_a_cuda_graph(fuse: Any) -> None:
     zeros = randn(2, 1, 3)
 
     def work() -> None:
-        fuse.write_(out, lse, part, part_lse, zeros)
+        fuse.merge_(out, lse, part, part_lse, zeros, first=True)
         fuse.merge_(out, lse, part.flip(1), part_lse, 0.5)
         fuse.put_([out], [part], add=True)
 

@@ -17,8 +17,8 @@ PATTERN = da.DilatedPattern.longnet([8, 16], [1, 2])
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordinary, "_known", {})
+def nothing_known() -> None:
+    ordinary.known_calls.clear()
 
 
 def facts(*qkv: torch.Tensor, **given: Any) -> Any:
@@ -95,7 +95,7 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordinary, "MOST_KNOWN", 3)
     for tokens in range(20, 28):
         da.dilated_attention(*testing.make_qkv(1, tokens, 4, 8), PATTERN)
-        assert 0 < len(ordinary._known) <= 3
+        assert 0 < len(ordinary.known_calls) <= 3
 
 
 def test_gradients_are_wanted_or_not() -> None:

@@ -125,6 +125,15 @@ def test_results_come_by_rank_from_ranks_that_stay(pair: Pool) -> None:
         assert 0.1 <= x.seconds < 10
 
 
+def file_of_the_package() -> str | None:
+    return dilated_attention.__file__
+
+
+def test_ranks_run_the_package_that_is_tested(pair: Pool) -> None:
+    """Though a server imports it for all of them, before any test asks."""
+    assert set(pair.run(file_of_the_package)) == {dilated_attention.__file__}
+
+
 def test_tensors_come_back_as_they_were(pair: Pool) -> None:
     raw = {x: torch.randint(0, 2 if x == torch.bool else 256, (6 * x.itemsize,), dtype=torch.uint8) for x in DTYPES}
     tensors = [bits.view(dtype).view(2, 3) for dtype, bits in raw.items()]

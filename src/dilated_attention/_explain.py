@@ -108,7 +108,7 @@ def explain(
 
 def _backward(call: Call, rows: set[int]) -> str:
     if call.is_few and call.backend != "auto":
-        reasons = BACKENDS[call.backend].module.unsupported(call, True)
+        reasons = BACKENDS[call.backend].unsupported(call, True)
         if reasons:
             return f"none: {'; '.join(reasons)}"
     choice = choose(call, backward=True)

@@ -32,7 +32,7 @@ from dilated_attention.checks import (
 )
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.ordinary import facts_of, is_right, known_call, remember
+from dilated_attention.ordinary import facts_of, is_right, known_calls, remember
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Link
@@ -147,10 +147,9 @@ def dilated_attention(
         >>> da.dilated_attention(query, key, value, pattern, is_causal=True).shape
         torch.Size([2, 1000, 8, 64])
     """
-    link = None if group is None else link_of(ContextParallel.of(group))
     out, lse = attend(
-        query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads, link,
-        query_offset=query_offset, cu_seqlens=cu_seqlens,
+        query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
+        link_of(group), query_offset=query_offset, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -160,14 +159,14 @@ def attend(
     key: Tensor,
     value: Tensor,
     pattern: DilatedPattern,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    key_padding_mask: Tensor | None,
-    enable_gqa: bool,
-    backend: Backend,
-    heads: tuple[int, int] | None,
-    link: Link | None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+    backend: Backend = "auto",
+    heads: tuple[int, int] | None = None,
+    link: Link | None = None,
     seed: Tensor | None = None,
     query_offset: int | Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
@@ -184,7 +183,7 @@ def attend(
                 return attend_traced(query, key, value, pattern, is_causal)
         elif seed is None and backend == "auto":
             facts = facts_of(query, key, value, pattern, is_causal, scale, dropout_p, enable_gqa)
-            known = None if facts is None else known_call(facts)
+            known = known_calls.get(facts)  # which has no None
             if known is not None:
                 seed = drawn_seed(query.device) if dropout_p > 0 else None
                 return attend_plain(Inputs(query, key, value, None, seed), known)
@@ -234,11 +233,13 @@ def drawn_seed(device: torch.device) -> Tensor:
 
 def tell(group: Group | ContextParallel | None, x: object, error: Exception) -> None:
     """Tell the other ranks of a group, if there is one, that this rank raises: they would wait for it."""
-    if group is not None:
-        ring.tell_others(link_of(ContextParallel.of(group)), x, error)
+    ring.tell_others(link_of(group), x, error)
 
 
-def link_of(parallel: ContextParallel) -> Link:
+def link_of(group: Group | ContextParallel | None) -> Link | None:
+    if group is None:
+        return None
+    parallel = ContextParallel.of(group)
     return Link(
         parallel.process_group(), parallel.exchange or "auto", parallel.use_checkpointing is not False,
         parallel.timeout, parallel.verify, parallel.debug, total_length=parallel.total_length,

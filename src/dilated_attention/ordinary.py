@@ -22,7 +22,7 @@ from dilated_attention.derivatives import is_plain
 from dilated_attention.pattern import DilatedPattern
 
 MOST_KNOWN = 1024
-_known: dict[Hashable, Call] = {}  # calls that passed every check, by their facts
+known_calls: dict[Hashable, Call] = {}  # calls that passed every check, by their facts
 
 
 def facts_of(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *numbers: Any) -> Hashable:
@@ -47,15 +47,10 @@ def facts_of(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern,
     )  # fmt: skip
 
 
-def known_call(facts: Hashable) -> Call | None:
-    """The call with these facts, if one was made before."""
-    return _known.get(facts)
-
-
 def remember(facts: Hashable, call: Call) -> None:
-    if len(_known) >= MOST_KNOWN:
-        _known.clear()
-    _known[facts] = call
+    if len(known_calls) >= MOST_KNOWN:
+        known_calls.clear()
+    known_calls[facts] = call
 
 
 def is_right(

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 # Imported once for all ranks. Not this package: the server would import it from wherever it finds one, not from where
 # we come from.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", "dilated_attention"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor"]
 GRACE = 5.0  # seconds that a call outlives the group's timeout, so that ranks can say themselves where they waited
 
 

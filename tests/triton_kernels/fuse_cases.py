@@ -127,7 +127,7 @@ def check(
         exact, exact_lse = other, other_lse
     else:
         merge.merge_(exact, exact_lse, other, other_lse)
-    (fuse.write_ if first else fuse.merge_)(place.view(out), place.view(lse), part, part_lse, zeros)
+    fuse.merge_(place.view(out), place.view(lse), part, part_lse, zeros, first=first)
     got = place.view(out)
     if not first:  # nothing came of nothing: not even what stood there is touched
         got = got.masked_fill(exact_lse.unsqueeze(-1) == -INF, 0.0)
@@ -252,7 +252,7 @@ def test_nothing_to_do() -> None:
     for shape in ((0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8), (2, 4, 2, 0)):
         out, lse = torch.empty(shape, device=DEVICE), torch.zeros(shape[:3], device=DEVICE)
         fuse.merge_(out, lse, out, lse)
-        fuse.write_(out, lse, out, lse)
+        fuse.merge_(out, lse, out, lse, first=True)
         fuse.put_([out], [out], add=True)
         fuse.put_([out, out], [out, out], add=False)
 
@@ -316,7 +316,7 @@ def test_writing_fills_the_gaps(name: str) -> None:
     right, right_lse = torch.zeros_like(out), torch.full_like(lse, -INF)
     for seed, at in enumerate(blocks):
         part, part_lse = randn(*at.shape(), dim, seed=seed), randn(*at.shape(), seed=seed + 50)
-        fuse.write_(at.view(out), at.view(lse), part, part_lse, None, at.gaps())
+        fuse.merge_(at.view(out), at.view(lse), part, part_lse, None, at.gaps(), first=True)
         at.view(right).copy_(part)
         at.view(right_lse).copy_(part_lse)
     assert torch.equal(out, right)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,15 +50,6 @@ class MemoryCap:
     @classmethod
     def of(cls, call: Call) -> MemoryCap | None:
         return cls._all.get(call.limit)
-
-
-class Sources(NamedTuple):
-    """The tensors that the views of blocks are views of: those of the call, or rows that came from elsewhere."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    padding: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +101,9 @@ class Work:
         return Work(call, q, k, v, padding, seed, choice, limits, found, ends, inputs.q.dtype)
 
     @property
-    def own(self) -> Sources:
-        return Sources(self.q, self.k, self.v, self.padding)
+    def own(self) -> Inputs:
+        """What the views of the call's blocks are views of; other blocks have rows that came from elsewhere."""
+        return Inputs(self.q, self.k, self.v, self.padding)
 
     def readable(self, x: Tensor) -> Tensor:
         """x as the backend's kernels can read it."""
@@ -130,12 +122,12 @@ class Work:
 
     # --- one block ----------------------------------------------------------------------------------------------
 
-    def attend(self, block: Block, sources: Sources) -> tuple[Tensor, Tensor]:
+    def attend(self, block: Block, sources: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse) of a block's queries with its keys alone."""
         found: tuple[Tensor, Tensor] = self.choice.module.forward(self.choice.kernels, *self._problem(block, sources))
         return found
 
-    def attend_backward(self, block: Block, sources: Sources, results: Outputs) -> Gradients:
+    def attend_backward(self, block: Block, sources: Inputs, results: Outputs) -> Gradients:
         """The block's share of the gradients; out and lse are the merged ones."""
         q, k, v, masking = self._problem(block, sources)
         out, lse, dout = (block.queries.of(x, self.call.group) for x in results[:3])
@@ -144,7 +136,7 @@ class Work:
         found: Gradients = self.choice.module.backward(self.choice.kernels, dout, q, k, v, out, lse, dlse, masking)
         return found
 
-    def _problem(self, block: Block, sources: Sources) -> tuple[Tensor, Tensor, Tensor, Masking]:
+    def _problem(self, block: Block, sources: Inputs) -> tuple[Tensor, Tensor, Tensor, Masking]:
         q, k, v = block.queries.of(sources.q, self.call.group), block.keys.of(sources.k), block.keys.of(sources.v)
         padding = None
         if sources.padding is not None:
@@ -193,7 +185,7 @@ class Work:
     # --- all blocks ---------------------------------------------------------------------------------------------
 
     def each(
-        self, blocks: Iterable[Block], sources: Sources, results: Outputs | None = None
+        self, blocks: Iterable[Block], sources: Inputs, results: Outputs | None = None
     ) -> Iterator[tuple[Block, tuple[Tensor, ...]]]:
         """(out, lse) of each block; with ``results`` its gradients. Blocks come cut as kernels and memory want them.
 
@@ -225,7 +217,7 @@ class Work:
             yield block, found
             del found  # taken by now: the next block has its room
 
-    def _cut(self, block: Block, sources: Sources, backward: bool, limit: MemoryCap | None) -> list[Block]:
+    def _cut(self, block: Block, sources: Inputs, backward: bool, limit: MemoryCap | None) -> list[Block]:
         limits = self.limits
         rows = limits.rows if block.queries.rows >= limits.from_rows else None
         heads, batch = None, limits.batch
@@ -262,10 +254,9 @@ class Work:
                     continue
                 out, lse = self.empty_result()
             here, here_lse = block.queries.of(out, group), block.queries.of(lse, group)
-            if around is not None and block.is_first:
-                around.write_(here, here_lse, part, part_lse, log_zeros, block.gaps() if self._fills else None)
-            elif around is not None:
-                around.merge_(here, here_lse, part, part_lse, log_zeros)
+            if around is not None:
+                gaps = block.gaps() if self._fills else None
+                around.merge_(here, here_lse, part, part_lse, log_zeros, gaps, first=block.is_first)
             elif block.is_first:
                 here.copy_(part)
                 here_lse.copy_(part_lse)

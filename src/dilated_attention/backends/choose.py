@@ -6,8 +6,8 @@ do:
     unsupported(call, backward)   why it cannot run the call, one sentence each; empty: it can
     preference(call, backward)    (whether it is a first choice where it can run, and why; "" where there is no reason)
     kernels(call, backward)       those of its kernels that can run the call, first choice first
-    why_not(call, backward)       {kernel: why it cannot run}; the kernel is "" where the backend has no choice of them
-    describe(kernels, rows)       which kernels run blocks of so many rows, for people
+    why_not(call)                 {kernel: why it cannot run}, forward; only where the backend has a choice of them,
+    describe(kernels, rows)       as this: which of them run blocks of so many rows, for people
 
 A backend that computes block by block has, in the layout (b, L, heads, D),
 
@@ -33,16 +33,7 @@ from dilated_attention.call import Call
 
 Backend = Literal["auto", "triton", "sdpa", "eager"]
 NAMES: tuple[Backend, ...] = get_args(Backend)
-
-
-class Entry(NamedTuple):
-    """A row of the table."""
-
-    module: ModuleType
-    is_whole: bool = False  # it takes calls whole, not block by block
-
-
-BACKENDS = {"triton": Entry(triton, is_whole=True), "sdpa": Entry(sdpa), "eager": Entry(eager)}
+BACKENDS: dict[str, ModuleType] = {"triton": triton, "sdpa": sdpa, "eager": eager}
 
 
 class Choice(NamedTuple):
@@ -51,12 +42,11 @@ class Choice(NamedTuple):
     name: str
     module: ModuleType
     kernels: tuple[Any, ...]
-    is_whole: bool
+    is_whole: bool  # it takes calls whole, not block by block
 
     def describe(self, rows: set[int]) -> str:
         """Which kernels run blocks of so many rows."""
-        found: str = self.module.describe(self.kernels, rows)
-        return found
+        return str(self.module.describe(self.kernels, rows) if hasattr(self.module, "describe") else self.kernels[0])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,33 +57,25 @@ def choose(call: Call, backward: bool = False) -> Choice:
     """
     name = call.backend
     if name == "auto":
-        able = [name for name, row in BACKENDS.items() if not row.module.unsupported(call, backward)]
-        name = next((name for name in able if BACKENDS[name].module.preference(call, backward)[0]), able[0])
-    module, is_whole = BACKENDS[name]
+        able = [name for name, module in BACKENDS.items() if not module.unsupported(call, backward)]
+        name = next((name for name in able if BACKENDS[name].preference(call, backward)[0]), able[0])
+    module = BACKENDS[name]
     reasons = module.unsupported(call, backward)
     if reasons:
         raise ValueError(f"backend {name!r} cannot run this call: {'; '.join(reasons)}. Use backend='auto'")
-    return Choice(name, module, module.kernels(call, backward), is_whole)
+    return Choice(name, module, module.kernels(call, backward), hasattr(module, "forward_call"))
 
 
-def unsupported_by_name(call: Call) -> list[str]:
-    """Why the backend that was asked for by name cannot run the call."""
-    if call.backend == "auto":
-        return []
-    found: list[str] = BACKENDS[call.backend].module.unsupported(call, False)
-    return found
-
-
-def why_not(choice: Choice, call: Call, backward: bool = False) -> dict[str, list[str]]:
+def why_not(choice: Choice, call: Call) -> dict[str, list[str]]:
     """For every backend and kernel that does not run: why."""
     later = f"it could run, but {choice.name} ({choice.kernels[0]}) was chosen"
     reasons: dict[str, list[str]] = {}
     because: list[str] = []
-    for name, (module, _) in BACKENDS.items():
-        kernels = module.why_not(call, backward) or {"": module.unsupported(call, backward)}
-        reasons |= {f"{name}/{kernel}" if kernel else name: why for kernel, why in kernels.items()}
-        if not module.unsupported(call, backward):
-            because.append(module.preference(call, backward)[1])
+    for name, module in BACKENDS.items():
+        kernels, whole = module.why_not(call) if hasattr(module, "why_not") else {}, module.unsupported(call, False)
+        reasons |= {f"{name}/{kernel}": why for kernel, why in kernels.items()} or {name: whole}
+        if not whole:
+            because.append(module.preference(call, False)[1])
     because = [why for why in because if why]
     if because and call.backend == "auto":
         later += f" ({'; '.join(because)})"

@@ -33,16 +33,8 @@ def kernels(call: Call, backward: bool) -> tuple[str, ...]:
     return ("matmul, softmax, matmul in tiles",)
 
 
-def why_not(call: Call, backward: bool) -> dict[str, list[str]]:
-    return {"": []}
-
-
 def limits(call: Call) -> Limits:
     return Limits()
-
-
-def describe(kernels: tuple[str, ...], rows: set[int]) -> str:
-    return kernels[0]
 
 
 def forward(kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
@@ -55,7 +47,7 @@ def forward(kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: 
         top.masked_fill_(top == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) = 0
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        lse[samples, rows] = _rows_first((top + total.log()).squeeze(-1))
+        lse[samples, rows] = (top + total.log()).squeeze(-1).flatten(1, 2).transpose(1, 2)  # (b, i, h)
         if masking.dropout is not None:
             weights *= _keep(masking, samples, rows, keys, weights)
         weights /= total.masked_fill_(total == 0, 1.0)
@@ -143,11 +135,6 @@ def _keep(masking: Masking, samples: slice, rows: slice, keys: slice, like: Tens
 def _split_heads(x: Tensor, heads: int) -> Tensor:
     """(b, i, h, ...) to (b, i, hk, g, ...)."""
     return x.reshape(*x.shape[:2], heads, x.shape[2] // heads, *x.shape[3:])
-
-
-def _rows_first(x: Tensor) -> Tensor:
-    """(b, hk, g, i) to (b, i, h)."""
-    return x.flatten(1, 2).transpose(1, 2)
 
 
 def _columns(x: Tensor, heads: int) -> Tensor:

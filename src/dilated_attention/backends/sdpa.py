@@ -24,7 +24,7 @@ CALL_BYTES = 8 << 20  # of keys per thread: what a call on a CPU packs and gives
 
 def unsupported(call: Call, backward: bool) -> list[str]:
     """Why none of the kernels can run, one sentence each."""
-    reasons = why_not(call, backward)
+    reasons = why_not(call)
     if not reasons:
         return [f"torch has no such kernels for device {call.device.type!r}"]
     return [] if any(not r for r in reasons.values()) else [f"{name}: {r}" for name, rs in reasons.items() for r in rs]
@@ -39,7 +39,7 @@ def kernels(call: Call, backward: bool) -> tuple[Kernel, ...]:
     return tuple(kernel for kernel in _candidates(call) if not _reasons(kernel, call))
 
 
-def why_not(call: Call, backward: bool) -> dict[str, list[str]]:
+def why_not(call: Call) -> dict[str, list[str]]:
     """Each kernel's reasons, in the order in which they are tried."""
     return {kernel.name: _reasons(kernel, call) for kernel in _candidates(call)}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dilated_attention.distributed.transport import Pending, Transport
+from dilated_attention.distributed.transport import Transport
 
 _HEADER = struct.Struct("<16sqqq")  # hash, length, seed, flags
 _FIELDS_BYTES = 4096
@@ -31,27 +31,6 @@ class Agreement:
     flags: tuple[int, ...]
 
 
-@dataclass
-class Asked:
-    """An agreement under way."""
-
-    transport: Transport
-    call: str
-    fields: Mapping[str, object]
-    mine: bytes
-    pending: Pending
-
-    def wait(self) -> Agreement:
-        """What the ranks said. Raises ValueError on every rank if they do not mean the same."""
-        headers = _by_rank(self.transport, self.pending, self.mine)
-        hashes, lengths, seeds, flags = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
-        if len(set(hashes)) > 1 or REFUSED in self.fields:
-            text = _written(self.fields)
-            said = _by_rank(self.transport, _to_all(self.transport, f"{self.call}: what differs", text), text)
-            raise ValueError(difference([_read(one) for one in said], self.transport.rank, self.call))
-        return Agreement(lengths, seeds, flags)
-
-
 def refusal(error: Exception) -> dict[str, object]:
     """The fields of a rank that cannot take part, because of its own arguments."""
     return {REFUSED: f"{type(error).__name__}: {error}"}
@@ -59,11 +38,16 @@ def refusal(error: Exception) -> dict[str, object]:
 
 def ask(
     transport: Transport, call: str, fields: Mapping[str, object], length: int, seed: int = 0, flags: int = 0
-) -> Asked:
-    """Post this rank's word; `Asked.wait` gives everyone's. ``call`` names what is being agreed on, for people."""
+) -> Agreement:
+    """What the ranks say. Raises ValueError on every rank if they do not mean the same ``call``, a name for people."""
     text = json.dumps([(name, str(value)) for name, value in fields.items()])
     mine = _HEADER.pack(hashlib.blake2b(text.encode(), digest_size=16).digest(), length, seed, flags)
-    return Asked(transport, call, fields, mine, _to_all(transport, f"the agreement on {call}", mine))
+    headers = _from_all(transport, f"the agreement on {call}", mine)
+    hashes, *numbers = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
+    if len(set(hashes)) > 1 or REFUSED in fields:
+        said = _from_all(transport, f"{call}: what differs", _written(fields))
+        raise ValueError(difference([_read(one) for one in said], transport.rank, call))
+    return Agreement(*numbers)
 
 
 def difference(said: list[dict[str, str]], rank: int, call: str) -> str:
@@ -90,12 +74,9 @@ def _ranks(ranks: list[int]) -> str:
     return "ranks " + ", ".join(str(rank) for rank in ranks[:8]) + (" and others" if len(ranks) > 8 else "")
 
 
-def _to_all(transport: Transport, name: str, data: bytes) -> Pending:
-    return transport.post_all(name, torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def _by_rank(transport: Transport, pending: Pending, mine: bytes) -> list[bytes]:
-    messages = pending.wait()
+def _from_all(transport: Transport, name: str, mine: bytes) -> list[bytes]:
+    """The word of every rank, by rank."""
+    messages = transport.post_all(name, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
     return [mine if peer == transport.rank else bytes(messages[peer].tolist()) for peer in range(transport.size)]
 
 

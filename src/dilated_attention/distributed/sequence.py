@@ -205,7 +205,7 @@ def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[i
             f"dim counts as {dim} and x has {x.ndim} dimensions {tuple(x.shape)}: dim must be one of them"
         )
         with contextlib.suppress(ValueError):  # that all ranks raise: this rank's own error says more
-            ask(transport, call, refusal(error), 0).wait()
+            ask(transport, call, refusal(error), 0)
         raise error
     shape[dim] = "tokens"
     fields = {
@@ -213,4 +213,4 @@ def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[i
         "dim": dim,
         "requires_grad (the backward pass needs every rank)": x.requires_grad and torch.is_grad_enabled(),
     }
-    return dim, ask(transport, call, fields, x.shape[dim]).wait().lengths
+    return dim, ask(transport, call, fields, x.shape[dim]).lengths

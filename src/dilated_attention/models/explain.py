@@ -123,9 +123,7 @@ def _transposed(attention: SelfAttention, x: Tensor, row: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():  # copies: what inference mode made has no gradients
         q, k, v = (part.clone() if part.is_inference() else part.detach() for part in (q, k, v))
         v.requires_grad_()
-        out, _ = functional.attend(
-            q, k, v, attention.pattern, False, None, 0.0, None, False, "auto", None, None, warns=False
-        )
+        out, _ = functional.attend(q, k, v, attention.pattern, warns=False)
         gradient = torch.zeros_like(out)
         gradient[0, :, :, 0] = row.unsqueeze(1) / attention.num_heads  # one channel is enough
         (found,) = torch.autograd.grad(out, v, gradient)

@@ -106,9 +106,8 @@ class SelfAttention(nn.Module):
     def attended(self, x: Tensor, rows: Sequences) -> Tensor:
         """The results of all heads side by side, (B, N, C)."""
         q, k, v = self.project(x)
-        link = None if rows.group is None else functional.link_of(ContextParallel.of(rows.group))
         out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
-            q, k, v, self.pattern, self.is_causal, None, 0.0, None, False, rows.backend, None, link,
+            q, k, v, self.pattern, self.is_causal, backend=rows.backend, link=functional.link_of(rows.group),
             cu_seqlens=rows.bounds, warns=False,
         )  # fmt: skip
         return out.flatten(2)

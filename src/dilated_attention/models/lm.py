@@ -40,9 +40,9 @@ def attend_whole(
     v: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """How tokens of whole sequences attend in a block, or of this rank's shards of them."""
-    link = None if group is None else functional.link_of(ContextParallel.of(group))
     return functional.attend(  # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        q, k, v, pattern, is_causal, None, 0.0, padding, True, backend, None, link, cu_seqlens=documents, warns=False
+        q, k, v, pattern, is_causal, key_padding_mask=padding, enable_gqa=True, backend=backend,
+        link=functional.link_of(group), cu_seqlens=documents, warns=False,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def together(what: str, group: ProcessGroup | None = None, device: str = "cpu") 
         mine = error
     whole = dist.distributed_c10d._get_default_group() if group is None else group
     try:
-        ask(GroupTransport(whole, torch.device(device), None), what, refusal(mine) if mine else same, 0).wait()
+        ask(GroupTransport(whole, torch.device(device), None), what, refusal(mine) if mine else same, 0)
     except (ValueError, CommunicationError):  # another rank may have died
         if mine is None:
             raise

@@ -171,7 +171,7 @@ class _Split:
         if transport.agrees_on_host:
             fields = {} if error is None else refusal(error)
             with contextlib.nullcontext() if error is None else contextlib.suppress(ValueError):
-                ask(transport, "dilated_attention over heads", fields, 0).wait()
+                ask(transport, "dilated_attention over heads", fields, 0)
 
     def seed(self, device: torch.device) -> Tensor:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.blockwise import Sources, Work
-from dilated_attention.backends.problem import Gradients, Outputs
+from dilated_attention.backends.blockwise import Work
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.blocks import Block, View
 from dilated_attention.distributed.transport import Pending, Transport
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -79,7 +79,7 @@ class AllToAll:
         kept: list[Tensor] = []
         results: Segments = {}
         for bundle, segment in self.segments(posted, self.fields.inputs).items():
-            results[bundle] = self.compute(bundle, Sources(*segment))
+            results[bundle] = self.compute(bundle, Inputs(*segment))
             kept += segment if keep else []
         hop = "hop 2 of the forward alltoall"
         for bundle, (part_lse, part) in self.send_back(hop, self.fields.results, results).items():
@@ -107,7 +107,7 @@ class AllToAll:
         computed: Segments = {}
         for bundle, segment in self.segments(posted, fields).items():
             *dlse, lse, dout, out = segment[:of_rows]
-            sources = Sources(*(segment[of_rows:] or [next(waiting) for _ in self.fields.inputs]))
+            sources = Inputs(*(segment[of_rows:] or [next(waiting) for _ in self.fields.inputs]))
             if kept is not None and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
                 sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
             here = Outputs(out, lse, dout, dlse[0] if dlse else None)
@@ -120,7 +120,7 @@ class AllToAll:
                     block.queries.of(grad, group).add_(block.home.of(part))
         return grads
 
-    def compute(self, bundle: Bundle, sources: Sources, results: Outputs | None = None) -> list[Tensor]:
+    def compute(self, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients, as they go home."""
         channel, heads = bundle.channel, len(bundle.channel.heads)
         rows = sources.q.shape[1]

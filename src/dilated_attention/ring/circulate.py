@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.blockwise import Sources, Work
-from dilated_attention.backends.problem import Outputs
+from dilated_attention.backends.blockwise import Work
+from dilated_attention.backends.problem import Inputs, Outputs
 from dilated_attention.blocks import Block
 from dilated_attention.distributed.transport import Pending, Transport
 from dilated_attention.merge import merge_
@@ -176,8 +176,8 @@ class Exchange:
         where = (self.shards, self.rank, part.owner, self.samples)
         return packing.packed_blocks(self.channels[part.channel], *where, group)
 
-    def sources(self, part: Part, packed: Tensor) -> Sources:
-        return Sources(self.work.q, *packing.unpack(packed, self.fields, self.rows(part)))
+    def sources(self, part: Part, packed: Tensor) -> Inputs:
+        return Inputs(self.work.q, *packing.unpack(packed, self.fields, self.rows(part)))
 
     def visit(self, out: Tensor, lse: Tensor, part: Part, packed: Tensor) -> None:
         """Merge what this rank's queries see in a part."""

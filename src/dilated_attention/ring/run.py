@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 from dilated_attention.backends import tensors
 from dilated_attention.backends.blockwise import MemoryCap, Work
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.problem import Gradients, Inputs, Outputs
+from dilated_attention.backends.problem import Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_sequences_end, check_total_length
 from dilated_attention.derivatives import NOT_TWICE, is_mapped, once
-from dilated_attention.distributed.agreement import Asked, ask, refusal
+from dilated_attention.distributed.agreement import Agreement, ask, refusal
 from dilated_attention.distributed.group import (
     Buffers,
     CommunicationError,
@@ -112,7 +112,7 @@ class Agreed:
         }
         flag = int(dlse is not None)
         said = _ask(self.transport, self.link, "the backward of dilated_attention", fields, lse.shape[1], flags=flag)
-        return torch.zeros_like(lse) if any(said.wait().flags) and dlse is None else dlse
+        return torch.zeros_like(lse) if any(said.flags) and dlse is None else dlse
 
     def exchanger(self, work: Work) -> Exchange | AllToAll | None:
         """None where no rank has anything to send."""
@@ -141,7 +141,9 @@ def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
         raise
     lengths, seed = _agree(transport, link, fields, call.queries, inputs.seed)
     check_total_length(link.total_length, lengths)
-    number = transport.number = _counted(link)
+    seen = _seen_by(link)
+    seen.calls += 1  # two calls that look alike still have backward passes of their own
+    transport.number = seen.calls
     transport.warm_up()
     shards = Shards.of(lengths, call.sequences)
     check_sequences_end(call.sequences, shards.tokens)
@@ -152,7 +154,7 @@ def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
         exchange = fastest_exchange(alike, shards, transport.backend)
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
-    agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", number)
+    agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", seen.calls)
     out, lse = _Parallel.apply(*inputs[:4], seed, agreed)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -174,7 +176,7 @@ def tell_others(link: Link | None, query: object, error: Exception) -> None:
     with contextlib.suppress(ValueError, CommunicationError):
         transport = plain.transport(device)
         if _verifies(transport, plain):
-            _ask(transport, plain, "dilated_attention", refusal(error), 0).wait()
+            _ask(transport, plain, "dilated_attention", refusal(error), 0)
 
 
 def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, object]:
@@ -234,16 +236,9 @@ def _verifies(transport: Transport, link: Link) -> bool:
 
 def _ask(
     transport: Transport, link: Link, call: str, fields: dict[str, object], length: int, seed: int = 0, flags: int = 0
-) -> Asked:
+) -> Agreement:
     _seen_by(link).checks += 1
     return ask(transport, call, fields, length, seed, flags)
-
-
-def _counted(link: Link) -> int:
-    """The number of a call that all ranks make: two calls that look alike still have backward passes of their own."""
-    seen = _seen_by(link)
-    seen.calls += 1
-    return seen.calls
 
 
 def _agree(
@@ -252,7 +247,7 @@ def _agree(
     """The lengths of all shards and rank 0's seed."""
     if _verifies(transport, link):
         number = 0 if seed is None else int(seed.item())
-        agreement = _ask(transport, link, "dilated_attention", fields, length, number).wait()
+        agreement = _ask(transport, link, "dilated_attention", fields, length, number)
         if seed is not None:
             seed = torch.full_like(seed, agreement.seeds[0])
         _seen_by(link).lengths.add(agreement.lengths)
@@ -309,21 +304,17 @@ class _Parallel(torch.autograd.Function):
     @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
+        agreed: Agreed = ctx.agreed
         check_transforms(dout, dlse)
-        dlse = ctx.agreed.agree_on_backward(dlse, lse)
+        dlse = agreed.agree_on_backward(dlse, lse)
         results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        return (*_backward(ctx.agreed, Inputs(q, k, v, padding, seed), results, ends, kept), None, None, None)
-
-
-def _backward(agreed: Agreed, inputs: Inputs, results: Outputs, ends: Tensor | None, kept: list[Tensor]) -> Gradients:
-    call = agreed.call
-    with tensors.no_autocast(call.device), agreed.transport.closed_on_error():
-        inputs, results, bad = tensors.without_bad_rows(inputs, results)
-        work = agreed.work(tensors.one_layout(inputs), ends, backward=True)
-        results = work.results(results)
-        exchanger = agreed.exchanger(work)
-        if exchanger is None:
-            grads = work.backward(results)
-        else:
-            grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
-        return tensors.finished_grads(grads, inputs, call, bad)
+        with tensors.no_autocast(agreed.call.device), agreed.transport.closed_on_error():
+            inputs, results, bad = tensors.without_bad_rows(Inputs(q, k, v, padding, seed), results)
+            work = agreed.work(tensors.one_layout(inputs), ends, backward=True)
+            results = work.results(results)
+            exchanger = agreed.exchanger(work)
+            if exchanger is None:
+                grads = work.backward(results)
+            else:
+                grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
+            return (*tensors.finished_grads(grads, inputs, agreed.call, bad), None, None, None)

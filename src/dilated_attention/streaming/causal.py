@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from dilated_attention.backends.blockwise import Sources, Work
+from dilated_attention.backends.blockwise import Work
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.tensors import finished, no_autocast
 from dilated_attention.blocks import Block, Placed, View, head_runs
 from dilated_attention.call import Call
@@ -67,7 +68,7 @@ class AtOnce(Stream):
         """Merge what new tokens see in the kept rows of a branch."""
         group, seen = self.call.group, self.position % self.branches[index].length
         blocks = [block for block in self.blocks(index, seen, work.q, group) if block.keys.rows]
-        sources = Sources(work.q, *(work.readable(rows.all) for rows in self.kept[index]))
+        sources = Inputs(work.q, *(work.readable(rows.all) for rows in self.kept[index]))
         for block, (part, part_lse) in work.each(blocks, sources):
             merge_(block.queries.of(out, group), block.queries.of(lse, group), part, part_lse)
 

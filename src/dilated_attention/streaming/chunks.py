@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import choose
-from dilated_attention.backends.choose import Backend
+from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.call import DEFAULT_SCALE, Call
 from dilated_attention.checks import check_backend, check_tensors, checked_scale, computed_dtype
 from dilated_attention.pattern import DilatedPattern, whole_number
@@ -113,12 +112,13 @@ def _outputs(
 def _begun(call: Call, outputs: OutputQueue, max_bytes: int | None, num_tokens: int | None) -> Stream:
     work = (AtOnce if call.is_causal else Window)(call, outputs.deliver, max_bytes, num_tokens)
     if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
-        reasons = choose.unsupported_by_name(call._replace(in_parts=True))
-        if reasons:
+        try:
+            choose(call._replace(in_parts=True))
+        except ValueError as error:
             raise ValueError(
                 f"backend {call.backend!r} takes whole segments only, but a causal stream, and one of the rule "
                 "torchscale, also has parts of segments: use backend='auto', which uses our kernels where they can run"
-            )
+            ) from error
     return work
 
 

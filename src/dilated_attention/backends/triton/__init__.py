@@ -72,14 +72,6 @@ def kernels(call: Call, backward: bool) -> tuple[str, ...]:
     return (f"tiles of {tile.rows} queries x {tile.keys} keys",)
 
 
-def why_not(call: Call, backward: bool) -> dict[str, list[str]]:
-    return {"": unsupported(call, backward)}
-
-
-def describe(kernels: tuple[str, ...], rows: set[int]) -> str:
-    return kernels[0]
-
-
 def preference(call: Call, backward: bool) -> tuple[bool, str]:
     """Whether these kernels are the first choice for a call that they can run, and why."""
     if call.is_few:

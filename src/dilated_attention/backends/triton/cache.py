@@ -6,18 +6,9 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-
-
-class Kept(Protocol):
-    """What the cache keeps."""
-
-    def nbytes(self) -> int: ...
-
-
-T = TypeVar("T", bound=Kept)
 
 
 class LaunchCache:
@@ -44,9 +35,9 @@ class LaunchCache:
         """What is kept under the key, or None."""
         return self._kept.get(key)
 
-    def get(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What is kept under the key; made if there is none."""
-        found: T | None = self._kept.get(key)
+    def get(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What is kept under the key; made if there is none. It has a method nbytes()."""
+        found = self._kept.get(key)
         if found is None:
             with self._making:  # two threads that made the same would each launch their own
                 found = self._kept.get(key)

@@ -34,25 +34,15 @@ class TileConfig(NamedTuple):
 
 # For devices that were not measured: what fits into the shared memory of every GPU since compute capability 8.0, and
 # did well on one that was measured; and what fits even since 7.5.
+_DEFAULTS = {  # stages; rows and keys of each kernel
+    32: (3, (64, 64), (64, 64), (64, 64)), 48: (3, (64, 64), (64, 64), (64, 64)),
+    64: (3, (64, 64), (64, 64), (32, 64)), 96: (2, (64, 64), (64, 32), (32, 64)),
+    128: (2, (64, 64), (64, 32), (32, 64)), 256: (2, (64, 32), (32, 32), (32, 32)),
+}  # fmt: skip
 DEFAULTS = {
-    ("forward", 32): TileConfig(64, 64, 4, 3),
-    ("dq", 32): TileConfig(64, 64, 4, 3),
-    ("dkdv", 32): TileConfig(64, 64, 4, 3),
-    ("forward", 48): TileConfig(64, 64, 4, 3),
-    ("dq", 48): TileConfig(64, 64, 4, 3),
-    ("dkdv", 48): TileConfig(64, 64, 4, 3),
-    ("forward", 64): TileConfig(64, 64, 4, 3),
-    ("dq", 64): TileConfig(64, 64, 4, 3),
-    ("dkdv", 64): TileConfig(32, 64, 4, 3),
-    ("forward", 96): TileConfig(64, 64, 4, 2),
-    ("dq", 96): TileConfig(64, 32, 4, 2),
-    ("dkdv", 96): TileConfig(32, 64, 4, 2),
-    ("forward", 128): TileConfig(64, 64, 4, 2),
-    ("dq", 128): TileConfig(64, 32, 4, 2),
-    ("dkdv", 128): TileConfig(32, 64, 4, 2),
-    ("forward", 256): TileConfig(64, 32, 4, 2),
-    ("dq", 256): TileConfig(32, 32, 4, 2),
-    ("dkdv", 256): TileConfig(32, 32, 4, 2),
+    (kernel, size): TileConfig(rows, keys, 4, stages)
+    for size, (stages, *tiles) in _DEFAULTS.items()
+    for kernel, (rows, keys) in zip(KERNELS, tiles, strict=True)
 }
 SMALL = {
     32: TileConfig(64, 32, 4, 2), 48: TileConfig(64, 32, 4, 2), 64: TileConfig(64, 32, 4, 2),

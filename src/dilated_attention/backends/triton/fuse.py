@@ -24,26 +24,6 @@ PER_WARP = 1024
 Gaps = tuple[int, int, int, int]
 
 
-def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, log_zeros: Tensor | float | None = None) -> None:
-    """Merge (part, part_lse) into (out, lse) in place.
-
-    ``log_zeros``: the part first gets exp(log_zeros) keys of score 0 and value 0; broadcast to (b, L, h).
-    """
-    _merge(out, lse, part, part_lse, log_zeros, first=False)
-
-
-def write_(
-    out: Tensor,
-    lse: Tensor,
-    part: Tensor,
-    part_lse: Tensor,
-    log_zeros: Tensor | float | None = None,
-    gaps: Gaps | None = None,
-) -> None:
-    """The same where nothing was written before: what is in (out, lse) does not count. Gaps get 0 and -inf."""
-    _merge(out, lse, part, part_lse, log_zeros, first=True, gaps=gaps)
-
-
 def put_(targets: Sequence[Tensor], parts: Sequence[Tensor], add: bool, gaps: Gaps | None = None) -> None:
     """targets = parts or targets += parts: one to three pairs of one D, each of any (b, L, h). No targets overlap.
 
@@ -76,16 +56,21 @@ def put_(targets: Sequence[Tensor], parts: Sequence[Tensor], add: bool, gaps: Ga
         )  # fmt: skip
 
 
-def _merge(
+def merge_(
     out: Tensor,
     lse: Tensor,
     part: Tensor,
     part_lse: Tensor,
-    log_zeros: Tensor | float | None,
-    *,
-    first: bool,
+    log_zeros: Tensor | float | None = None,
     gaps: Gaps | None = None,
+    *,
+    first: bool = False,
 ) -> None:
+    """Merge (part, part_lse) into (out, lse) in place.
+
+    ``log_zeros``: the part first gets exp(log_zeros) keys of score 0 and value 0; broadcast to (b, L, h). ``first``:
+    what is in (out, lse) does not count, and gaps get 0 and -inf.
+    """
     batch, rows, heads, dim = out.shape
     if not out.numel():
         return

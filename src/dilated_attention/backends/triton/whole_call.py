@@ -111,7 +111,9 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
 
 def _kept(call: Call, prepare: Callable[..., Prepared], *layouts: Layout) -> Prepared:
     """What is prepared for a call on tensors of these layouts, kept from now on."""
-    return CACHE.get((call.device, call, *(x.strides for x in layouts)), lambda: prepare(call, *layouts))
+    key = (call.device, call, *(x.strides for x in layouts))
+    found: Prepared = CACHE.get(key, lambda: prepare(call, *layouts))
+    return found
 
 
 def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:

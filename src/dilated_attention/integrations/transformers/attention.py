@@ -99,13 +99,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
 
-    link = None if group is None else functional.link_of(ContextParallel.of(group))
-
     def attended(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
         # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        return functional.attend(
-            q, k, v, pattern, True, scale, dropout_p, None, True, "auto", None, link, warns=False, **where
-        )
+        more: dict[str, Any] = {"link": functional.link_of(group), "warns": False, **where}
+        return functional.attend(q, k, v, pattern, True, scale, dropout_p, enable_gqa=True, **more)
 
     if group is not None:
         if grid != Grid() or kept is not None:
