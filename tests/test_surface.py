@@ -116,13 +116,20 @@ def fresh_process(code: str) -> str:
     return done.stdout
 
 
-def test_importing_brings_in_nothing_optional() -> None:
+def test_importing_brings_in_nothing_optional_and_changes_no_setting_of_torch() -> None:
     """Beyond what `import torch` itself brings in."""
     code = f"""
-import sys, torch
-before = set(sys.modules)
+import sys, torch, warnings
+def settings():
+    return (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.initial_seed(),
+            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cudnn.allow_tf32, len(warnings.filters))
+torch.manual_seed(0)
+before, state, modules = settings(), torch.get_rng_state(), set(sys.modules)
 import {NAME}
-print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
+assert settings() == before, (before, settings())
+assert torch.equal(state, torch.get_rng_state())
+print(*sorted({{name.split(".")[0] for name in set(sys.modules) - modules}}))
 """
     new = set(fresh_process(code).split())
     assert NAME in new
@@ -144,22 +151,6 @@ testing.check((q, k, v), DilatedPattern.torchscale([8, 16], [1, 3]))
 print(dilated_attention(q, k, v, DilatedPattern.longnet([8], [1])).shape)
 """
     assert "[2, 20, 4, 8]" in fresh_process(code)
-
-
-def test_importing_changes_no_setting_of_torch() -> None:
-    code = f"""
-import torch, warnings
-def settings():
-    return (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.initial_seed(),
-            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cudnn.allow_tf32, len(warnings.filters))
-torch.manual_seed(0)
-before, state = settings(), torch.get_rng_state()
-import {NAME}
-assert settings() == before, (before, settings())
-assert torch.equal(state, torch.get_rng_state())
-"""
-    fresh_process(code)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------
