@@ -25,6 +25,18 @@ def test_what_is_recorded_of_mutants_is_of_this_code() -> None:
     assert not [name for name, one in found.items() if any(slip in one.get("says", "") for slip in slips)]
 
 
+def test_the_table_says_what_is_recorded() -> None:
+    found = [json.loads((ROOT / f"tests/mutants/{name}.json").read_text())["mutants"] for name in ("before", "after")]
+
+    def killer(one: dict[str, str] | None) -> str:
+        if one is None or one["ended"] == "unfinished":
+            return "–"
+        return f"`{one['by'].partition('[')[0].removeprefix('tests/')}`" if one["by"] else "none"
+
+    rows = [f"| {x.name}: {x.breaks} | {' | '.join(killer(one.get(x.name)) for one in found)} |" for x in MUTANTS]
+    assert (ROOT / "tests/mutants/table.md").read_text().splitlines()[7:] == rows
+
+
 def test_the_tests_named_for_a_mutant_are_there() -> None:
     for test in {test for one in MUTANTS for test in mutants.tests_of(one)}:
         file, _, function = test.removeprefix("interpreted:").partition("@")[0].partition("::")
