@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost, testing
-from dilated_attention.distributed.fake import FakeTransport
 from dilated_attention.ring.cost import PlanCost
 from dilated_attention.testing import Results
+from tests.threads import FakeTransport, run_sharded
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -237,7 +237,7 @@ class Case:
         """The ranks being threads, and what each of them sent."""
         qkv, dout, dlse, _ = self.inputs()
         options = {name: value for name, value in self.options().items() if name != "scale"}
-        return testing.run_sharded(
+        return run_sharded(
             qkv, self.lengths(), self.the_pattern(), dout, dlse, exchange=self.exchange, seed=self.seed(),
             use_checkpointing=self.recompute, backend=self.backend, **options,
         )  # fmt: skip

@@ -23,7 +23,6 @@ from dilated_attention import DilatedPattern, testing
 from dilated_attention import call as calls
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
-from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.ring import packing
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.alltoall import bundles
@@ -31,6 +30,7 @@ from dilated_attention.ring.circulate import Messages, traffic
 from dilated_attention.ring.packing import Field
 from tests.cases import EXCHANGES, Case
 from tests.drawn import channels_of, drawn, few, shards_of
+from tests.threads import FakeLink, FakeTransport, run_threads
 
 # --- the engine -------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def forward_only(case: Case) -> list[FakeTransport]:
     def rank(transport: FakeTransport) -> None:
         q, k, v = (x[:, case.shard(transport.rank)] for x in qkv)
         call = Call(case.the_pattern(), case.is_causal, in_parts=True).of(q, k, None, 0)
-        ring.attend(Inputs(q, k, v), call, testing._FakeLink(transport, exchange=case.exchange))
+        ring.attend(Inputs(q, k, v), call, FakeLink(transport, exchange=case.exchange))
 
     return run_threads(case.ranks, rank)[1]
 

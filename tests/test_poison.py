@@ -15,6 +15,7 @@ from torch import Tensor
 from dilated_attention import DilatedPattern, dilated_attention, testing
 from dilated_attention.pattern import RULES
 from dilated_attention.testing import Results
+from tests.threads import run_sharded
 
 BACKENDS = ("sdpa", "eager")
 
@@ -113,8 +114,8 @@ def test_a_nan_query_stays_in_its_row_over_ranks(exchange: str, use_checkpointin
     dout, dlse = torch.ones_like(q), torch.ones(q.shape[:3], dtype=torch.float64)
     options = {"exchange": exchange, "use_checkpointing": use_checkpointing, "backend": backend}
     none = (x.index_fill(1, rows, 0.0) for x in (dout, dlse))
-    without, _ = testing.run_sharded((q, k, v), lengths, pattern, *none, **options)
-    got, _ = testing.run_sharded((q.index_fill(1, rows, math.nan), k, v), lengths, pattern, dout, dlse, **options)
+    without, _ = run_sharded((q, k, v), lengths, pattern, *none, **options)
+    got, _ = run_sharded((q.index_fill(1, rows, math.nan), k, v), lengths, pattern, dout, dlse, **options)
     bad = torch.zeros(29, dtype=torch.bool).index_fill_(0, rows, True)
     for (name, x), (_, wanted) in zip(got.items(), without.items(), strict=True):
         if name in ("dk", "dv"):

@@ -10,19 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from dilated_attention import reference
-from dilated_attention.backends.problem import Inputs
-from dilated_attention.call import Call, read_sequences
-from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.ring import run as ring
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 
@@ -213,58 +208,12 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
     assert not wrong, "; ".join(wrong)
 
 
-def run_sharded(
-    qkv: tuple[Tensor, ...],
-    lengths: Sequence[int],
-    pattern: DilatedPattern,
-    dout: Tensor,
-    dlse: Tensor | None = None,
-    *,
-    exchange: str = "ring",
-    use_checkpointing: bool = True,
-    key_padding_mask: Tensor | None = None,
-    seed: Tensor | None = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    backend: str = "auto",
-    cu_seqlens: Sequence[int] = (),
-) -> tuple[Results, list[FakeTransport]]:
-    """As `run`, with the sequence cut into shards of these lengths, one per rank; the ranks are threads."""
-    sequences = read_sequences(cu_seqlens, sum(lengths)) if cu_seqlens else ()
-    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, sequences=sequences, in_parts=True)
-
-    def rank(transport: FakeTransport) -> Results:
-        start = sum(lengths[: transport.rank])
-        shard = slice(start, start + lengths[transport.rank])
-        link = _FakeLink(transport, exchange=exchange, use_checkpointing=use_checkpointing)
-        padding = None if key_padding_mask is None else key_padding_mask[:, shard]
-
-        def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
-            inputs = Inputs(query, key, value, padding, seed)
-            return ring.attend(inputs, asked.of(query, key, padding, 0), link)
-
-        parts = tuple(x[:, shard] for x in qkv)
-        return run(attention, parts, dout[:, shard], None if dlse is None else dlse[:, shard])
-
-    results, transports = run_threads(len(lengths), rank)
-    return joined(results), transports
-
-
 def joined(results: Sequence[Results]) -> Results:
     """The results of all shards as one."""
     parts = zip(*([value for _, value in result.items()] for result in results), strict=True)
     names = [name for name, _ in results[0].items()]
     whole = dict(zip(names, (torch.cat(some, 1) for some in parts), strict=True))
     return Results(whole["out"], whole.get("lse"), whole["dq"], whole["dk"], whole["dv"])
-
-
-class _FakeLink(ring.Link):
-    def __init__(self, transport: FakeTransport, **settings: Any) -> None:
-        super().__init__(cast(ProcessGroup, transport), verify="always", **settings)
-        self.fake = transport
-
-    def transport(self, device: torch.device) -> FakeTransport:
-        return self.fake
 
 
 def check(

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, testing
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
-from dilated_attention.distributed.fake import FakeTransport, run_threads
 from dilated_attention.distributed.group import LONGEST_TIMEOUT, Buffers
 from dilated_attention.ranks import pool
 from dilated_attention.ring.circulate import Exchange
 from dilated_attention.ring.run import attend
+from tests.threads import FakeLink, FakeTransport, run_threads
 
 HOST = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
 
     def rank(transport: FakeTransport) -> None:
         q = testing.make_qkv(1, 8, 2, 4, seed=transport.rank)[0].requires_grad_()
-        link = testing._FakeLink(transport, exchange="ring", use_checkpointing=False)
+        link = FakeLink(transport, exchange="ring", use_checkpointing=False)
         call = Call(DilatedPattern.longnet([16], [1]), in_parts=True).of(q, q, None, 0)
         with torch.set_grad_enabled(grad):
             attend(Inputs(q, q, q), call, link)

@@ -1,6 +1,6 @@
 """One step of communication: messages to and from some ranks, posted together and awaited together.
 
-Messages are bytes, (n,) uint8. A transport carries them: over a process group (`group`), or among threads (`fake`).
+Messages are bytes, (n,) uint8. A transport carries them: over a process group (`group`), or in tests among threads.
 """
 
 from __future__ import annotations

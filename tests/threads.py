@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import Call, read_sequences
 from dilated_attention.distributed.transport import Stats
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.ring import run as ring
+from dilated_attention.testing import Results, joined, run
 
 T = TypeVar("T")
 Address = tuple[int, int, str, int]  # source, target, name of the step, how often that name was posted before
@@ -122,3 +129,52 @@ def run_threads(size: int, function: Callable[[FakeTransport], T]) -> tuple[list
         raise min(errors.values(), key=lambda error: "waited for rank" in str(error))
     assert not office.waiting, f"messages that nobody received: {list(office.waiting)[:5]}"
     return results, transports
+
+
+# --- a call over such ranks ------------------------------------------------------------------------------------
+
+
+class FakeLink(ring.Link):
+    def __init__(self, transport: FakeTransport, **settings: Any) -> None:
+        super().__init__(cast(ProcessGroup, transport), verify="always", **settings)
+        self.fake = transport
+
+    def transport(self, device: torch.device) -> FakeTransport:
+        return self.fake
+
+
+def run_sharded(
+    qkv: tuple[Tensor, ...],
+    lengths: Sequence[int],
+    pattern: DilatedPattern,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    exchange: str = "ring",
+    use_checkpointing: bool = True,
+    key_padding_mask: Tensor | None = None,
+    seed: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    cu_seqlens: Sequence[int] = (),
+) -> tuple[Results, list[FakeTransport]]:
+    """As `testing.run`, with the sequence cut into shards of these lengths, one per rank; the ranks are threads."""
+    sequences = read_sequences(cu_seqlens, sum(lengths)) if cu_seqlens else ()
+    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, sequences=sequences, in_parts=True)
+
+    def rank(transport: FakeTransport) -> Results:
+        start = sum(lengths[: transport.rank])
+        shard = slice(start, start + lengths[transport.rank])
+        link = FakeLink(transport, exchange=exchange, use_checkpointing=use_checkpointing)
+        padding = None if key_padding_mask is None else key_padding_mask[:, shard]
+
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
+            inputs = Inputs(query, key, value, padding, seed)
+            return ring.attend(inputs, asked.of(query, key, padding, 0), link)
+
+        parts = tuple(x[:, shard] for x in qkv)
+        return run(attention, parts, dout[:, shard], None if dlse is None else dlse[:, shard])
+
+    results, transports = run_threads(len(lengths), rank)
+    return joined(results), transports
