@@ -212,10 +212,10 @@ class Case:
         if not self.dropout_p:
             return None
         # of this device alone: torch.manual_seed takes a millisecond to write down who asked, for devices not there
-        generator = torch.default_generator if self.device == "cpu" else torch.cuda.default_generators[0]
-        generator.manual_seed(self.number)
+        begin = torch.default_generator.manual_seed if self.device == "cpu" else torch.cuda.manual_seed
+        begin(self.number)
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=self.device)
-        generator.manual_seed(self.number)
+        begin(self.number)
         return seed
 
     def attention(self, **more: Any) -> Callable[..., Any]:

@@ -168,7 +168,12 @@ def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.Monkey
     assert "from 4,096 rows on" in triton.preference(asked, False)[1]
     give_table(monkeypatch, library_from={"forward 64": 1})
     assert configs.prefers_library(CUDA, **call, form=form) is True
-    assert configs.prefers_library(CUDA, **{**call, "head_dim": 24}, form=form) is True  # nor a smaller head dim
+    for head_dim in (24, 40):  # nor a smaller head dim
+        assert configs.prefers_library(CUDA, **{**call, "head_dim": head_dim}, form=form) is True
+    assert configs.prefers_library(CUDA, **{**call, "head_dim": 80}, form=form) is None
+    give_table(monkeypatch, library_from={"forward 128": 1, "forward 48": 4097})
+    assert configs.prefers_library(CUDA, **{**call, "head_dim": 80}, form=form) is True
+    assert configs.prefers_library(CUDA, **{**call, "head_dim": 40}, form=form) is False  # its own comes first
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import sys
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +158,14 @@ def test_the_candidates_have_all_that_is_in_use(tune: ModuleType) -> None:
     for kernel, size in tune.CANDIDATES:
         found = tune.candidates(kernel, size)
         assert 6 <= len(found) == len(set(found)) <= 10
+
+
+def test_words_that_a_key_must_not_have(tune: ModuleType) -> None:
+    """With a - before them."""
+    asked = SimpleNamespace(only=["tiles dq 48 -short -causal", "library"])
+    wanted = [("tiles", "dq 48"), ("tiles", "dq 48 nested"), ("library", "backward 48 causal")]
+    others = [("tiles", "dq 48 short"), ("tiles", "dq 48 causal nested"), ("tiles", "dkdv 48"), ("tiles", "dq 64")]
+    assert [key for key in [*wanted, *others] if tune.Tuning.wants(asked, *key)] == wanted
 
 
 @pytest.mark.parametrize("scale", [1, 32768])

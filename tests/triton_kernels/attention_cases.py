@@ -117,6 +117,7 @@ def test_rows_without_keys(rule: str, is_causal: bool) -> None:
         (48, DTYPES[-1], "torchscale", True, {}),
         (48, FULL, "torchscale", False, {"key_padding_mask": make_mask(1, 75), "dropout_p": 0.3, **SEED}),
         (96, DTYPES[-1], "longnet", False, {}),
+        (160, DTYPES[-1], "head_groups", True, {}),
     ],
 )
 def test_rows_in_two_parts(dim: int, dtype: torch.dtype, rule: str, is_causal: bool, options: dict[str, Any]) -> None:
