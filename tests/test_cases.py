@@ -23,6 +23,7 @@ from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.testing import Results
 from tests.cases import INTERPRETED, Case, run_in_rank
 from tests.table import PATHS, cover, tuples, wanted
+from tests.threads import joined
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it on a GPU
 Attention = Callable[..., Any]
@@ -105,7 +106,7 @@ def all_in_ranks(path: str, size: int) -> dict[Case, Results]:
     """All cases of the path for so many ranks, in one call."""
     cases = [case for case in cover(path) if case.ranks == size]
     shards = pool(size).run(run_in_rank, cases, timeout=300)
-    return {case: testing.joined(parts) for case, parts in zip(cases, zip(*shards, strict=True), strict=True)}
+    return {case: joined(parts) for case, parts in zip(cases, zip(*shards, strict=True), strict=True)}
 
 
 def run_ranks(case: Case) -> Results:
@@ -113,7 +114,7 @@ def run_ranks(case: Case) -> Results:
     try:
         got = all_in_ranks(case.path, case.ranks)[case]
     except RanksFailed:
-        got = testing.joined([one for (one,) in pool(case.ranks).run(run_in_rank, [case])])
+        got = joined([one for (one,) in pool(case.ranks).run(run_in_rank, [case])])
     return Results(*(x.to(case.device) for _, x in got.items()))
 
 

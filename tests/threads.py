@@ -16,7 +16,7 @@ from dilated_attention.call import Call, read_sequences
 from dilated_attention.distributed.transport import Stats
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring import run as ring
-from dilated_attention.testing import Results, joined, run
+from dilated_attention.testing import Results, run
 
 T = TypeVar("T")
 Address = tuple[int, int, str, int]  # source, target, name of the step, how often that name was posted before
@@ -132,6 +132,14 @@ def run_threads(size: int, function: Callable[[FakeTransport], T]) -> tuple[list
 
 
 # --- a call over such ranks ------------------------------------------------------------------------------------
+
+
+def joined(results: Sequence[Results]) -> Results:
+    """The results of all shards as one."""
+    parts = zip(*([value for _, value in result.items()] for result in results), strict=True)
+    names = [name for name, _ in results[0].items()]
+    whole = dict(zip(names, (torch.cat(some, 1) for some in parts), strict=True))
+    return Results(whole["out"], whole.get("lse"), whole["dq"], whole["dk"], whole["dv"])
 
 
 class FakeLink(ring.Link):

@@ -8,7 +8,7 @@ Legend as in `functional`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -206,14 +206,6 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
     wrong = [f"{name} is off by {found[name]:.2e}, allowed {allowed[name]:.2e}" for name in found
              if not found[name] <= allowed[name]]  # fmt: skip
     assert not wrong, "; ".join(wrong)
-
-
-def joined(results: Sequence[Results]) -> Results:
-    """The results of all shards as one."""
-    parts = zip(*([value for _, value in result.items()] for result in results), strict=True)
-    names = [name for name, _ in results[0].items()]
-    whole = dict(zip(names, (torch.cat(some, 1) for some in parts), strict=True))
-    return Results(whole["out"], whole.get("lse"), whole["dq"], whole["dk"], whole["dv"])
 
 
 def check(

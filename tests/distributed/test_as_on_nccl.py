@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, testing
+from dilated_attention import DilatedPattern
 from dilated_attention.distributed.group import GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.ranks import pool
@@ -23,6 +23,7 @@ from dilated_attention.ring import run
 from dilated_attention.testing import Results
 from tests.cases import Case
 from tests.over_ranks import noted_calls, world
+from tests.threads import joined
 
 LENGTHS = (17, 0, 30, 9)
 CHECKED, TIMES = 8, 3  # agreements, and how often each case runs, which is more calls than are checked
@@ -67,7 +68,7 @@ def all_cases() -> tuple[list[Results], Counter[str]]:
 def test_it_matches_the_oracle_with_as_few_collectives_as_can_be() -> None:
     results, counts = zip(*pool(len(LENGTHS)).run(all_cases), strict=True)
     for case, parts in zip(CASES, zip(*results, strict=True), strict=True):
-        case.check(testing.joined(parts))
+        case.check(joined(parts))
     steps = {"ring": 0, "allgather": 3, "alltoall": 4}  # two forward and two backward, or one forward and two backward
     assert {count["all_to_all_single"] for count in counts} == {TIMES * sum(steps[case.exchange] for case in CASES)}
     calls = [case for case in CASES for _ in range(TIMES)]

@@ -41,6 +41,7 @@ from dilated_attention.ring import run
 from dilated_attention.testing import Results
 from tests.cases import EXCHANGES, Case
 from tests.over_ranks import alive, world
+from tests.threads import joined
 
 P, VICTIM = 3, 1
 TOKENS = 20  # of each rank
@@ -154,7 +155,7 @@ def call_with(fault: Fault, exchange: str, timeout: float, again: bool = True) -
 
 
 def assert_right(results: list[Results], number: int = 0) -> None:
-    right_case(len(results), number=number).check(testing.joined(results))
+    right_case(len(results), number=number).check(joined(results))
 
 
 def outcomes_of(

@@ -28,6 +28,7 @@ from dilated_attention.testing import Results
 from tests.cases import EXCHANGES, Case
 from tests.over_ranks import noted_calls
 from tests.table import cover
+from tests.threads import joined
 
 BY_EXCHANGE = pytest.mark.parametrize("exchange", EXCHANGES)
 
@@ -60,7 +61,7 @@ def run_here(cases: Sequence[Case]) -> list[Results]:
 def solve(cases: Sequence[Case]) -> list[Results]:
     """The joined results of cases for equally many ranks."""
     shards = pool(cases[0].ranks).run(run_here, cases)
-    return [testing.joined(parts) for parts in zip(*shards, strict=True)]
+    return [joined(parts) for parts in zip(*shards, strict=True)]
 
 
 class Here(NamedTuple):
@@ -222,7 +223,7 @@ def compiled_here(case: Case) -> Results:
 def test_compiled_around_the_call() -> None:
     case = vary(lengths=(17, 24), exchange="ring")
     single = testing.run(around(case.attention()), *case.inputs()[:3])
-    testing.assert_exact(testing.joined(pool(2).run(compiled_here, case)), single)
+    testing.assert_exact(joined(pool(2).run(compiled_here, case)), single)
 
 
 # --- groups among others ----------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def test_ranks_of_a_group_are_not_those_of_the_world(ranks: list[int], options: 
     found = pool(4).run(in_a_subgroup_here, case, ranks, options)
     assert [rank for rank, one in enumerate(found) if one is not None] == sorted(ranks)
     in_order = sorted((one for one in found if one is not None), key=lambda one: one[0])
-    testing.assert_exact(testing.joined([one for _, one in in_order]), case.expected())
+    testing.assert_exact(joined([one for _, one in in_order]), case.expected())
 
 
 def split_heads_here(case: Case) -> Results:
@@ -272,7 +273,7 @@ def test_heads_split_too(rule: str, exchange: str) -> None:
     pattern = DilatedPattern(rule, (6, 24, 64), (1, 2, 3))
     case = vary(pattern=pattern, lengths=(17, 24), exchange=exchange, own_heads=(8, 4), dropout_p=0.3)
     results = pool(4).run(split_heads_here, case)
-    halves = [testing.joined(results[:2]), testing.joined(results[2:])]
+    halves = [joined(results[:2]), joined(results[2:])]
     whole = [torch.cat(pair, 2) for pair in zip(*([x for _, x in half.items()] for half in halves), strict=True)]
     testing.assert_exact(Results(*whole), case.expected())
 

@@ -99,10 +99,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
 
+    link = functional.link_of(group)
+
     def attended(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
         # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        more: dict[str, Any] = {"link": functional.link_of(group), "warns": False, **where}
-        return functional.attend(q, k, v, pattern, True, scale, dropout_p, enable_gqa=True, **more)
+        return functional.attend(
+            q, k, v, pattern, True, scale, dropout_p, enable_gqa=True, link=link, warns=False, **where
+        )
 
     if group is not None:
         if grid != Grid() or kept is not None:
