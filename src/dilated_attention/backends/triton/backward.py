@@ -81,7 +81,7 @@ def dq_kernel(
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, dout_sample, dout_token, dout_head,
     dlse_sample, dlse_token, dlse_head, dq_sample, dq_token, dq_head, stats_sample, stats_head, padding_sample,
-    scale, group, first_head, first_token, threshold, factor, plain_scale,
+    scale, group, first_head, threshold, factor, plain_scale,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr,
@@ -120,18 +120,18 @@ def dq_kernel(
     if PADDING:
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
-        position = first_token + start + q_position
+        position = start + q_position
         low, high = row_words(tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group, position)
     dq = zeros(BM, BD, BE)
     dq = walk_keys(
         dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + FIRST_RUN) * RUN,
-        tl.load(tile + PLAIN), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, PADDING,
+        tl.load(tile + PLAIN), start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, PADDING,
         False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
     )  # fmt: skip
     if EDGES:
         dq = walk_keys(
             dq, q, dout, lse, slope, q_position, low, high, K, V, PADDING_MASK, runs + tl.load(tile + EDGE_RUN) * RUN,
-            tl.load(tile + EDGES_MET), first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN,
+            tl.load(tile + EDGES_MET), start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN,
             RAGGED or PADDING, CAUSAL, PADDING, DROPOUT, False, PRECISION, ALIGNED,
         )  # fmt: skip
     DQ += sample * dq_sample + head * dq_head + here * dq_token
@@ -192,7 +192,7 @@ def dkdv_kernel(
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     dout_sample, dout_token, dout_head, dk_sample, dk_token, dk_head, dv_sample, dv_token, dv_head,
     stats_sample, stats_head, padding_sample,
-    scale, group, first_head, first_token, threshold, factor, plain_scale,
+    scale, group, first_head, threshold, factor, plain_scale,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr,
     SINGLE: tl.constexpr, EDGES: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr,
@@ -236,13 +236,13 @@ def dkdv_kernel(
         STATSh = STATS + sample * stats_sample + head * stats_head + start * 2
         dk, dv = walk_queries(
             dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
-            runs + tl.load(tile + FIRST_RUN) * RUN, tl.load(tile + PLAIN), first_token + start, scale, threshold,
+            runs + tl.load(tile + FIRST_RUN) * RUN, tl.load(tile + PLAIN), start, scale, threshold,
             factor, q_token, dout_token, D, BD, BE, BM, False, False, PADDING, DROPOUT, SINGLE, PRECISION, ALIGNED,
         )  # fmt: skip
         if EDGES:
             dk, dv = walk_queries(
                 dk, dv, k, v, k_position, ignored, seed, branch, sample, head + first_head * heads, Qh, DOUTh, STATSh,
-                runs + tl.load(tile + EDGE_RUN) * RUN, tl.load(tile + EDGES_MET), first_token + start, scale,
+                runs + tl.load(tile + EDGE_RUN) * RUN, tl.load(tile + EDGES_MET), start, scale,
                 threshold, factor, q_token, dout_token, D, BD, BE, BM, RAGGED, CAUSAL, PADDING, DROPOUT, False,
                 PRECISION, ALIGNED,
             )  # fmt: skip

@@ -145,7 +145,7 @@ def forward_kernel(
     Q, K, V, OUT, LSE, PADDING_MASK, ENDS, SEED, sections, tiles, runs,
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     out_sample, out_token, out_head, lse_sample, lse_token, lse_head, padding_sample,
-    scale, group, first_head, first_token, threshold, factor,
+    scale, group, first_head, threshold, factor,
     SECTIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, ZEROS: tl.constexpr,
     CONTINUE: tl.constexpr, SINGLE: tl.constexpr, EDGES: tl.constexpr,
@@ -173,7 +173,7 @@ def forward_kernel(
     if PADDING:
         PADDING_MASK += sample * padding_sample + start
     if DROPOUT:
-        position = first_token + start + q_position
+        position = start + q_position
         low, high = row_words(tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group, position)
     sound = False
     if SHIFTED:
@@ -187,7 +187,7 @@ def forward_kernel(
             acc = scaled(acc, mass[:, None])
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
-            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, CAUSAL, PADDING, DROPOUT,
+            start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, CAUSAL, PADDING, DROPOUT,
             SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, True,
         )  # fmt: skip
         too_much = tl.where(mass < 1.2e30, 0, 1) | not_finite(acc)
@@ -197,7 +197,7 @@ def forward_kernel(
     if not sound:
         acc, m, mass = walk_all(
             acc, m, mass, q, q_position, low, high, K, V, PADDING_MASK, entry, plain, edge_entry, edge,
-            first_token + start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, CAUSAL, PADDING, DROPOUT,
+            start, scale, threshold, factor, k_token, v_token, D, BD, BE, BN, CAUSAL, PADDING, DROPOUT,
             SINGLE, EDGES, RAGGED, PRECISION, ALIGNED, False,
         )  # fmt: skip
     if ZEROS:

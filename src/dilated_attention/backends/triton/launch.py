@@ -79,7 +79,7 @@ def _numbers(call: Call) -> tuple[float, ...]:
     scale = max(call.scale, 1e-30) * LOG2E
     threshold = min(round(call.dropout_p * 2**32), 2**32 - 1)
     factor = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0
-    return call.keys, scale, call.group, call.first_head, 0, threshold, factor
+    return call.keys, scale, call.group, call.first_head, threshold, factor
 
 
 def _optional(call: Call) -> tuple[torch.dtype, torch.dtype]:
