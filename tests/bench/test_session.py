@@ -180,6 +180,7 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "time", time)
     monkeypatch.setattr(slides, "MODELS", {"gigapath_slide_enc12l384d": 24})
     monkeypatch.setattr(slides, "TILES", {"cpu": (20,)})
+    monkeypatch.setattr(slides, "PACKED", {"cpu": (3, 10, 20)})
     monkeypatch.setattr(slides, "TRAINED", {"cpu": 20})
     monkeypatch.setattr(language, "LENGTHS", {"cpu": {65: 1.0}})
     monkeypatch.setattr(language, "COMPILED", (65,))
@@ -189,9 +190,12 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes long
     made.run({name: suites.steps_of(name, made) for name in ("slides", "language")}, lambda found: None)
     tables = {table["title"]: table["rows"] for table in made.results["tables"]}
-    assert [len(rows) for rows in tables.values()] == [2, 2, 1, 4, 1, 2]
+    assert [len(rows) for rows in tables.values()] == [2, 2, 2, 1, 4, 1, 2]
     assert all(check["verdict"] == "exact" for check in made.results["checks"])
     assert tables["Whole slide encoders, forward"][1][5] < 1e-5
+    (_, _, packed, *_, more, _), (_, _, alone, *_, none, _) = tables["Packed slides"]
+    assert alone < packed
+    assert (more is None, none is None) == (False, True)
 
 
 def test_quick_takes_about_a_minute() -> None:

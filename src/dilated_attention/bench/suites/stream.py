@@ -68,9 +68,9 @@ def measure(session: Session, causal: bool) -> list[Any]:
         nonlocal drawing
         for index in range(count):
             start = timer()
-            chunk = draw(session, size, index)
+            drawn = [draw(session, size, index)]
             drawing += timer() - start
-            yield chunk
+            yield drawn.pop()  # kept in no variable: it would be there while the next one is drawn
 
     list(stream([draw(session, size, 0)], pattern, is_causal=causal))  # kernels are compiled and chosen once
     if session.on_cuda:
