@@ -24,6 +24,7 @@ import os
 import pkgutil
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -530,18 +531,18 @@ def test_the_pictures_of_the_report_are_of_the_results_that_are_committed() -> N
 
 
 def test_the_figures_of_streaming_and_decoding_are_the_measured_ones() -> None:
-    streamed = json.loads((ROOT / "benchmarks/results/stream.json").read_text())
-    page = (ROOT / "docs/streaming.md").read_text(encoding="utf-8")
-    plain, causal = streamed["streams"]
-    assert f"took {plain['seconds']:.1f} s, and {causal['seconds']:.1f} s causal" in page
-    assert f"{plain['tokens_per_second'] / 1e6:.0f} and {causal['tokens_per_second'] / 1e6:.0f} million" in page
-    assert f"{max(one['peak_bytes'] for one in streamed['streams']) / 2**30:.1f} GiB" in page
-    assert all(one["rows"]["right"] for one in streamed["streams"])
-    decoded = json.loads((ROOT / "benchmarks/results/decode.json").read_text())
-    page = (ROOT / "docs/operation.md").read_text(encoding="utf-8")
-    assert f"takes {decoded['median_us']:.1f} µs" in page
-    assert f"and {decoded['call_us']['auto']['median']:.0f} µs as a call" in page
-    assert f"commit {decoded['machine']['commit']}" in page
+    found = json.loads((ROOT / "benchmarks/results/decode-stream/results.json").read_text(encoding="utf-8"))
+    steps, calls, (plain, causal) = (table["rows"] for table in found["tables"])
+    page = " ".join((ROOT / "docs/streaming.md").read_text(encoding="utf-8").split())
+    assert f"took {plain[3]:.1f} s, and {causal[3]:.1f} s causal: {plain[4]:.0f} and {causal[4]:.0f} million" in page
+    assert (
+        f"was {max(plain[6], causal[6]):.1f} GiB. All {plain[7] + causal[7]} rows that were checked were right" in page
+    )
+    assert all(check["verdict"] == "exact" for check in found["checks"])
+    told = " ".join((ROOT / "docs/operation.md").read_text(encoding="utf-8").split())
+    assert f"takes {statistics.median(row[3] for row in steps):.1f} µs of kernel time" in told
+    assert f"and {calls[0][1]:.0f} µs as a call" in told
+    assert all(f"commit {found['machine']['commit'][:7]}" in text for text in (page, told))
 
 
 def test_the_page_of_language_models_has_what_was_measured() -> None:

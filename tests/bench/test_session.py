@@ -26,6 +26,7 @@ from dilated_attention.bench.suites import (
     kernels,
     language,
     optimisations,
+    packed,
     profile,
     slides,
     stream,
@@ -151,7 +152,7 @@ def test_unknown_suites_are_refused_before_any_work() -> None:
 
 
 def test_all_is_what_compares_implementations() -> None:
-    assert set(ALL) == set(SUITES) - {"quick", "all", "kernels", "decode", "stream", "slides", "language"}
+    assert set(ALL) == set(SUITES) - {"quick", "all", "kernels", "decode", "stream", "packed", "slides", "language"}
     assert all(SUITES.values())
 
 
@@ -180,7 +181,6 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "time", time)
     monkeypatch.setattr(slides, "MODELS", {"gigapath_slide_enc12l384d": 24})
     monkeypatch.setattr(slides, "TILES", {"cpu": (20,)})
-    monkeypatch.setattr(slides, "PACKED", {"cpu": (3, 10, 20)})
     monkeypatch.setattr(slides, "TRAINED", {"cpu": 20})
     monkeypatch.setattr(language, "LENGTHS", {"cpu": {65: 1.0}})
     monkeypatch.setattr(language, "COMPILED", (65,))
@@ -190,12 +190,21 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes long
     made.run({name: suites.steps_of(name, made) for name in ("slides", "language")}, lambda found: None)
     tables = {table["title"]: table["rows"] for table in made.results["tables"]}
-    assert [len(rows) for rows in tables.values()] == [2, 2, 2, 1, 4, 1, 2]
+    assert [len(rows) for rows in tables.values()] == [2, 2, 1, 4, 1, 2]
     assert all(check["verdict"] == "exact" for check in made.results["checks"])
     assert tables["Whole slide encoders, forward"][1][5] < 1e-5
-    (_, _, packed, *_, more, _), (_, _, alone, *_, none, _) = tables["Packed slides"]
-    assert alone < packed
-    assert (more is None, none is None) == (False, True)
+
+
+def test_packed_sequences_are_timed_beside_one_with_as_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = started()
+    monkeypatch.setattr(packed, "COUNT", 4)
+    monkeypatch.setattr(made, "time", lambda calls: {key: Timing(1.0, 1.0, 1.0, 1) for key in calls})
+    made.run({"packed": suites.steps_of("packed", made)}, lambda found: None)
+    for what in packed.SHAPES:
+        (_, _, tokens, *_, first, _), (_, _, alone, *_, none, _) = (row for row in table_of(made) if row[0] == what)
+        assert alone < tokens  # it has the longer segments
+        assert (first is None, none is None) == (False, True)
+    assert all(check["verdict"] == "exact" for check in made.results["checks"])
 
 
 def test_quick_takes_about_a_minute() -> None:

@@ -59,6 +59,7 @@ def bench(
       kernels        how near our kernels come to dense ones
       decode         one token more at the end of a long context
       stream         a sequence longer than memory
+      packed         many sequences in one row
       slides         slide encoders
       language       LongNet as a language model
 

@@ -17,6 +17,7 @@ from dilated_attention.bench.suites import (
     kernels,
     language,
     optimisations,
+    packed,
     profile,
     quick,
     ring,
@@ -28,7 +29,7 @@ from dilated_attention.bench.suites import (
 _COMPARED = (copies, improved, ring, profile, scaling, optimisations)
 _MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (quick, *_COMPARED, kernels, decode, stream, slides, language)
+    for module in (quick, *_COMPARED, kernels, decode, stream, packed, slides, language)
 }
 ALL = [module.__name__.rpartition(".")[2] for module in _COMPARED]
 SUITES = {

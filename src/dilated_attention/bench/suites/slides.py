@@ -10,15 +10,12 @@ Legend: q, k, v (1, 1 + L, H, D) for L tiles and the class token.
 from __future__ import annotations
 
 import functools
-import itertools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.benchmark import timer
 
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import Call, forward, forward_backward
@@ -32,7 +29,6 @@ from dilated_attention.testing import make_qkv
 SUITE, HEADS, PATTERN = "slides", 16, slide_pattern(262144, 256)
 MODELS = {"gigapath_slide_enc12l768d": 48, "gigapath_slide_enc12l384d": 24}  # head dims
 TILES = {"cuda": (10_000, 45_680, 200_000, 1_000_000), "cpu": (1_000, 10_000)}
-PACKED = {"cuda": (64, 1_000, 30_000), "cpu": (64, 10, 300)}  # slides in one row, the least and the most tiles
 TRAINED = {"cuda": 45_680, "cpu": 1_000}
 MOST_COPIED = 300_000  # tiles whose copies the released way trains on: more take most of a large GPU's memory
 GIB = 1 << 30
@@ -81,8 +77,7 @@ WRAPPERS: dict[str, Any] = {"self_attn": ReleasedAttention, "ffn": ReleasedFeedF
 
 def steps(session: Session) -> list[Step]:
     seconds = 60.0 if session.on_cuda else 90.0
-    tables = (attention_table, model_table, packed_table, training_table)
-    return [Step(table, took) for table, took in zip(tables, (seconds, seconds, 10.0, 10.0), strict=True)]
+    return [Step(attention_table, seconds), Step(model_table, seconds), Step(training_table, 10.0)]
 
 
 def attention_table(session: Session) -> None:
@@ -90,17 +85,12 @@ def attention_table(session: Session) -> None:
     for dim in MODELS.values():
         for tiles in TILES[session.device.type]:
             session.pace.step(f"attention of {tiles:,} tiles, head dim {dim}", 8.0)
-            qkv, dout = _inputs(session, tiles + 1, dim)
+            options: dict[str, Any] = {"dtype": session.dtypes[0], "device": session.device}
+            qkv = make_qkv(1, tiles + 1, HEADS, dim, **options)
+            dout = make_qkv(1, tiles + 1, HEADS, dim, seed=1, **options)[0]
             rows += [[dim, tiles, *_attention_row(session, name, qkv, dout)] for name in WAYS]
             columns = ["head dim", "tiles", "way", "forward ms", "forward + backward ms", "peak GiB", "error"]
             session.table(SUITE, "Attention of slides", f"{HEADS} heads, {PATTERN}.", columns, rows)
-
-
-def _inputs(session: Session, tokens: int, dim: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """q, k, v and dout."""
-    options: dict[str, Any] = {"dtype": session.dtypes[0], "device": session.device}
-    dout, *_ = make_qkv(1, tokens, HEADS, dim, seed=1, **options)
-    return make_qkv(1, tokens, HEADS, dim, **options), dout
 
 
 def _attention_row(session: Session, name: str, qkv: tuple[Tensor, ...], dout: Tensor) -> list[Any]:
@@ -115,55 +105,6 @@ def _attention_row(session: Session, name: str, qkv: tuple[Tensor, ...], dout: T
         calls["both"] = forward_backward(attention, qkv, dout)
     times = {key: timing.median for key, timing in session.time(calls, 0.5).items()}
     return [name, times["forward"], times.get("both"), peak, check["worst"]]
-
-
-def packed_table(session: Session) -> None:
-    """Slides of mixed lengths in one row, beside one slide that has as many pairs of tokens."""
-    count, least, most = PACKED[session.device.type]
-    lengths = torch.randint(least, most, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-    pairs, low, high = sum(PATTERN.pairs(n, HEADS) for n in lengths), 0, sum(lengths)
-    while low < high:  # the shortest slide with at least as many
-        middle = (low + high) // 2
-        low, high = (low, middle) if PATTERN.pairs(middle, HEADS) >= pairs else (middle + 1, high)
-    columns = ["head dim", "row", "tokens", "forward ms", "forward + backward ms", "new packing ms", "error"]
-    note = f"{pairs:,} pairs of tokens in {HEADS} heads, {PATTERN}. New packing: what its first forward takes longer."
-    rows: list[list[Any]] = []
-    for dim in MODELS.values():
-        session.pace.step(f"{count} slides in one row, head dim {dim}", 5.0)
-        for name, sizes in ((f"{count} slides", lengths), ("one slide", [low])):
-            rows.append([dim, name, sum(sizes), *_packed_row(session, sizes, dim)])
-            session.table(SUITE, "Packed slides", note, columns, rows)
-
-
-def _packed_row(session: Session, given: list[int], dim: int) -> list[Any]:
-    lengths, (qkv, dout) = list(given), _inputs(session, sum(given), dim)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dilated_attention(q, k, v, PATTERN, cu_seqlens=[0, *itertools.accumulate(lengths)])
-
-    call, worst = forward(attention, qkv), 0.0
-    for out, *alone in zip(*(x.split(lengths, dim=1) for x in (call(), *qkv)), strict=True):
-        if out.shape[1] in (min(lengths), max(lengths)):
-            check = probes.check_rows(out, tuple(alone), PATTERN, False)
-            worst = max(worst, check["worst"])
-    if not session.judge("slides, packed", worst, check["limit"], causal=False):
-        return [None, None, None, worst]
-    calls: dict[str, Call] = {"forward": call, "both": forward_backward(attention, qkv, dout)}
-    times = [timing.median for timing in session.time(calls, 0.5).values()]
-    more = []
-    for _ in lengths[1:10]:
-        lengths.append(lengths.pop(0))  # a packing that was not met before
-        first, again = (_seconds(call, session.device) for _ in range(2))
-        more.append(1000 * (first - again))
-    return [*times, statistics.median(more) if more else None, worst]
-
-
-def _seconds(call: Call, device: torch.device) -> float:
-    start = timer()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return timer() - start
 
 
 @torch.no_grad()
