@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from dilated_attention.bench import plots
 from dilated_attention.cli import main
 
 
@@ -30,6 +31,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return Ran(code, *capsys.readouterr())
 
     return one
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report is its page and its CSV: pictures take seconds."""
+    monkeypatch.setattr(plots, "pictures", lambda results: {})
 
 
 @pytest.fixture

@@ -52,10 +52,12 @@ def test_a_run(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
     ]
     assert json.loads((tmp_path / "new" / "results.json").read_text()) == results
     assert (tmp_path / "new" / "index.html").is_file()
+    assert {file.name for file in (tmp_path / "new" / "plots").iterdir()} >= {"time.svg", "time.png"}
     for said in ("CPU 9000", "1.2 (1.11–1.48)", "Take longnet", "results.json", "index.html"):
         assert said in out
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_options_reach_the_run(run: Any, fake: Any, tmp_path: Path) -> None:
     calls = fake(complete)
     line = ("--suite", "copies,ring", "--suite", "profile", "--dtype", "bf16,float32", "--seconds", "1.5")
@@ -71,6 +73,7 @@ def test_options_reach_the_run(run: Any, fake: Any, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_second_run_keeps_the_first_and_says_what_changed(
     run: Any, fake: Any, results: Results, tmp_path: Path
 ) -> None:
@@ -91,6 +94,7 @@ def test_the_help_names_every_suite(run: Any) -> None:
     assert (len(suites.ALL), suites.ALL[0], suites.ALL[-1]) == (6, "copies", "optimisations")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_busy_machine_is_told(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
     results["machine"] |= {"too_busy": True, "others": 0.46, "load_max": 5.0}
     fake(complete)
@@ -116,6 +120,7 @@ def test_without_typer_or_rich_it_still_measures(missing: str, tmp_path: Path) -
     assert "fast" in done.stderr.splitlines()[-1]  # an unknown suite
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_one_of_ours_is_wrong(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
     results["checks"][0]["verdict"] = "wrong"
     fake(complete)
@@ -129,6 +134,7 @@ def interrupted(save: Any, results: Results) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("is_ours_wrong", [False, True])
 def test_interrupted(run: Any, fake: Any, results: Results, tmp_path: Path, is_ours_wrong: bool) -> None:
     """What there is was written, says so, and has its report."""

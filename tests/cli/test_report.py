@@ -22,6 +22,7 @@ def test_next_to_the_results(run: Any, results: dict[str, Any], tmp_path: Path) 
     assert json.loads(file.read_text()) == results
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_conclusions_are_drawn_anew_when_asked(run: Any, results: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps({**results, "answer": "An old answer."}))
@@ -35,6 +36,7 @@ def test_conclusions_are_drawn_anew_when_asked(run: Any, results: dict[str, Any]
     assert "An old answer." not in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_elsewhere(run: Any, results: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results))
     assert run("report", tmp_path, "--out", tmp_path / "a" / "b").code == 0

@@ -17,7 +17,7 @@ from dilated_attention.backends.triton import configs, launch
 from dilated_attention.backends.triton.configs import TileConfig
 from dilated_attention.backends.triton.nesting import launches
 from dilated_attention.call import Call
-from tests.triton_kernels.decode_compiles import Compiled, Driver
+from tests.triton_kernels.decode_compiles import Compiled, Driver, asked_for
 
 assert os.environ.get("TRITON_INTERPRET") != "1"
 
@@ -113,7 +113,7 @@ def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """A kernel for each kind of call, not for each length, batch or pattern: slides are of all lengths."""
-    hashes = set()
+    asked = asked_for(monkeypatch)
     for tokens, samples, widths in (
         (4001, 1, [1000, 2048]),
         (4096, 3, [1000, 2048]),
@@ -122,15 +122,20 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kern
     ):
         pattern = DilatedPattern.head_groups(widths, [1, 2])
         given: dict[str, Any] = {"tokens": tokens, "samples": samples, "is_causal": kernel == "dq"}
-        hashes.add(compiled(monkeypatch, 90, kernel, 64, BRAIN, configs.SMALL[64], pattern, **given).hash)
-    assert len(hashes) == 1
+        compiled(monkeypatch, 89, kernel, 64, BRAIN, configs.SMALL[64], pattern, **given)
+    keys = asked[f"{kernel}_kernel"]
+    assert len(keys) == 4
+    assert len(set(keys)) == 1
 
 
 def test_own_tiles_that_are_not_full_need_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_for(monkeypatch)
     tile = TileConfig(128, 64, 4, 3)  # 192 rows are a tile and a half of queries, and three whole ones of keys
     patterns = [DilatedPattern.longnet([width], [1]) for width in (192, 256)]
-    made = [compiled(monkeypatch, 90, "forward", 64, BRAIN, tile, pattern, tokens=768) for pattern in patterns]
-    assert len({one.hash for one in made}) == 1
+    for pattern in patterns:
+        compiled(monkeypatch, 89, "forward", 64, BRAIN, tile, pattern, tokens=768)
+    assert len(asked["forward_kernel"]) == 2
+    assert len(set(asked["forward_kernel"])) == 1
 
 
 # --- all of them ------------------------------------------------------------------------------------------------
