@@ -31,6 +31,7 @@ from dilated_attention.bench.suites import (
     slides,
     stream,
 )
+from dilated_attention.models.presets import PRESETS
 
 CPU = torch.device("cpu")
 SMALL = ((32, 64), (1, 2))
@@ -180,6 +181,7 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(made, "time", time)
     monkeypatch.setattr(slides, "MODELS", {"gigapath_slide_enc12l384d": 24})
+    monkeypatch.setitem(PRESETS["gigapath_slide_enc12l384d"], "depth", 2)
     monkeypatch.setattr(slides, "TILES", {"cpu": (20,)})
     monkeypatch.setattr(slides, "TRAINED", {"cpu": 20})
     monkeypatch.setattr(language, "LENGTHS", {"cpu": {65: 1.0}})
