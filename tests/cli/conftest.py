@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dilated_attention.bench import plots
 from dilated_attention.cli import main
 
 
@@ -36,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report is its page and its CSV: pictures take seconds."""
-    monkeypatch.setattr(plots, "pictures", lambda results: {})
+    monkeypatch.setattr("dilated_attention.bench.plots.pictures", lambda results: {})
 
 
 @pytest.fixture
