@@ -579,6 +579,18 @@ def test_the_page_of_language_models_has_what_was_measured() -> None:
     assert told in text
 
 
+def test_the_page_of_digit_slides_has_what_was_measured() -> None:
+    page = (ROOT / "docs/digit-slides.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "benchmarks/results/tasks/digit-slides-large.json").read_text(encoding="utf-8"))
+    *lines, weights = found["printed"]
+    for told, name in ((found["mean"]["printed"], "mean of the tiles"), (lines, "slide encoder")):
+        scores = [re.findall(r"AUC ([\d.]+)", line)[0] for line in told]
+        assert re.search(rf"\| {name} .*\| {scores[0]} \| {scores[1]} \| {scores[2]} \|", page)
+    assert f"the large one in {re.findall(r'trained in ([0-9]+) s', lines[0])[0]} s" in page
+    layers = [", ".join(f"{100 * one:.0f}" for one in heads) for heads in json.loads(weights.partition(": ")[2])]
+    assert f"| 10,000 tiles | {layers[0]} % | {layers[1]} % | 0.06 % |" in page
+
+
 def test_the_page_of_slides_has_what_was_measured() -> None:
     page = (ROOT / "docs/slides.md").read_text(encoding="utf-8")
     found = json.loads((ROOT / "benchmarks/results/slides/results.json").read_text(encoding="utf-8"))
