@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dilated_attention
 from dilated_attention.cli import main
@@ -46,29 +47,48 @@ def test_every_command_helps_with_an_example(run: Any, command: str) -> None:
     assert "╭" not in out
 
 
-# The interpreter prints each module that it imports on stderr. The second way in is the script that pip installs.
+# what pip installs as the command
 SCRIPT = "import sys; from dilated_attention.cli import main; sys.exit(main())"
 
 
 def test_help_comes_without_torch(tmp_path: Path) -> None:
     script = tmp_path / "dilated-attention"
     script.write_text(SCRIPT)
-    module = ["-m", "dilated_attention"]
-    for words in ([str(script)], module, *([*module, command] for command in COMMANDS)):
-        done = process(*words, "--help", PYTHONPROFILEIMPORTTIME="1")
+    for words in ([str(script)], ["-m", "dilated_attention"]):
+        done = process(*words, "--help", PYTHONPROFILEIMPORTTIME="1")  # prints what it imports on stderr
         assert done.returncode == 0, done.stderr
         assert "Usage: dilated-attention" in done.stdout
         assert "dilated_attention.cli.app" in done.stderr
         assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), words
+    script.write_text(
+        "import sys\nfrom dilated_attention.cli import main\nfor command in sys.argv[1:]:\n"
+        "    assert main([command, '--help']) == 0\n    assert 'torch' not in sys.modules, command"
+    )
+    done = process(str(script), *COMMANDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: dilated-attention ") == len(COMMANDS)
 
 
-def test_every_other_program_gets_all_names_and_the_ops_at_once(tmp_path: Path) -> None:
-    code = "import dilated_attention as da, torch; print(torch.ops.dilated_attention.forward, 'stream' in vars(da))"
-    script = tmp_path / "dilated-attention.py"
-    script.write_text(code)
-    for start in ([str(script)], ["-c", code, "-m", "dilated_attention"]):
-        done = process(*start)
-        assert done.stdout == "dilated_attention.forward True\n", done.stderr
+def test_every_other_program_gets_all_names_and_the_ops_at_once() -> None:
+    """This one is such a program."""
+    assert vars(dilated_attention).keys() >= {*dilated_attention.__all__}
+    assert str(torch.ops.dilated_attention.forward) == "dilated_attention.forward"
+
+
+@pytest.mark.parametrize(
+    ("start", "is_own"),
+    [
+        ("-m dilated_attention plan", True),
+        ("/some/bin/dilated-attention plan", True),
+        ("dilated-attention.py", False),
+        ("-c code -m dilated_attention", False),
+        ("-m dilated_attention.cli", False),
+        ("", False),
+    ],
+)
+def test_the_command_is_known_by_how_it_was_started(monkeypatch: pytest.MonkeyPatch, start: str, is_own: bool) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", *start.split()])
+    assert dilated_attention._is_own_command() == is_own
 
 
 def test_in_the_command_the_names_come_when_asked_for(tmp_path: Path) -> None:
