@@ -162,7 +162,7 @@ class Trainer:
         return total / self.mesh["data"].size()
 
     def update(self) -> float:
-        """One step of the optimizer: cosine schedule, clipped gradients; their norm before that."""
+        """One step of the optimizer: cosine schedule, clipped gradients. Their norm before that, or NaN: see `run`."""
         rising = min(1.0, (self.step + 1) / max(1, self.options.warmup))
         falling = 0.55 + 0.45 * math.cos(math.pi * self.done())
         for group in self.optimizer.param_groups:
@@ -171,7 +171,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return float(norm.full_tensor())
+        weights: Any = torch.nn.utils.get_total_norm(self.model.parameters())  # finite if all of them are
+        return float(norm.full_tensor() + 0 * weights.full_tensor())
 
     @torch.no_grad()
     def bits(self, rows: PackedRows) -> float:
@@ -203,17 +204,16 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     try:
         while trainer.done() < 1:
-            loss = trainer.gradients(rows)
-            told = torch.tensor([float(bool(asked)), float(not loss.isfinite())], device=loss.device)
+            loss, norm = trainer.gradients(rows), trainer.update()
+            told = torch.tensor([float(bool(asked)), float(not math.isfinite(loss + norm))], device=loss.device)
             dist.all_reduce(told, dist.ReduceOp.MAX)  # what one rank has seen, all do
             stops, broken = told.tolist()
             if broken:
                 trainer.checkpoints.finish()
-                last = trainer.checkpoints.last()
                 raise ValueError(
-                    f"the loss of step {trainer.step + 1} is {loss}: lower --lr; the last checkpoint is {last}"
+                    f"step {trainer.step} has a loss, gradients or weights that are not finite: start again with a "
+                    f"lower --lr and another --out; the last good checkpoint is {trainer.checkpoints.last()}"
                 )
-            norm = trainer.update()
             with together("Log.add()", device=loss.device.type):  # the disk may be full
                 log.add(trainer.step, loss=float(loss), norm=norm)
             if stops or trainer.step % trainer.options.save_every == 0 or trainer.done() >= 1:

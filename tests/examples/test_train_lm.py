@@ -151,17 +151,30 @@ def said(arguments: list[str]) -> str:
 
 
 def poisoned(arguments: list[str]) -> str:
-    """From the third step on, a weight is NaN."""
-    update = train_lm.Trainer.update
+    """The second step of the optimizer makes weights NaN."""
+    step, taken = torch.optim.AdamW.step, []
 
-    def then(self: Any) -> float:
-        norm: float = update(self)
-        if self.step == 2:
-            with torch.no_grad():
-                self.model.embed.weight.to_local().fill_(math.nan)
-        return norm
+    def then(self: Any, **given: Any) -> None:
+        step(self, **given)
+        taken.extend([] if given else [1])  # the other steps are those by which PyTorch makes the optimizer's state
+        if len(taken) == 2:
+            self.param_groups[0]["params"][0].data.to_local().fill_(math.nan)
 
-    with mock.patch.object(train_lm.Trainer, "update", then):
+    with mock.patch.object(torch.optim.AdamW, "step", then):
+        return said([*arguments, "--save-every", "1"])
+
+
+def overflowing(arguments: list[str]) -> str:
+    """The gradients of the fourth step are infinite, its loss is not."""
+    gradients = train_lm.Trainer.gradients
+
+    def then(self: Any, rows: Any) -> Any:
+        loss = gradients(self, rows)
+        if self.step == 3:
+            self.model.embed.weight.grad.to_local()[0, 0] = math.inf
+        return loss
+
+    with mock.patch.object(train_lm.Trainer, "gradients", then):
         return said([*arguments, "--save-every", "1"])
 
 
@@ -315,10 +328,11 @@ def test_what_is_wrong_on_one_rank_stops_all(tmp_path: Path) -> None:
         assert "exists" in told or "Not a directory" in told
 
 
-def test_a_loss_that_is_nan(tmp_path: Path) -> None:
-    told = pool(1).run(poisoned, given(tmp_path))[0]
-    assert told.startswith("error: the loss of step 3 is nan: lower --lr; the last checkpoint is ")
-    assert told.endswith("step-00000002")
+@pytest.mark.parametrize(("fault", "step"), [(poisoned, 2), (overflowing, 4)])
+def test_what_is_not_finite_is_never_saved(tmp_path: Path, fault: Any, step: int) -> None:
+    told = pool(1).run(fault, given(tmp_path))[0]
+    assert told.startswith(f"error: step {step} has a loss, gradients or weights that are not finite: start again with")
+    assert told.endswith(f"the last good checkpoint is {tmp_path / 'out'}/step-{step - 1:08}"), told
 
 
 # --- text -------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Lfm2Config, StaticCache
+from transformers import AutoConfig, DynamicCache, Lfm2Config, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
 from dilated_attention import reference
 from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
+from dilated_attention.integrations.transformers.grid import grid_mask
 from dilated_attention.testing import error
 from tests.integrations.hf import (
     CONFIGS,
@@ -353,3 +354,13 @@ def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(adapter, "sdpa_mask", lambda batch_size, cache_position: None)
     with pytest.raises(ImportError, match="too old"):
         register()
+
+
+@pytest.mark.parametrize("kind", ["mpt", "bloom", "codegen"])
+def test_models_that_compute_attention_by_themselves_are_refused(kind: str) -> None:
+    """They would add the grid to their scores, and see the future."""
+    config = AutoConfig.for_model(kind)
+    with pytest.raises(ValueError, match=r"dilated attention cannot run in \w+ForCausalLM: this model computes"):
+        set_pattern(config, PATTERN)
+    with pytest.raises(ValueError, match="this model computes attention by itself"):
+        grid_mask(1, 4, 4, config=config)

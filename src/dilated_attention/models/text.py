@@ -42,12 +42,20 @@ def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) ->
     if tokenizer is None:
         found = [torch.tensor([BEGIN, *text], dtype=torch.int32) for text in texts]
     else:
-        found = [torch.tensor(tokenizer(text.decode())["input_ids"], dtype=torch.int32) for text in texts]
+        found = [torch.tensor(tokenizer(_decoded(text))["input_ids"], dtype=torch.int32) for text in texts]
     found = [x for x in found if len(x)]
     most = max((int(x.max()) for x in found), default=-1)
     if most >= vocab_size:
         raise ValueError(f"token {most} is outside the vocabulary of {vocab_size}: give a vocab_size above {most}")
     return found
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        near = text[max(0, error.start - 20) : error.start + 20]
+        raise ValueError(f"a text is not UTF-8, which a tokenizer needs: byte {error.start}, near {near!r}") from error
 
 
 def summary(documents: Sequence[Tensor]) -> str:

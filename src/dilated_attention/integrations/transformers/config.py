@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dilated_attention.models.transformer import read_pattern, written
 from dilated_attention.pattern import DilatedPattern
@@ -20,9 +21,20 @@ def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern])
     ``config``: a config, or a model that has one. ``pattern``: one for all layers, or a list with one per layer.
     """
     config = getattr(config, "config", config)
+    check_model(config)
     found = written(pattern) if isinstance(pattern, DilatedPattern) else [written(some) for some in pattern]
     setattr(config, FIELD, found)
     return config
+
+
+def check_model(config: Any) -> None:
+    """Refuse models that compute attention by themselves: they would add our grid to their scores, as if a mask."""
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is not None and not model._can_set_attn_implementation():
+        raise ValueError(
+            f"dilated attention cannot run in {model.__name__}: this model computes attention by itself, and asks no "
+            "registered function"
+        )
 
 
 def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:

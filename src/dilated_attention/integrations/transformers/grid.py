@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import output_capturing
 
+from dilated_attention.integrations.transformers.config import check_model
 from dilated_attention.integrations.transformers.faults import SHORT, WEIGHTS, checked, no_fault
 
 IN_THE_DATA = "the number of packed documents is in the data: for fullgraph=True pass an attention_mask"
@@ -67,15 +68,17 @@ def grid_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> Tensor:
     """The mask function of "dilated": a grid, see above."""
     if not torch.compiler.is_compiling():
+        check_model(config)
         no_fault(weights_fault())
     if local_size is not None:
         raise ValueError(
-            "dilated attention cannot honour sliding-window or chunked layers: its pattern says who sees whom; set "
-            "sliding_window=None in the config, or layer_types to 'full_attention'"
+            "dilated attention cannot honour sliding-window or chunked layers: its pattern says who sees whom; in the "
+            "config of Mistral or Qwen, set sliding_window=None, or layer_types to 'full_attention'"
         )
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
