@@ -53,7 +53,14 @@ def measured_text(median: float, lower: float, upper: float) -> str:
     if median == 0 or upper <= lower:
         return number_text(median)
     supported = 1 + math.floor(math.log10(abs(median))) - math.floor(math.log10(upper - lower))
-    return number_text(median, min(DIGITS, max(2, supported)))  # with one, it could leave its own quartiles
+    digits = min(DIGITS, max(2, supported))
+    while digits < 9 and lower <= median <= upper and not lower <= _number(number_text(median, digits)) <= upper:
+        digits += 1  # rounded so, it would leave its own quartiles
+    return number_text(median, digits)
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def _plain(number: float, digits: int = DIGITS) -> str:

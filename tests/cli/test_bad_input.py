@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ LINES = [
     (f"{PLAN} --latency 10", "a time with its unit"),
     (f"{PLAN} --ranks 0", "'--ranks': '0' is not a whole number"),
     (f"plan {LARGE} --ranks 1e9", "at most 131,072 ranks"),
+    ("plan -n 1B -w 2k,1B -r 1,524288 --ranks 131072 --heads 16384", "at most 67,108,864 heads of all ranks"),
+    ("suggest -n 1M --heads 16384 --ranks 131072 --memory 80GB", "at most 67,108,864 heads of all ranks"),
+    (f"{PLAN} --flops-per-second 400", "400T or 4e14, of 1M or more"),
+    (f"encode {'x' * 300}.h5 --weights a --pool mean --out embeddings", "File name too long"),
     (f"{PLAN} --rule short", "unknown rule 'short': use one of longnet"),
     (f"{PLAN} --heads 12 --kv-heads 5", "12 query heads cannot be shared evenly by 5"),
     ("plan -n 4k -w 2048,4096 -r 1", "segment_lengths has 2 entries and dilation_rates 1"),
@@ -108,7 +113,13 @@ def changed(place: list[Any], value: Any) -> str:
     ("text", "match"),
     [
         ("[" * 100_000, "nested too deeply"),
+        (changed(["extra"], functools.reduce(lambda x, _: [x], range(700), 0)), "nested too deeply"),
         ("{}", "it has no schema"),
+        (changed(["measurements", 0, "ms", "median"], 10**400), "ms.median must be a finite number of more than 0"),
+        (changed(["measurements", 0, "ms", "median"], 1e250), "the median of measurements[0] is not between its"),
+        (changed(["measurements", 0, "peak_bytes"], 10**400), "measurements[0].peak_bytes must be a finite number"),
+        (changed(["tables", 0, "rows", 0, 0], 10**400), "must be a text or a number"),
+        (changed(["machine", "versions"], ["torch"]), "machine.versions must be an object"),
         (changed(["measurements", 0, "direction"], "sideways"), "measurements[0].direction must be forward or"),
         (changed(["measurements", 0, "tokens"], None), "measurements[0] has no tokens"),
         (
@@ -132,8 +143,8 @@ def test_results_that_are_none(refused: Refused, tmp_path: Path, text: str, matc
 
 
 def test_no_name_reaches_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text(changed(["measurements", 0, "implementation"], "\x1b[2J\r=1"))
+    (tmp_path / "results.json").write_text(changed(["measurements", 0, "implementation"], "\x1b[2J\r=1\ud800"))
     main(["compare", str(tmp_path), str(RESULTS)])
     said = capsys.readouterr().out
     assert "\x1b" not in said
-    assert r"\x1b[2J\r=1" in said
+    assert r"\x1b[2J\r=1\ud800" in said

@@ -109,7 +109,9 @@ def test_without_typer_or_rich_it_still_measures(missing: str, tmp_path: Path) -
         "from dilated_attention.bench import suites\nfrom dilated_attention.cli import main\n"
         "suites.run = lambda names, *_, save, **more: save({'machine': dict(dirty=False, commit='abc', device='CPU', "
         "threads=1, load=0, versions={}), 'answer': ','.join(names), 'checks': [], 'measurements': []})\n"
-        "code = main(sys.argv[1:])\nassert code == 0, code\nmain(['bench', '--suite', 'fast'])"
+        "code = main(sys.argv[1:])\nassert code == 0, code\n"
+        "for wrong in (['--seconds', 'nan'], ['--out', '/dev/null/x'], ['--suite', 'fast']):\n"
+        "    try: main(['bench', *wrong])\n    except SystemExit as error: assert error.code == 2\nsys.exit(2)"
     )
     suites = ("--suite", "copies,ring", "--suite", "decode")
     command = [sys.executable, "-c", code, "bench", *suites, "--out", str(tmp_path), "--device", "cpu"]
@@ -117,7 +119,9 @@ def test_without_typer_or_rich_it_still_measures(missing: str, tmp_path: Path) -
     assert "copies,ring,decode" in done.stdout
     assert json.loads((tmp_path / "results.json").read_text())["answer"] == "copies,ring,decode"
     assert done.returncode == 2, done.stderr
-    assert "fast" in done.stderr.splitlines()[-1]  # an unknown suite
+    told = [line for line in done.stderr.splitlines() if "error: " in line]
+    for line, says in zip(told, ("--seconds must be", "/dev/null", "fast"), strict=True):
+        assert says in line
 
 
 @pytest.mark.usefixtures("no_pictures")

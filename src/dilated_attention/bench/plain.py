@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         names = suites.named(options.suite or ["quick"])
-    except ValueError as error:
+        if options.seconds is not None and not 0 < options.seconds < float("inf"):
+            raise ValueError(f"--seconds must be more than 0, got {options.seconds}")
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):  # better known before hours of work than after
+            pass
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     kept = Kept(options.out)
     device = torch.device(options.device)

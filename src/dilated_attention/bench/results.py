@@ -7,7 +7,6 @@ characters in its texts are escaped, so that no name can move the cursor of a te
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,8 @@ SCHEMA = 1
 DIRECTIONS = ("forward", "forward_backward")
 Record = dict[str, Any]
 Check = Callable[[Any], str]  # what a value must be; "" where it is
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+HUGE = 1e300  # JSON has whole numbers that no float can hold
 
 
 def escaped(text: str) -> str:
@@ -45,10 +45,12 @@ def _a(name: str, *types: type, test: Callable[[Any], bool] = lambda value: True
 TEXT = _a("a text", str)
 FLAG = _a("true or false", bool)
 COUNT = _a("a whole number from 1 to 2^63", int, test=lambda value: 0 < value < 2**63)
-NUMBER = _a("a finite number of 0 or more", int, float, test=lambda value: math.isfinite(value) and value >= 0)
-TIME = _a("a finite number of more than 0", int, float, test=lambda value: math.isfinite(value) and value > 0)
-ERROR = _a("a number", int, float, str, test=lambda value: not isinstance(value, str) or _is_number(value))
-CELL = _a("a text or a number", str, int, float, bool, type(None))
+NUMBER = _a("a finite number of 0 or more", int, float, test=lambda value: 0 <= value < HUGE)
+TIME = _a("a finite number of more than 0", int, float, test=lambda value: 0 < value < HUGE)
+ERROR = _a("a number", int, float, str, test=lambda value: _is_number(value))
+CELL = _a(
+    "a text or a number", str, int, float, bool, type(None), test=lambda x: isinstance(x, str) or _is_number(x or 0)
+)
 FIGURE = (NUMBER,)
 
 TIMES = {"median": TIME, "lower": TIME, "upper": TIME, "repeats": COUNT}
@@ -84,6 +86,9 @@ WHOLE: dict[str, Any] = {
 }  # fmt: skip
 
 
+DEEP = "{} is not a results file: its values are nested too deeply"
+
+
 def load(path: Path, whole: bool = False) -> Record:
     """A results file, or the one in a folder. ``whole``: with all that a report is made of."""
     try:
@@ -94,7 +99,14 @@ def load(path: Path, whole: bool = False) -> Record:
     except ValueError as error:  # neither UTF-8 nor JSON
         raise ValueError(f"{file} is not a results file, because it is not JSON: {error}") from error
     except RecursionError:
-        raise ValueError(f"{file} is not a results file: its values are nested too deeply") from None
+        raise ValueError(DEEP.format(file)) from None
+    try:
+        return _checked(file, found, whole)
+    except RecursionError:  # it was read, and is too deep to be looked through
+        raise ValueError(DEEP.format(file)) from None
+
+
+def _checked(file: Path, found: Any, whole: bool) -> Record:
     if not isinstance(found, dict) or "schema" not in found:
         raise ValueError(f"{file} is not a results file: it has no schema; `dilated-attention bench` writes one")
     if found["schema"] != SCHEMA:
@@ -105,6 +117,12 @@ def load(path: Path, whole: bool = False) -> Record:
         wrong = _wrong(found, spec, "")
         if wrong:
             raise ValueError(f"{file} is not a results file: {wrong}")
+    wrong = _wrong(found["machine"].get("versions", {}), {str: CELL}, "machine.versions")
+    for index, one in enumerate(found["measurements"]):
+        if one["ms"] is not None and not one["ms"]["lower"] <= one["ms"]["median"] <= one["ms"]["upper"]:
+            wrong = wrong or f"the median of measurements[{index}] is not between its quartiles"
+    if wrong:
+        raise ValueError(f"{file} is not a results file: {wrong}")
     if whole:
         _check_tables(file, found)
     checked: Record = _escaped(found)
@@ -144,10 +162,10 @@ def _check_tables(file: Path, found: Record) -> None:
             raise ValueError(f"{file} is not a results file: checks[{index}] has an error without a limit")
 
 
-def _is_number(text: str) -> bool:
+def _is_number(value: Any) -> bool:
     try:
-        float(text)
-    except ValueError:
+        float(value)
+    except (ValueError, OverflowError):
         return False
     return True
 

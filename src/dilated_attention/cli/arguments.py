@@ -29,6 +29,8 @@ def refusing() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise Refused(str(error)) from error
+    except OSError as error:  # a name that is too long, for example
+        raise Refused(f"{error.strerror or error}: {str(error.filename)[:60]!r}") from error
 
 
 def dtype(option: str, text: str) -> torch.dtype:

@@ -28,6 +28,7 @@ LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
 # An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
 MOST_HELD = 2
 MOST_COUNTED = 2**17  # ranks, each of which has numbers of its own: more would take minutes and gigabytes
+MOST_HEADS = 2**26  # of all ranks together, as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,8 @@ def plan_cost(
     if cu_seqlens is not None:
         shards = replace(shards, sequences=read_sequences(cu_seqlens, shards.tokens))
     num_heads = whole_number("num_heads", num_heads)
+    if shards.ranks * num_heads > MOST_HEADS:
+        raise ValueError(f"at most {MOST_HEADS:,} heads of all ranks are counted: ask for fewer ranks or heads")
     kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
     pattern.check_heads(num_heads, kv_heads)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
