@@ -104,10 +104,10 @@ def test_the_figures_hold() -> None:
 @pytest.mark.parametrize(
     ("workload", "rule", "said", "unsaid"),
     [
-        (Workload(2**20, 12, 64), "longnet", "12 of every 512 rows", "zero keys"),
-        (Workload(2**16, 12, 64), "head_groups", "1 of every 32 rows", "covers every row of every head"),
-        (Workload(2**14, 8, 64), "longnet", "covers every row of every head", "of every 8 rows"),
-        (Workload(2**14, 7, 64), "longnet", "7 of every 8 rows", "zero keys"),
+        (Workload(2**20, 12, 64), "longnet", "12 of every 512 tokens", "zero keys"),
+        (Workload(2**16, 12, 64), "head_groups", "1 of every 32 tokens", "covers every row of every head"),
+        (Workload(2**14, 8, 64), "longnet", "covers every row of every head", "of every 8 tokens"),
+        (Workload(2**14, 7, 64), "longnet", "7 of every 8 tokens", "zero keys"),
         (Workload(5000, 4, 8), "torchscale", "a multiple of 4,096", "dense segment"),
         (Workload(8192, 4, 8), "torchscale", "rate 1", "zero keys"),
         (Workload(5000, 4, 8, is_causal=True), "torchscale", "rate 1", "zero keys"),

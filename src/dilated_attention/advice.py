@@ -175,9 +175,9 @@ def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
     yield f"segments of {ROWS:,} tokens alone."
     last = len(rates) - 1
     taken = len({pattern.offset(last, head, kv_heads) for head in pattern.heads(last, kv_heads)})
-    yield f"The longest segment holds all {tokens:,} tokens: its rows see from one end to the other."
+    yield f"The longest segment holds all {tokens:,} tokens: those that take part in it see from one end to the other."
     if taken < rates[-1]:
-        yield f"These are {taken:,} of every {rates[-1]:,} rows, and further layers connect the others with them."
+        yield f"These are {taken:,} of every {rates[-1]:,} tokens. Later layers connect the others with them."
     if pattern.dealing.is_divided:
         dealt = ", ".join(str(len(pattern.heads(branch, kv_heads))) for branch in range(len(widths)))
         yield f"The branches get {dealt} of {kv_heads} heads; a head of rate r writes 0 into all but every r-th row."

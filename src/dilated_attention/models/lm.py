@@ -145,7 +145,8 @@ class LongNetEncoder(Trunk):
     ) -> Tensor:
         """Returns the state of each token, (B, n, E).
 
-        ``key_padding_mask``: (B, n) bool, True = ignore; the other arguments are those of `LongNetLM`.
+        ``key_padding_mask``: (B, n) bool, True = ignore. Pad on the right: the pattern begins at the first column. The
+        other arguments are those of `LongNetLM`.
         """
         positions, cu_seqlens = checked_positions(tokens, positions, cu_seqlens, group)
         given = False, group, cu_seqlens, key_padding_mask, self.backend

@@ -1,6 +1,6 @@
 """Cross-entropy of a large vocabulary, some tokens at a time: the logits of all tokens are never in memory at once.
 
-A million tokens and 151,936 words would be 600 GB of logits. The backward pass computes them again, part by part.
+A million tokens and 151,936 words would be 590 GiB of logits. The backward pass computes them again, part by part.
 
 Legend: states (T, E); weight (V, E); labels (T,), IGNORED where a token has no label; losses (T,).
 """
