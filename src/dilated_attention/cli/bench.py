@@ -91,7 +91,7 @@ def bench(
     for line in left_out:
         screen.print(line, soft_wrap=True)
     if kept.last is not None:
-        screen.print(f"compared with the run before, which is now {out / PREVIOUS}:", soft_wrap=True)
-        screen.print(summary(compare(kept.last, kept.results)))
+        screen.print(f"compared with the run before: {summary(compare(kept.last, kept.results))}", soft_wrap=True)
+        screen.print(f"to see which: dilated-attention compare {out / PREVIOUS} {out}", soft_wrap=True)
     print_written(screen, out, [*files[:-1], kept.file, files[-1]])  # the page last: that is what to open
     return code or int(is_ours_wrong(kept.results))
