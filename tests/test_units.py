@@ -36,7 +36,7 @@ def test_seconds_choose_their_unit(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("median", "lower", "upper", "text"),
     [(0.0872, 0.045, 0.100, "0.087"), (6.894, 6.890, 6.897, "6.89"), (213.4, 205, 221, "210"), (5, 5, 5, "5.00"),
-     (1280, 1040, 1590, "1,300")],
+     (1280, 1040, 1590, "1,300"), (143, 143, 171, "143"), (0.0996, 0.0991, 0.0999, "0.0996")],
 )  # fmt: skip
 def test_a_median_has_the_digits_that_its_quartiles_support(
     median: float, lower: float, upper: float, text: str
