@@ -335,6 +335,28 @@ def test_what_is_not_finite_is_never_saved(tmp_path: Path, fault: Any, step: int
     assert told.endswith(f"the last good checkpoint is {tmp_path / 'out'}/step-{step - 1:08}"), told
 
 
+def words(folder: Path) -> Path:
+    """A tokenizer of the words of the corpus, as a folder of Hugging Face's."""
+    tokenizers = pytest.importorskip("tokenizers")  # a machine with a GPU may have little beside torch
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0}, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    texts = [file.read_text() for file in corpus(folder / "text").iterdir()]
+    made.train_from_iterator(texts, tokenizers.trainers.WordLevelTrainer(special_tokens=["[unk]"]))
+    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[unk]")
+    fast.save_pretrained(folder / "words")
+    return folder / "words"
+
+
+def test_a_tokenizer_a_sample_and_a_plot(tmp_path: Path) -> None:
+    more = ["--tokenizer", words(tmp_path), "--tokens", 8, "--sample", 5, "--plot", "--checkpointing"]
+    assert pool(1).run(said, given(tmp_path, *more)) == ["nothing"]
+    last = json.loads((tmp_path / "out/log.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["bits_per_byte_8"] < 8
+    assert "</svg>" in (tmp_path / "out/loss.svg").read_text()
+    (tmp_path / "text" / "99.txt").write_bytes(b"caf\xe9 and more words")
+    assert "is not UTF-8" in pool(1).run(said, given(tmp_path, *more))[0]
+
+
 # --- text -------------------------------------------------------------------------------------------------------
 
 
