@@ -211,8 +211,9 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
             if broken:
                 trainer.checkpoints.finish()
                 raise ValueError(
-                    f"step {trainer.step} has a loss, gradients or weights that are not finite: start again with a "
-                    f"lower --lr and another --out; the last good checkpoint is {trainer.checkpoints.last()}"
+                    f"step {trainer.step} has a loss, gradients or weights that are not finite (loss {loss:.4g}, norm "
+                    f"{norm:.4g}): start again with a lower --lr and another --out; the last good checkpoint is "
+                    f"{trainer.checkpoints.last()}"
                 )
             with together("Log.add()", device=loss.device.type):  # the disk may be full
                 log.add(trainer.step, loss=float(loss), norm=norm)

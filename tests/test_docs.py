@@ -571,6 +571,7 @@ def test_the_page_of_language_models_has_what_was_measured() -> None:
     assert (
         "{:,.0f} tokens per second with LongNet, and {:,.0f} with dense".format(*(round(x, -3) for x in graphs)) in text
     )
+    assert f"commit {found['machine']['commit'][:7]}" in text
     seconds = {(row[0], row[1]): row[2] for rows in tables.values() for row in rows if len(row) > 3}
     slower = seconds[131072, "dense SDPA, compiled"] / seconds[131072, "longnet, compiled"]
     assert f"takes {slower:.1f} times as long as one with LongNet" in text

@@ -99,3 +99,14 @@ def write(file: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def writable(folder: Path, option: str = "--out") -> Path:
+    """The folder, made if need be, in which a file can be written: better known before hours of work than after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder} ({error.strerror}): name another with {option}") from error
+    return folder

@@ -15,6 +15,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dilated_attention import charts
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.options import bandwidth, count, counts, index, latency, size, span, speed
 from dilated_attention.pattern import RULES
@@ -101,13 +102,13 @@ def test_dtypes_and_devices() -> None:
 def test_folders(tmp_path: Path) -> None:
     """One that can be written is made and left empty."""
     folder = tmp_path / "a" / "b"
-    assert arguments.writable(folder) == folder
+    assert charts.writable(folder) == folder
     assert os.listdir(folder) == []
     (tmp_path / "file").write_text("")
     bad = [tmp_path / "file", tmp_path / "file" / "below", *filter(Path.is_dir, [Path("/proc")])]
     for folder in bad:
         with pytest.raises(ValueError, match=r"cannot write into .* name another with --out"):
-            arguments.writable(folder)
+            charts.writable(folder)
 
 
 def test_files(tmp_path: Path) -> None:

@@ -331,7 +331,8 @@ def test_what_is_wrong_on_one_rank_stops_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fault", "step"), [(poisoned, 2), (overflowing, 4)])
 def test_what_is_not_finite_is_never_saved(tmp_path: Path, fault: Any, step: int) -> None:
     told = pool(1).run(fault, given(tmp_path))[0]
-    assert told.startswith(f"error: step {step} has a loss, gradients or weights that are not finite: start again with")
+    assert told.startswith(f"error: step {step} has a loss, gradients or weights that are not finite (loss ")
+    assert "): start again with a lower --lr and another --out" in told
     assert told.endswith(f"the last good checkpoint is {tmp_path / 'out'}/step-{step - 1:08}"), told
 
 

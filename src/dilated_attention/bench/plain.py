@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dilated_attention import charts
 from dilated_attention.bench import machine, results
 from dilated_attention.bench.pace import Lines
 
@@ -56,6 +56,11 @@ def is_ours_wrong(found: dict[str, Any]) -> bool:
     return checks or any(x["ours"] and x["status"] == "wrong" for x in found["measurements"])
 
 
+def check_seconds(seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ValueError(f"--seconds must be more than 0, got {seconds}")
+
+
 def main(arguments: Sequence[str]) -> int:
     from dilated_attention.bench import suites
 
@@ -69,12 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         names = suites.named(options.suite or ["quick"])
-        if options.seconds is not None and not 0 < options.seconds < float("inf"):
-            raise ValueError(f"--seconds must be more than 0, got {options.seconds}")
-        options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=options.out):  # better known before hours of work than after
-            pass
-    except (ValueError, OSError) as error:
+        check_seconds(options.seconds)
+        charts.writable(options.out)
+    except ValueError as error:
         parser.error(str(error))
     kept = Kept(options.out)
     device = torch.device(options.device)

@@ -42,12 +42,20 @@ def _a(name: str, *types: type, test: Callable[[Any], bool] = lambda value: True
     return check
 
 
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
 TEXT = _a("a text", str)
 FLAG = _a("true or false", bool)
 COUNT = _a("a whole number from 1 to 2^63", int, test=lambda value: 0 < value < 2**63)
 NUMBER = _a("a finite number of 0 or more", int, float, test=lambda value: 0 <= value < HUGE)
 TIME = _a("a finite number of more than 0", int, float, test=lambda value: 0 < value < HUGE)
-ERROR = _a("a number", int, float, str, test=lambda value: _is_number(value))
+ERROR = _a("a number", int, float, str, test=_is_number)
 CELL = _a(
     "a text or a number", str, int, float, bool, type(None), test=lambda x: isinstance(x, str) or _is_number(x or 0)
 )
@@ -86,11 +94,15 @@ WHOLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-DEEP = "{} is not a results file: its values are nested too deeply"
-
-
 def load(path: Path, whole: bool = False) -> Record:
     """A results file, or the one in a folder. ``whole``: with all that a report is made of."""
+    try:
+        return _loaded(path, whole)
+    except RecursionError:  # in reading it, or in looking through it
+        raise ValueError(f"{path} is not a results file: its values are nested too deeply") from None
+
+
+def _loaded(path: Path, whole: bool) -> Record:
     try:
         file = path / "results.json" if path.is_dir() else path
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -98,15 +110,6 @@ def load(path: Path, whole: bool = False) -> Record:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # neither UTF-8 nor JSON
         raise ValueError(f"{file} is not a results file, because it is not JSON: {error}") from error
-    except RecursionError:
-        raise ValueError(DEEP.format(file)) from None
-    try:
-        return _checked(file, found, whole)
-    except RecursionError:  # it was read, and is too deep to be looked through
-        raise ValueError(DEEP.format(file)) from None
-
-
-def _checked(file: Path, found: Any, whole: bool) -> Record:
     if not isinstance(found, dict) or "schema" not in found:
         raise ValueError(f"{file} is not a results file: it has no schema; `dilated-attention bench` writes one")
     if found["schema"] != SCHEMA:
@@ -160,14 +163,6 @@ def _check_tables(file: Path, found: Record) -> None:
     for index, check in enumerate(found["checks"]):
         if not check["errors"].keys() <= check["limits"].keys():
             raise ValueError(f"{file} is not a results file: checks[{index}] has an error without a limit")
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (ValueError, OverflowError):
-        return False
-    return True
 
 
 def _short(value: Any) -> str:

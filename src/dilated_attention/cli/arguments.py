@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dilated_attention import charts
 
 if TYPE_CHECKING:
     import torch
@@ -71,16 +72,5 @@ def file(option: str, path: Path, endings: tuple[str, ...]) -> Path:
         raise ValueError(f"{option} must be a file, and {path} is a folder")
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent}: make it, or name another file with {option}")
-    writable(path.parent, option)
+    charts.writable(path.parent, option)
     return path
-
-
-def writable(folder: Path, option: str = "--out") -> Path:
-    """The folder, made if need be, in which a file can be written: better known before hours of work than after."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write into {folder} ({error.strerror}): name another with {option}") from error
-    return folder

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dilated_attention import charts
 from dilated_attention.bench.regress import compare
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.compare import summary
@@ -67,16 +68,15 @@ def bench(
     """
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.bench import machine, suites
-    from dilated_attention.bench.plain import PREVIOUS, Kept, is_ours_wrong
+    from dilated_attention.bench.plain import PREVIOUS, Kept, check_seconds, is_ours_wrong
     from dilated_attention.bench.report import write_report
 
     with arguments.refusing():
         names = suites.named(suite or ["quick"])
-        if seconds is not None and not 0 < seconds < float("inf"):
-            raise ValueError(f"--seconds must be more than 0, got {seconds}")
+        check_seconds(seconds)
         where = arguments.device("--device", device)
         dtypes = [arguments.dtype("--dtype", name) for name in dtype.split(",")] if dtype else None
-        arguments.writable(out)
+        charts.writable(out)
     kept = Kept(out)
     with watching() as watch:
         code = kept.run(names, where, dtypes, watch=watch, seconds=seconds, commit=commit)

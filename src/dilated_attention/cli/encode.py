@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dilated_attention import charts
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, watching
@@ -116,7 +117,7 @@ def encode(
             raise ValueError("--thumbnails must be a folder, and needs --attention")
         if thumbnails is not None and thumbnails.resolve() == out.resolve():
             raise ValueError("--thumbnails and --out must be different folders: maps would replace the thumbnails")
-        arguments.writable(out)
+        charts.writable(out)
         table = arguments.file("--table", table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
 

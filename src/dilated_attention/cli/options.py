@@ -96,7 +96,7 @@ def latency(text: str) -> float:
 
 
 def speed(text: str) -> float:
-    """Operations per second: 400T, 400TFLOPS, 4e14; a device that takes seconds for a million of them is a slip."""
+    """Operations per second: 400T, 400TFLOPS, 4e14. Fewer than a million are a slip: a unit was left out."""
     units = {unit + name: factor for unit, factor in DECIMAL.items() for name in ("", "flops", "flop/s")}
     return float(_read(text, units, "operations per second such as 400T or 4e14, of 1M or more", least=10**6))
 

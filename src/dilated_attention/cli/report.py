@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dilated_attention import charts
 from dilated_attention.bench.results import load
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, print_written
@@ -28,9 +29,8 @@ def report(
     """
     with arguments.refusing():
         found = load(results, whole=True)
-        folder = arguments.writable(out or (results if results.is_dir() else results.parent))
+        folder = charts.writable(out or (results if results.is_dir() else results.parent))
     # here and not above: help needs no torch, and what the page needs may not be installed: `main` says so
-    from dilated_attention import charts
     from dilated_attention.bench import machine
     from dilated_attention.bench.claims import conclusions
     from dilated_attention.bench.report import NEEDED, write_report

@@ -8,9 +8,11 @@ Legend: q, k, v, dout (1, T, H, D) for T tokens of all sequences.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +21,10 @@ from torch.utils.benchmark import timer
 from dilated_attention.bench import probes
 from dilated_attention.bench.run import Call, forward, forward_backward
 from dilated_attention.bench.session import Session, Step
+from dilated_attention.bench.setting import Setting, forget_inputs
+from dilated_attention.bench.suites.stream import synchronise
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models.presets import slide_pattern
-from dilated_attention.pattern import DilatedPattern
-from dilated_attention.testing import make_qkv
 
 SUITE, COUNT = "packed", 64
 LENGTHS = {"cuda": (1_000, 30_000), "cpu": (10, 300)}  # of the shortest and of the longest sequence, nearly
@@ -31,16 +33,10 @@ TITLE = "Packed sequences"
 COLUMNS = ["what", "rows", "tokens", "forward ms", "forward + backward ms", "new packing ms", "error"]
 
 
-class Shape(NamedTuple):
-    pattern: DilatedPattern
-    heads: int
-    dim: int
-    is_causal: bool
-
-
-SHAPES = {
-    "slides": Shape(slide_pattern(262144, 256), 16, 48, False),
-    "documents": Shape(DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]), 12, 64, True),
+RATES = (1, 2, 4, 8, 16)
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # the rule, and what a `Setting` has
+    "slides": ("torchscale", {"lengths": slide_pattern().segment_lengths, "rates": RATES, "heads": 16, "head_dim": 48}),
+    "documents": ("longnet", {"lengths": tuple(2048 * r for r in RATES), "rates": RATES, "heads": 12, "causal": True}),
 }
 
 
@@ -51,50 +47,46 @@ def steps(session: Session) -> list[Step]:
 def table(session: Session) -> None:
     least, most = LENGTHS[session.device.type]
     lengths = torch.randint(least, most, (COUNT,), generator=torch.Generator().manual_seed(0)).tolist()
-    note = (
-        f"{COUNT} sequences of {min(lengths):,} to {max(lengths):,} tokens. New packing: what its first forward takes "
+    base = Setting(sum(lengths), (), (), session.device, session.dtypes[0])
+    settings = {what: (rule, replace(base, **given)) for what, (rule, given) in SHAPES.items()}
+    note = "; ".join(f"{what}: {rule}, {setting}" for what, (rule, setting) in settings.items())
+    note += (
+        f". Sequences of {min(lengths):,} to {max(lengths):,} tokens. New packing: what its first forward takes more."
     )
-    told = (f"{name}: {x.heads} heads of {x.dim}, {x.pattern}" for name, x in SHAPES.items())
-    note += f"longer. {'; '.join(told)}."
     rows: list[list[Any]] = []
-    for what, shape in SHAPES.items():
+    for what, (rule, setting) in settings.items():
         session.pace.step(f"{COUNT} {what} in one row", 40.0)
-        for name, sizes in (("packed", lengths), ("one with as many pairs", [alike(shape, lengths)])):
-            rows.append([what, name, sum(sizes), *measure(session, shape, sizes)])
+        alone = alike(setting, rule, lengths)
+        for name, sizes in (("packed", lengths), ("one with as many pairs", [alone])):
+            rows.append([what, name, sum(sizes), *measure(session, replace(setting, tokens=sum(sizes)), rule, sizes)])
             session.table(SUITE, TITLE, note, COLUMNS, rows)
+            forget_inputs()
 
 
-def alike(shape: Shape, lengths: list[int]) -> int:
+def alike(setting: Setting, rule: str, lengths: list[int]) -> int:
     """The length of the shortest sequence that has at least as many pairs."""
 
     def pairs(tokens: int) -> int:
-        return shape.pattern.pairs(tokens, shape.heads, is_causal=shape.is_causal)
+        return setting.pattern(rule).pairs(tokens, setting.heads, is_causal=setting.causal)
 
-    wanted, low, high = sum(map(pairs, lengths)), 0, sum(lengths)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if pairs(middle) >= wanted else (middle + 1, high)
-    return low
+    return bisect.bisect_left(range(sum(lengths)), sum(map(pairs, lengths)), key=pairs)
 
 
-def measure(session: Session, shape: Shape, given: list[int]) -> list[Any]:
-    lengths, device = list(given), session.device
-    options: dict[str, Any] = {"dtype": session.dtypes[0], "device": device}
-    qkv = make_qkv(1, sum(lengths), shape.heads, shape.dim, **options)
-    dout, *_ = make_qkv(1, sum(lengths), shape.heads, shape.dim, seed=1, **options)
+def measure(session: Session, setting: Setting, rule: str, given: list[int]) -> list[Any]:
+    lengths, device, pattern, qkv = list(given), session.device, setting.pattern(rule), setting.qkv()
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         packing = [0, *itertools.accumulate(lengths)]
-        return dilated_attention(q, k, v, shape.pattern, is_causal=shape.is_causal, cu_seqlens=packing)
+        return dilated_attention(q, k, v, pattern, is_causal=setting.causal, cu_seqlens=packing)
 
     call, worst = forward(attention, qkv), 0.0
     for out, *alone in zip(*(x.split(lengths, dim=1) for x in (call(), *qkv)), strict=True):
         if out.shape[1] in (min(lengths), max(lengths)):
-            check = probes.check_rows(out, tuple(alone), shape.pattern, shape.is_causal)
+            check = probes.check_rows(out, tuple(alone), pattern, setting.causal)
             worst = max(worst, check["worst"])
-    if not session.judge("packed sequences", worst, check["limit"], shape.is_causal):
+    if not session.judge("packed sequences", worst, check["limit"], setting.causal):
         return [None, None, None, worst]
-    calls: dict[str, Call] = {"forward": call, "both": forward_backward(attention, qkv, dout)}
+    calls: dict[str, Call] = {"forward": call, "both": forward_backward(attention, qkv, setting.dout())}
     times = [timing.median for timing in session.time(calls).values()]
     more = []
     for _ in lengths[1 : 1 + NEW]:
@@ -107,6 +99,5 @@ def measure(session: Session, shape: Shape, given: list[int]) -> list[Any]:
 def seconds(call: Call, device: torch.device) -> float:
     start = timer()
     call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     return timer() - start

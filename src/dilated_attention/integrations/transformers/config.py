@@ -32,8 +32,8 @@ def check_model(config: Any) -> None:
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is not None and not model._can_set_attn_implementation():
         raise ValueError(
-            f"dilated attention cannot run in {model.__name__}: this model computes attention by itself, and asks no "
-            "registered function"
+            f"dilated attention cannot run in {model.__name__}: this model computes attention by itself; use one that "
+            "asks transformers for it, such as Llama, Qwen, Mistral or GPT-2"
         )
 
 
