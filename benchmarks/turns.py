@@ -26,6 +26,7 @@ CASES = {  # name: N, H, D, (w, r), rules and whether causal
     "A": (1 << 20, 12, 64, WIDE, [("longnet", False), ("longnet", True), ("head_groups", False)]),
     "B": (1 << 17, 16, 128, ((2048, 8192, 32768), (1, 4, 16)), [("longnet", False), ("head_groups", False)]),
     "C": (1 << 13, 8, 64, ((2048, 4096, 8192), (1, 2, 4)), [("head_groups", False), ("longnet", True)]),
+    "slides": (45_681, 16, 48, ((1024, 5792, 32768, 185363, 1048576), WIDE[1]), [("torchscale", False)]),
     "step": (1 << 13, 12, 64, ((2048, 4096, 8192), (1, 2, 4)), [("longnet", True)]),
 }
 MODES = ("eager", "default", "reduce-overhead")

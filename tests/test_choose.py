@@ -65,6 +65,14 @@ def give_table(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
     monkeypatch.setattr(configs, "measured", lambda: {"9.0": rows})
 
 
+def test_packed_sequences_are_as_long_as_one_of_them(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a launch, and the library's kernels would take each alone."""
+    give_table(monkeypatch, library_from={"forward 64 nested": 8192})
+    assert not preferred(call_for(8192))
+    assert preferred(call_for(8192, sequences=(0, 4096, 8192)))
+    assert not preferred(call_for(16384, sequences=(0, 4096, 16384)))
+
+
 # --- what is refused --------------------------------------------------------------------------------------------
 
 

@@ -89,13 +89,17 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
         return False, "before compute capability 8.0 ours run without tensor cores"
     form = nesting.form_of(call.pattern, call.is_causal, call.drops)
     asked = (call.device, call.head_dim, call.is_causal, form, backward)
-    faster, first = configs.prefers_library(*asked, call.rows), configs.library_from(*asked)
+    rows = nesting.rows_of_a_sequence(call)
+    faster, first = configs.prefers_library(*asked, rows), configs.library_from(*asked)
     if faster is None:
         ours = form == "nested" and call.head_dim <= 64
         return ours, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
     if first is None:
         return True, "measured: ours are faster at every length"
-    return not faster, f"measured: torch's are faster from {first:,} rows on: tokens times heads, of all samples"
+    return (
+        not faster,
+        f"measured: torch's are faster from {first:,} rows on: tokens times heads, of all samples or of one packed sequence",
+    )
 
 
 @functools.cache

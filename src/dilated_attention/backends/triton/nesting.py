@@ -17,7 +17,7 @@ from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested
 from dilated_attention.call import Call, Heads
 from dilated_attention.pattern import DilatedPattern
 
-MOST_BYTES = 256 << 20  # of out in float32 between launches
+MOST_BYTES = 384 << 20  # of out in float32 between launches
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
 TILE = 64  # rows of the tiles that work is counted in
 FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
@@ -109,9 +109,14 @@ def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> st
     return "apart" if len(groups) > 1 and not pattern.dealing.is_divided else ""
 
 
+def rows_of_a_sequence(call: Call) -> int:
+    """Query rows of all samples and heads; where sequences are packed, those of one of them on average."""
+    return call.rows // max(1, len(call.sequences) - 1)
+
+
 def is_short(call: Call) -> bool:
     """Whether a call, or each of its packed sequences, has so few rows that smaller tiles are faster."""
-    return call.rows // max(1, len(call.sequences) - 1) < FEW_ROWS
+    return rows_of_a_sequence(call) < FEW_ROWS
 
 
 def config(kernel: str, call: Call, nests: Nests) -> TileConfig:
