@@ -96,10 +96,8 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
         return ours, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
     if first is None:
         return True, "measured: ours are faster at every length"
-    return (
-        not faster,
-        f"measured: torch's are faster from {first:,} rows on: tokens times heads, of all samples or of one packed sequence",
-    )
+    told = "tokens times heads, of all samples or of one packed sequence"
+    return not faster, f"measured: torch's are faster from {first:,} rows on: {told}"
 
 
 @functools.cache

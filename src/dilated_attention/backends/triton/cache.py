@@ -17,6 +17,7 @@ class LaunchCache:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes  # of tables on one device
         self.pinned: set[Hashable] = set()
+        self.compiled: set[Hashable] = set()  # kinds of kernels
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._bytes: Counter[torch.device] = Counter()
         # what was dropped since the device was last waited for: another thread may still use it
@@ -71,7 +72,7 @@ class LaunchCache:
     def clear(self) -> None:
         """Forget everything. A CUDA graph with calls of ours must not be replayed after it."""
         with self._making:
-            for kept in (self._kept, self._bytes, self._dropped, self.pinned):
+            for kept in (self._kept, self._bytes, self._dropped, self.pinned, self.compiled):
                 kept.clear()
             for clear in self._clear_too:
                 clear()

@@ -174,6 +174,7 @@ class Launch:
         self.given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
         if config.registers:
             self.given["maxnreg"] = config.registers
+        self.kind = (kernel, device, dtypes, *self.given.items())  # nearly what Triton compiles apart
         self.tail: tuple[Any, ...] = ()
         self.runs: Any = None
 

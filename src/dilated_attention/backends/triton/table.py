@@ -75,16 +75,15 @@ def table(
         return _made(*given)
     # By another thread: while torch.compile(mode="reduce-overhead") tries a graph, all that this one allocates lies in
     # the graph's memory, and must be gone with it. A table is there for longer than this call.
-    with ThreadPoolExecutor(1) as another:
-        try:
-            return another.submit(_made_beside, *given).result()
-        except RuntimeError as error:
-            if not torch.cuda.is_current_stream_capturing():
-                raise
-            raise RuntimeError(
-                "dilated_attention has work to prepare, once for tensors of such shapes and strides, and cannot while "
-                "a CUDA graph is captured: make the same call before, outside of the graph"
-            ) from error
+    try:
+        return another_thread().submit(_made_beside, *given).result()
+    except RuntimeError as error:
+        if not torch.cuda.is_current_stream_capturing():
+            raise
+        raise RuntimeError(
+            "dilated_attention has work to prepare, once for tensors of such shapes and strides, and cannot while "
+            "a CUDA graph is captured: make the same call before, outside of the graph"
+        ) from error
 
 
 def _made_beside(*given: Any) -> Table:
@@ -94,6 +93,12 @@ def _made_beside(*given: Any) -> Table:
         found = _made(*given)
     stream.synchronize()
     return found
+
+
+@functools.cache
+def another_thread() -> ThreadPoolExecutor:
+    """Kept, as a packing that is new may need dozens of tables."""
+    return ThreadPoolExecutor(1, "dilated_attention tables")
 
 
 @functools.cache

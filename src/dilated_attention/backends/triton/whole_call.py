@@ -48,7 +48,7 @@ def _unrounded(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[
     if prepared is None:
         most = nesting.heads_at_once(call)
         if most < call.kv_heads:
-            return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), trains, most)
+            return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), most)
         prepared = _prepared(call, (q, k, v), call.device.type == "cuda" and trains())
     padding = ends = None
     if inputs.padding is not None:
@@ -66,8 +66,8 @@ def _unrounded(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[
     return out, lse
 
 
-def _some_heads_at_a_time(call: Call, inputs: Inputs, trains: Callable[[], bool], most: int) -> tuple[Tensor, Tensor]:
-    """The same call in parts, each of some of the heads."""
+def _some_heads_at_a_time(call: Call, inputs: Inputs, most: int) -> tuple[Tensor, Tensor]:
+    """The same call in parts, each of some of the heads. (A backward pass has no parts.)"""
     out, lse = _empty_like(inputs.q, call.dtype), inputs.q.new_empty(inputs.q.shape[:3], dtype=torch.float32)
     for first in range(0, call.kv_heads, most):
         held = min(most, call.kv_heads - first)
@@ -76,7 +76,7 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, trains: Callable[[], bool]
         part = call._replace(
             heads=held * call.group, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
         )
-        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, trains))
+        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, lambda: False))
     return out, lse
 
 
@@ -95,6 +95,7 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     prepared = CACHE.find((call.device, call, *(x.stride() for x in given)))
     if prepared is None:
         prepared = _kept(call, _prepare_backward, *map(Layout.of, given))
+        _compile(prepared.launches)
     dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
     stats = torch.empty(_stats_shape(call), dtype=torch.float32, device=q.device)
     if prepared.blank:
@@ -117,18 +118,26 @@ def _kept(call: Call, prepare: Callable[..., Prepared], *layouts: Layout) -> Pre
 
 
 def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:
-    """The forward pass of a call that is new. Its kernels are compiled at once, with those of the backward pass if it
-    ``trains``: one after the other they would take twice as long."""
+    """The forward pass of a call that is new, and the backward pass if it ``trains``: all kernels compile at once."""
     layouts = [Layout.of(x) for x in qkv]
     found = _kept(call, _prepare_forward, *layouts)
-    together = list(found.launches)
+    together = found.launches
     if trains:
         dout = Layout.contiguous(qkv[0].shape, qkv[0].dtype)
         together += _kept(call, _prepare_backward, *layouts, dout).launches
-    if call.device.type == "cuda" and len(together) > 1 and not torch.cuda.is_current_stream_capturing():
-        with ThreadPoolExecutor(len(together)) as pool:
-            list(pool.map(Launch.compile, together))
+    _compile(together)
     return found
+
+
+def _compile(launches: tuple[Launch, ...]) -> None:
+    """Compile the kernels that are new, all at once: one after the other they would take twice as long."""
+    new = {one.kind: one for one in launches if one.kind not in CACHE.compiled}
+    if not new or not launches[0].on_device or torch.cuda.is_current_stream_capturing():
+        return
+    if len(new) > 1:
+        with ThreadPoolExecutor(len(new)) as pool:
+            list(pool.map(Launch.compile, new.values()))
+    CACHE.compiled.update(new)
 
 
 def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
