@@ -613,3 +613,20 @@ def test_the_page_of_slides_has_what_was_measured() -> None:
     for _, _, *figures in tables["A fine-tuning step and a rollout"]:
         for milliseconds, gib in (figures[:2], figures[2:]):
             assert f"{milliseconds:.0f} ms and {gib:.1f} GiB" in " ".join(page.split())
+
+
+def test_recipes_have_what_was_measured_of_packed_sequences() -> None:
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "benchmarks/results/packed/results.json").read_text(encoding="utf-8"))
+    rows = found["tables"][0]["rows"]  # slides, then documents
+    said = [row.split("|")[2:-1] for row in page.splitlines() if re.search(r"\| [\d,]{7,} \|", row)]
+    for row, measured in zip(said, rows[2:] + rows[:2], strict=True):
+        for cell, number in zip(map(str.strip, row), measured[2:6], strict=True):
+            assert cell == ("" if number is None else f"{number:,.{len(cell.partition('.')[2])}f}")
+
+
+def test_the_faq_has_what_a_first_call_took() -> None:
+    page = " ".join((ROOT / "docs/faq.md").read_text(encoding="utf-8").split())
+    found = json.loads((ROOT / "benchmarks/results/first-call.json").read_text(encoding="utf-8"))["seconds"]
+    seconds = [one for some in found.values() for one in some]
+    assert f"the first training step took {min(seconds):.1f} to {max(seconds):.1f} s" in page
