@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.triton import nesting
+from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.call import Call
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule, whole_number
-from dilated_attention.ring.cost import EXCHANGES, LINKS, PlanCost, plan_cost
+from dilated_attention.ring.cost import EXCHANGES, LINKS, Memory, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, number_text
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
@@ -29,7 +29,7 @@ ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enou
 FORWARD_MORE, BACKWARD_MORE = 1.1, 1.3
 MOST_TRIED = 2**16  # ranks, where more of them might help
 CHEAPER = {torch.float64: (torch.float32, torch.bfloat16), torch.float32: (torch.bfloat16,)}
-WIDTH = 100  # columns of what is printed
+WIDTH = 80  # columns of what is printed
 
 
 class Need(NamedTuple):
@@ -74,22 +74,43 @@ class Workload:
         """
         exchange = exchange or cost.best
         memory, held = cost.memory, cost.memory.received[exchange]
-        gradients = memory.out + memory.dq + memory.dk + memory.dv  # that of out comes in
         forward = (memory.saved + memory.out_sums + held) * FORWARD_MORE
-        backward = (memory.saved + gradients + memory.sums[exchange] + held) * BACKWARD_MORE
+        backward = (memory.saved + _gradients(memory) + memory.sums[exchange] + held) * BACKWARD_MORE
         if self.ranks == 1 and torch.cuda.is_available():
-            call = Call(
-                cost.pattern, self.is_causal, samples=self.batch, queries=self.tokens, keys=self.tokens,
-                heads=self.heads, kv_heads=self.kv_heads or self.heads, head_dim=self.head_dim, dtype=self.dtype,
-                device=torch.device("cuda"), total=self.tokens,
-            )  # fmt: skip
-            if choose(call).is_whole:
-                share = nesting.heads_at_once(call) / call.kv_heads  # the results of some heads wait at a time
-                waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
-                forward = memory.saved + (waiting if len(nesting.steps(call)) > 1 else 0)
-            if choose(call, backward=True).is_whole:
-                backward = memory.saved + gradients + 2 * memory.lse  # two numbers per row, from launch to launch
+            call = self._call(cost.pattern)
+            ours = self._ours(cost)
+            forward = ours[0] if choose(call).is_whole else forward
+            backward = ours[1] if choose(call, backward=True).is_whole else backward
         return Need(round(forward), round(max(forward, backward)))
+
+    def need_on_a_gpu(self, cost: PlanCost) -> Need | None:
+        """What our kernels would take, if there is no GPU here to ask which ones it runs; None: they would not run."""
+        never = self.ranks > 1 or self.dtype is torch.float64 or self.head_dim > max(configs.SMALL)
+        if never or torch.cuda.is_available():
+            return None
+        forward, backward = map(round, self._ours(cost))
+        return Need(forward, max(forward, backward))
+
+    def _ours(self, cost: PlanCost) -> tuple[float, float]:
+        """Bytes of our kernels, forward and backward."""
+        call, memory = self._call(cost.pattern), cost.memory
+        share = nesting.heads_at_once(call) / call.kv_heads  # the results of some heads wait at a time
+        waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
+        forward = memory.saved + (waiting if len(nesting.steps(call)) > 1 else 0)
+        return forward, memory.saved + _gradients(memory) + 2 * memory.lse  # two numbers per row, from launch to launch
+
+    def _call(self, pattern: DilatedPattern) -> Call:
+        """On one CUDA device."""
+        return Call(
+            pattern, self.is_causal, samples=self.batch, queries=self.tokens, keys=self.tokens, heads=self.heads,
+            kv_heads=self.kv_heads or self.heads, head_dim=self.head_dim, dtype=self.dtype,
+            device=torch.device("cuda"), total=self.tokens,
+        )  # fmt: skip
+
+
+def _gradients(memory: Memory) -> int:
+    """Bytes of the gradients; that of out comes in."""
+    return memory.out + memory.dq + memory.dk + memory.dv
 
 
 class Change(NamedTuple):
@@ -119,7 +140,11 @@ class Suggestion:
             name, lengths, rates = re.split(r"(?=segment_lengths=)|(?=dilation_rates=)", code[:-1])
             wrapper = textwrap.TextWrapper(WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
             code = "\n".join([name, wrapper.fill(lengths.rstrip()), wrapper.fill(f"{rates},"), ")"])
-        return "\n".join([code, "", textwrap.fill(self.reasons, WIDTH), "", *self.figures])
+        return "\n".join([code, "", textwrap.fill(self.reasons, WIDTH), "", *map(_wrapped, self.figures)])
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent="    ")
 
 
 # --- a pattern for a length ---------------------------------------------------------------------------------------
@@ -196,8 +221,8 @@ def _figures(workload: Workload, cost: PlanCost, need: Need) -> Iterator[str]:
     against = f"{number_text(dense / pairs)} times less than" if pairs < dense else f"{pairs / dense:.3g} times"
     flops = 4 * workload.head_dim * workload.batch * pairs
     yield (
-        f"work: {flops_text(flops)} forward and {flops_text(2.5 * flops)} backward, "
-        f"{'as much as' if pairs == dense else against} dense attention"
+        f"work: {flops_text(flops)} forward, {flops_text(2.5 * flops)} backward; "
+        f"{'as much as' if pairs == dense else against} dense"
     )
     yield f"keys that a row of a head sees: {pairs / workload.tokens / workload.heads:,.0f} on average"
     if cost.ranks > 1 and not best.bytes_total:
@@ -208,11 +233,18 @@ def _figures(workload: Workload, cost: PlanCost, need: Need) -> Iterator[str]:
         inside = [w for w in pattern.segment_lengths if shard * cost.ranks == cost.tokens and shard % w == 0]
         if inside:
             yield f"segments up to {max(inside):,} tokens lie inside a shard of {shard:,} and send nothing"
-    kept = f"{bytes_text(cost.memory.saved)} of it kept for the backward pass"
-    yield (
-        f"memory{' of a rank' if cost.ranks > 1 else ''}: {bytes_text(need.training)} to train ({kept}), "
-        f"{bytes_text(need.inference)} to infer"
-    )
+    where = " of a rank" if cost.ranks > 1 else ""
+    yield f"memory{where}: {bytes_text(need.training)} to train, {bytes_text(need.inference)} to infer"
+    yield f"kept for the backward pass: {bytes_text(cost.memory.saved)}"
+    yield from on_a_gpu(workload, cost)
+
+
+def on_a_gpu(workload: Workload, cost: PlanCost) -> Iterator[str]:
+    """The memory on a GPU, where there is none here: it may be less."""
+    ours = workload.need_on_a_gpu(cost)
+    if ours is not None:
+        text = f"{bytes_text(ours.training)} to train, {bytes_text(ours.inference)} to infer"
+        yield f"memory with our kernels, on a GPU: {text}"
 
 
 # --- what to change -----------------------------------------------------------------------------------------------

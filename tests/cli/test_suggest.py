@@ -16,7 +16,7 @@ def test_it_prints_the_suggestion(run: Any) -> None:
     found = advice.suggest(advice.Workload(2**20, 16, 128, is_causal=True), memory=10**9)
     assert (code, err) == (0, "")
     assert out.startswith(f"{found}\n")
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -38,7 +38,9 @@ def bench(
             metavar="S", help="Seconds of timing per setting, for all its calls together.  [default: 3, on CUDA 2]"
         ),
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit to record if this copy has no .git.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(metavar="ID", help="The commit to record if this copy has no .git.")
+    ] = None,
 ) -> int:
     """Check and time implementations of dilated attention.
 

@@ -66,6 +66,12 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def written(number: int) -> str:
+    """As `count` reads it: 64k for 65536."""
+    power = next(power for power in (4, 3, 2, 1, 0) if number % 1024**power == 0)
+    return f"{number // 1024**power}{['', 'k', 'M', 'G', 'T'][power]}"
+
+
 def span(text: str) -> tuple[int, int]:
     """From a token up to another one, which is the first outside: 0:4k."""
     start, colon, stop = text.partition(":")

@@ -67,7 +67,7 @@ def plan(
     columns = [*cost.exchanges, "naive ring"] if ranks > 1 else ["one device"]
     print_table(screen, repr(pattern), ["busiest rank", *columns], _rows(cost, workload, memory))
     screen.print()
-    lines = list(_notes(cost))
+    lines = [*_notes(cost), *advice.on_a_gpu(workload, cost)]
     if memory is not None:
         lines += advice.verdict(workload.need(cost), memory, advice.what_fits(pattern, workload, memory))
     for line in lines:

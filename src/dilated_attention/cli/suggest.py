@@ -43,19 +43,23 @@ def suggest(
     for words in commands(found):
         one_line = "    " + " ".join(words)
         # a shell joins lines that end in a backslash
-        screen.print(one_line if len(one_line) <= 100 else "    " + " \\\n        ".join(words), soft_wrap=True)
+        screen.print(
+            one_line if len(one_line) <= advice.WIDTH else "    " + " \\\n        ".join(words), soft_wrap=True
+        )
 
 
 def commands(found: Suggestion) -> list[list[str]]:
     """What to type to see the costs and the pattern, cut where it may be broken into lines."""
     work, pattern = found.workload, found.pattern
-    lengths, rates = (",".join(map(str, numbers)) for numbers in (pattern.segment_lengths, pattern.dilation_rates))
+    lengths, rates = (
+        ",".join(map(options.written, numbers)) for numbers in (pattern.segment_lengths, pattern.dilation_rates)
+    )
     heads = f"--rule {pattern.rule} --heads {work.heads}"
     if work.kv_heads is not None:
         heads += f" --kv-heads {work.kv_heads}"
     if work.is_causal:
         heads += " --causal"
-    shape = [f"-n {work.tokens}", f"-w {lengths}", f"-r {rates}", heads]
+    shape = [f"-n {options.written(work.tokens)}", f"-w {lengths}", f"-r {rates}", heads]
     dtype = str(work.dtype).removeprefix("torch.")
     costs = f"--head-dim {work.head_dim} --dtype {dtype} --batch {work.batch} --ranks {work.ranks}"
     return [["dilated-attention plan", *shape, costs], ["dilated-attention show", *shape]]

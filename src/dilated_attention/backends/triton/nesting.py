@@ -17,7 +17,7 @@ from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested
 from dilated_attention.call import Call, Heads
 from dilated_attention.pattern import DilatedPattern
 
-MOST_BYTES = 384 << 20  # of out in float32 between launches
+ENOUGH_BYTES = 256 << 20  # of out in float32 between launches: tiles of fewer heads may leave processors idle
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
 TILE = 64  # rows of the tiles that work is counted in
 FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
@@ -46,10 +46,10 @@ def steps(call: Call) -> tuple[Nests, ...]:
 
 
 def heads_at_once(call: Call) -> int:
-    """Key/value heads whose results, in float32 between launches, do not take more than MOST_BYTES; one at least."""
+    """The fewest key/value heads whose results, in float32 between launches, take ENOUGH_BYTES; or all."""
     if len(steps(call)) == 1 or call.dtype is torch.float32:
         return call.kv_heads
-    return min(call.kv_heads, max(1, MOST_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
+    return min(call.kv_heads, max(1, -(-ENOUGH_BYTES * call.kv_heads // (4 * call.rows * call.head_dim))))
 
 
 def _groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> list[list[int]]:
