@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, Lfm2Config, StaticCache
+from transformers import AutoConfig, DynamicCache, Lfm2Config, Llama4TextConfig, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
 from dilated_attention import reference
@@ -151,6 +151,17 @@ def test_beams(cache: str) -> None:
     assert torch.equal(generated(model, given, num_beams=3, max_new_tokens=20, **options(cache, model)), wanted)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
+def test_beams_of_left_padded_prompts_are_those_of_each_alone(cache: str) -> None:
+    model, given = model_of(), batch("left", junk=PAD)
+    wanted = [generated(model, row, num_beams=3, use_cache=False, max_new_tokens=12)[0].tolist() for row in alone()]
+    mask = given["attention_mask"]
+    got = generated(
+        model, given["input_ids"], attention_mask=mask, num_beams=3, max_new_tokens=12, **options(cache, model)
+    )
+    assert got.tolist() == wanted
+
+
 @pytest.mark.parametrize(
     ("cache", "how"), [("dynamic", "prompt lookup"), ("dilated", "prompt lookup"), ("dilated", "assistant")]
 )
@@ -272,6 +283,14 @@ def refused(model: Any, says: str, **given: Any) -> None:
 )
 def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
     refused(made(config_of(name, **changes)), says)
+
+
+def test_chunked_layers_are_refused() -> None:
+    """Those of Llama 4."""
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 1}
+    config = Llama4TextConfig(vocab_size=40, pad_token_id=0, **shape, **heads, attention_chunk_size=4)
+    refused(made(set_pattern(config, PATTERN)), "sliding-window or chunked layers")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,17 @@ class DilatedCache(Cache):
 
     Args:
         config: of the model, with its pattern: see `set_pattern`.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
+        >>> register()
+        >>> config = LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> config = set_pattern(config, da.DilatedPattern.longnet([4, 8], [1, 2]))
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="dilated")
+        >>> tokens, cache = torch.arange(40).reshape(1, 40), DilatedCache(config)
+        >>> model.generate(tokens, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
+        torch.Size([1, 43])
     """
 
     def __init__(self, config: Any) -> None:

@@ -38,6 +38,14 @@ class ShardingCollator:
     Args:
         collator: gives ``input_ids`` and ``labels``, (samples, tokens), padded on the right if at all.
         group: the ranks that share sequences: a process group or a 1-D DeviceMesh.
+
+    Example:
+        >>> from transformers import default_data_collator
+        >>> from dilated_attention.integrations.transformers import ShardingCollator
+        >>> collate = ShardingCollator(default_data_collator, group)
+        >>> batch = collate([{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}])
+        >>> batch["shift_labels"]
+        tensor([[   2,    3,    4, -100]])
     """
 
     def __init__(self, collator: Callable[[Any], Any], group: Group) -> None:

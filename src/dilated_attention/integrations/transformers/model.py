@@ -92,6 +92,15 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     """LongNetLM as a transformers class; ``lm`` is the plain model. ``generate()`` runs on a `DilatedCache`.
 
     With ``labels`` the output has a loss and no logits: those of all tokens are never in memory at once.
+
+    Example:
+        >>> from dilated_attention.integrations.transformers import LongNetConfig, LongNetForCausalLM
+        >>> config = LongNetConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> model, tokens = LongNetForCausalLM(config).eval(), torch.arange(40).reshape(1, 40)
+        >>> model(tokens).logits.shape
+        torch.Size([1, 40, 100])
+        >>> model.generate(tokens, max_new_tokens=3, do_sample=False).shape
+        torch.Size([1, 43])
     """
 
     config_class = LongNetConfig
@@ -299,7 +308,14 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 def register() -> None:
     """Makes ``attn_implementation="dilated"`` known to transformers, and LongNet to its Auto classes.
 
-    The pattern is in the config of a model: see `set_pattern`.
+    The pattern is in the config of a model: see `set_pattern`. Calling it again changes nothing.
+
+    Example:
+        >>> from transformers import AutoConfig
+        >>> from dilated_attention.integrations.transformers import register
+        >>> register()
+        >>> AutoConfig.for_model("longnet").hidden_size
+        768
     """
     attention.register()
     AutoConfig.register(LongNetConfig.model_type, LongNetConfig, exist_ok=True)
