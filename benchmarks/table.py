@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from dilated_attention.units import measured_text
+
 # who stands in README.md, and at which lengths; the page of the run has all
 ROWS = (
     "dense SDPA", "head_groups, auto", "copy and gather, index_select", "copy and gather, slicing", "longnet, auto",
     "torchscale, auto", "gather-pad-scatter", "attention over heads",
 )  # fmt: skip
 LENGTHS = {"cuda": (8192, 131072, 1 << 20), "cpu": (2048, 8192, 32768)}
+SMALL = 0.02  # of the median
 CASES = {(1 << 20, 12): "A", (1 << 17, 16): "B", (1 << 13, 8): "C"}  # tokens and heads of the suite `kernels`
 
 
@@ -38,10 +42,7 @@ def kernels_table(results: dict[str, Any]) -> str:
             pairs.setdefault((_case(x), name), {})[x["direction"]] = x
     for (case, name), both in sorted(pairs.items(), key=lambda pair: pair[0][0]):
         verdict = verdicts[both["forward"]["implementation"]].replace("wrong gradients", "**wrong**")
-        times = " | ".join(
-            "–" if both[way]["ms"] is None else f"{both[way]['ms']['median']:.2f}"
-            for way in ("forward", "forward_backward")
-        )
+        times = " | ".join(_time(both[way]) for way in ("forward", "forward_backward"))
         found.append(f"| {case} | {name} | {verdict} | {times} |")
     return "\n".join(found)
 
@@ -109,9 +110,13 @@ def _cell(records: dict[tuple[str, int, str], dict[str, Any]], name: str, tokens
 
 
 def _time(record: dict[str, Any] | None) -> str:
+    """The median, with as many digits as the quartiles support, and half of their distance unless it is small."""
     if record is None or record["ms"] is None:
         return "–"
-    return f"{record['ms']['median']:,.0f}" if record["ms"]["median"] >= 100 else f"{record['ms']['median']:.3g}"
+    median, lower, upper = (record["ms"][name] for name in ("median", "lower", "upper"))
+    text, half = measured_text(median, lower, upper), (upper - lower) / 2
+    decimals = len(text.partition(".")[2])
+    return f"{text} ± {half:,.{decimals}f}" if half > SMALL * median else text
 
 
 def page_table(results: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+GIB = 1 << 30
 DIGITS = 3  # at most: no measurement here is better than one in a thousand
 
 

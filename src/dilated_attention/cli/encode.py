@@ -14,7 +14,7 @@ from dilated_attention import charts
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli import arguments, options
 from dilated_attention.cli.output import console, watching
-from dilated_attention.units import number_text, seconds_text
+from dilated_attention.units import GIB, number_text, seconds_text
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +158,7 @@ def _files(given: Sequence[Path]) -> list[Path]:
 def _budget(device: torch.device) -> int:
     import torch
 
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 * 2**30
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 * GIB
 
 
 def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) -> int:

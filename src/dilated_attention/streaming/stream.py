@@ -18,6 +18,7 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.tensors import no_autocast
 from dilated_attention.call import Call
 from dilated_attention.pattern import Branch, DilatedPattern
+from dilated_attention.units import bytes_text
 
 
 class Stream:
@@ -65,8 +66,9 @@ class Stream:
         if self.call.is_causal:
             what, causal = "the keys and values that later tokens see", ""
         raise ValueError(
-            f"{what} would take {held:,} bytes, and max_bytes is {limit:,}: use shorter segments, {causal}fewer "
-            "samples at a time or a larger max_bytes; if the stream is shorter than its segments, give num_tokens"
+            f"{what} would take {held:,} bytes ({bytes_text(held)}), and max_bytes is {limit:,}: use shorter segments, "
+            f"{causal}fewer samples at a time or a larger max_bytes; if the stream is shorter than its segments, give "
+            "num_tokens"
         )
 
     def attend(

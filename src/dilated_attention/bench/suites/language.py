@@ -23,8 +23,9 @@ from dilated_attention.models.lm import attend_whole
 from dilated_attention.models.transformer import Attend
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
+from dilated_attention.units import GIB
 
-SUITE, GIB = "language", 1 << 30
+SUITE = "language"
 PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
 # tokens, and the seconds that their row takes

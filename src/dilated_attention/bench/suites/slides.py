@@ -25,13 +25,13 @@ from dilated_attention.models import SlideEncoder
 from dilated_attention.models.layers import FeedForward, SelfAttention, Sequences
 from dilated_attention.models.presets import slide_pattern
 from dilated_attention.testing import make_qkv
+from dilated_attention.units import GIB
 
 SUITE, HEADS, PATTERN = "slides", 16, slide_pattern(262144, 256)
 MODELS = {"gigapath_slide_enc12l768d": 48, "gigapath_slide_enc12l384d": 24}  # head dims
 TILES = {"cuda": (10_000, 45_680, 200_000, 1_000_000), "cpu": (1_000, 10_000)}
 TRAINED = {"cuda": 45_680, "cpu": 1_000}
 MOST_COPIED = 300_000  # tiles whose copies the released way trains on: more take most of a large GPU's memory
-GIB = 1 << 30
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -21,6 +21,7 @@ from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming import stream
+from dilated_attention.units import GIB
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 SUITE, HEADS, DIM = "stream", 12, 64
@@ -89,7 +90,7 @@ def measure(session: Session, causal: bool) -> list[Any]:
     seconds -= drawing
     wrong |= not session.judge("stream", worst, rows["limit"], causal)
     flops = pattern.flops(tokens, HEADS, DIM, is_causal=causal)
-    peak = torch.cuda.max_memory_allocated(device) / (1 << 30) if session.on_cuda else None
+    peak = torch.cuda.max_memory_allocated(device) / GIB if session.on_cuda else None
     figures = [None] * 4 if wrong else [seconds, tokens / seconds / 1e6, flops / seconds / 1e12, peak]
     return [tokens, size, "yes" if causal else "no", *figures, len(checked) * probes.ROWS, worst]
 
