@@ -261,7 +261,8 @@ def train(options: argparse.Namespace) -> None:
     written = trainer.sample(BEGIN if tokenizer is None else tokenizer.bos_token_id or 0, options.sample)
     if log.speaks:
         log.add(trainer.step, **{f"bits_per_byte_{n}": bits for n, bits in found.items()})
-        orders = witten_bell.bits_per_byte(b"".join(rest), b"".join(held_out))
+        scored = max(part.tokens * part.count for part in by_length.values()) / per_byte  # bytes, by the model
+        orders = witten_bell.bits_per_byte(b"".join(rest), b"".join(held_out)[: round(scored)])
         print("\nheld-out bits per byte:", ", ".join(f"{x:.3f} in rows of {n}" for n, x in found.items()))
         print("Witten-Bell models:", ", ".join(f"{x:.3f} of order {n}" for n, x in orders.items()))
         print(

@@ -583,15 +583,20 @@ def test_the_page_of_language_models_has_what_was_measured() -> None:
 
 def test_the_page_of_digit_slides_has_what_was_measured() -> None:
     page = (ROOT / "docs/digit-slides.md").read_text(encoding="utf-8")
-    found = json.loads((ROOT / "benchmarks/results/tasks/digit-slides-large.json").read_text(encoding="utf-8"))
-    *lines, weights = found["printed"]
-    for told, name in ((found["mean"]["printed"], "mean of the tiles"), (lines, "slide encoder")):
-        scores = [re.findall(r"AUC ([\d.]+)", line)[0] for line in told]
-        assert re.search(rf"\| {name} .*\| {scores[0]} \| {scores[1]} \| {scores[2]} \|", page)
-    [seconds] = re.findall(r"trained in ([0-9]+) s", lines[0])
-    assert f"the one for up to 10,000 tiles in {seconds} s" in " ".join(page.split())
-    layers = [", ".join(f"{100 * one:.0f}" for one in heads) for heads in json.loads(weights.partition(": ")[2])]
-    assert f"| 10,000 tiles | {layers[0]} % | {layers[1]} % | 0.06 % |" in page
+    small, large = (
+        json.loads((ROOT / f"benchmarks/results/tasks/digit-slides-{form}.json").read_text(encoding="utf-8"))
+        for form in ("small", "large")
+    )
+    [few, few_weights, mean], (*lines, weights) = small["printed"], large["printed"]
+    for told, name in (([mean, *large["mean"]["printed"]], "mean of the tiles"), ([few, *lines], "slide encoder")):
+        scores = " | ".join(re.findall(r"AUC ([\d.]+)", line)[0] for line in told)
+        assert re.search(rf"^\| {name} [^|]*\| {re.escape(scores)} \|$", page, re.MULTILINE)
+    seconds = [re.findall(r"trained in ([0-9]+) s", line)[0] for line in (few, lines[0])]
+    told = f"trained in {seconds[0]} s on one CPU thread, the one for up to 10,000 tiles in {seconds[1]} s"
+    assert told in " ".join(page.split())
+    for tiles, shares, nines in (("500", few_weights, 1.2), ("10,000", weights, 0.06)):
+        layers = [", ".join(f"{100 * one:.0f}" for one in heads) for heads in json.loads(shares.partition(": ")[2])]
+        assert f"| {tiles} tiles | {layers[0]} % | {layers[1]} % | {nines} % |" in page
 
 
 def test_the_page_of_slides_has_what_was_measured() -> None:
