@@ -21,7 +21,7 @@ bench: $(SMALL) ## check about ten implementations, time those that are right, r
 train: $(SMALL) ## train a small language model, report in report/train (two minutes on two cores)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py src docs \
 		--out report/train --steps 320 --segments 128 256 512 --rates 1 2 4 --evaluate 128 512 2048 --sample 400 --plot \
-		$(ARGS)
+		$(ARGS) || { echo "if report/train is from another training: delete it, or make train ARGS='--out report/again'"; exit 1; }
 
 # tensors of tests are small: threads would only wait for one another
 test test-all: export OMP_NUM_THREADS = 1
