@@ -73,6 +73,25 @@ def test_packed_sequences_are_as_long_as_one_of_them(h200: None, monkeypatch: py
     assert not preferred(call_for(16384, sequences=(0, 4096, 16384)))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "changes", "expected"),
+    [
+        (1_000_001, 16, 48, {}, 2),  # 183 MiB a head
+        (2**20, 12, 64, {}, 1),  # 256 MiB a head
+        (2**17, 12, 64, {}, 8),
+        (2**13, 12, 64, {}, 12),
+        (2**20, 12, 64, {"kv_heads": 4}, 1),
+        (2**20, 12, 64, {"dtype": torch.float32}, 12),  # out itself is in float32
+        (2**20, 12, 64, {"pattern": FORMS["nested"]}, 12),  # one launch
+    ],
+)
+def test_heads_share_launches_until_they_fill_256_mib(
+    tokens: int, heads: int, head_dim: int, changes: dict[str, Any], expected: int
+) -> None:
+    call = call_for(tokens * heads, form="apart", heads=heads, head_dim=head_dim, **changes)
+    assert nesting.heads_at_once(call) == expected
+
+
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
