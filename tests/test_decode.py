@@ -190,7 +190,7 @@ def bad_calls() -> Iterator[Any]:
     """(tokens of query, options, error, match)"""
     yield pytest.param(10, {}, ValueError, "query has 10 tokens and key 9: .* no more queries than keys", id="longer")
     for at in (-1, 7):
-        match = f"is {at}: 3 queries among 9 keys begin at 0 to 6"
+        match = f"is {at}, and must be from 0 to 6, so that 3 queries fit among 9 keys"
         yield pytest.param(3, {"query_offset": at}, ValueError, f"query_offset {match}", id=f"int{at}")
         places = torch.tensor([6, at])
         yield pytest.param(3, {"query_offset": places}, ValueError, rf"query_offset\[1\] {match}", id=f"tensor{at}")

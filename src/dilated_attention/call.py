@@ -174,7 +174,7 @@ def packed_text(pattern: DilatedPattern, is_causal: bool, backend: str) -> str:
 
 def outside(name: str, at: int, queries: int, keys: int) -> str:
     """Why queries cannot begin there."""
-    return f"{name} is {at}: {queries} queries among {keys} keys begin at 0 to {keys - queries}"
+    return f"{name} is {at}, and must be from 0 to {keys - queries}, so that {queries} queries fit among {keys} keys"
 
 
 def read_sequences(given: Sequence[int] | Tensor, tokens: int | None, name: str = "cu_seqlens") -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def check_tensors(
     if samples != key_samples or head_dim != key_dim:
         raise ValueError(f"query and key must agree in batch and head_dim, got {tuple(q_shape)} and {tuple(k_shape)}")
     if heads != key_heads and not enable_gqa:
-        raise ValueError(f"query has {heads} heads and key {key_heads}: use as many heads, or set enable_gqa=True")
+        raise ValueError(f"query has {heads} heads and key {key_heads}: make them equal, or set enable_gqa=True")
     if head_dim < 1:
         raise ValueError("head_dim must be 1 or more, got 0")
     pattern.check_heads(heads, key_heads, whole=whole)

@@ -35,15 +35,17 @@ class ContextParallel:
             and a rank holds two blocks at a time. "allgather": all of them arrive in one step. "alltoall": each rank
             gets whole segments, but only some of the heads. "auto": the exchange whose communication time
             :func:`plan_cost` estimates as the shortest; one whose received rows would take more than twice the memory
-            of this rank's q, k, v, out and lse is left out. None: "ring" or "allgather" in the Ring classes, each as it
-            says; "auto" in :func:`dilated_attention` and :class:`RingAdvancedDistributedDilatedAttention`.
+            of this rank's q, k, v, out and lse is left out. None: the default of the class or function:
+            "allgather" in :class:`RingDilatedAttentionV2Collective`, "ring" in the other Ring classes, "auto" in
+            :func:`dilated_attention` and :class:`RingAdvancedDistributedDilatedAttention`.
         use_checkpointing: True, or None: received rows are dropped after the forward pass, and sent again in the
             backward pass. False: they are kept. Attention is not computed again in either case.
         timeout: seconds to wait for another rank before an error that names it (gloo; NCCL has its own).
         verify: whether the ranks compare their arguments before they compute, so that a mismatch is an error and not a
-            hang. "always": in every forward and backward pass. "first": in the first 64 passes over a group, and
-            also later if the shard lengths differed among those. None: "always" if the group has gloo for the CPU
-            ("gloo", "cpu:gloo,cuda:nccl"); else "first", as reading the answer makes the host wait for the device.
+            hang. "always": in every forward and backward pass. "first": in the first 64 passes over a group, and in
+            all later ones if the shard lengths changed between those passes. None: "always" if the group has gloo for
+            the CPU ("gloo", "cpu:gloo,cuda:nccl"); else "first", as reading the answer makes the host wait for the
+            device.
         debug: make the host wait after every hop, so that an error is raised where it happens.
         total_length: the tokens of the whole sequence. A call whose shards do not add up to it is an error, for
             example one in which every rank passes the whole sequence.

@@ -115,9 +115,10 @@ def dilated_attention(
             tokens still get an output: leave them out of pooling and of the loss.
         query_offset: where in the key sequence the first query stands, as an int, or as an integer tensor (B,) with a
             position for each sample. By default the queries are the last tokens. Not over a ``group``. A position
-            outside the key sequence is an error. One case differs: the kernels of "triton" read a tensor on the device
-            and cannot raise; they give out = 0 and lse = -inf in those rows. Calls with dropout or float64, and all
-            backward passes, run on another backend: it reads the tensor on the host, which waits, and raises.
+            outside the key sequence is an error, with one exception: the kernels of "triton" read a tensor on the
+            device and cannot raise, so they give out = 0 and lse = -inf for queries outside. Calls with dropout or
+            float64, and all backward passes, do not use these kernels: the host then waits to read the tensor, and
+            raises.
         enable_gqa: True: allow fewer key/value heads Hk than query heads H; H must be a multiple of Hk. Key/value head
             h serves the query heads h*G to (h+1)*G - 1, with G = H // Hk. False: unequal numbers are an error.
         backend: "auto", "triton" (our kernels), "sdpa" (PyTorch's) or "eager" (matrix products). One asked for by name

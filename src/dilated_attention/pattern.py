@@ -1,6 +1,7 @@
 """What the user means: which head attends to which tokens. Pure integers; nothing here touches a device.
 
-Legend: N tokens, H query heads, Hk key/value heads (the heads of every rule; H // Hk query heads follow each).
+Legend: N tokens, H query heads, Hk key/value heads. Rules count key/value heads; each has H // Hk query heads,
+which see the same tokens.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class DilatedPattern(_Written):
     """Says which head attends to which tokens.
 
     A branch is a segment length w and a dilation rate r. It cuts the sequence into segments of w tokens; the last one
-    may be shorter. In each of them a head attends among every r-th token, beginning at the head's offset. The rule
-    says which heads have which branches, at which offsets: :meth:`longnet`, :meth:`torchscale` or :meth:`head_groups`
-    makes a pattern. It is frozen and hashable, and holds no tensors.
+    may be shorter. In each segment a head takes every r-th token, beginning at the head's offset, and these tokens
+    attend to one another. The rule says which heads have which branches, at which offsets: :meth:`longnet`,
+    :meth:`torchscale` or :meth:`head_groups` makes a pattern. It is frozen and hashable, and holds no tensors.
 
     Args:
         rule: "longnet", "torchscale" or "head_groups".
@@ -151,7 +152,8 @@ class DilatedPattern(_Written):
     ) -> DilatedPattern:
         """The rule of the released LongNet code: every head has every branch, head h of H at offset h // ceil(H / r).
 
-        Zero keys (keys and values of 0) fill up segments with fewer rows. Queries attend to them unless it is causal.
+        If a head takes fewer than ceil(min(w, N) / r) of the N tokens in a segment, zero keys (key and value are 0)
+        fill it up to that number. Queries attend to them, except in causal calls.
 
         ``mixing_gradient="detached"``: the backward pass takes the weights that mix the branches as constants, as the
         released code does. Outputs do not change. It works on one device, without dropout, on the backends sdpa and
@@ -187,9 +189,10 @@ class DilatedPattern(_Written):
         """Draws which keys each query sees, as an Altair chart for a notebook.
 
         By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
-        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: only heads that see the same as this one;
-        ``query``: mark this token; ``window``: only tokens (first, last), without the last; ``ranks``: borders of so
-        many shards; ``colour``: "share" (of a cell's pairs that is computed, the default) or "branch" (that does it).
+        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
+        ``query``: mark this token; ``window``: draw only the tokens from first up to last - 1, given as (first, last);
+        ``ranks``: draw the borders between this many shards; ``colour``: what colours show: "share" (the default), how
+        many of a cell's (query, key) pairs are computed, or "branch", which branch computes most of them.
 
         Examples:
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
@@ -214,7 +217,7 @@ class DilatedPattern(_Written):
         return self.mixing_gradient == "exact"
 
     def alone(self, branch: int) -> DilatedPattern:
-        """The pattern with this branch alone. Under head_groups it would give the branch to all heads."""
+        """The pattern with this branch alone. (Under head_groups, all heads then have it.)"""
         return DilatedPattern(self.rule, (self.segment_lengths[branch],), (self.dilation_rates[branch],))
 
     @property

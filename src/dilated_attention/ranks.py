@@ -174,7 +174,7 @@ class Pool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"cannot send {function!r} and its arguments to the ranks ({error}): they must be picklable, "
-                "and functions and classes are at the top level of a module"
+                "with functions and classes at the top level of a module"
             ) from error
         start = time.monotonic()
         end = start + (self.timeout + GRACE if timeout is None else timeout)

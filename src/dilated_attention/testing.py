@@ -97,7 +97,7 @@ def run(attention: Callable[..., Any], qkv: tuple[Tensor, ...], dout: Tensor, dl
     Args:
         attention: returns out, or (out, lse).
         qkv: query, key and value.
-        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H). None goes through an lse of -inf.
+        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H). Where lse is -inf, dlse counts as 0.
 
     Examples:
         >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
@@ -182,7 +182,7 @@ def limits(expected: Results, plain: Results | None, dtype: torch.dtype) -> dict
 
 
 def plain_error(plain: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
-    """The error of plain PyTorch, at least that of rounding the largest value once; that too where plain overflows."""
+    """The error of plain PyTorch, or that of rounding the largest value once if it is larger or if plain overflows."""
     largest = expected.masked_fill(expected.isinf(), 0.0).abs().max().item() if expected.numel() else 0.0
     once = torch.finfo(dtype).eps / 2 * min(1.0, largest)
     found = error(plain, expected)
@@ -192,8 +192,8 @@ def plain_error(plain: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
 def assert_exact(got: Results, expected: Results, plain: Results | None = None) -> None:
     """Raises AssertionError, which names every result that is too far from the oracle's.
 
-    The limits are 1e-12 in float64 and 5e-6 in float32, of max(1, max|expected|). In half precision they are twice
-    the error of ``plain`` (gradients three times), the results of plain PyTorch in the same dtype.
+    The limits are 1e-12 in float64 and 5e-6 in float32, times max(1, max|expected|). In half precision ``plain`` is
+    needed, the results of plain PyTorch in the same dtype: the limits are twice its error, for gradients three times.
 
     Examples:
         >>> q, k, v = testing.make_qkv(1, 16, 4, 8)

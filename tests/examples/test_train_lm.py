@@ -252,7 +252,7 @@ def test_other_texts_are_another_training(tmp_path: Path) -> None:
     (tmp_path / "text" / "03.txt").write_text("something else")
     told = pool(1).run(said, arguments)[0]
     assert "is from another training: texts was 11 documents of " in told
-    assert told.endswith("; give what it was, or use another folder")
+    assert told.endswith("; use the old values, or another folder")
     one, other = torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int32)
     split = [one[:2], torch.cat((one[2:], other))]
     assert len({summary(x) for x in ([one, other], [other, one], split, [one])}) == 4

@@ -386,7 +386,11 @@ def unexpected_errors() -> list[str]:
         (line(), {}, f"have no names: pass mesh_dim_names, out of {names}, to init_device_mesh()"),
         (other, {}, f"ValueError: the mesh has axes ('dp', 'sequence'), and ['dp'] are not among {names}"),
         (other, {"data": "dp"}, "nothing raised"),
-        (four, {"data": "heads"}, "ValueError: data, sequence and heads must name three axes, got 'heads', 'sequence'"),
+        (
+            four,
+            {"data": "heads"},
+            "ValueError: data, sequence and heads must name three different axes, got 'heads', 'sequence'",
+        ),
         (line(mesh_dim_names=("heads",)), {}, "ValueError: 6 key/value heads cannot be divided evenly"),
         (outside, {}, "ValueError: this process is not a member of"),
         (None, {}, "TypeError: mesh must be a DeviceMesh, got None"),

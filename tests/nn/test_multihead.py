@@ -502,7 +502,7 @@ def test_errors_of_the_call(cls: Any) -> None:
     only = r"float of 0 \(keep\) and -inf \(ignore\) only, got"
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ((x, x, x), {"need_weights": True}, ValueError, "need_weights must be False, got True"),
-        ((x,), {"attn_mask": causal}, ValueError, r"attn_mask must be None: .* pass is_causal=True"),
+        ((x,), {"attn_mask": causal}, ValueError, r"attn_mask must be None unless .* pass is_causal=True"),
         ((x, x[:, :8]), {}, ValueError, r"key is \(2, 8, 20\) and query \(2, 9, 20\): .* equal lengths; to decode, "),
         ((x[..., 1:],), {}, ValueError, r"must all be .* got query \(2, 9, 19\)$"),
         ((x.numpy(),), {}, TypeError, "query must be a tensor, got ndarray"),

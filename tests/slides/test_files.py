@@ -56,7 +56,7 @@ def test_the_tile_size_of_files_that_do_not_say(tmp_path: Path) -> None:
     assert files.look(silent, tile_size=512).tile_size == 512
     says = feature_files.trident(tmp_path / "says.h5", TILES, COORDS, 1024)
     assert files.look(says).tile_size == files.look(says, 1024).tile_size == 1024
-    with pytest.raises(BadFile, match="its tiles are 1024 pixels wide, and not 512: leave --tile-size out"):
+    with pytest.raises(BadFile, match="its tiles are 1024 pixels wide, and --tile-size is 512: leave --tile-size out"):
         files.look(says, tile_size=512)
 
 

@@ -151,7 +151,10 @@ def _files(given: Sequence[Path]) -> list[Path]:
     twice = [name for name, times in Counter(file.stem for file in found).items() if times > 1]
     if twice:
         same = ", ".join(str(file) for file in found if file.stem == twice[0])
-        raise ValueError(f"these files have the same name, and so would their results: {same}; give each its own --out")
+        raise ValueError(
+            f"these files have the same name, and so would their results: {same}; encode them in separate runs, each "
+            "with its own --out"
+        )
     return found
 
 

@@ -35,8 +35,8 @@ class Checkpoints:
 
     Args:
         folder: where they are.
-        facts: what they are of, as JSON takes it. A checkpoint of other facts is refused.
-        kept: so many are kept, the newest ones.
+        facts: describe the training, in types that JSON can store. A checkpoint saved with other facts is refused.
+        kept: the number of checkpoints to keep, the newest ones.
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any], kept: int = 2) -> None:
@@ -116,7 +116,7 @@ class Checkpoints:
         other = [f"{key} was {facts.get(key)} and is {now}" for key, now in self.facts.items() if facts.get(key) != now]
         if other:
             raise ValueError(
-                f"{folder} is from another training: {'; '.join(other)}; give what it was, or use another folder"
+                f"{folder} is from another training: {'; '.join(other)}; use the old values, or another folder"
             )
 
     def _damaged(self, folder: Path, cause: str) -> ValueError:

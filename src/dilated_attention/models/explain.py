@@ -23,7 +23,8 @@ Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
 class AttentionMap(NamedTuple):
     """Attention weights of one query, which sum to 1; all are 0 in a head in which no branch has the query.
 
-    The leading dimensions (...) are layers and heads, each only if the call named none: (layers, heads, L) at most.
+    The leading dimensions (...) are (layers, heads). A call that chose one layer leaves out the first, and a call that
+    chose one head the second.
 
     Args:
         tiles: the weight of each tile, (..., L).

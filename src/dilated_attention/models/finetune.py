@@ -18,8 +18,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trainable parameters of a module that has a slide encoder in it, for an optimizer.
 
-    Layer i, counted from 0, of the depth layers gets the rate ``lr * layer_decay ** (depth - i)``, and the class token
-    ``lr * layer_decay ** (depth + 1)``. The tile projection, the last norms, and all that is outside of the encoder,
+    With d layers, layer i (counted from 0) gets the rate ``lr * layer_decay ** (d - i)``, and the class token
+    ``lr * layer_decay ** (d + 1)``. The tile projection, the last norms, and all that is outside of the encoder,
     such as a classifier, get ``lr``, as published. Biases and norms have no weight decay.
 
     Examples:

@@ -114,7 +114,7 @@ def generate_tokens(
         max_new_tokens: how many tokens each sample gets at most.
         temperature: 0 takes the likeliest token; others divide the logits before a token is drawn.
         top_k: draw among the k likeliest tokens. None: no limit. It needs a temperature above 0.
-        top_p: draw among the likeliest tokens whose probabilities add up to top_p; likewise.
+        top_p: draw among the likeliest tokens whose probabilities add up to top_p. It needs a temperature above 0.
         stop: the token that ends a sample; the rest of its row is that token again.
         generator: the random generator for drawing tokens.
         prefill: how many tokens of the prompt are taken at a time.

@@ -34,10 +34,11 @@ class Sequences:
 
 
 class XPos(nn.Module):
-    """xPos: rotary positions whose length falls with the distance, for causal attention.
+    """xPos: rotary positions for causal attention, with a factor that makes scores fall with the distance.
 
-    Queries grow and keys shrink by powers of the position that cancel where a query sees a key. Products with future
-    keys overflow; attention leaves them out by choice, not by adding -inf. Float32 reaches 65,536 tokens.
+    Queries are multiplied by s^(m / 512) and keys by s^(-n / 512), with s < 1 and positions m and n counted from the
+    middle. For keys that a query sees, the product of both is at most 1. For later keys it may overflow: attention
+    never computes these scores, instead of adding -inf to them. In float32 this works up to 65,536 tokens.
     """
 
     MOST_TOKENS = 65536
@@ -133,7 +134,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer. In training, dropout follows each half; drop path drops the half for a whole sequence."""
+    """One layer. In training, dropout follows each half (attention, feed-forward); drop path leaves out a half."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 The released models add row ``x_cell * slide_ngrids + y_cell + 1`` of a 2-D sin-cos table. Its angles are float64: in
 float32 they would be wrong by 6e-5 in a grid of 1000. The table has 10^6 rows and takes 3 GB. Half of its channels
-come from y and half from x alone, so that here two rows of a table of ``slide_ngrids`` rows give one of its rows.
+come from y and half from x alone, so here two rows of a table of only ``slide_ngrids`` rows make one of them.
 
 Legend: coords (B, L, 2), x then y of a tile's corner, in pixels of level 0; cells (B, L, 2); position (B, L, C).
 """

@@ -155,7 +155,7 @@ class SlideEncoder(nn.Module):
                 encoder's last LayerNorm, so the last one is not the default embedding.
             padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing and changes
                 nothing.
-            tile_size: of this call, one or one for each slide, instead of the attribute.
+            tile_size: for this call, instead of the attribute: one number for all slides, or a list with one per slide.
             per_tile: the outputs of the tiles, (B, L, embed_dim), instead of embeddings; 0 where there is no tile.
             group: the ranks that share each slide. The tiles and coords are this rank's contiguous shard; every rank
                 gets the embedding of the whole slide. Not with padding_mask. In training, average the gradients over
@@ -277,7 +277,7 @@ class SlideEncoder(nn.Module):
                 raise TypeError(f"padding_mask must be a tensor of bool, got {type(padding_mask).__name__}")
             if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
                 got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
-                raise ValueError(f"padding_mask must be bool, True = no tile, ({slides}, {length}), got {got}")
+                raise ValueError(f"padding_mask must be bool (True = no tile) of shape ({slides}, {length}), got {got}")
         none = padding_mask.all(1).any() if padding_mask is not None else length == 0
         if none and group is None:
             raise ValueError("a slide has no tiles: leave it out")

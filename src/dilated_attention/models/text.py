@@ -59,7 +59,7 @@ def _decoded(text: bytes) -> str:
 
 
 def summary(documents: Sequence[Tensor]) -> str:
-    """Documents in a few words. Others, or the same ones in another order, get other words."""
+    """A short text that identifies documents: their number, tokens and hash. Another order gives another text."""
     found = hashlib.blake2b(digest_size=8)
     for document in documents:
         found.update(len(document).to_bytes(8, "little"))
@@ -70,9 +70,9 @@ def summary(documents: Sequence[Tensor]) -> str:
 class PackedRows:
     """Documents one after the other, cut into rows of ``tokens``; what is left over at the end is left out.
 
-    ``rows[i]`` is the same on every rank, and whatever was asked for before: row i, of the first time round or a later
-    one. With a ``seed``, documents and then rows are shuffled, each time anew: rows of one document would be too much
-    alike for a step.
+    ``rows[i]`` depends on i alone: it is the same on every rank, in whatever order rows are read. rows[count] begins
+    the second round over the documents. With a ``seed``, the documents and then the rows are shuffled, anew in each
+    round: rows that follow one another in a document would be too much alike for one step.
     """
 
     def __init__(self, documents: list[Tensor], tokens: int, seed: int | None = None) -> None:
@@ -107,9 +107,9 @@ class PackedRows:
 
 
 def held_out_rows(documents: list[Tensor], lengths: Iterable[int], most: int = 1 << 16) -> dict[int, PackedRows]:
-    """Held-out documents in rows of each length: their first ``most`` tokens, or one row if it is longer.
+    """Held-out documents in rows of each length: their first ``most`` tokens, or one row if a row is longer.
 
-    What is wrong with a length is better known before a training.
+    It raises ValueError if a length cannot be used, so call it before the training.
     """
     found = {}
     for length in lengths:

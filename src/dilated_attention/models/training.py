@@ -27,8 +27,8 @@ from dilated_attention.distributed.group import CommunicationError, GroupTranspo
 def together(what: str, group: ProcessGroup | None = None, device: str = "cpu") -> Iterator[dict[str, object]]:
     """An error in here, on any rank, is raised on all of them: none waits for one that has left.
 
-    What a rank writes into the dict must be the same on every rank, or all raise a ValueError. ``what`` names for
-    people what is done in here. Nothing in here may wait for other ranks.
+    What a rank writes into the dict must be the same on every rank, or all raise a ValueError. ``what`` describes the
+    step in error messages. Nothing in here may wait for other ranks.
     """
     same: dict[str, object] = {}
     mine: Exception | None = None
@@ -63,12 +63,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 class Log:
-    """JSON lines, and a live line; of the first rank alone.
+    """Writes the log of a training, on the first rank alone: a file of JSON lines, and a live line in the terminal.
 
     Args:
-        file: of the JSON lines. Those of later steps than ``step`` are removed: these steps are taken again.
-        steps: of the whole training.
-        step: the last one that is done.
+        file: gets the JSON lines. Lines of steps after ``step`` are removed, as these steps are run again.
+        steps: the number of steps in the whole training.
+        step: the last step that is done.
     """
 
     def __init__(self, file: Path, steps: int, step: int) -> None:

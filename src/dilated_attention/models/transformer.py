@@ -240,7 +240,10 @@ class TransformerBlock(nn.Module):
         return self._compiled.get(step, step)(self, *inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As for any module; also the steps of long rows that have a checkpoint, and of rows that have a cache."""
+        """Compiles the block as ``nn.Module.compile`` does, and also its parts before and after attention.
+
+        The parts run alone for long rows with checkpointing, and with a cache.
+        """
         self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, before, after)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,7 +253,7 @@ class TransformerBlock(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, depth: int) -> None:
         """MAGNETO's: Xavier normal, the value, output and feed-forward weights with a gain of sqrt(log(2 depth)).
-        Without sub_norm: normal of 0.02, outputs less by sqrt(2 depth)."""
+        Without sub_norm: normal of 0.02, outputs divided by sqrt(2 depth)."""
         q, k, v = torch.split(self.qkv.weight, [count * self.head_dim for count in self.counts])
         branches = [v, self.out.weight, *self.up.weight.chunk(2 if self.ffn == "swiglu" else 1), self.down.weight]
         if isinstance(self.inner_norm, nn.Identity):

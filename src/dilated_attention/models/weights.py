@@ -73,7 +73,7 @@ def read(path: Path) -> State:
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
-    """Raise unless these are all weights of the model and no other, in the right shapes; one error lists the rest."""
+    """Raise unless these are exactly the model's weights, in the right shapes; one error lists all that is wrong."""
     wanted = model.state_dict()
     missing, unexpected = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     shapes = [

@@ -20,12 +20,12 @@ from dilated_attention.pattern import DilatedPattern, Rule
 class DilatedAttention(Core):
     """Stores the settings of `dilated_attention` and calls it, as a module without parameters.
 
-    Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)``. Other keywords than these are an error.
+    Equals ``dilated_attention(..., scale=softmax_scale, enable_gqa=True)``. It takes no keywords but those below.
 
     Args:
         segment_lengths, dilation_rates: one of each per branch, in tokens.
         softmax_scale: multiplies the scores; 1/sqrt(D) by default.
-        attention_dropout: the share of (query, key) pairs dropped in training mode; the attribute ``dropout``.
+        attention_dropout: the share of (query, key) pairs dropped in training mode; stored as ``self.dropout``.
         pattern: a :class:`DilatedPattern`, instead of the two lists.
         rule: how the two lists are assigned to heads: "head_groups" (the default here), "longnet" or "torchscale", see
             :class:`DilatedPattern`. The command line and ``DilatedPattern.suggest`` use "longnet" by default.

@@ -32,8 +32,8 @@ def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> 
     """Raise unless ``mask`` is the causal one, which the caller says with ``is_causal``. rows: samples * heads."""
     if not is_causal:
         raise ValueError(
-            "attn_mask must be None: the pattern says who sees whom; for a causal mask pass is_causal=True, with or "
-            "without attn_mask, and for padded tokens key_padding_mask"
+            "attn_mask must be None unless it is the causal mask and is_causal=True: the pattern says who sees whom; "
+            "for causal attention pass is_causal=True, and for padded tokens key_padding_mask"
         )
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
@@ -50,6 +50,6 @@ def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> 
     right = mask == later if mask.dtype == torch.bool else torch.where(later, mask == -torch.inf, mask == 0)
     if not right.all():
         raise ValueError(
-            "attn_mask is not the causal mask, and is_causal=True says that it is: True (or -inf) above the diagonal, "
-            "False (or 0) elsewhere. The pattern says who sees whom: leave attn_mask out"
+            "attn_mask is not the causal mask (True or -inf above the diagonal, False or 0 elsewhere), and "
+            "is_causal=True says that it is. The pattern says who sees whom: leave attn_mask out"
         )

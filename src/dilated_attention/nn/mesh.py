@@ -45,13 +45,13 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     the mesh's groups have gloo for the CPU; otherwise they wait for the timeout of their collectives.
 
     Args:
-        mesh: required. A DeviceMesh whose axis names are among ``data``, ``sequence`` and ``heads``.
-        data, sequence, heads: the names of its axes; ``num_heads``, and ``num_kv_heads`` if given, is a multiple of the
-            size of the heads axis.
+        mesh: required. A DeviceMesh that has some or all of the three axes that the next arguments name, and no others.
+        data, sequence, heads: the names of these axes in the mesh. ``num_heads``, and ``num_kv_heads`` if given, must
+            be a multiple of the size of the heads axis.
         parallel: a :class:`ContextParallel` without a group, for the sequence axis; its exchange is "auto" by default.
         use_checkpointing: see :class:`ContextParallel`.
         embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm: see
-            :class:`MultiheadDilatedAttention`, and so for all further keywords.
+            :class:`MultiheadDilatedAttention`, which also has all further keywords.
 
     Examples:
         >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("sequence", "heads"))
@@ -210,7 +210,9 @@ def _checked(mesh: DeviceMesh | None, data: str, sequence: str, heads: str) -> D
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: make one with init_device_mesh()")
     known = (data, sequence, heads)
     if len(set(known)) < len(known):
-        raise ValueError(f"data, sequence and heads must name three axes, got {data!r}, {sequence!r} and {heads!r}")
+        raise ValueError(
+            f"data, sequence and heads must name three different axes, got {data!r}, {sequence!r} and {heads!r}"
+        )
     if mesh.mesh_dim_names is None:
         raise ValueError(
             f"the axes of {mesh} have no names: pass mesh_dim_names, out of {known}, to init_device_mesh()"

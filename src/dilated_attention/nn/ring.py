@@ -185,12 +185,13 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """Computes :class:`MultiheadDilatedAttention` of the whole sequence on this rank's shard of it.
+    """Computes this rank's shard of :class:`MultiheadDilatedAttention` over the whole sequence.
 
     Give every rank the same parameters; the state dict is that of :class:`MultiheadDilatedAttention`. Compute the loss
     with :func:`sequence_mean` and let DDP average the gradients: they then equal those of one device. If you sum
-    gradients instead, pass ``gradients="sum"`` to it. Arguments are those of :class:`MultiheadDilatedAttention` and
-    :class:`RingDilatedAttention`. A :class:`ContextParallel` may choose any exchange; "ring" is the default.
+    gradients instead, pass ``gradients="sum"`` to :func:`sequence_mean`. Arguments are those of
+    :class:`MultiheadDilatedAttention` and :class:`RingDilatedAttention`. A :class:`ContextParallel` may choose any
+    exchange; "ring" is the default.
 
     Examples:
         >>> attention = da.RingMultiheadDilatedAttention(64, 4, [64, 256], [1, 4], group=da.ContextParallel(group))

@@ -56,7 +56,7 @@ class ExchangeCost:
     Args:
         hops, bytes_sent_max, bytes_received_max: steps and bytes of the forward pass.
         bytes_total: bytes that all ranks together receive in the forward pass.
-        backward_hops: this and the other ``backward_*`` are the same of the backward pass alone.
+        backward_hops: this and the other ``backward_*`` count the backward pass alone.
         held: the most bytes of received rows that a rank holds at one time, in either pass.
         flops, backward_flops: operations; exact below 2**53.
         seconds, backward_seconds: estimated time of the communication alone.
@@ -92,8 +92,8 @@ class Memory:
         q, k, v, out, lse: kept from the forward pass to the backward pass; ``saved`` is their sum.
         out_sums: a float32 copy of out while parts are merged; 0 where out has that dtype itself.
         dq, dk, dv: the gradients.
-        sums: for each exchange, the most bytes of float32 sums of gradients: those of this rank's rows that were sent,
-            and those of other ranks' rows.
+        sums: for each exchange, the most bytes of gradients that are summed up in float32: for this rank's rows that
+            were sent, and for other ranks' rows.
         received: for each exchange, its ``ExchangeCost.held``.
     """
 
@@ -195,7 +195,7 @@ def plan_cost(
         pattern: the :class:`DilatedPattern` of the call.
         seq_len: the tokens on all ranks together.
         num_ranks: the ranks that share them.
-        num_heads, num_kv_heads: query heads, and key/value heads; by default as many.
+        num_heads, num_kv_heads: the query heads, and the key/value heads, by default as many as query heads.
         head_dim: the channels of a head. On CUDA round it up to a multiple of 8, as the kernels do.
         dtype: the dtype of the computation, which is also that of the messages. On a CPU give float32 for float16, and
             for bfloat16 unless the CPU has AMX.

@@ -196,7 +196,9 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
         return tile_size or TILE_SIZE, 1.0
     size = said["tile_size_px"] if microns else next(iter(said.values()))
     if tile_size is not None and tile_size != size:
-        raise BadFile(f"it says that its tiles are {size:g} pixels wide, and not {tile_size:g}: leave --tile-size out")
+        raise BadFile(
+            f"it says that its tiles are {size:g} pixels wide, and --tile-size is {tile_size:g}: leave --tile-size out"
+        )
     return size, size / said["tile_size_um"] if microns else 1.0
 
 

@@ -52,14 +52,14 @@ def stream(
         max_bytes: the most bytes that the stream may keep from one chunk to the next; memory for the computation comes
             on top. By default half of what is free on a CUDA device, half of a CPU's memory, and no limit elsewhere.
         num_tokens: an upper limit for the length of the sequence, if you know it; more tokens are an error. Where a
-            segment is longer than that, the check of ``max_bytes`` counts it with num_tokens.
+            segment is longer than that, the check of ``max_bytes`` takes its length to be num_tokens.
 
     Returns:
         An iterator over the outputs.
 
     Raises:
-        ValueError: at the first chunk, if the stream would have to keep more than ``max_bytes``. It keeps one longest
-            segment; a causal one, the key and value rows that later tokens see.
+        ValueError: at the first chunk, if the stream would have to keep more than ``max_bytes``. A causal stream keeps
+            the key and value rows that later tokens see; any other stream keeps one segment of the longest length.
 
     Examples:
         >>> chunks = (torch.randn(3, 1, 256, 4, 8).unbind(0) for _ in range(4))  # (query, key, value) of 256 tokens

@@ -129,7 +129,7 @@ def attend(
     width = k.shape[1] if grid.order is None else grid.order.shape[1]
     if width != k.shape[1] or (isinstance(grid.query_start, int) and k.shape[1] == q.shape[1]):
         raise ValueError(
-            f"attention_mask has more columns than there are tokens, {k.shape[1]}: leave out those of other tokens"
+            f"attention_mask has more columns than the {k.shape[1]} tokens of this call: give it one column per token"
         )
     if grid.order is not None and grid.query_order is not None:
         start = None if q.shape[1] == k.shape[1] else grid.query_start
@@ -144,7 +144,7 @@ def attend(
 
 
 def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, Any], *, looks: bool = True) -> Grid:
-    """Documents by cu_seq_lens_q, as flash attention takes them. ``looks``: at the numbers, in one layer only."""
+    """Documents by cu_seq_lens_q, as flash attention takes them. ``looks``: check the numbers, which one layer does."""
     ends, keys = borders_of(options["cu_seq_lens_q"], "cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if grid._replace(documents=None) != Grid() or samples != 1 or cache is not None:
         raise ValueError(
@@ -161,9 +161,10 @@ def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, A
 
 
 def check_positions(x: Tensor, positions: Tensor | None, grid: Grid, group: Any, *, is_told: bool = False) -> Tensor:
-    """x, unless position_ids say something else than the grid: they count on, except where a document begins.
+    """Returns x, or raises if position_ids do not fit the grid: they must grow by 1, except where a document begins.
 
-    ``x``: the tokens, (B, ...), which compiled code must need: see `checked`. ``is_told``: documents by cu_seq_lens_q.
+    ``x``: the tokens, (B, ...). Use the result in place of x, or a compiler drops the check: see `checked`.
+    ``is_told``: the documents were given as cu_seq_lens_q.
     """
     if positions is None or positions.dim() != 2 or positions.shape[1] < (2 if group is None else 1):
         return x

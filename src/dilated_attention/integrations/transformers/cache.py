@@ -90,7 +90,10 @@ class DilatedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of new tokens. The chunk before them is kept now, and they wait to be, unless it is only one."""
+        """(out, lse) of new tokens. First the rows of the previous chunk are kept, as it can no longer be cropped.
+
+        The new chunk is then the last one. Its rows are kept at the next call, or at once if it is one token.
+        """
         assert self.kept is not None
         samples, n = q.shape[:2]
         before, self.waiting = self.length - n, 0

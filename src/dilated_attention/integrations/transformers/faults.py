@@ -21,7 +21,7 @@ FAULTS = {
     BREAKS: "position_ids must grow by 1 from token to token; those of packed documents may begin again at 0, but only "
     "without attention_mask and without a cache (use_cache=False)",
     DIFFERS: "position_ids and cu_seq_lens_q differ: position_ids must begin at 0 in each document, and grow by 1 "
-    "inside it; without position_ids a model counts on over all documents, so pass them",
+    "inside it; without position_ids a model numbers all documents as one, so pass position_ids",
     KEYS: "cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache",
     SHORT: "attention_mask is too short: it must have a column for each token in the cache and for each new token",
     WEIGHTS: f"dilated attention cannot honour {NO_WEIGHTS}",

@@ -27,7 +27,10 @@ from transformers.utils import output_capturing
 from dilated_attention.integrations.transformers.config import check_model
 from dilated_attention.integrations.transformers.faults import SHORT, WEIGHTS, checked, no_fault
 
-IN_THE_DATA = "the number of packed documents is in the data: for fullgraph=True pass an attention_mask"
+IN_THE_DATA = (
+    "without attention_mask, transformers looks for packed documents in position_ids, and their number depends on the "
+    "data: if there are none, pass an attention_mask for fullgraph=True"
+)
 
 
 class Grid(NamedTuple):
@@ -43,9 +46,9 @@ class Grid(NamedTuple):
     def read(mask: Tensor | None, queries: int) -> Grid:
         """The grid in a tensor that `grid_mask` made, or an error that says what came instead."""
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.dtype != torch.int64 or mask.shape[1] != 1:
-            got = "none" if mask is None else f"{type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
+            got = "no mask" if mask is None else f"the mask {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
             raise ValueError(
-                f"dilated attention got the mask {got}, which its mask function did not make: pass attention_mask as "
+                f"dilated attention got {got}, and needs one that its own mask function made: pass attention_mask as "
                 "(batch, tokens), and call register() before the model runs"
             )
         kind, width = mask.shape[2:]
