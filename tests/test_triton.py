@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from dilated_attention.backends.triton.cache import CACHE
 from tests.triton_kernels.runner import run
 
 pytest.importorskip("triton")
@@ -26,6 +30,32 @@ def test_interpreted(share: str) -> None:
 
 def test_compiled() -> None:
     assert run(*COMPILED, options=("-m", "not slow")) >= 17
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_new_kernels_are_compiled_at_once_and_no_kernel_twice(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    from dilated_attention.backends.triton import launch, whole_call
+
+    compiled: list[str] = []
+
+    class Kernel(launch.Launch):
+        on_device = True
+
+        def __init__(self, kind: str) -> None:
+            self.kind: Any = kind
+
+        def compile(self) -> None:
+            compiled.append(self.kind)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(launch.Launch, "compile", Kernel.compile)
+    CACHE.clear()
+    whole_call._compile(tuple(map(Kernel, ("forward", "forward again", "forward again", "dq"))))
+    whole_call._compile(tuple(map(Kernel, ("forward again", "dkdv", "dlse"))))
+    once = ["forward", "forward again", "dq", "dkdv", "dlse"]
+    assert sorted(compiled) == ([] if capturing else sorted(once))
+    CACHE.clear()
+    assert not CACHE.compiled
 
 
 @pytest.mark.slow
