@@ -631,8 +631,11 @@ def test_recipes_have_what_was_measured_of_packed_sequences() -> None:
             assert cell == ("" if number is None else f"{number:,.{len(cell.partition('.')[2])}f}")
 
 
-def test_the_faq_has_what_a_first_call_took() -> None:
-    page = " ".join((ROOT / "docs/faq.md").read_text(encoding="utf-8").split())
+def test_pages_have_what_a_first_call_took() -> None:
+    page, other = (
+        " ".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split()) for name in ("faq", "backends")
+    )
     found = json.loads((ROOT / "benchmarks/results/first-call.json").read_text(encoding="utf-8"))["seconds"]
     seconds = [one for some in found.values() for one in some]
     assert f"the first forward and backward of a call took {min(seconds):.1f} to {max(seconds):.1f} s" in page
+    assert f"that took {min(seconds):.1f} to {max(seconds):.1f} s" in other
