@@ -189,7 +189,7 @@ class DilatedCache(Cache):
         >>> config = set_pattern(config, da.DilatedPattern.longnet([4, 8], [1, 2]))
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="dilated")
         >>> tokens, cache = torch.arange(40).reshape(1, 40), DilatedCache(config)
-        >>> model.generate(tokens, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
+        >>> model.generate(tokens, past_key_values=cache, min_new_tokens=3, max_new_tokens=3).shape
         torch.Size([1, 43])
     """
 
