@@ -42,7 +42,7 @@ SHADES = {
 DARK = {  # what a colour becomes where the reader prefers dark pages
     INK: "#e6edf3", MUTED: "#9da7b1", GRID: "#2a3038", PAPER: "#0f1318", BAD: "#ff7b72",
     "#6e7781": "#8c959f", "#424a53": "#c9d1d9", "#bc4c00": "#f0883e", "#9a6700": "#d4a72c", "#c4314b": "#ff8fa3",
-    "#7a3b12": "#d9a074", "#a04a00": "#ffb77c", "#0550ae": "#58a6ff", "#0969da": "#79c0ff", "#2a6f97": "#6cb6d9",
+    "#7a3b12": "#ffe0c2", "#a04a00": "#c58a66", "#0550ae": "#58a6ff", "#0969da": "#79c0ff", "#2a6f97": "#6cb6d9",
     "#3b5bdb": "#9db1ff", "#116329": "#3fb950", "#1a7f37": "#56d364", "#4d7c0f": "#a3c957", "#0f766e": "#4fd1c5",
     "#6639ba": "#a371f7", "#8250df": "#bc8cff", "#a626a4": "#e38be1", "#5b4fc7": "#a9a3ff",
 }  # fmt: skip

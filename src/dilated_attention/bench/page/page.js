@@ -56,7 +56,7 @@ function draw(view) {
   byId("question").textContent = controls.elements.setting.selectedOptions[0]?.parentElement.label ?? "";
   const longest = Math.max(0, ...now.lines.map((name) => name.length));
   const padding = { left: 62, top: 10, bottom: 46, right: WIDE.matches ? Math.min(320, 20 + 6.8 * longest) : 14 };
-  view.padding(padding).width(byId("plot").clientWidth - padding.left - padding.right);
+  view.padding(padding).width(Math.max(80, byId("plot").clientWidth - padding.left - padding.right));
   view.signal("figure", now.figure).signal("named", WIDE.matches);
   view.signal("lengths", [...new Set(drawn(now).map((point) => point.tokens))]);
   view.data("points", drawn(now)).runAsync();
