@@ -1,7 +1,6 @@
 """What the user means: which head attends to which tokens. Pure integers; nothing here touches a device.
 
-Legend: N tokens, H query heads, Hk key/value heads. Rules count key/value heads; each has H // Hk query heads,
-which see the same tokens.
+Legend: N tokens; H query heads; Hk key/value heads, which rules count; the H // Hk query heads of each see the same.
 """
 
 from __future__ import annotations
@@ -152,8 +151,8 @@ class DilatedPattern(_Written):
     ) -> DilatedPattern:
         """The rule of the released LongNet code: every head has every branch, head h of H at offset h // ceil(H / r).
 
-        If a head takes fewer than ceil(min(w, N) / r) of the N tokens in a segment, zero keys (key and value are 0)
-        fill it up to that number. Queries attend to them, except in causal calls.
+        Zero keys (key and value are 0) fill up segments of which a head takes fewer than ceil(min(w, N) / r) tokens.
+        Queries attend to them, except in causal calls.
 
         ``mixing_gradient="detached"``: the backward pass takes the weights that mix the branches as constants, as the
         released code does. Outputs do not change. It works on one device, without dropout, on the backends sdpa and
@@ -190,9 +189,8 @@ class DilatedPattern(_Written):
 
         By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
         with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
-        ``query``: mark this token; ``window``: draw only the tokens from first up to last - 1, given as (first, last);
-        ``ranks``: draw the borders between this many shards; ``colour``: what colours show: "share" (the default), how
-        many of a cell's (query, key) pairs are computed, or "branch", which branch computes most of them.
+        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
+        this many shards; ``colour``: "share" of a cell's pairs that are computed, or "branch" that computes most.
 
         Examples:
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
