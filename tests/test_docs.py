@@ -602,6 +602,7 @@ def test_the_page_of_digit_slides_has_what_was_measured() -> None:
 def test_the_page_of_slides_has_what_was_measured() -> None:
     page = (ROOT / "docs/slides.md").read_text(encoding="utf-8")
     found = json.loads((ROOT / "benchmarks/results/slides/results.json").read_text(encoding="utf-8"))
+    assert f"commit {found['machine']['commit']}" in page
     tables = {table["title"]: table["rows"] for table in found["tables"]}
     cells = [row.split("|")[1:-1] for row in page.splitlines() if re.match(r"\| [\d,]+ \|", row)]
     said = {int(row[0].replace(",", "")): " / ".join(row[1:]).split("/") for row in cells}
@@ -624,6 +625,7 @@ def test_the_page_of_slides_has_what_was_measured() -> None:
 def test_recipes_have_what_was_measured_of_packed_sequences() -> None:
     page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     found = json.loads((ROOT / "benchmarks/results/packed/results.json").read_text(encoding="utf-8"))
+    assert f"commit {found['machine']['commit']}" in page
     rows = found["tables"][0]["rows"]  # slides, then documents
     said = [row.split("|")[2:-1] for row in page.splitlines() if re.search(r"\| [\d,]{7,} \|", row)]
     for row, measured in zip(said, rows[2:] + rows[:2], strict=True):

@@ -190,7 +190,7 @@ class DilatedPattern(_Written):
         By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
         with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
         ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
-        this many shards; ``colour``: "share" of a cell's pairs that are computed, or "branch" that computes most.
+        so many shards; ``colour``: the "share" of a cell's pairs that is computed (default), or its main "branch".
 
         Examples:
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")

@@ -174,7 +174,8 @@ class Launch:
         self.given = {**constants, "num_warps": config.warps, "num_stages": config.stages}
         if config.registers:
             self.given["maxnreg"] = config.registers
-        self.kind = (kernel, device, dtypes, *self.given.items())  # nearly what Triton compiles apart
+        # nearly what Triton compiles apart; the kernel by its id, as Triton would read all of its source for a hash
+        self.kind = (id(kernel), device, dtypes, *self.given.items())
         self.tail: tuple[Any, ...] = ()
         self.runs: Any = None
 

@@ -49,7 +49,7 @@ def heads_at_once(call: Call) -> int:
     """The fewest key/value heads whose results, in float32 between launches, take ENOUGH_BYTES; or all."""
     if len(steps(call)) == 1 or call.dtype is torch.float32:
         return call.kv_heads
-    return min(call.kv_heads, max(1, -(-ENOUGH_BYTES * call.kv_heads // (4 * call.rows * call.head_dim))))
+    return min(call.kv_heads, -(-ENOUGH_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
 
 
 def _groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> list[list[int]]:

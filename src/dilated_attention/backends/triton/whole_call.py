@@ -131,9 +131,9 @@ def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:
 
 def _compile(launches: tuple[Launch, ...]) -> None:
     """Compile the kernels that are new, all at once: one after the other they would take twice as long."""
-    new = {one.kind: one for one in launches if one.kind not in CACHE.compiled}
-    if not new or not launches[0].on_device or torch.cuda.is_current_stream_capturing():
+    if not launches[0].on_device or torch.cuda.is_current_stream_capturing():
         return
+    new = {one.kind: one for one in launches if one.kind not in CACHE.compiled}
     if len(new) > 1:
         with ThreadPoolExecutor(len(new)) as pool:
             list(pool.map(Launch.compile, new.values()))
