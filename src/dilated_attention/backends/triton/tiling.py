@@ -28,7 +28,7 @@ from dilated_attention.backends.triton.cache import CACHE
 
 CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
 FEW = 1 << 19  # places: those of more are looked through on the device
-AT_ONCE = 1 << 22  # places, each of which takes some ten integers
+AT_ONCE = 1 << 24  # places, each of which takes some ten integers
 
 Array = Any  # of integers: numpy's or torch's
 
