@@ -78,7 +78,9 @@ def test_packed_sequences_are_as_long_as_one_of_them(h200: None, monkeypatch: py
     [
         (1_000_001, 16, 48, {}, 2),  # 183 MiB a head
         (2**20, 12, 64, {}, 1),  # 256 MiB a head
-        (2**17, 12, 64, {}, 8),
+        (1_000_001, 16, 24, {}, 4),  # 92 MiB a head: 3 would be enough, and leave 1 for the last launch
+        (200_001, 16, 48, {}, 8),  # 37 MiB a head: 7 would be enough, and leave 2
+        (2**17, 12, 64, {}, 8),  # 32 MiB a head: the other 4 are as many as half of them
         (2**13, 12, 64, {}, 12),
         (2**20, 12, 64, {"kv_heads": 4}, 1),
         (2**20, 12, 64, {"dtype": torch.float32}, 12),  # out itself is in float32

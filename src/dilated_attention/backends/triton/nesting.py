@@ -46,10 +46,15 @@ def steps(call: Call) -> tuple[Nests, ...]:
 
 
 def heads_at_once(call: Call) -> int:
-    """The fewest key/value heads whose results, in float32 between launches, take ENOUGH_BYTES; or all."""
+    """The fewest key/value heads whose results, in float32 between launches, take ENOUGH_BYTES; or all.
+
+    Few that would be left for the last launches join the others: alone, they would leave processors idle.
+    """
     if len(steps(call)) == 1 or call.dtype is torch.float32:
         return call.kv_heads
-    return min(call.kv_heads, -(-ENOUGH_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
+    fewest = min(call.kv_heads, -(-ENOUGH_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
+    parts, left = divmod(call.kv_heads, fewest)
+    return fewest if 2 * left >= fewest else -(-call.kv_heads // parts)
 
 
 def _groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> list[list[int]]:
