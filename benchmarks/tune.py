@@ -46,7 +46,8 @@ EQUAL = 1.02  # times the library's: less is not told from noise
 LENGTHS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
 DIRECTIONS = ("forward", "backward")
 PARTS = ("tiles", "library_from")
-RULES = {"": "head_groups", "nested": "longnet", "apart": "torchscale"}  # that have patterns of these forms
+# that have patterns of these forms
+RULES = {"": "head_groups", "nested": "longnet", "apart": "torchscale", "apart thin": "torchscale"}
 RESULTS = {"forward": ("out", "lse"), "dq": ("dq",), "dkdv": ("dk", "dv")}
 
 # queries, keys, warps, stages and at most so many registers; the default of the head dim is tried as well
@@ -92,6 +93,7 @@ class Shape(NamedTuple):
 
 
 SLIDES = Shape(1 << 20, 16, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))  # those of the slide encoders
+THIN = Shape(1 << 20, 8, (1024, 2048, 4096), (1, 2, 4))
 SHAPES = {
     32: SLIDES,
     48: SLIDES,
@@ -128,7 +130,7 @@ class Setting(NamedTuple):
 
     size: int  # head dim
     causal: bool
-    form: str  # as of `nesting.form_of`
+    form: str  # as of `nesting.measured_as`
     short: bool = False
 
     def key(self, kernel: str) -> str:
@@ -149,6 +151,7 @@ class Setting(NamedTuple):
         # rates of 1, 4, 16 share nothing when causal, and lengths of slides never
         shape = SHAPES[64 if nested and (self.causal or self.size < 64) else self.size]
         shape = SLIDES if self.form == "apart" and self.size <= 64 else shape
+        shape = THIN if self.form == "apart thin" else shape
         rule = "head_groups" if one_launch and self.form == "apart" else RULES[self.form]
         branches = [(w, r) for w, r in zip(shape.lengths, shape.rates, strict=True) if w <= tokens]
         if scale > 1:
@@ -158,6 +161,8 @@ class Setting(NamedTuple):
     def heads(self) -> int:
         if self.form == "apart" and self.size <= 64:
             return SLIDES.heads
+        if self.form == "apart thin":
+            return THIN.heads
         return SHORT_HEADS if self.short else SHAPES[self.size].heads
 
     def inputs(self, tokens: int, place: Place) -> tuple[Tensor, ...]:
@@ -380,7 +385,7 @@ class Tuning:
         self.about |= {name: about["versions"].get(name) for name in ("torch", "triton")}
         self.failed: list[str] = []
         flags = (False, True)
-        self.library = [Setting(*x) for x in product(options.head_dims, flags, ("", "nested", "dense", "apart"))]
+        self.library = [Setting(*x) for x in product(options.head_dims, flags, (*RULES, "dense"))]
         others = [x for x in self.library if x.form == "dense" or (x.form == "apart" and x.size <= 64)]
         self.settings = [*(Setting(*x) for x in product(options.head_dims, flags, ("", "nested"), flags)), *others]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dilated_attention.backends.triton import configs
-from dilated_attention.backends.triton.nesting import form_of, is_short, launches
+from dilated_attention.backends.triton.nesting import form_of, is_short, launches, measured_as
 from dilated_attention.call import Call, Heads
 from tests.triton_kernels.runner import run
 
@@ -131,7 +131,7 @@ def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytes
     entry: dict[str, Any] = {"tiles": {}, "library_from": {}, "measured": {"runs": {}}}
     monkeypatch.setattr(configs, "measured", lambda: {"9.0": entry})
     monkeypatch.setattr(configs, "device_class", lambda _: "9.0")
-    forms = ("", "nested", "dense", "apart")
+    forms = (*tune.RULES, "dense")
     kinds = [tune.Setting(*x) for x in product(tune.SHAPES, (False, True), forms, (False, True))]
     asked = list(product(kinds, tune.KERNELS))
     for number, (kind, kernel) in enumerate(asked):
@@ -175,6 +175,9 @@ def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
         for tokens in {kind.tokens(), min(kind.tokens(), tune.CHECK_TOKENS), *tune.LENGTHS}:
             pattern = kind.pattern(tokens, scale)
             made = launches(pattern, Heads(0, kind.heads(), kind.heads()), kind.causal, False)
-            assert (len(made) > 1) == (kind.form == "apart")
-            assert form_of(pattern, kind.causal) == kind.form
+            assert (len(made) > 1) == kind.form.startswith("apart")
+            assert form_of(pattern, kind.causal) == kind.form.removesuffix(" thin")
+            call = Call(pattern, kind.causal, head_dim=kind.size, dtype=torch.bfloat16)
+            if scale == 1 and tokens >= tune.LENGTHS[-2]:  # shorter ones have room for few branches
+                assert measured_as(call) == kind.form
         assert is_short(Call(pattern, samples=1, queries=kind.tokens(), heads=kind.heads())) == kind.short

@@ -87,7 +87,7 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
         return False, "in float32 torch's are faster"
     if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
-    form = nesting.form_of(call.pattern, call.is_causal, call.drops)
+    form = nesting.measured_as(call)
     asked = (call.device, call.head_dim, call.is_causal, form, backward)
     rows = nesting.rows_of_a_sequence(call)
     faster, first = configs.prefers_library(*asked, rows), configs.library_from(*asked)

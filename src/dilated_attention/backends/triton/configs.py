@@ -79,8 +79,8 @@ def key(kernel: str, size: int, causal: bool, form: str, short: bool = False) ->
 
 
 def _forms(form: str) -> tuple[str, ...]:
-    """A form, and the one whose measurements hold where it has none of its own."""
-    return (form,) if form == "nested" else (form, "")
+    """A form, and those whose measurements hold where it has none of its own."""
+    return (form,) if form == "nested" else (form, *["apart"] * (form == "apart thin"), "")
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,8 +113,10 @@ def library_from(device: torch.device, head_dim: int, causal: bool, form: str, b
         return NOT_MEASURED
     rows: dict[str, int | None] = measured().get(device_class(device), {}).get("library_from", {})
     direction, size = "backward" if backward else "forward", head_dim_class(head_dim)
-    sizes = (size, LIKE.get(size, size))
-    names = (key(direction, some_size, causal, some) for some_size in sizes for some in _forms(form))
+    # of another head dim only what holds for rows with much to do: the fewer keys, the more its own size matters
+    asked = [(size, some) for some in _forms(form)]
+    asked += [(LIKE.get(size, size), some) for some in _forms(form.removesuffix(" thin"))]
+    names = (key(direction, some_size, causal, some) for some_size, some in asked)
     return next((rows[name] for name in names if name in rows), NOT_MEASURED)
 
 

@@ -20,6 +20,7 @@ from dilated_attention.pattern import DilatedPattern
 ENOUGH_BYTES = 256 << 20  # of out in float32 between launches: tiles of fewer heads may leave processors idle
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
 TILE = 64  # rows of the tiles that work is counted in
+FEW_KEYS = 2560  # that a query meets on average: with 1,792 torch's kernels were faster, with 3,968 ours
 FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
 
 
@@ -112,6 +113,13 @@ def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> st
     if any(len(group) > 1 for group in groups):
         return "nested"
     return "apart" if len(groups) > 1 and not pattern.dealing.is_divided else ""
+
+
+def measured_as(call: Call) -> str:
+    """The form of a call; "apart thin" where each of several launches has little to do for a row."""
+    form = form_of(call.pattern, call.is_causal, call.drops)
+    is_thin = form == "apart" and sum(width / rate**2 for width, rate in call.pattern.branches) < FEW_KEYS
+    return f"{form} thin" if is_thin else form
 
 
 def rows_of_a_sequence(call: Call) -> int:
