@@ -153,6 +153,39 @@ def test_an_interruption_keeps_what_was_written(encoded: Any, tmp_path: Path, mo
     assert "slides encoded: 1 (5 tiles" in encoded().out
 
 
+def test_a_full_disk_still_tells_what_was_done(
+    encoded: Any, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = files.write
+
+    def full(path: Path, *content: Any) -> None:
+        if path.stem == "mid":
+            raise OSError(28, "No space left on device", str(path))
+        original(path, *content)
+
+    monkeypatch.setattr(files, "write", full)
+    (features / "bad.h5").write_bytes(b"none")
+    code, out, err = encoded("--memory", "1kB")
+    assert code == 2
+    assert "slides encoded: 1 (40 tiles" in out
+    assert "run the same command again" in out
+    assert "skipped: " in err
+    assert "bad.h5" in err
+    assert "mid.h5: No space left on device" in " ".join(err.split())
+    monkeypatch.setattr(files, "write", original)
+    (features / "bad.h5").unlink()
+    assert "slides encoded: 2 (38 tiles" in encoded().out
+
+
+def test_in_bfloat16(encoded: Any, tmp_path: Path) -> None:
+    assert encoded().code == 0
+    exact = {name: embedding(tmp_path / "out", name) for name in LENGTHS}
+    assert encoded("--dtype", "bfloat16").code == 0
+    for name, wanted in exact.items():
+        torch.testing.assert_close(embedding(tmp_path / "out", name), wanted, atol=0.05, rtol=0.05)
+        assert not embedding(tmp_path / "out", name).equal(wanted)
+
+
 def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Any, features: Path, tmp_path: Path) -> None:
     tiles, coords = feature_files.content(9, 6)
     feature_files.trident(features / "wide.h5", *feature_files.content(9, 1024))
@@ -273,3 +306,8 @@ def test_maps(run: Run, weights: Path, tmp_path: Path) -> None:
     parts = {"attention": wanted.tiles, "attention_cls": wanted.cls, "attention_zeros": wanted.zeros, "coords": coords}
     for name, part in parts.items():
         torch.testing.assert_close(torch.from_numpy(found[0][name]), part, check_dtype=False)
+    drawn = [tmp_path / "in/one.h5", *given, "--attention", "--thumbnails", tmp_path / "pictures"]
+    assert "1 were encoded before" in run("encode", *drawn).out
+    (tmp_path / "out/one.png").unlink()
+    assert "slides encoded: 1" in run("encode", *drawn).out  # a map that is missing is drawn again
+    assert (tmp_path / "out/one.png").exists()

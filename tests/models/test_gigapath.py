@@ -110,8 +110,10 @@ def test_a_copy_of_the_download_never_replaces_a_file(hub: list[Any], tmp_path: 
     with pytest.raises(ValueError, match="differs from the downloaded file"):
         create_model(HUB, ARCH, 24, local_dir=folder, **SMALL)
     assert (folder / "slide_encoder.pth").read_bytes() == b"mine"
-    with pytest.raises(ValueError, match="local_dir is for downloads"):
-        create_model(str(folder), ARCH, 24, local_dir=folder, **SMALL)
+    (folder / "slide_encoder.pth").unlink()
+    there = tmp_path / "cache/slide_encoder.pth"
+    create_model(str(there), ARCH, 24, local_dir=folder, **SMALL)  # as released: nothing to download, nothing to copy
+    assert not [*folder.iterdir()]
 
 
 def test_a_hub_id_is_asking_for_a_download_and_nothing_else_is(hub: list[Any]) -> None:
@@ -122,6 +124,15 @@ def test_a_hub_id_is_asking_for_a_download_and_nothing_else_is(hub: list[Any]) -
             create_model(name, ARCH, 24, **SMALL)
     assert len(hub) == 1
     assert create_model("", ARCH, 24, **SMALL).cls_token.abs().sum() > 0  # fresh weights, as asked for
+
+
+def test_a_folder_of_that_name_makes_it_a_path(
+    hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no weights at 'cache/slide_encodr'"):
+        SlideEncoder.from_pretrained("cache/slide_encodr", global_pool=False, num_heads=4)
+    assert not hub
 
 
 def test_without_the_hubs_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

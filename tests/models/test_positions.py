@@ -63,6 +63,14 @@ def test_coordinates_in_half_precision_are_refused(dtype: torch.dtype) -> None:
         small()(torch.zeros(1, 2, 6), torch.zeros(1, 2, 2, dtype=dtype))
 
 
+@pytest.mark.parametrize("size", ["512", None, [256, None]])
+def test_a_tile_size_that_is_no_number_is_refused(size: object) -> None:
+    model = small()
+    model.tile_size = size
+    with pytest.raises(TypeError, match="tile_size must be a number, or one for each slide, got"):
+        model(torch.zeros(1, 2, 6), GOOD)
+
+
 @pytest.mark.parametrize("size", [0, -256, math.nan, [256, 256, 256]])
 def test_a_tile_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(ValueError, match="tile_size must be"):
@@ -81,6 +89,7 @@ def test_attributes_of_a_file() -> None:
         check_attributes(coords, {"unit": "mm"})
     with pytest.raises(ValueError, match="level0_width and level0_height must be numbers, got 'wide' and 100000"):
         check_attributes(coords, slide | {"level0_width": "wide"})
+    check_attributes(coords.clamp(max=60000).to(torch.uint16), slide)  # as HDF5 files may have them
     with pytest.warns(DilatedAttentionWarning, match="probably .row, column."):
         check_attributes(coords.unsqueeze(0), slide)
     with pytest.warns(DilatedAttentionWarning, match="probably .row, column."):

@@ -88,13 +88,13 @@ class Session:
         check = self.comparison.check(named(name)[0], setting)
         return not isinstance(check, str) and check.right()
 
-    def judge(self, name: str, error: float, limit: float, causal: bool) -> bool:
+    def judge(self, name: str, error: float, limit: float, causal: bool, rule: str = "longnet") -> bool:
         """Note how far off something of a suite's own is, and whether that is right; of several errors the worst."""
         checks = self.results["checks"]
         known = next((x for x in checks if (x["implementation"], x["causal"]) == (name, causal)), None)
         check = Check({"out": error}, {"out": limit})
         if known is None:
-            kind = {"kind": "function", "ours": True, "rule": "longnet", "ranks": 1, "dtype": self.results["dtypes"][0]}
+            kind = {"kind": "function", "ours": True, "rule": rule, "ranks": 1, "dtype": self.results["dtypes"][0]}
             checks.append({"implementation": name, **kind, "causal": causal, **check.as_dict(), "why": ""})
         else:
             known |= check.worse(Check(known["errors"], known["limits"])).as_dict()

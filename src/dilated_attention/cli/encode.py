@@ -138,7 +138,8 @@ def encode(
         if layer is not None and layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {layer}")
     key = work.hashed(work.digest(located), pool, layer, str(kind), sizes, attention, thumbnails)
-    job = work.Job(model, out, key, layer, memory or _budget(where), draw.Writer(thumbnails) if attention else None)
+    maps = {"also": draw.Writer(thumbnails), "beside": draw.ENDINGS} if attention else {}
+    job = work.Job(model, out, key, layer, memory or _budget(where), **maps)
     return _run(job, paths, table, tile_size)
 
 
@@ -168,6 +169,7 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
     from dilated_attention.slides import encode as work
 
     outcome, start, code = work.Outcome(), time.monotonic(), 0
+    stopped: OSError | None = None
     screen = console()
     with watching() as bar:
 
@@ -182,7 +184,11 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
         except KeyboardInterrupt:
             code = 130
         except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
-            raise arguments.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
+            stopped = error
+    if stopped is not None:
+        _tell(outcome, seconds_text(time.monotonic() - start), is_whole=False)
+        reason = f"cannot write {stopped.filename or job.out}: {stopped.strerror or stopped}"
+        raise arguments.Refused(reason) from stopped
     rows = work.write_table(job, outcome.slides, table)
     _tell(outcome, seconds_text(time.monotonic() - start), is_whole=not code)
     screen.print(f"written: {table}, slides: {rows:,}", soft_wrap=True)

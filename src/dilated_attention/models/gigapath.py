@@ -35,17 +35,16 @@ def create_model(
             for fresh weights. Where there is no such file, it raises; the released code goes on with fresh weights.
         model_arch: a key of `dilated_attention.models.PRESETS`, such as "gigapath_slide_enc12l768d".
         in_chans: channels of a tile's features.
-        local_dir: also copy the downloaded file into this folder. It raises if a different file of that name is there.
+        local_dir: also copy a downloaded file into this folder. It raises if a different file of that name is there.
+            Where nothing is downloaded, there is nothing to copy.
         kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
     """
     model = LongNetViT.preset(model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
     pretrained = os.fspath(pretrained)
-    if local_dir is not None and not pretrained.startswith(weights.HUB):
-        raise ValueError(f"local_dir is for downloads, and pretrained is {pretrained!r}: leave local_dir out")
     if pretrained:
         path = weights.located(pretrained, takes_plain_ids=False)
         weights.load(model, weights.read(path), path)
-        if local_dir is not None:
+        if local_dir is not None and pretrained.startswith(weights.HUB):
             _copy(path, Path(local_dir) / weights.FILE)
     return model
 

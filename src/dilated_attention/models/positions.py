@@ -80,7 +80,7 @@ def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
         return
     if not all(isinstance(size, int | float) for size in (width, height)):
         raise ValueError(f"level0_width and level0_height must be numbers, got {width!r} and {height!r}")
-    x, y = coords.reshape(-1, 2).amax(0).tolist()
+    x, y = coords.double().reshape(-1, 2).amax(0).tolist()  # unsigned integers have no amax
     if (x >= width or y >= height) and x < height and y < width:
         warn(
             f"coords reach ({x:g}, {y:g}) on a slide {width} pixels wide and {height} high: they are probably (row, "
@@ -103,7 +103,10 @@ def plain(value: Any) -> Any:
 
 
 def _sides(tile_size: TileSize, slides: int) -> Tensor:
-    sides = torch.as_tensor(tile_size, dtype=torch.float64, device="cpu").reshape(-1)
+    try:
+        sides = torch.as_tensor(tile_size, dtype=torch.float64, device="cpu").reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch tells of a wrong kind by each of these
+        raise TypeError(f"tile_size must be a number, or one for each slide, got {tile_size!r}") from error
     if len(sides) not in (1, slides):
         raise ValueError(f"tile_size must be one number, or one for each of {slides} slides, got {len(sides)}")
     if not bool(((sides > 0) & sides.isfinite()).all()):

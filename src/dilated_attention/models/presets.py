@@ -41,8 +41,14 @@ def sizes_of(state: Mapping[str, Tensor], source: object) -> dict[str, Any]:
     needed = ("cls_token", "patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight")
     if missing := [name for name in needed if name not in state]:
         raise ValueError(f"{source} has no weights of a slide encoder: missing: {', '.join(missing)}")
-    embed_dim, in_chans = state["patch_embed.proj.weight"].shape
-    indices = {int(name.split(".")[2]) for name in state if name.startswith("encoder.layers.")}
+    shape = state["patch_embed.proj.weight"].shape
+    if len(shape) != 2:
+        raise ValueError(f"{source} has no weights of a slide encoder: patch_embed.proj.weight is {tuple(shape)}")
+    embed_dim, in_chans = shape
+    named = [name.split(".")[2] for name in state if name.startswith("encoder.layers.")]
+    if wrong := [index for index in named if not index.isdecimal()]:
+        raise ValueError(f"{source} has no weights of a slide encoder: encoder.layers.{wrong[0]} is no number of a layer")
+    indices = set(map(int, named))
     inner = len(state["encoder.layers.0.ffn.fc1.weight"])
     mlp_ratio = inner / embed_dim
     if int(embed_dim * mlp_ratio) < inner:  # rounded down

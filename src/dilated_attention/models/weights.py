@@ -24,7 +24,8 @@ State = dict[str, Tensor]
 def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = True) -> Path:
     """The file: as named, or in the folder named, or downloaded into the hub's cache where a hub id is given.
 
-    A hub id is ``hf_hub:org/name``, or with ``takes_plain_ids`` also ``org/name`` where no such file is here.
+    A hub id is ``hf_hub:org/name``, or with ``takes_plain_ids`` also ``org/name`` where no such file is here, nor a
+    folder ``org``: that would be a path with a slip of the pen.
     """
     text = os.fspath(path_or_hub_id)
     path = Path(text)
@@ -36,7 +37,7 @@ def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = T
     if path.is_file():
         return path
     is_id = takes_plain_ids and re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(ENDINGS)
-    if not text.startswith(HUB) and not is_id:
+    if not text.startswith(HUB) and (not is_id or path.parent.is_dir()):
         raise ValueError(f"there are no weights at {text!r}: name a file, a folder, or a hub id (hf_hub:org/name)")
     try:
         return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), FILE))

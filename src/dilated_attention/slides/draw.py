@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,14 @@ class Writer:
         if file is None:
             raise BadFile(f"there is no picture {slide.name}.png or .jpg in {self.thumbnails}")
         try:
-            return Thumbnail(file, float(slide.attributes["level0_width"]), float(slide.attributes["level0_height"]))
+            width, height = (float(slide.attributes[name]) for name in ("level0_width", "level0_height"))
+            file.read_bytes()
         except KeyError as error:
             raise BadFile(f"it lacks the attribute {error}, without which a thumbnail cannot be placed") from error
+        except (TypeError, ValueError) as error:
+            raise BadFile(f"level0_width or level0_height is no number: {error}") from error
+        except OSError as error:
+            raise BadFile(f"its thumbnail {file} cannot be read: {error.strerror or error}") from error
+        if not (0 < width < math.inf and 0 < height < math.inf):
+            raise BadFile(f"its slide is {width:g} pixels wide and {height:g} high, so a thumbnail cannot be placed")
+        return Thumbnail(file, width, height)

@@ -42,6 +42,7 @@ class Job:
     layer: int | None = None  # the embedding after so many layers; None: after all, and the last LayerNorm
     budget: int = 2**32  # bytes
     also: Also | None = None  # makes more arrays for a result
+    beside: tuple[str, ...] = ()  # endings of the files that it writes beside a result
 
     def result(self, slide: Slide) -> Path:
         return self.out / f"{slide.name}.h5"
@@ -94,7 +95,8 @@ def _is_there(job: Job, slide: Slide) -> bool:
         if job.result(slide).exists():
             raise BadFile(f"{job.result(slide)} exists and is not a result of this command: name another --out")
         return False
-    return bool(found[1]["key"] == job.slide_key(slide))
+    whole = all(job.result(slide).with_suffix(ending).exists() for ending in job.beside)
+    return whole and bool(found[1]["key"] == job.slide_key(slide))
 
 
 @contextlib.contextmanager

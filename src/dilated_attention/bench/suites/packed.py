@@ -84,7 +84,7 @@ def measure(session: Session, setting: Setting, rule: str, given: list[int]) -> 
         if out.shape[1] in (min(lengths), max(lengths)):
             check = probes.check_rows(out, tuple(alone), pattern, setting.causal)
             worst = max(worst, check["worst"])
-    if not session.judge("packed sequences", worst, check["limit"], setting.causal):
+    if not session.judge(f"packed sequences, {rule}", worst, check["limit"], setting.causal, rule):
         return [None, None, None, worst]
     calls: dict[str, Call] = {"forward": call, "both": forward_backward(attention, qkv, setting.dout())}
     times = [timing.median for timing in session.time(calls).values()]

@@ -97,7 +97,7 @@ def _attention_row(session: Session, name: str, qkv: tuple[Tensor, ...], dout: T
     attention, device = WAYS[name], session.device
     with torch.no_grad():
         check = probes.check_rows(attention(*qkv), qkv, PATTERN, False)
-    if not session.judge(f"slides, {name}", check["worst"], check["limit"], causal=False):
+    if not session.judge(f"slides, {name}", check["worst"], check["limit"], False, PATTERN.rule):
         return [name, None, None, None, check["worst"]]
     calls: dict[str, Call] = {"forward": forward(attention, qkv)}
     peak = probes.peak_bytes(calls["forward"], device) / GIB
