@@ -48,6 +48,7 @@ from dilated_attention.bench.claims import conclusions
 from dilated_attention.bench.page import page
 from dilated_attention.bench.report import table
 from dilated_attention.bench.suites import ALL
+from dilated_attention.models.presets import slide_pattern
 from dilated_attention.ranks import pool
 
 API_MODULES = ("merge", "models", "ranks", "reference", "testing")  # that examples on API pages use
@@ -621,6 +622,15 @@ def test_the_page_of_slides_has_what_was_measured() -> None:
         for number, exact in zip(map(str.strip, numbers), measured, strict=True):
             assert number == ("–" if exact is None else f"{exact:.{len(number.partition('.')[2])}f}")
     assert len(said) == 4
+    # of 12 layers; 4 operations for each pair and channel
+    text, most = " ".join(page.split()), max(said)
+    attention = next(row[3] for row in tables["Attention of slides"] if row[:3] == [48, most, ways[0]])
+    encoder = next(
+        row[3] for row in tables["Whole slide encoders, forward"] if row[1:3] == [most, ways[0]] and "768" in row[0]
+    )
+    assert f"attention takes {1200 * attention / encoder:.0f} % of the encoder's time" in text
+    rate = 4 * 48 * slide_pattern().pairs(most + 1, 16) / attention / 1e9
+    assert f"computes {round(rate, -1):.0f} TFLOP/s" in text
     for _, _, *figures in tables["A fine-tuning step and a rollout"]:
         for milliseconds, gib in (figures[:2], figures[2:]):
             assert f"{milliseconds:.0f} ms and {gib:.1f} GiB" in " ".join(page.split())

@@ -227,5 +227,9 @@ def test_the_answer_says_who_is_wrong() -> None:
     said = answer({2048: (1.0, 2.0, 3.0)}, check("a"), check("x", "wrong gradients", ours=False))
     assert "1 of 2 implementations match the float64 oracle; the others are not of this library." in said
     assert "wrong ones of this library: y." in recommend.answer({**EMPTY, "checks": [check("y", "wrong")]})
+    outputs = check("a") | {"errors": {"out": 0.0}, "limits": {"out": 1.0}}
+    assert "1 of 1 implementations match the float64 oracle in their outputs." in recommend.answer(
+        {**EMPTY, "checks": [outputs]}
+    )
     assert recommend.answer(EMPTY).startswith("Nothing was checked")
     assert "not measured in this run" in recommend.answer({**EMPTY, "checks": [check("y")]})

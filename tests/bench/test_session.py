@@ -180,7 +180,8 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
         return {key: Timing(next(numbers), 0.0, 0.0, 1) for key in calls}
 
     monkeypatch.setattr(made, "time", time)
-    monkeypatch.setattr(slides, "MODELS", {"gigapath_slide_enc12l384d": 24})
+    monkeypatch.setattr(slides, "MODELS", ("gigapath_slide_enc12l384d",))
+    monkeypatch.setattr(slides, "HEAD_DIMS", (24,))
     monkeypatch.setitem(PRESETS["gigapath_slide_enc12l384d"], "depth", 2)
     monkeypatch.setattr(slides, "TILES", {"cpu": (20,)})
     monkeypatch.setattr(slides, "TRAINED", {"cpu": 20})
