@@ -90,7 +90,7 @@ def without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         (lambda s: s | {"norm.bias": torch.ones(3)}, r"another shape: norm.bias is \(3,\), not \(32,\)"),
         (lambda s: without(s, "cls_token"), "no weights of a slide encoder: missing: cls_token"),
         (lambda s: s | {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)}, r"proj.weight is \(2, 3, 4, 4\)"),
-        (lambda s: s | {"encoder.layers.x.bias": torch.ones(1)}, "encoder.layers.x is no number of a layer"),
+        (lambda s: s | {"encoder.layers.x.bias": torch.ones(1)}, "encoder.layers.x is no layer"),
         (lambda s: {"epoch": 3}, "not a state dict"),
         (lambda s: s | {"norm.bias": Path("x")}, "more in it than tensors"),
     ],

@@ -47,7 +47,7 @@ def sizes_of(state: Mapping[str, Tensor], source: object) -> dict[str, Any]:
     embed_dim, in_chans = shape
     named = [name.split(".")[2] for name in state if name.startswith("encoder.layers.")]
     if wrong := [index for index in named if not index.isdecimal()]:
-        raise ValueError(f"{source} has no weights of a slide encoder: encoder.layers.{wrong[0]} is no number of a layer")
+        raise ValueError(f"{source} has no weights of a slide encoder: encoder.layers.{wrong[0]} is no layer")
     indices = set(map(int, named))
     inner = len(state["encoder.layers.0.ffn.fc1.weight"])
     mlp_ratio = inner / embed_dim
