@@ -1,8 +1,8 @@
 """The table of cases: which values each path takes on each axis, and a sampler that covers them.
 
 A path is a way to run the operation. `cover` deals the values of its axes to few cases: any two values meet in some
-case, and so do any three of the axes that the path names for that. test_cases.py runs every case against the float64
-oracle, and checks the coverage itself.
+case, and so do any three of the axes that the path names for that, and all of those that it names for that.
+test_cases.py runs every case against the float64 oracle, and checks the coverage itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.cases import EXCHANGES, INTERPRETED, LAYOUTS, PATTERNS, Case
 class Path:
     axes: Mapping[str, tuple[Any, ...]]
     triples: tuple[str, ...] = ()  # axes of which any three values meet, too
+    together: tuple[str, ...] = ()  # axes of which all values meet
     on_gpu: bool = False
 
 
@@ -122,7 +123,9 @@ PATHS = {
         ("rule", "is_causal", "pattern", "cuts"),
     ),
     "threads": Path(
-        {**SHARDED, "ranks": (1, 2, 3, 6)}, ("rule", "is_causal", "pattern", "exchange", "shards", "ranks")
+        {**SHARDED, "ranks": (1, 2, 3, 6)},
+        ("rule", "is_causal", "pattern", "exchange", "shards", "ranks"),
+        ("rule", "is_causal", "mask", "exchange"),
     ),
     "ranks": Path(
         {**SHARDED, "ranks": (1, 2, 3, 4, 8), "exchange": (*EXCHANGES, "auto"), "copied": (False, True)},
@@ -205,15 +208,18 @@ Values = tuple[tuple[str, Any], ...]  # (axis, value) of several axes
 
 
 def tuples(path: Path, values: Mapping[str, Any]) -> Iterator[Values]:
-    """The pairs and triples that a case of the path with these values covers."""
+    """What a case of the path with these values covers: pairs, triples, and the values of those that meet."""
     named = list(values.items())
     yield from itertools.combinations(named, 2)
     yield from itertools.combinations([(axis, value) for axis, value in named if axis in path.triples], 3)
+    if path.together:
+        yield tuple((axis, value) for axis, value in named if axis in path.together)
 
 
 def wanted(path: Path) -> Iterator[Values]:
-    """All pairs and triples of the path."""
-    for size, axes in ((2, tuple(path.axes)), (3, path.triples)):
+    """All of the path."""
+    sizes = ((2, tuple(path.axes)), (3, path.triples), (len(path.together), path.together))
+    for size, axes in sizes if path.together else sizes[:2]:
         for some in itertools.combinations([axis for axis in path.axes if axis in axes], size):
             for values in itertools.product(*(path.axes[axis] for axis in some)):
                 yield tuple(zip(some, values, strict=True))

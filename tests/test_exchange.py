@@ -109,6 +109,30 @@ def test_both_ends_of_every_message_agree(case: Case, exchange: str) -> None:
     assert leaving == coming
 
 
+ZEROS = {  # segments that do not divide by their rate, so that zero keys fill their rows up: tokens, then the pattern
+    "one segment": (7, [8], [3]),
+    "a tail": (23, [8], [3]),
+    "several branches": (61, [7, 20, 64], [2, 3, 5]),
+    "rates over lengths": (29, [4, 30], [1, 7]),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", ZEROS)
+def test_zero_keys_without_a_mask(name: str, exchange: str, ranks: int) -> None:
+    """They are counted from the pattern alone there; with a mask, from what it leaves of each sample."""
+    tokens, lengths, rates = ZEROS[name]
+    pattern = DilatedPattern.torchscale(lengths, rates)
+    case = Case(
+        "threads", 0, "torchscale", False, "nested", tokens, own_pattern=pattern, own_heads=(6, 3), ranks=ranks,
+        exchange=exchange,
+    )  # fmt: skip
+    without = replace(case, own_pattern=DilatedPattern.longnet(lengths, rates), rule="longnet")
+    assert not torch.allclose(case.expected().out, without.expected().out)
+    case.check(case.on_threads()[0])
+
+
 def spanning(*lengths: int, pattern: DilatedPattern | None = None, **more: Any) -> Case:
     """Every segment lies on all ranks."""
     given = {"is_causal": False, "samples": 1, "own_heads": (6, 3), "head_dim": 3, **more}

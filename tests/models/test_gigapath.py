@@ -126,9 +126,7 @@ def test_a_hub_id_is_asking_for_a_download_and_nothing_else_is(hub: list[Any]) -
     assert create_model("", ARCH, 24, **SMALL).cls_token.abs().sum() > 0  # fresh weights, as asked for
 
 
-def test_a_folder_of_that_name_makes_it_a_path(
-    hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_that_name_makes_it_a_path(hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="no weights at 'cache/slide_encodr'"):
         SlideEncoder.from_pretrained("cache/slide_encodr", global_pool=False, num_heads=4)

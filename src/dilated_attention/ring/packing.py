@@ -120,7 +120,7 @@ def packed_blocks(
                 tuple(first_key[head] for head in heads),
                 channel.start,
                 mine[0] - here,
-                filled,
+                zeros=filled,
                 home=_packed(my_count, my_start, my_step, samples, run.heads, group),
             )
         )
