@@ -53,8 +53,7 @@ def check_tensors(
             rows = f"{name}.values()" if jagged else f"torch.cat({name}.unbind())"
             ends = f"{name}.offsets()" if jagged else "[0, ...], where each sequence begins and ends"
             raise ValueError(f"{name} is a nested tensor: pass {rows}.unsqueeze(0), and cu_seqlens={ends}")
-        if x.layout is not torch.strided:
-            raise ValueError(f"{name} has the layout {x.layout}: pass {name}.to_dense()")
+        check_layout(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
@@ -88,9 +87,15 @@ def check_tensors(
         check_padding_mask(key_padding_mask, key)
 
 
+def check_layout(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} has the layout {x.layout}: pass {name}.to_dense()")
+
+
 def check_padding_mask(mask: Tensor, key: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+    check_layout("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool with True = ignore this key, got {mask.dtype}")
     if mask.shape != key.shape[:2]:

@@ -148,6 +148,10 @@ def dilated_attention(
         >>> da.dilated_attention(query, key, value, pattern, is_causal=True).shape
         torch.Size([2, 1000, 8, 64])
     """
+    if return_lse is not True and return_lse is not False:
+        error = TypeError(f"return_lse must be True or False, got {return_lse!r}")
+        tell(group, query, error)
+        raise error
     out, lse = attend(
         query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
         link_of(group), query_offset=query_offset, cu_seqlens=cu_seqlens,

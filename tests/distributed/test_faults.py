@@ -422,6 +422,7 @@ def wrong_then_right(function: Callable[..., Any], wrong: dict[int, dict[str, An
     return error_then(functools.partial(function, **wrong.get(dist.get_rank(), {})), function)
 
 
+SPARSE = torch.ones(2, 8, dtype=torch.bool).to_sparse()
 NO_TENSOR = "TypeError: query must be a tensor, got NoneType"
 WRONG_WIDTH = ({"query": torch.ones(2, 8, 15)}, r"ValueError: query, key and value must all be \(batch, tokens, 16\)")
 
@@ -437,9 +438,13 @@ WRONG_WIDTH = ({"query": torch.ones(2, 8, 15)}, r"ValueError: query, key and val
         (odd_call, (1,), {"scale": "x" * 9000}, "ValueError: scale must be .* got 'xxxx"),
         (odd_call, (1,), {"scale": Needle(1.0)}, "KeyError: 'the needle'"),
         (odd_call, (1,), {"query": None}, NO_TENSOR),
+        (odd_call, (1,), {"key_padding_mask": SPARSE}, "ValueError: key_padding_mask has the layout torch.sparse"),
+        (odd_call, (1,), {"return_lse": "no"}, "TypeError: return_lse must be True or False, got 'no'"),
         (odd_call, (1,), {"part": 3}, "TypeError: "),
         (in_a_module, (1,), {"query": None}, NO_TENSOR),
         (in_a_module, (1,), {"key_padding_mask": [0]}, "TypeError: key_padding_mask must be a tensor, got list"),
+        (in_a_module, (1,), {"key_padding_mask": SPARSE}, "ValueError: key_padding_mask has the layout torch.sparse"),
+        (in_a_module, (1,), {"query": torch.ones(2, 8, 16).to_sparse()}, "ValueError: query has the layout"),
         (in_a_module, (1,), {"query": torch.ones(2, 8, 16)}, "RuntimeError: "),  # float64 is what it projects
         (in_a_module, (0, 2), {"key": torch.ones(2, 7, 16)}, r"ValueError: key is \(2, 7, 16\) and query \(2, 8, 16\)"),
         (on_a_mesh, (1,), {"query": None}, NO_TENSOR),
@@ -461,6 +466,22 @@ def test_an_error_before_the_ranks_agree_reaches_all_and_the_group_goes_on(
         assert seconds < AT_ONCE
         if rank not in victims and function is not on_a_mesh:  # along an axis of a mesh ranks have other numbers
             assert all(f"rank {victim} cannot run it: " in said for victim in victims), said
+
+
+def changed_in_place() -> None:
+    query = testing.make_qkv(2, TOKENS, 4, 8, dtype=torch.float64)[0].requires_grad_()
+    out = attend(query, query, query, exchange="ring", timeout=LONG)
+    (out.mul_(2) if dist.get_rank() == VICTIM else out).sum().backward()
+
+
+def test_an_error_before_a_backward_pass_reaches_all_and_the_group_goes_on() -> None:
+    told = pool(P).run(error_then, changed_in_place, functools.partial(right_call, "ring"))
+    assert_right([right for _, _, right in told])
+    called_off = r"ValueError: the backward of dilated_attention was called off on all ranks \(.* rank \d\): rank 1 "
+    for rank, (said, seconds, _) in enumerate(told):
+        error = "RuntimeError: one of the variables .* modified by an inplace operation"
+        assert re.match(error if rank == VICTIM else rf"{called_off}cannot run it: {error}", said), said
+        assert seconds < AT_ONCE
 
 
 # --- ranks that do different things -----------------------------------------------------------------------------

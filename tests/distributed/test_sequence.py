@@ -228,8 +228,9 @@ X = {"shape": (2, 5, 8), "dtype": torch.float32, "requires_grad": False, "dim": 
 
 def refused(options: list[dict[str, Any]]) -> list[Any]:
     kinds = dict(options[dist.get_rank()])
-    dim = kinds.pop("dim")
-    message = raised(gather_sequence, torch.zeros(kinds.pop("shape"), **kinds), world(), dim)
+    dim, odd = kinds.pop("dim"), [kinds.pop("x")] if "x" in kinds else []
+    usual = torch.zeros(kinds.pop("shape"), **kinds)
+    message = raised(gather_sequence, *(odd or [usual]), world(), dim)
     after = gather_sequence(torch.full((1, 1), dist.get_rank()), world())  # the group is still good
     return [message, after.tolist()]
 
@@ -251,13 +252,17 @@ USUAL = "(2, tokens, 8) torch.float32"
         (1, {"shape": ()}, "IndexError: dim counts as 1 and x has 0 dimensions"),
         (1, {"dim": 3}, "IndexError: dim counts as 3 and x has 3 dimensions (2, 5, 8)"),
         (1, {"dim": -4}, "IndexError: dim counts as -1 and x has 3 dimensions (2, 5, 8)"),
+        (1, {"dim": "a"}, "TypeError: dim must be a whole number, got 'a'"),
+        (1, {"x": None}, "TypeError: x must be a tensor, got NoneType"),
+        (1, {"x": torch.eye(3).to_sparse()}, "ValueError: x has the layout torch.sparse_coo on cpu"),
+        (1, {"x": torch.empty(2, 5, 8, device="meta")}, "ValueError: x has the layout torch.strided on meta"),
         (1, {"dim": -2}, "nothing raised"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_told_on_all(odd_rank: int, odd: dict[str, Any], told: str) -> None:
     options = [X | odd if rank == odd_rank else X for rank in range(3)]
     for rank, (got, after) in enumerate(pool(3).run(refused, options)):
-        if told.startswith("IndexError"):
+        if re.match("[A-Z][A-Za-z]*Error", told):
             assert got.startswith(told if rank == odd_rank else CALLED_OFF.format(rank) + told), got
         else:
             assert told in got
@@ -296,6 +301,26 @@ def unexpected_errors() -> list[str]:
 
 def test_means_and_positions_refused() -> None:
     assert pool(1).run(unexpected_errors) == [[]]
+
+
+def one_wrong_mean(wrong: dict[str, Any]) -> tuple[str, Tensor]:
+    given = {"token_losses": torch.full((2, 3), float(dist.get_rank())), "mask": None}
+    said = raised(sequence_mean, **given | (wrong if dist.get_rank() == 1 else {}), group=world())
+    return said, sequence_mean(**given, group=world())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"token_losses": None}, "TypeError: token_losses must be a tensor, got NoneType"),
+        ({"mask": torch.ones(3)}, "TypeError: mask must be bool"),
+        ({"gradients": "mean"}, "ValueError: gradients must be 'average' or 'sum'"),
+    ],
+)
+def test_a_mean_that_one_rank_refuses_is_called_off_on_all(wrong: dict[str, Any], error: str) -> None:
+    for rank, (said, after) in enumerate(pool(3).run(one_wrong_mean, wrong)):
+        assert said.startswith(error if rank == 1 else "ValueError: sequence_mean was called off on all ranks"), said
+        assert after == 1.0  # the group is still good
 
 
 # --- means ---

@@ -138,6 +138,7 @@ def test_the_causal_mask_says_what_is_causal_says(kind: str) -> None:
     for place, value in (((2, 5), 0), ((5, 2), 1), ((4, 4), 1)):
         wrong = causal_mask(kind).clone()
         wrong[(..., *place)] = value
+        wrong = torch.nn.Parameter(wrong) if kind == "float" else wrong  # a learned bias, say
         with pytest.raises(ValueError, match=r"attn_mask is not the causal mask .*, and is_causal=True says that"):
             module(tokens(), attn_mask=wrong, is_causal=True)
     with pytest.raises(ValueError, match=r"attn_mask must be \(13, 13\) or \(12, 13, 13\) like the tokens, got"):

@@ -138,8 +138,8 @@ def encode(
         if layer is not None and layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {layer}")
     key = work.hashed(work.digest(located), pool, layer, str(kind), sizes, attention, thumbnails)
-    maps = {"also": draw.Writer(thumbnails), "beside": draw.ENDINGS} if attention else {}
-    job = work.Job(model, out, key, layer, memory or _budget(where), **maps)
+    also, beside = (draw.Writer(thumbnails), draw.ENDINGS) if attention else (None, ())
+    job = work.Job(model, out, key, layer, memory or _budget(where), also, beside)
     return _run(job, paths, table, tile_size)
 
 

@@ -308,6 +308,14 @@ def carries(group: ProcessGroup, device: torch.device) -> bool:
     return backend_name(group, device) is not None or backend_name(group, torch.device("cpu")) == "gloo"
 
 
+def telling_device(group: ProcessGroup, x: object) -> torch.device:
+    """Where a rank can tell the others of an error: on the device of x, if it is a tensor that can be sent."""
+    device = torch.device("cpu")
+    if isinstance(x, Tensor) and carries(group, x.device):
+        return x.device
+    return device if carries(group, device) else torch.accelerator.current_accelerator() or device
+
+
 def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Where a device's tensors must be to be sent: gloo says that it takes CUDA tensors, and crashes on them."""
     if not carries(group, device):

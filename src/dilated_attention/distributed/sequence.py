@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention.distributed.agreement import ask, refusal
-from dilated_attention.distributed.group import GroupTransport, wire_device
+from dilated_attention.distributed.group import GroupTransport, telling_device, wire_device
 
 Group = ProcessGroup | DeviceMesh
 
@@ -84,7 +84,8 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
         >>> da.gather_sequence(da.shard_sequence(tokens, group), group)
         tensor([[0., 1., 2., 3., 4., 5.]])
     """
-    transport = GroupTransport(process_group(group), x.device, timeout=None)
+    pg = process_group(group)
+    transport = GroupTransport(pg, telling_device(pg, x), timeout=None)
     dim, lengths = _agree(x, dim, transport)
     transport.warm_up()
     return _Gather.apply(x, dim, lengths, transport)  # type: ignore[no-any-return, no-untyped-call]
@@ -117,8 +118,29 @@ def sequence_mean(
         tensor(1.5000)
     """
     pg = process_group(group)
+    try:
+        local, counted = _summed(token_losses, mask, gradients)
+    except Exception:
+        refused = torch.tensor([torch.nan, torch.nan, 1.0], dtype=torch.float64)
+        dist.all_reduce(refused.to(wire_device(pg, telling_device(pg, token_losses))), group=pg)
+        raise
+    # float64 on the wire: float32 loses count of tokens beyond 2**24
+    totals = torch.stack((local.detach().double(), counted, torch.zeros_like(counted)))
+    totals = totals.to(wire_device(pg, local.device))
+    dist.all_reduce(totals, group=pg)
+    if totals.device.type == "cpu" and totals[2] > 0:  # elsewhere the host would wait for it, and the mean is NaN
+        raise ValueError("sequence_mean was called off on all ranks: the arguments of another rank were refused there")
+    total, count, _ = totals.to(local.device)
+    factor = (pg.size() if gradients == "average" else 1) / count.clamp(min=1.0)
+    return _Replace.apply(local, (total / count.clamp(min=1.0)).to(local.dtype), factor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _summed(token_losses: Tensor, mask: Tensor | None, gradients: str) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of this rank's tokens, and how many of them count."""
     if gradients not in ("average", "sum"):
         raise ValueError(f"gradients must be 'average' or 'sum', what the trainer does to them, got {gradients!r}")
+    if not isinstance(token_losses, Tensor):
+        raise TypeError(f"token_losses must be a tensor, got {type(token_losses).__name__}")
     if not token_losses.is_floating_point():
         raise TypeError(f"token_losses must be floating point, got {token_losses.dtype}")
     if mask is not None and mask.dtype != torch.bool:
@@ -130,12 +152,7 @@ def sequence_mean(
         losses = losses.masked_fill(~mask, 0.0)
     local = losses.sum()
     counted = torch.full_like(local, losses.numel(), dtype=torch.float64) if mask is None else mask.sum().double()
-    # float64 on the wire: float32 loses count of tokens beyond 2**24
-    totals = torch.stack((local.detach().double(), counted)).to(wire_device(pg, local.device))
-    dist.all_reduce(totals, group=pg)
-    total, count = totals.to(local.device)
-    factor = (pg.size() if gradients == "average" else 1) / count.clamp(min=1.0)
-    return _Replace.apply(local, (total / count.clamp(min=1.0)).to(local.dtype), factor)  # type: ignore[no-any-return, no-untyped-call]
+    return local, counted
 
 
 class _Gather(torch.autograd.Function):
@@ -193,20 +210,35 @@ def _bounds(n: int, pg: ProcessGroup) -> tuple[int, int]:
     return start, start + length + (pg.rank() < more)
 
 
+def _checked_dim(x: Tensor, dim: int) -> int:
+    """``dim`` counted from the front, if x can be sent."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_meta:
+        raise ValueError(f"x has the layout {x.layout} on {x.device}: only plain tensors can be gathered")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be a whole number, got {dim!r}")
+    found = dim + x.ndim if dim < 0 else dim
+    if not 0 <= found < x.ndim:
+        raise IndexError(
+            f"dim counts as {found} and x has {x.ndim} dimensions {tuple(x.shape)}: dim must be one of them"
+        )
+    return found
+
+
 def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[int, ...]]:
     """``dim`` counted from the front and the length of each rank's shard; raises on every rank what any rank has wrong.
 
     Backends check neither shape nor dtype: without this a mismatch is garbage, or the end of the process.
     """
-    call, shape = "gather_sequence", [str(size) for size in x.shape]
-    dim = dim + x.ndim if dim < 0 else dim
-    if not 0 <= dim < x.ndim:
-        error = IndexError(
-            f"dim counts as {dim} and x has {x.ndim} dimensions {tuple(x.shape)}: dim must be one of them"
-        )
+    call = "gather_sequence"
+    try:
+        dim = _checked_dim(x, dim)
+    except Exception as error:
         with contextlib.suppress(ValueError):  # that all ranks raise: this rank's own error says more
             ask(transport, call, refusal(error), 0)
-        raise error
+        raise
+    shape = [str(size) for size in x.shape]
     shape[dim] = "tokens"
     fields = {
         "x": f"({', '.join(shape)}) {x.dtype}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from dilated_attention.checks import check_layout
 
 MOST_CHECKED = 4096  # tokens of an attn_mask whose values are looked at
 
@@ -13,6 +15,7 @@ def ignored(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     wanted = "key_padding_mask must be bool with True = ignore this key, or float of 0 (keep) and -inf (ignore) only"
     if not isinstance(mask, Tensor):
         raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+    check_layout("key_padding_mask", mask)
     if mask.shape != shape:
         raise ValueError(f"key_padding_mask must be {shape} like the tokens, got {tuple(mask.shape)}")
     if mask.dtype == torch.bool:
@@ -23,9 +26,18 @@ def ignored(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     known = found | (mask == 0)
     if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
         torch._assert_async(known.all(), wanted)
-    elif not known.all():
+        return found
+    known, mask = unmapped(known), unmapped(mask)
+    if not known.all():
         raise ValueError(f"{wanted}, got {mask[~known][0].item()}")
     return found
+
+
+def unmapped(x: Tensor) -> Tensor:
+    """The numbers themselves, where torch.func looks on."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> None:
@@ -37,6 +49,7 @@ def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> 
         )
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    check_layout("attn_mask", mask)
     if mask.shape not in ((tokens, tokens), (rows, tokens, tokens)):
         raise ValueError(
             f"attn_mask must be ({tokens}, {tokens}) or ({rows}, {tokens}, {tokens}) like the tokens, got "
@@ -44,7 +57,8 @@ def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> 
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or float, got {mask.dtype}")
-    if torch.compiler.is_compiling() or type(mask) is not Tensor or mask.device.type != "cpu" or tokens > MOST_CHECKED:
+    has_values = not torch.compiler.is_compiling() and type(mask) in (Tensor, nn.Parameter)
+    if not has_values or mask.device.type != "cpu" or tokens > MOST_CHECKED:
         return  # the caller's word is taken: there is no value yet, or the host would wait for it
     later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     right = mask == later if mask.dtype == torch.bool else torch.where(later, mask == -torch.inf, mask == 0)

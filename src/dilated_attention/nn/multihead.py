@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import DTYPES, check_flag, checked_scale
+from dilated_attention.checks import DTYPES, check_flag, check_layout, checked_scale
 from dilated_attention.nn.core import Core
 from dilated_attention.nn.masks import check_causal_mask, ignored
 from dilated_attention.pattern import DilatedPattern, Rule, whole_number
@@ -243,6 +243,7 @@ class MultiheadDilatedAttention(Core):
                     f"{name} is a nested tensor: pad it and pass key_padding_mask; nn.TransformerEncoder does so when "
                     "built with enable_nested_tensor=False"
                 )
+            check_layout(name, x)
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != self.embed_dim:
                 beside = "" if x is query else f" and query {tuple(query.shape)}"
                 raise ValueError(

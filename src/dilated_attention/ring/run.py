@@ -23,18 +23,14 @@ from dilated_attention.call import Call, sample_ends
 from dilated_attention.checks import check_sequences_end, check_total_length
 from dilated_attention.derivatives import NOT_TWICE, is_mapped, once
 from dilated_attention.distributed.agreement import Agreement, ask, refusal
-from dilated_attention.distributed.group import (
-    Buffers,
-    CommunicationError,
-    GroupTransport,
-    carries,
-)
+from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, telling_device
 from dilated_attention.distributed.transport import Stats, Transport
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
 from dilated_attention.ring.cost import fastest_exchange
 from dilated_attention.ring.shards import Channel, Shards, channels, crosses
 
+BACKWARD = "the backward of dilated_attention"
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
 
 
@@ -111,8 +107,14 @@ class Agreed:
             "the number of the call (all ranks must run their backward passes in one order)": self.number,
         }
         flag = int(dlse is not None)
-        said = _ask(self.transport, self.link, "the backward of dilated_attention", fields, lse.shape[1], flags=flag)
+        said = _ask(self.transport, self.link, BACKWARD, fields, lse.shape[1], flags=flag)
         return torch.zeros_like(lse) if any(said.flags) and dlse is None else dlse
+
+    def call_off_backward(self, error: Exception) -> None:
+        """Tell the other ranks that this one cannot run it, as `tell_others` does before a call."""
+        with contextlib.suppress(ValueError, CommunicationError):
+            if _verifies(self.transport, self.link):
+                _ask(self.transport, self.link, BACKWARD, refusal(error), 0)
 
     def exchanger(self, work: Work) -> Exchange | AllToAll | None:
         """None where no rank has anything to send."""
@@ -166,11 +168,7 @@ def tell_others(link: Link | None, query: object, error: Exception) -> None:
     """
     if link is None or link.group is None or link.size == 1:
         return
-    device = torch.device("cpu")
-    if isinstance(query, Tensor) and carries(link.group, query.device):
-        device = query.device
-    elif not carries(link.group, device):
-        device = torch.accelerator.current_accelerator() or device
+    device = telling_device(link.group, query)
     plain = Link(link.group, timeout=link.timeout, verify=link.verify)
     # what all ranks raise, or that this rank can tell nobody: the caller's own error says more
     with contextlib.suppress(ValueError, CommunicationError):
@@ -303,9 +301,13 @@ class _Parallel(torch.autograd.Function):
     @staticmethod
     @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
         agreed: Agreed = ctx.agreed
-        check_transforms(dout, dlse)
+        try:
+            q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
+            check_transforms(dout, dlse)
+        except Exception as error:
+            agreed.call_off_backward(error)
+            raise
         dlse = agreed.agree_on_backward(dlse, lse)
         results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         with tensors.no_autocast(agreed.call.device), agreed.transport.closed_on_error():
