@@ -180,6 +180,44 @@ def test_second_and_forward_derivatives_are_refused() -> None:
         attend(q, k, forward_ad.make_dual(v, v))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("transform", [grad, vmap])
+def test_compiled_transforms(transform: Any) -> None:
+    """They are right, or refused in our words: torch may well run them without compiling."""
+    q = torch.randn(2, 1, 10, 2, 4, dtype=torch.float64)
+
+    def loss(q: Tensor) -> Tensor:
+        return dilated_attention(q, q, q, DilatedPattern.longnet([8], [1])).square().sum()
+
+    given = q if transform is vmap else q[0]
+    wanted = transform(loss)(given)
+    for backend, fullgraph in itertools.product(("eager", "aot_eager"), (False, True)):
+        torch.compiler.reset()
+        try:
+            found = torch.compile(transform(loss), backend=backend, fullgraph=fullgraph)(given)
+        except (NotImplementedError, RuntimeError) as error:
+            assert "does not go through torch.func inside of torch.compile" in str(error), error
+        else:
+            torch.testing.assert_close(found, wanted)
+    torch.compiler.reset()
+
+
+def test_a_mask_of_floats_for_each_sample() -> None:
+    """As torch's encoder layers pass it on."""
+    module = MultiheadDilatedAttention(16, 4, [8], [1], rule="longnet", dtype=torch.float64)
+    x, mask = torch.randn(3, 10, 16, dtype=torch.float64), torch.zeros(3, 10, dtype=torch.float64)
+    mask[:, -2:] = -torch.inf
+
+    def loss(x: Tensor, mask: Tensor) -> Tensor:
+        return module(x[None], key_padding_mask=mask[None])[0].square().sum()
+
+    one_by_one = [grad(loss)(*pair) for pair in zip(x, mask == -torch.inf, strict=True)]
+    torch.testing.assert_close(vmap(grad(loss))(x, mask), torch.stack(one_by_one))
+    mask[0, 0] = 0.5
+    with pytest.raises(ValueError, match="key_padding_mask must be bool .* got 0.5"):
+        vmap(grad(loss))(x, mask)
+
+
 def transforms_over_ranks() -> list[str]:
     said = []
     q = torch.ones(1, 8, 2, 4, requires_grad=True)

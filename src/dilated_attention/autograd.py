@@ -30,7 +30,14 @@ from dilated_attention.call import (
     settings,
     unpacked,
 )
-from dilated_attention.derivatives import NO_FORWARD_MODE, NOT_TWICE, is_batched, is_plain, refuse_second_derivative
+from dilated_attention.derivatives import (
+    NO_FORWARD_MODE,
+    NOT_COMPILED,
+    NOT_TWICE,
+    is_batched,
+    is_plain,
+    refuse_second_derivative,
+)
 from dilated_attention.pattern import DilatedPattern
 
 INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
@@ -262,6 +269,8 @@ def _autograd_forward(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any
 ) -> tuple[Tensor, Tensor]:
     """What torch calls first. In a compiled graph no gradient is wanted, and the kernels come at once."""
+    if torch._C._are_functorch_transforms_active():
+        _refuse_transforms()
     way, inputs = Registered(keyset, packed), Inputs(query, key, value, *others)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return Attention.apply(*inputs, way)  # type: ignore[no-untyped-call, no-any-return]
@@ -282,6 +291,11 @@ def _autograd_backward(
     return refuse_second_derivative(grads, dout, dlse, *saved) if wanted else grads
 
 
+def _refuse_transforms(*_: Any) -> Any:
+    """Without torch.compile, torch.func never comes to the ops."""
+    raise NotImplementedError(NOT_COMPILED)
+
+
 _library.impl("forward", _autograd_forward, "Autograd", with_keyset=True)
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
 _library.impl("backward", _autograd_backward, "Autograd", with_keyset=True)
@@ -297,5 +311,6 @@ def _fake_backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any
 
 
 FORWARD = torch.ops.dilated_attention.forward
+torch.library.register_vmap("dilated_attention::forward", _refuse_transforms, lib=_library)
 torch.library.register_fake("dilated_attention::forward", _fake_forward, lib=_library)
 torch.library.register_fake("dilated_attention::backward", _fake_backward, lib=_library)

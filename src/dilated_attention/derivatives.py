@@ -17,6 +17,10 @@ NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
     "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
 )
+NOT_COMPILED = (
+    "dilated_attention does not go through torch.func inside of torch.compile: leave one of the two out. torch.func "
+    "works without torch.compile, and backward() works in compiled code"
+)
 NO_FORWARD_MODE = (
     "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
     "dilated_attention.reference.attention()"
