@@ -22,6 +22,7 @@ from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
 from dilated_attention.integrations.transformers.faults import BREAKS, DIFFERS, JUMPS, KEYS, NO_WEIGHTS, checked
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken, weights_fault
+from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "dilated"
@@ -32,6 +33,8 @@ REFUSED = {
     "sliding_window": "sliding-window layers: set sliding_window=None in the config",
     "position_bias": "position biases",
     "cache": "a paged cache",
+    "indices": "sparse attention by an indexer",
+    "block_indices": "sparse attention by an indexer",
 }
 
 
@@ -62,15 +65,21 @@ def attention(
         raise ValueError("dilated attention is for causal decoders: it takes no bidirectional and no cross-attention")
     grid, looks = Grid.read(attention_mask, query.shape[2]), is_first(module)
     is_told = options.get("cu_seq_lens_q") is not None
+    kept = DilatedLayer.behind(key)
+    before = (key.shape[2] if kept is None else kept.length) - query.shape[2]
     if is_told:
-        cache = None if key.shape[2] == query.shape[2] else key
+        cache = before or options.get("use_cache") or kept
         grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
     if looks:
         query = checked(query, weights_fault())
+        if "position_ids" not in options and not torch.compiler.is_compiling():
+            warn(
+                f"{type(module).__name__} does not tell its attention of position_ids, so nobody checks them here: "
+                "dilated attention sees each row as one sequence, without packed documents"
+            )
         positions = options.get("position_ids")
-        query = check_positions(query, positions, grid, options.get("group"), is_told=is_told)
+        query = check_positions(query, positions, grid, options.get("group"), before=before, is_told=is_told)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    kept = DilatedLayer.behind(key)
     more: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
     out, lse = attend(pattern_of(module), q, k, v, grid, kept, options.get("group"), **more)
     if options.get("s_aux") is not None:  # learned sinks
@@ -146,7 +155,7 @@ def attend(
 def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, Any], *, looks: bool = True) -> Grid:
     """Documents by cu_seq_lens_q, as flash attention takes them. ``looks``: check the numbers, which one layer does."""
     ends, keys = borders_of(options["cu_seq_lens_q"], "cu_seq_lens_q"), options.get("cu_seq_lens_k")
-    if grid._replace(documents=None) != Grid() or samples != 1 or cache is not None:
+    if grid._replace(documents=None) != Grid() or samples != 1 or cache:
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
             "out, and pass use_cache=False"
@@ -160,13 +169,18 @@ def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, A
     return Grid(documents=ends)
 
 
-def check_positions(x: Tensor, positions: Tensor | None, grid: Grid, group: Any, *, is_told: bool = False) -> Tensor:
+def check_positions(
+    x: Tensor, positions: Tensor | None, grid: Grid, group: Any, *, before: int | Tensor = 0, is_told: bool = False
+) -> Tensor:
     """Returns x, or raises if position_ids do not fit the grid: they must grow by 1, except where a document begins.
 
     ``x``: the tokens, (B, ...). Use the result in place of x, or a compiler drops the check: see `checked`.
-    ``is_told``: the documents were given as cu_seq_lens_q.
+    ``before``: tokens in the cache, after which they must go on. ``is_told``: the documents were given as
+    cu_seq_lens_q.
     """
-    if positions is None or positions.dim() != 2 or positions.shape[1] < (2 if group is None else 1):
+    # one token has no jump; where it must go on is not checked in compiled code, as a CUDA graph cannot hold the check
+    least = 2 if group is None and torch.compiler.is_compiling() else 1
+    if positions is None or positions.dim() != 2 or positions.shape[1] < least:
         return x
     samples, tokens = len(x), positions.shape[1]
     positions = positions.expand(samples, -1)
@@ -181,11 +195,16 @@ def check_positions(x: Tensor, positions: Tensor | None, grid: Grid, group: Any,
         begins = begins[:-1].view(samples, tokens)[:, 1:]
         late, jumps = _fault(positions[:, 1:] * begins, DIFFERS if is_told else JUMPS), jumps & ~begins
         return checked(x, torch.where(late == 0, _fault(jumps, DIFFERS if is_told else BREAKS), late))
-    if grid.query_order is not None and grid.real is not None:
+    first, is_real = positions[:, 0], torch.ones((), dtype=torch.bool, device=positions.device)
+    if grid.query_order is not None and grid.real is not None and grid.query_start is not None:
         real = torch.arange(1, tokens, device=positions.device) < grid.real[:, None]
-        counted = (positions.gather(1, grid.query_order).diff() != 1) & real
+        ordered = positions.gather(1, grid.query_order)
+        counted = (ordered.diff() != 1) & real
         jumps = counted & jumps.any()  # positions that count on over padding as well are no fault: nothing jumps then
-    return checked(x, _fault(jumps, BREAKS))
+        first, before, is_real = ordered[:, 0], grid.query_start, grid.real > 0
+    elif grid.query_start is not None:  # of a static cache
+        before = grid.query_start
+    return checked(x, torch.maximum(_fault(jumps, BREAKS), _fault((first < before) & is_real, BREAKS)))
 
 
 def _fault(wrong: Tensor, number: int) -> Tensor:

@@ -96,6 +96,11 @@ class DilatedLayer(CacheLayerMixin):
         """
         assert self.kept is not None
         samples, n = q.shape[:2]
+        if self.waiting != n:
+            raise RuntimeError(
+                "DilatedCache was asked more than once for attention on the same tokens, as by a model with two "
+                "attentions in a layer: use another cache, such as DynamicCache"
+            )
         before, self.waiting = self.length - n, 0
         self._keep_last()
         self.kept.reserve(self.length)

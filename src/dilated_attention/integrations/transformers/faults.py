@@ -18,8 +18,9 @@ NO_WEIGHTS = "output_attentions: the attention weights are never held in memory"
 FAULTS = {
     JUMPS: "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out if "
     "these are not documents",
-    BREAKS: "position_ids must grow by 1 from token to token; those of packed documents may begin again at 0, but only "
-    "without attention_mask and without a cache (use_cache=False)",
+    BREAKS: "position_ids must grow by 1 from token to token, and go on after those in the cache; those of packed "
+    "documents may begin again at 0, but only without attention_mask and without a cache (use_cache=False). If there "
+    "is a cache, make a new one: it may hold some of these tokens already",
     DIFFERS: "position_ids and cu_seq_lens_q differ: position_ids must begin at 0 in each document, and grow by 1 "
     "inside it; without position_ids a model numbers all documents as one, so pass position_ids",
     KEYS: "cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache",

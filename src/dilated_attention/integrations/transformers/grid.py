@@ -4,13 +4,13 @@ transformers asks for a mask once per forward pass and hands it to every layer. 
 It has four dimensions, because transformers passes such a mask on as it is, and rebuilds all others. Its shape says
 what kind it is, so that no layer waits for the device:
 
-    (1, 1, 1, 1)        the queries are the last of the keys, and nothing is padding
-    (1, 1, 1, 2)        the queries begin at the key whose number it holds: a static cache
-    (1, 1, 1, 3)        the queries are the first of the keys: a static cache that was empty
-    (B, 1, 2, N + 1)    padding: real keys and real queries in order, and how many keys are real before the queries
-    (1, 1, 3, docs + 1) packed documents: cu_seqlens of all rows one after the other, on the CPU
+    (1, M, 1, 1)        the queries are the last of the keys, and nothing is padding
+    (1, M, 1, 2)        the queries begin at the key whose number it holds: a static cache
+    (1, M, 1, 3)        the queries are the first of the keys: a static cache that was empty
+    (B, M, 2, N + 1)    padding: real keys and real queries in order, and how many keys are real before the queries
+    (1, M, 3, docs + 1) packed documents: cu_seqlens of all rows one after the other, on the CPU
 
-Legend: B samples, n queries, N keys.
+Legend: B samples, n queries, N keys; M is MARK, by which a grid is told from a mask that someone passed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ IN_THE_DATA = (
 )
 
 
+MARK = 1021  # a mask has 1 there, or as many as heads
+
+
 class Grid(NamedTuple):
     """A grid, read from its tensor."""
 
@@ -45,7 +48,7 @@ class Grid(NamedTuple):
     @staticmethod
     def read(mask: Tensor | None, queries: int) -> Grid:
         """The grid in a tensor that `grid_mask` made, or an error that says what came instead."""
-        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.dtype != torch.int64 or mask.shape[1] != 1:
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.dtype != torch.int64 or mask.shape[1] != MARK:
             got = "no mask" if mask is None else f"the mask {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
             raise ValueError(
                 f"dilated attention got {got}, and needs one that its own mask function made: pass attention_mask as "
@@ -60,7 +63,12 @@ class Grid(NamedTuple):
         return Grid(keys[:, -1], keys[:, :-1], others[:, :queries], others[:, -1])
 
 
-def grid_mask(
+def grid_mask(*given: Any, **named: Any) -> Tensor:
+    """The mask function of "dilated": a grid, see above."""
+    return _grid(*given, **named).expand(-1, MARK, -1, -1)
+
+
+def _grid(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -74,7 +82,7 @@ def grid_mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor:
-    """The mask function of "dilated": a grid, see above."""
+    """The grid, with 1 in the place of M."""
     if not torch.compiler.is_compiling():
         check_model(config)
         no_fault(weights_fault())

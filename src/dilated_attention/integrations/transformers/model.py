@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -118,7 +119,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 f"LongNet always uses dilated attention: leave out attn_implementation={config._attn_implementation!r}"
             )
         super().__init__(config)
-        self.lm = LongNetLM(config.plain())
+        self.lm, self._pattern = LongNetLM(config.plain()), copy.deepcopy(config.dilated_pattern)
         self.post_init()
 
     def init_weights(self) -> None:
@@ -195,7 +196,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         positions = self._positions(tokens, attention_mask, before, grid) if position_ids is None else position_ids
         if position_ids is not None or group is not None:
             is_told = kwargs.get("cu_seq_lens_q") is not None
-            tokens = attention.check_positions(tokens, positions, grid, group, is_told=is_told)
+            tokens = attention.check_positions(tokens, positions, grid, group, before=before, is_told=is_told)
         attends = self._attends(grid, past_key_values, group)
         states = self.lm.states(tokens, positions, attends, apart=past_key_values is not None)
         if labels is not None or shift_labels is not None:
@@ -225,7 +226,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         )  # fmt: skip
         grid = Grid.read(made, n)
         if options.get("cu_seq_lens_q") is not None:
-            grid = attention.told(grid, samples, n, cache, options)
+            grid = attention.told(grid, samples, n, cache is not None, options)
         return positions, grid
 
     @staticmethod
@@ -283,6 +284,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         return (mask.long().cumsum(1) - 1).clamp(min=0)[:, place.clamp(max=mask.shape[1] - 1)]
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
+        if self._pattern != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
+            self.lm.config, self._pattern = self.config.plain(), copy.deepcopy(self.config.dilated_pattern)
         patterns = self.lm.config.patterns
 
         def attend(
@@ -300,6 +303,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> Any:
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        wanted = wanted and not generation_config.is_assistant  # whose cache is cropped by many tokens at a time
         if wanted and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = DilatedCache(self.config)
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *more)
