@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dilated_attention.integrations.transformers import DilatedCache
+from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.testing import error
 from tests.integrations.hf import LENGTHS, OTHER, PATTERN, batch, config_of, made, model_of, tokens
 
@@ -171,3 +172,13 @@ def test_what_is_refused() -> None:
             model(tokens()[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match="cannot be offloaded"):
         cache.layers[0].offload()
+
+
+def test_a_second_attention_on_the_same_tokens_is_refused() -> None:
+    """Its rows would take the place of the first one's."""
+    layer = DilatedCache(config_of()).layers[0]
+    rows = torch.randn(1, 2, 5, 8)
+    keys, values = (x.transpose(1, 2) for x in layer.update(rows, rows))
+    layer.attend(keys, keys, values, Grid(), None)
+    with pytest.raises(RuntimeError, match="more than once for attention on the same tokens"):
+        layer.attend(keys, keys, values, Grid(), None)

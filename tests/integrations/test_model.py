@@ -13,7 +13,13 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, Trainer, TrainingArguments
 
-from dilated_attention.integrations.transformers import DilatedCache, LongNetConfig, LongNetForCausalLM, register
+from dilated_attention.integrations.transformers import (
+    DilatedCache,
+    LongNetConfig,
+    LongNetForCausalLM,
+    register,
+    set_pattern,
+)
 from dilated_attention.models import LMConfig, LongNetLM
 from dilated_attention.testing import error
 from tests.integrations.hf import LENGTHS, OTHER, PAD, PATTERN, alone, batch, packed, real, tokens
@@ -140,6 +146,29 @@ def test_generate(kind: Any) -> None:
     found = model().generate(**inputs, **GREEDY, **options, return_dict_in_generate=True)
     assert found.sequences[:, 20:].tolist() == wanted.tolist()
     assert isinstance(found.past_key_values, kind or DilatedCache)
+
+
+def test_as_an_assistant() -> None:
+    """Its cache is cropped by several tokens at a time, which only a cache that keeps all can do."""
+    torch.manual_seed(7)
+    assistant = LongNetForCausalLM(LongNetConfig.of(PLAIN)).double().eval()
+    wanted = model().generate(tokens()[:1], use_cache=False, **GREEDY)
+    assert torch.equal(model().generate(tokens()[:1], assistant_model=assistant, **GREEDY), wanted)
+
+
+def test_a_pattern_that_is_set_later(tmp_path: Path) -> None:
+    """It is the model's from then on, also when saved."""
+    register()
+    torch.manual_seed(0)
+    mine = changed(LongNetForCausalLM(LongNetConfig.of(PLAIN)).double()).eval()
+    set_pattern(mine, PATTERN)
+    with torch.no_grad():
+        found = mine(tokens()).logits
+    assert mine.lm.config.patterns == (PATTERN, PATTERN)
+    assert error(found, model()(tokens()).logits.detach()) > 1e-3
+    mine.save_pretrained(tmp_path)
+    again = LongNetForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert error(again(tokens()).logits.detach(), found) < CLOSE
 
 
 def test_the_loss() -> None:

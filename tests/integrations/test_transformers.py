@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, Lfm2Config, Llama4TextConfig, StaticCache
+from transformers import AttentionInterface, AutoConfig, DynamicCache, Lfm2Config, Llama4TextConfig, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
 from dilated_attention import reference
 from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
 from dilated_attention.integrations.transformers.grid import grid_mask
+from dilated_attention.notice import DilatedAttentionWarning
 from dilated_attention.testing import error
 from tests.integrations.hf import (
     CONFIGS,
@@ -136,7 +137,10 @@ def generated(model: Any, given: Tensor, **more: Any) -> Tensor:
     return found[:, given.shape[1] :]
 
 
-@pytest.mark.parametrize(("name", "cache"), [*[("llama", cache) for cache in CACHES], ("gpt2", "dilated")])
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [*[("llama", cache) for cache in CACHES], ("gpt2", "dilated"), ("qwen3", "dilated"), ("mistral", "dynamic")],
+)
 def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str) -> None:
     model, given = model_of(name), batch("left", junk=PAD)
     got = generated(model, given["input_ids"], attention_mask=given["attention_mask"], **options(cache, model))
@@ -300,6 +304,15 @@ def test_chunked_layers_are_refused() -> None:
         ({"head_mask": torch.ones(4)}, "head masks"),
         ({"softcap": 30.0}, "soft caps"),
         ({"attention_mask": torch.ones(3, 1, 20, 20, dtype=torch.bool)}, "needs one that its own mask function made"),
+        *(
+            (
+                {"attention_mask": torch.ones(3, 1, n, 20, dtype=torch.int64)},
+                "needs one that its own mask function made",
+            )
+            for n in (1, 2, 3, 20)  # as many rows as a grid may have, and as many as tokens
+        ),
+        ({"indices": torch.zeros(3, 20, 4)}, "sparse attention by an indexer"),
+        ({**packed(), "cu_seq_lens_q": ENDS, "use_cache": True}, "without a cache: leave attention_mask out, and pass"),
         ({**packed(), "use_cache": True}, "must grow by 1"),
         ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "must grow by 1"),
         ({"position_ids": LATE, "use_cache": False}, "another number than 0"),
@@ -357,6 +370,51 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(kind: Any) -> None:
 
 def test_weights_are_refused_where_a_model_does_not_say_that_they_are_wanted() -> None:
     refused(model_of("gpt2"), "output_attentions", output_attentions=True)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, DilatedCache, StaticCache])
+@pytest.mark.parametrize("n", [1, 3])
+@torch.no_grad()
+def test_positions_go_on_after_the_cache(kind: Any, n: int) -> None:
+    """Also those of a single token, and of samples with padding, whose positions count real tokens."""
+    model, given = model_of(), batch("left")
+    room = {"max_cache_len": 40} if kind is StaticCache else {}
+    for padded in (False, True):
+        prompt = given if padded else {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens())}
+        cache = kind(config=model.config, **room)
+        model(**prompt, past_key_values=cache)
+        more = {
+            "input_ids": tokens()[:, :n], "past_key_values": cache,
+            "attention_mask": torch.cat((prompt["attention_mask"], torch.ones(3, n, dtype=torch.int64)), 1),
+        }  # fmt: skip
+        before = prompt["attention_mask"].sum(1, keepdim=True) - 1
+        with pytest.raises(ValueError, match="and go on after those in the cache"):
+            model(**more, position_ids=before + torch.arange(n))
+
+
+def test_a_model_that_does_not_tell_of_positions() -> None:
+    """Nobody could check them, so there is a warning."""
+    model = made(config_of())
+    told = AttentionInterface()["dilated"]
+
+    def untold(*args: Any, position_ids: Any = None, **options: Any) -> Any:
+        return told(*args, **options)
+
+    AttentionInterface.register("dilated", untold)
+    try:
+        with pytest.warns(DilatedAttentionWarning, match="LlamaAttention does not tell its attention of position_ids"):
+            model(tokens())
+    finally:
+        AttentionInterface.register("dilated", told)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
+def test_compiled_generation(cache: str) -> None:
+    model = made(config_of(pattern=(PATTERN, OTHER)))
+    wanted = generated(model, tokens()[:1], use_cache=False, max_new_tokens=6)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(generated(model, tokens()[:1], max_new_tokens=6, **options(cache, model)), wanted)
+    torch.compiler.reset()
 
 
 def test_a_config_without_a_pattern_or_with_too_many() -> None:

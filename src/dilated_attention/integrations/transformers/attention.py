@@ -123,14 +123,15 @@ def attend(
             raise error
         return attended(q, k, v)
     if kept is not None:
-        if kept.pattern != pattern:
+        if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
             raise ValueError(
                 f"a layer of the model has {pattern}, and that of the DilatedCache {kept.pattern}: make the cache with "
                 "DilatedCache(model.config)"
             )
         if dropout_p:
             raise ValueError("DilatedCache does not support dropout: call model.eval()")
-        return kept.attend(q, k, v, grid, scale)
+        out, lse = kept.attend(q, k, v, grid, scale)
+        return out, lse
     if grid.documents is not None:
         one, two, three = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         out, lse = attended(one, two, three, cu_seqlens=grid.documents)

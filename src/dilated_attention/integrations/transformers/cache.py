@@ -21,6 +21,8 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.chunks import any_mode
 from dilated_attention.streaming.kept import KeptRows
 
+BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came before"
+
 
 class Chunk(NamedTuple):
     """The last tokens, real ones first, and where they are in their sequences."""
@@ -74,6 +76,7 @@ class DilatedLayer(CacheLayerMixin):
         self.kept = KeptRows(self.pattern, like, tokens=1)
         self.is_initialized = True
 
+    @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Gives the new keys and values back. The attention function finds this layer by them, and calls `attend`."""
         if not self.is_initialized:
@@ -89,6 +92,7 @@ class DilatedLayer(CacheLayerMixin):
         key_states.kept_by = weakref.ref(self)  # type: ignore[attr-defined]
         return key_states, value_states
 
+    @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of new tokens. First the rows of the previous chunk are kept, as it can no longer be cropped.
 
