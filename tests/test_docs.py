@@ -18,6 +18,7 @@ import contextlib
 import doctest
 import hashlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -398,8 +399,8 @@ def test_what_the_readme_places_is_there() -> None:
     found = places(ROOT / "README.md")
     assert len(found) >= 16
     for file, name in found:
-        if "triton" in file:
-            pytest.importorskip("triton")
+        if "triton" in file and importlib.util.find_spec("triton") is None:
+            continue
         thing = importlib.import_module(f"dilated_attention.{file.replace('/', '.')}")
         for part in name.split("."):
             thing = getattr(thing, part)

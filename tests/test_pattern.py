@@ -257,3 +257,22 @@ def test_wrong_counts_are_refused(name: str) -> None:
         for value in values if which in counts or which == "num_kv_heads" else ():
             with pytest.raises((TypeError, ValueError), match=f"{which} must be|cannot be shared evenly"):
                 getattr(ONE, name)(**counts | {which: value})
+
+
+@pytest.mark.parametrize("heads", [1.5, True, "3", None])
+def test_counts_need_whole_numbers_of_heads(heads: Any) -> None:
+    pattern = DilatedPattern.longnet([4], [1])
+    for count in (
+        lambda: pattern.pairs(8, heads),
+        lambda: pattern.flops(8, heads, 4),
+        lambda: pattern.saved_bytes(8, heads, 4),
+    ):
+        with pytest.raises(TypeError, match="num_heads must be a whole number, got"):
+            count()
+
+
+def test_a_shift_belongs_to_divided_heads() -> None:
+    """A branch that is taken alone, as a stream takes it, has no number that could shift its offsets."""
+    for rule in RULES:
+        dealing = DilatedPattern(rule, (4,), (1,)).dealing
+        assert dealing.is_divided or not dealing.is_shifted

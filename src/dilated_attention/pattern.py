@@ -32,16 +32,17 @@ class Dealing(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 
     neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
-    is_shifted: bool = False  # offsets of branch i begin at i mod rate
+    is_shifted: bool = False  # offsets of branch i begin at i mod rate; only where heads are divided
     is_divided: bool = False  # heads are divided among branches; otherwise every head runs every branch
     adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
+    detaches: bool = False  # the weights that mix branches may be constants for gradients, as in the released code
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
 
 
 # To add a rule, add its name to `Rule`, a row here and a constructor to DilatedPattern: no other file looks at names.
 _DEALINGS: dict[Rule, Dealing] = {
     "longnet": Dealing(lambda heads, rate: 1, nests=True),
-    "torchscale": Dealing(lambda heads, rate: -(-heads // rate), adds_zeros=True),
+    "torchscale": Dealing(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
     "head_groups": Dealing(lambda heads, rate: heads, is_shifted=True, is_divided=True),
 }
 
@@ -101,7 +102,7 @@ class DilatedPattern(_Written):
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}: use one of {', '.join(RULES)}")
-        known = get_args(MixingGradient) if self.rule == "torchscale" else ("exact",)
+        known = get_args(MixingGradient) if self.dealing.detaches else ("exact",)
         if self.mixing_gradient not in known:
             raise ValueError(f"mixing_gradient must be {' or '.join(known)}, got {self.mixing_gradient!r}")
         lengths = _branch_numbers("segment_lengths", self.segment_lengths)
@@ -290,7 +291,7 @@ class DilatedPattern(_Written):
         self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
     ) -> int:
         """How many (query, key) pairs one sample has, over all heads. Zero keys are not counted, repeated keys are."""
-        num_tokens = whole_number("num_tokens", num_tokens, least=0)
+        num_tokens, num_heads = whole_number("num_tokens", num_tokens, least=0), whole_number("num_heads", num_heads)
         group = self.check_heads(num_heads, num_kv_heads)
         total = 0
         for branch in self.dealt(num_heads // group):
@@ -303,15 +304,9 @@ class DilatedPattern(_Written):
         return total * group
 
     def flops(
-        self,
-        num_tokens: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        num_kv_heads: int | None = None,
-        is_causal: bool = False,
-        backward: bool = False,
-    ) -> int:
+        self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
+        is_causal: bool = False, backward: bool = False,
+    ) -> int:  # fmt: skip
         """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together."""
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
         return pairs * whole_number("head_dim", head_dim) * (14 if backward else 4)
@@ -326,7 +321,7 @@ class DilatedPattern(_Written):
         dtype: torch.dtype = torch.bfloat16,
     ) -> int:
         """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches."""
-        kv_heads = num_heads // self.check_heads(num_heads, num_kv_heads)
+        kv_heads = whole_number("num_heads", num_heads) // self.check_heads(num_heads, num_kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
         row_bytes = whole_number("head_dim", head_dim) * dtype.itemsize
         per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes

@@ -74,8 +74,8 @@ def attention(
         query = checked(query, weights_fault())
         if "position_ids" not in options and not torch.compiler.is_compiling():
             warn(
-                f"{type(module).__name__} does not tell its attention of position_ids, so nobody checks them here: "
-                "dilated attention sees each row as one sequence, without packed documents"
+                f"{type(module).__name__} does not tell its attention of position_ids, so nobody checks them: with a "
+                "cache, packed documents would be read as one sequence; pass use_cache=False with them"
             )
         positions = options.get("position_ids")
         query = check_positions(query, positions, grid, options.get("group"), before=before, is_told=is_told)
