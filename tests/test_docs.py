@@ -623,8 +623,15 @@ def test_the_page_of_slides_has_what_was_measured() -> None:
         for number, exact in zip(map(str.strip, numbers), measured, strict=True):
             assert number == ("–" if exact is None else f"{exact:.{len(number.partition('.')[2])}f}")
     assert len(said) == 4
+    cpu = json.loads((ROOT / "benchmarks/results/slides-cpu/results.json").read_text(encoding="utf-8"))
+    assert f"commit {cpu['machine']['commit']}" in page
+    whole = next(table["rows"] for table in cpu["tables"] if table["title"] == "Whole slide encoders, forward")
+    (mine, *_), (theirs, *_) = ([row[3:5] for row in whole if row[1:3] == [10_000, way]] for way in ways)
+    told = " ".join(page.split())
+    assert f"takes {mine[0] / 1000:.1f} s and {mine[1]:.2f} GiB for 10,000 tiles" in told
+    assert f"the released way takes {theirs[0] / 1000:.1f} s and {theirs[1]:.2f} GiB" in told
     # of 12 layers; 4 operations for each pair and channel
-    text, most = " ".join(page.split()), max(said)
+    text, most = told, max(said)
     attention = next(row[3] for row in tables["Attention of slides"] if row[:3] == [48, most, ways[0]])
     encoder = next(
         row[3] for row in tables["Whole slide encoders, forward"] if row[1:3] == [most, ways[0]] and "768" in row[0]

@@ -385,6 +385,8 @@ MUTANTS = [
       "ring/alltoall.py", "                at += count\n", "                at += 0\n"),
     M("alltoall-zero-keys-forgotten", "An alltoall does not add zero keys.",
       "ring/alltoall.py", "                if log_zeros is not None:\n", "                if False:\n"),
+    M("zero-keys-without-a-mask-forgotten", "Blocks from elsewhere have no zero keys where there is no mask.",
+      "ring/packing.py", "                zeros=filled,\n", "                zeros=0,\n"),
     # --- over real ranks ----------------------------------------------------------------------------------------
     M("agreement-without-the-scale", "Ranks with different scales do not notice.",
       "ring/run.py", '        "scale": call.scale,\n', "",
