@@ -34,6 +34,10 @@ WRONG = {
     ),
     "heads first": (lambda: da.dilated_attention(*HEADS_FIRST, PATTERN), r"pass query.transpose(1, 2)"),
     "heads first in a module": (lambda: da.DilatedAttention(pattern=PATTERN)(*HEADS_FIRST), "more heads than tokens"),
+    "heads first in a ring of one rank": (
+        lambda: da.RingDilatedAttentionProduction(pattern=PATTERN)(*HEADS_FIRST),
+        "more heads than tokens",
+    ),
     "no keys": (lambda: da.dilated_attention(*QKV, PATTERN, key_padding_mask=NO_KEYS), "pass ~mask if True means keep"),
 }
 MEANT = {
@@ -69,3 +73,19 @@ def test_nothing_is_told_while_compiling() -> None:
     torch._dynamo.reset()
     call = torch.compile(lambda *x: da.dilated_attention(*x, PATTERN), fullgraph=True, backend="eager")
     assert not said(lambda: call(*HEADS_FIRST))
+
+
+def test_compiled_code_does_not_tell_again() -> None:
+    """Of a pattern whose maker said that it is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", da.DilatedAttentionWarning)
+        pattern = da.DilatedPattern.longnet([1, 2], [7, 9])
+    compiled = torch.compile(lambda x: da.dilated_attention(x, x, x, pattern), backend="eager", fullgraph=True)
+    assert not said(lambda: compiled(QKV[0]))
+
+
+def test_no_key_is_not_told_of_in_compiled_code() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return da.dilated_attention(x, x, x, PATTERN, key_padding_mask=NO_KEYS)
+
+    assert not said(lambda: torch.compile(attend, backend="eager", fullgraph=True)(QKV[0]))

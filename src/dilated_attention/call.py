@@ -206,7 +206,8 @@ def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) 
 def _read(text: str) -> tuple[DilatedPattern, bool, str]:
     rule, lengths, rates, mixing, is_causal, backend = text.split()
     numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
-    pattern = DilatedPattern.of(cast(Rule, rule), numbers[0], numbers[1], cast(MixingGradient, mixing))
+    # not by `of`, which would warn again of what the caller was told when the pattern was made
+    pattern = DilatedPattern(cast(Rule, rule), numbers[0], numbers[1], cast(MixingGradient, mixing))
     return pattern, is_causal == "causal", backend
 
 

@@ -196,7 +196,7 @@ def attend(
     try:
         call = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
-            decodes=link is None, in_parts=not alone, warns=warns and link is None,
+            decodes=link is None, in_parts=not alone, warns=warns and alone,
             limit=0 if link is None or link.limit is None else link.limit.number,
         )  # fmt: skip
         if not alone:
