@@ -48,6 +48,7 @@ PUBLIC = [
 LAYERS = [
     "notice",
     "units",
+    "whole",
     "pattern",
     "dropout",
     "merge",
@@ -195,7 +196,7 @@ def test_the_graph_is_read_right() -> None:
     found = graph()
     assert "autograd" in found["functional"]
     assert "backends.sdpa" in found["backends.choose"]
-    assert found["pattern"] == {"notice"}
+    assert found["pattern"] == {"notice", "whole"}
 
 
 def test_there_are_no_circles() -> None:

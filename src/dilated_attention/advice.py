@@ -19,9 +19,10 @@ import torch
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.call import Call
-from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule, whole_number
+from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule
 from dilated_attention.ring.cost import EXCHANGES, LINKS, Memory, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, number_text
+from dilated_attention.whole import whole_number
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
 # What PyTorch's kernels take beyond what `plan_cost` counts. Measured on an H200 in bfloat16: 5 % more in the forward

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention.distributed.group import LONGEST_TIMEOUT
 from dilated_attention.distributed.sequence import Group, process_group
-from dilated_attention.pattern import whole_number
+from dilated_attention.whole import whole_number
 
 Route = Literal["ring", "allgather", "alltoall"]
 Exchange = Literal["auto", Route]

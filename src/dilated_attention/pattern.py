@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-import operator
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from dilated_attention.notice import warn
+from dilated_attention.whole import whole_number, whole_numbers
 
 Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 MixingGradient = Literal["exact", "detached"]
 MAX_BRANCHES = 64
-MAX_NUMBER = 2**48  # lengths and rates beyond it would overflow 64-bit strides
 
 
 def rows_at_offset(length: int, dilation: int, offset: int) -> int:
@@ -105,8 +104,8 @@ class DilatedPattern(_Written):
         known = get_args(MixingGradient) if self.dealing.detaches else ("exact",)
         if self.mixing_gradient not in known:
             raise ValueError(f"mixing_gradient must be {' or '.join(known)}, got {self.mixing_gradient!r}")
-        lengths = _branch_numbers("segment_lengths", self.segment_lengths)
-        rates = _branch_numbers("dilation_rates", self.dilation_rates)
+        lengths = whole_numbers("segment_lengths", self.segment_lengths)
+        rates = whole_numbers("dilation_rates", self.dilation_rates)
         if len(lengths) != len(rates):
             raise ValueError(
                 f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: "
@@ -143,7 +142,12 @@ class DilatedPattern(_Written):
 
     @classmethod
     def longnet(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """The rule of the LongNet paper: every head has every branch, head h at offset h mod r."""
+        """The rule of the LongNet paper: every head has every branch, head h at offset h mod r.
+
+        Examples:
+            >>> da.DilatedPattern.longnet([4], [2]).keys(query=1, head=1, num_tokens=4, num_heads=2)
+            (1, 3)
+        """
         return cls.of("longnet", segment_lengths, dilation_rates)
 
     @classmethod
@@ -167,6 +171,10 @@ class DilatedPattern(_Written):
 
         Neighbouring heads share a branch; the first branches get one head more if heads do not divide evenly. Rows
         that a head's branch leaves out are 0. It needs at least one key/value head per branch.
+
+        Examples:
+            >>> da.DilatedPattern.head_groups([4, 16], [1, 4]).heads(branch=1, num_heads=4)
+            range(2, 4)
         """
         return cls.of("head_groups", segment_lengths, dilation_rates)
 
@@ -272,7 +280,12 @@ class DilatedPattern(_Written):
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
         is_causal: bool = False,
     ) -> int:  # fmt: skip
-        """How many zero keys the query attends to; 0 unless the rule is torchscale."""
+        """How many zero keys the query attends to; 0 unless the rule is torchscale.
+
+        Examples:
+            >>> da.DilatedPattern.torchscale([4], [3]).zero_keys(query=1, head=1, num_tokens=6, num_heads=3)
+            1
+        """
         if is_causal:
             return 0
         return sum(
@@ -307,7 +320,12 @@ class DilatedPattern(_Written):
         self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
         is_causal: bool = False, backward: bool = False,
     ) -> int:  # fmt: skip
-        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together."""
+        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together.
+
+        Examples:
+            >>> da.DilatedPattern.longnet([4], [1]).flops(num_tokens=8, num_heads=2, head_dim=64)  # 64 pairs
+            16384
+        """
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
         return pairs * whole_number("head_dim", head_dim) * (14 if backward else 4)
 
@@ -320,7 +338,12 @@ class DilatedPattern(_Written):
         num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> int:
-        """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches."""
+        """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches.
+
+        Examples:
+            >>> da.DilatedPattern.longnet([4], [1]).saved_bytes(num_tokens=8, num_heads=2, head_dim=64)
+            8256
+        """
         kv_heads = whole_number("num_heads", num_heads) // self.check_heads(num_heads, num_kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
         row_bytes = whole_number("head_dim", head_dim) * dtype.itemsize
@@ -328,7 +351,12 @@ class DilatedPattern(_Written):
         return whole_number("num_tokens", num_tokens, least=0) * per_token
 
     def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
-        """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf."""
+        """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf.
+
+        Examples:
+            >>> da.DilatedPattern.head_groups([4], [2]).coverage(num_tokens=4, num_heads=1).flatten().tolist()
+            [True, False, True, False]
+        """
         group = self.check_heads(num_heads, num_kv_heads)
         position = torch.arange(whole_number("num_tokens", num_tokens, least=0))
         covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
@@ -368,28 +396,3 @@ def _dealt(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
         step = max(1, dealing.neighbours(num_heads, rate))
         found.append(Branch(length, rate, first, last, step, index % rate if dealing.is_shifted else 0))
     return tuple(found)
-
-
-def whole_number(name: str, value: object, *, least: int = 1) -> int:
-    """value as an int of ``least`` or more, or an error that says what it should have been."""
-    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{name} must be {least} or more, got {number}")
-    if number > MAX_NUMBER:
-        raise ValueError(f"{name} must be at most 2**48, got {number}")
-    return number
-
-
-def _branch_numbers(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, torch.Tensor):
-        raise TypeError(f"{name} must be a list of whole numbers, got a tensor: pass its .tolist()")
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of whole numbers, one per branch, got {values!r}")
-    if isinstance(values, (Set, Mapping)):
-        raise TypeError(f"{name} must be a list of whole numbers in the order of the branches, got {values!r}")
-    numbers = tuple(whole_number(f"every entry of {name}", value) for value in values)
-    if not numbers:
-        raise ValueError(f"{name} is empty: a pattern needs at least one branch")
-    return numbers

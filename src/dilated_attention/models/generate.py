@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dilated_attention.backends.choose import Backend
 from dilated_attention.models.transformer import Attend, Trunk
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.kept import KeptRows, Place
+from dilated_attention.whole import whole_number
 
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
 LOOK = 16  # steps after which the host looks whether all samples have ended

@@ -21,7 +21,8 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.models.parts import in_parts
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.whole import whole_number
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dilated_attention.backends.losses import losses_
 from dilated_attention.call import accumulate_dtype, read_sequences
 from dilated_attention.checks import borders_of, computed_dtype
 from dilated_attention.derivatives import once
-from dilated_attention.pattern import whole_number
+from dilated_attention.whole import whole_number
 
 IGNORED = -100  # as in PyTorch
 NOT_TWICE = "a loss in chunks cannot be differentiated twice: take F.cross_entropy of the model's logits for that"

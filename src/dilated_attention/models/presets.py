@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.whole import whole_number
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 PRESETS: dict[str, dict[str, int]] = {

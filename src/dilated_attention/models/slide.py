@@ -22,7 +22,8 @@ from dilated_attention.models import explain, positions, weights
 from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Sequences
 from dilated_attention.models.positions import TileSize
 from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.whole import whole_number
 
 
 class SlideEncoder(nn.Module):

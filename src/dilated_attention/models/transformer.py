@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
 from dilated_attention.models.parts import in_parts, is_long
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.whole import whole_number
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)

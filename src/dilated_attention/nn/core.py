@@ -18,8 +18,9 @@ from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.distributed.transport import Stats
-from dilated_attention.pattern import DilatedPattern, Rule, whole_number
+from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.ring.run import Link
+from dilated_attention.whole import whole_number
 
 
 class Core(nn.Module):

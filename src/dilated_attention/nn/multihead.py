@@ -17,7 +17,8 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import DTYPES, check_flag, check_layout, checked_scale
 from dilated_attention.nn.core import Core
 from dilated_attention.nn.masks import check_causal_mask, ignored
-from dilated_attention.pattern import DilatedPattern, Rule, whole_number
+from dilated_attention.pattern import DilatedPattern, Rule
+from dilated_attention.whole import whole_number
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _FUSED = "qkv_proj"

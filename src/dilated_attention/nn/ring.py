@@ -21,8 +21,9 @@ from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
-from dilated_attention.pattern import MAX_NUMBER, DilatedPattern, Rule, whole_number
+from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.ring.run import tell_others
+from dilated_attention.whole import MAX_NUMBER, whole_number
 
 
 class RingDilatedAttention(DilatedAttention):

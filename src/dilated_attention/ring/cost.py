@@ -15,10 +15,11 @@ import torch
 
 from dilated_attention.call import Call, read_sequences
 from dilated_attention.context_parallel import ROUTES, Route
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring.counts import Spread, Tally, count
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, seconds_text
+from dilated_attention.whole import whole_number
 
 # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
 # and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring.shards import Shards
 from dilated_attention.show import counts
+from dilated_attention.whole import whole_number
 
 Colour = Literal["share", "branch"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)

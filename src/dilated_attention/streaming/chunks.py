@@ -15,10 +15,11 @@ from torch import Tensor
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.call import DEFAULT_SCALE, Call
 from dilated_attention.checks import check_backend, check_tensors, checked_scale, computed_dtype
-from dilated_attention.pattern import DilatedPattern, whole_number
+from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.causal import AtOnce
 from dilated_attention.streaming.stream import Stream
 from dilated_attention.streaming.window import Window
+from dilated_attention.whole import whole_number
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 
