@@ -234,6 +234,7 @@ def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[i
     call = "gather_sequence"
     try:
         dim = _checked_dim(x, dim)
+        wire_device(transport.group, x.device)
     except Exception as error:
         with contextlib.suppress(ValueError):  # that all ranks raise: this rank's own error says more
             ask(transport, call, refusal(error), 0)
