@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,9 +123,9 @@ def test_a_thumbnail_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mon
     sizes = {"level0_width": 2560, "level0_height": 2560}
     slide = files.look(feature_files.trident(tmp_path / "one.h5", TILES, COORDS, **sizes))
 
-    def refused(_: Path) -> bytes:
+    def refused(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refused)
+    monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(BadFile, match=r"its thumbnail .*one.png cannot be read: Permission denied"):
         draw.Writer(tmp_path)._thumbnail(slide)

@@ -126,7 +126,7 @@ class Writer:
             raise BadFile(f"there is no picture {slide.name}.png or .jpg in {self.thumbnails}")
         try:
             width, height = (float(slide.attributes[name]) for name in ("level0_width", "level0_height"))
-            file.read_bytes()
+            file.open("rb").close()
         except KeyError as error:
             raise BadFile(f"it lacks the attribute {error}, without which a thumbnail cannot be placed") from error
         except (TypeError, ValueError) as error:

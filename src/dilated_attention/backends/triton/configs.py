@@ -80,7 +80,9 @@ def key(kernel: str, size: int, causal: bool, form: str, short: bool = False) ->
 
 def _forms(form: str) -> tuple[str, ...]:
     """A form, and those whose measurements hold where it has none of its own."""
-    return (form,) if form == "nested" else (form, *["apart"] * (form == "apart thin"), "")
+    if form == "nested":
+        return (form,)
+    return (form, "apart", "") if form == "apart thin" else (form, "")
 
 
 @functools.lru_cache(maxsize=256)
