@@ -111,6 +111,8 @@ def sequence_mean(
 
     Returns:
         The same 0-dim value on every rank, float64 for float64 losses and float32 for all others; 0 if no token counts.
+        If the arguments of one rank are refused, all ranks raise. Over NCCL the others get NaN instead, as their hosts
+        do not wait.
 
     Examples:
         >>> losses = torch.tensor([[1.0, 2.0, 6.0]])  # of this rank's tokens
