@@ -21,7 +21,9 @@ ENOUGH_BYTES = 256 << 20  # of out in float32 between launches: tiles of fewer h
 MOST_TILES = 1 << 16  # of one period: a longer one would take long to write down
 TILE = 64  # rows of the tiles that work is counted in
 FEW_KEYS = 2560  # that a query meets on average: with 1,792 torch's kernels were faster, with 3,968 ours
-FEW_ROWS = 1 << 18  # large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each
+# Large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each. Packed sequences of
+# 190,000 rows each were still faster with small ones, those of 255,000 no more.
+FEW_ROWS = 200_000
 
 
 @functools.lru_cache(maxsize=256)
