@@ -77,16 +77,18 @@ def test_nan_reaches_its_rows_in_segments_of_any_length(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", ["", "some", "all that a row sees"])
 @pytest.mark.parametrize("queries", [29, 3])
 def test_a_nan_query_stays_in_its_row(
-    rule: str, backend: str, is_causal: bool, masked: bool, queries: int, bad: float, dtype: torch.dtype | None
+    rule: str, backend: str, is_causal: bool, masked: str, queries: int, bad: float, dtype: torch.dtype | None
 ) -> None:
     """dk and dv are what the other rows send, whatever gradient comes to that row; its own out, lse and dq are NaN."""
     q, k, v = testing.make_qkv(2, 29, 4, 8, kv_heads=2, dtype=dtype or torch.float64)
     q, row = q[:, -queries:], torch.tensor([queries - 2])
     ones = torch.ones_like(q), torch.ones(q.shape[:3])
     mask = random_mask()[:2] if masked else None
+    if mask is not None and masked != "some":
+        mask[0, 16:] = True  # of one sample
     without, got = (
         run(DilatedPattern(rule, (8, 16), (1, 3)), (query, k, v), *sent, is_causal=is_causal, key_padding_mask=mask,
             backend=backend)
@@ -123,6 +125,35 @@ def test_a_nan_query_stays_in_its_row_over_ranks(exchange: str, use_checkpointin
         else:
             assert x[:, bad].isnan().all(), name
             assert torch.equal(x[:, ~bad], wanted[:, ~bad]), name
+
+
+@pytest.mark.parametrize("exchange", ["ring", "allgather", "alltoall"])
+def test_a_nan_query_that_sees_nothing_sends_nothing_over_ranks(exchange: str) -> None:
+    q, k, v = testing.make_qkv(1, 16, 2, 8, dtype=torch.float64)
+    mask = torch.arange(16)[None] < 6
+    pattern, wide = DilatedPattern.longnet([4, 12], [1, 2]), [torch.ones_like(q), torch.ones(q.shape[:3]).double()]
+    rows = torch.arange(4)  # a causal row sees no later key
+    options = {"exchange": exchange, "key_padding_mask": mask, "is_causal": True}
+    without, _ = run_sharded((q, k, v), (5, 6, 5), pattern, *wide, **options)
+    got, _ = run_sharded((q.index_fill(1, rows, math.nan), k, v), (5, 6, 5), pattern, *wide, **options)
+    assert (without.lse[:, rows] == -math.inf).all()
+    for (name, x), (_, wanted) in zip(got.items(), without.items(), strict=True):
+        assert torch.equal(x, wanted), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_an_infinite_query_whose_scores_are_all_low_is_nan(tokens: int, backend: str) -> None:
+    """Each score is -inf then, which a kernel may take for a row without keys."""
+    q, k, v = testing.make_qkv(1, tokens, 1, 8)
+    q[:, 1] = math.inf
+    sent = torch.ones(q.shape), torch.ones(q.shape[:3])
+    got = run(DilatedPattern.longnet([tokens], [1]), (q, -k.abs(), v), *sent, backend=backend)
+    for x in (got.out, got.dq):
+        assert x[:, 1].isnan().all()
+        assert x[:, 2:].isfinite().all()
+    assert got.lse[:, 1].isnan().all()
+    assert all(x.isfinite().all() for x in (got.dk, got.dv))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -149,7 +149,7 @@ def test_the_error_of_half_precision_does_not_grow_with_ranks(ranks: int, exchan
         testing.assert_exact(found, *expected_of_half(*kind))
 
 
-@BY_EXCHANGE
+@pytest.mark.parametrize("exchange", [*EXCHANGES, "auto"])
 def test_nothing_or_next_to_nothing(exchange: str) -> None:
     kinds = [(0, (5, 6, 7)), (2, (0, 0, 0)), (0, (0, 0, 0)), (2, (0, 1, 0))]
     cases = [vary(lengths, DilatedPattern.longnet([4], [1]), exchange=exchange, samples=x) for x, lengths in kinds]

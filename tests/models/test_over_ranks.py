@@ -85,6 +85,14 @@ def refused_on_one_rank() -> str:
     return raised(small(), TILES.float(), coords, group=world())
 
 
+def without_tiles() -> str:
+    return raised(small(), TILES[:, :0].float(), COORDS[:, :0], group=world())
+
+
+def test_a_slide_without_tiles_is_refused() -> None:
+    assert all("rank 0 has no tiles" in text for text in pool(3).run(without_tiles))
+
+
 def test_coordinates_that_one_rank_refuses_all_ranks_refuse() -> None:
     said = pool(3).run(refused_on_one_rank)
     assert "must not be negative" in said[1]

@@ -182,7 +182,7 @@ MUTANTS = [
       "backends/blockwise.py", "dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)", "dlse = dlse",
       tests=("tests/test_edges.py", *ONE_DEVICE)),
     M("nan-query-reaches-keys", "A query of NaN sends NaN to the gradients of all keys and values that it sees.",
-      "backends/tensors.py", 'if q.device.type != "cpu" or not (bad := lse.isnan()).any():', "if True:",
+      "backends/tensors.py", "if _seems_finite(q):\n        return inputs", "if True:\n        return inputs",
       tests=("tests/test_poison.py", *ONE_DEVICE)),
     M("zero-keys-forgotten", "The zero keys of the torchscale rule are not added.",
       "backends/blockwise.py", "if log_zeros is not None and around is None:", "if False:"),

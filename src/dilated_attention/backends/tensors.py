@@ -54,19 +54,34 @@ def one_layout(inputs: Inputs) -> Inputs:
     return inputs._replace(q=inputs.q.contiguous()) if inputs.q.device.type == "cuda" else inputs
 
 
-def without_bad_rows(inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs, Tensor | None]:
-    """The same with rows that are NaN by their own query made rows without keys: they send nothing to dk and dv.
+def without_infinity(q: Tensor) -> Tensor:
+    """q with NaN in rows that have an infinity, whose scores may all be -inf: kernels disagree on what that gives."""
+    if _seems_finite(q):
+        return q
+    return q.masked_fill(q.isinf().any(-1, keepdim=True), torch.nan)
 
-    The last, (B, n, H): which rows these are, whose dq is NaN; None: there are none. Only a CPU looks for them: on
-    other devices the host would wait for the answer.
+
+def _seems_finite(q: Tensor) -> bool:
+    """False where a number may be NaN or infinite, which a sum tells far sooner than a look at each.
+
+    Only a CPU looks: on other devices the host would wait for the answer.
+    """
+    return q.device.type != "cpu" or bool(q.sum().isfinite())
+
+
+def without_bad_rows(inputs: Inputs, results: Outputs) -> tuple[Inputs, Outputs, Tensor | None]:
+    """The same with rows of a NaN or infinite query made rows without keys: they send nothing to dk and dv.
+
+    The last, (B, n, H): where dq is NaN, as out and lse are; None: nowhere. Rows that see no key are not: their lse is
+    -inf.
     """
     q, (out, lse, dout, dlse) = inputs.q, results
-    if q.device.type != "cpu" or not (bad := lse.isnan()).any():
+    if _seems_finite(q):
         return inputs, results, None
-    bad &= ~q.isfinite().all(-1)
+    bad = ~q.isfinite().all(-1)
     q, out, dout = (x.masked_fill(bad.unsqueeze(-1), 0.0) for x in (q, out, dout))
     dlse = None if dlse is None else dlse.masked_fill(bad, 0.0)
-    return inputs._replace(q=q), Outputs(out, lse.masked_fill(bad, torch.inf), dout, dlse), bad
+    return inputs._replace(q=q), Outputs(out, lse.masked_fill(bad, torch.inf), dout, dlse), bad & lse.isnan()
 
 
 def finished(x: Tensor, call: Call, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,8 @@ class AttentionMap(NamedTuple):
     Args:
         tiles: the weight of each tile, (..., L).
         cls: the weight of the class token, (...).
-        zeros: the weight of the zero keys that the rule torchscale adds, (...).
+        zeros: the weight of the zero keys that the rule torchscale adds, (...). In a rollout under another rule, what
+            comes from rows that no branch has.
 
     Examples:
         >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=False).eval()

@@ -282,6 +282,9 @@ class SlideEncoder(nn.Module):
         none = padding_mask.all(1).any() if padding_mask is not None else length == 0
         if none and group is None:
             raise ValueError("a slide has no tiles: leave it out")
+        # of the other ranks, one without tiles says nothing of the slide
+        if none and group is not None and ContextParallel.of(group).process_group().rank() == 0:
+            raise ValueError("rank 0 has no tiles: give the first tiles to rank 0, and leave out a slide without tiles")
         return tiles, coords.expand(slides, length, 2)
 
     def _embedded(

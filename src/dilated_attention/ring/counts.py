@@ -148,7 +148,7 @@ def count(spread: Spread) -> tuple[Tally, Tally, Tally]:
                 continue
             offsets, order = torch.tensor([offset for _, offset in heads]).sort(stable=True)
             local = torch.zeros(ranks, dtype=torch.float64)
-            for pieces in _pieces(starts, borders, min(width, spread.shards.tokens), AT_ONCE // len(heads)):
+            for pieces in _pieces(starts, borders, min(width, max(1, spread.shards.tokens)), AT_ONCE // len(heads)):
                 columns = Columns.of(spread, pieces, rate, offsets, local)
                 if len(columns.rank):
                     home_steps.append(_circulate(spread, columns, ring, allgather))
