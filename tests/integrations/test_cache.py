@@ -174,6 +174,43 @@ def test_what_is_refused() -> None:
         cache.layers[0].offload()
 
 
+@pytest.mark.parametrize("count", [1, 4])
+@torch.no_grad()
+def test_another_number_of_samples_is_refused(count: int) -> None:
+    """Before anything happens: the cache goes on."""
+    pair = Pair(input_ids=tokens())
+    for samples in (1, 2, 4):
+        with pytest.raises(ValueError, match=f"holds 3 samples, and this call has {samples}: make a new cache"):
+            pair.model(more(samples, count), past_key_values=pair.caches[1])
+    pair.run(more(3, count))
+
+
+PAST: dict[str, Any] = {"none": None, "ones": torch.ones(3, 20), "left": batch("left")["attention_mask"]}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("then", "now"), [("left", "none"), ("left", "ones"), ("none", "left"), ("ones", "left")])
+@torch.no_grad()
+def test_another_mask_of_earlier_tokens_is_refused(then: str, now: str, count: int) -> None:
+    cache = DilatedCache(model_of().config)
+    model_of()(tokens(), attention_mask=PAST[then], past_key_values=cache)
+    mask = None if PAST[now] is None else torch.nn.functional.pad(PAST[now], (0, count), value=1)
+    with pytest.raises(ValueError, match="other real tokens before this call than DilatedCache kept"):
+        model_of()(more(3, count), attention_mask=mask, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_mask_is_compared_after_a_crop() -> None:
+    """Also where no token of the last chunk is left."""
+    pair = Pair(**batch("left"))
+    pair.run(more(3, 4))
+    pair.both("crop", -4)
+    pair.mask = pair.mask[:, :-4]
+    pair.run(more(3, 1))
+    with pytest.raises(ValueError, match="other real tokens before"):
+        pair.model(more(3, 1), past_key_values=pair.caches[1])
+
+
 def test_a_second_attention_on_the_same_tokens_is_refused() -> None:
     """Its rows would take the place of the first one's."""
     layer = DilatedCache(config_of()).layers[0]

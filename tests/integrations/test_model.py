@@ -232,6 +232,20 @@ def test_a_mask_of_the_new_tokens_alone_is_refused() -> None:
             model()(**given, attention_mask=torch.ones(3, 5))
 
 
+@torch.no_grad()
+def test_another_mask_of_earlier_tokens_is_refused() -> None:
+    cache, given = DilatedCache(model().config), batch("left")
+    model()(given["input_ids"], given["attention_mask"], past_key_values=cache)
+    with pytest.raises(ValueError, match="other real tokens before this call than DilatedCache kept"):
+        model()(tokens()[:, :1], past_key_values=cache)
+    more = F.pad(given["attention_mask"], (0, 1), value=1)
+    with pytest.raises(ValueError, match="holds 3 samples, and this call has 2"):
+        model()(tokens()[:2, :1], more[:2], past_key_values=cache)
+    # nothing has happened to the cache
+    wanted = model()(torch.cat((given["input_ids"], tokens()[:, :1]), 1), more, use_cache=False).logits[:, -1:]
+    assert error(model()(tokens()[:, :1], more, past_key_values=cache).logits, wanted) < CLOSE
+
+
 def test_compiled_code_refuses_positions() -> None:
     torch.compiler.reset()
     compiled = torch.compile(model(), backend="aot_eager", fullgraph=True)

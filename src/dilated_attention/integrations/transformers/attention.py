@@ -72,6 +72,8 @@ def attention(
         grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
     if looks:
         query = checked(query, weights_fault())
+        if kept is not None:
+            kept.check_past(grid, len(query))
         if "position_ids" not in options and not torch.compiler.is_compiling():
             warn(
                 f"{type(module).__name__} does not tell its attention of position_ids, so nobody checks them: with a "

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dilated_attention.integrations.transformers.config import patterns_of
+from dilated_attention.integrations.transformers.faults import PAST, no_fault
 from dilated_attention.integrations.transformers.grid import Grid, put_back, taken
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.chunks import any_mode
@@ -35,6 +36,10 @@ class Chunk(NamedTuple):
 
     def counted(self) -> Tensor | None:
         return None if self.real is None else self.real.sum(1)
+
+    def end(self) -> Tensor:
+        """How many real tokens there are with these, (B,)."""
+        return self.at + (self.k.shape[1] if self.real is None else self.real.sum(1))
 
     def select(self, samples: Tensor) -> Chunk:
         k, v, at, real = (None if x is None else x.index_select(0, samples) for x in self[:4])
@@ -61,6 +66,7 @@ class DilatedLayer(CacheLayerMixin):
         self.last: Chunk | None = None
         self.length = 0  # tokens that were given, padding included
         self.waiting = 0  # tokens of `update` that were not yet attended
+        self.is_padded = False  # whether some of the tokens were padding
 
     @staticmethod
     def behind(key: Tensor) -> DilatedLayer | None:
@@ -86,6 +92,7 @@ class DilatedLayer(CacheLayerMixin):
                 "DilatedCache got new tokens before attention ran on the last ones: it works with "
                 'attn_implementation="dilated" only; after an error in a forward pass, call reset()'
             )
+        self.check_samples(len(key_states))
         self.waiting = key_states.shape[2]
         self.length += self.waiting
         # weakly: the last chunk is a view of these keys, and Python could not see a circle through it
@@ -118,10 +125,31 @@ class DilatedLayer(CacheLayerMixin):
             at = grid.query_start
             q, k, v = (taken(x, order) for x in (q, k, v))
             real = put_back(torch.arange(n, device=q.device) < count[:, None], order)
+            self.is_padded = True
         out, lse = self.kept.attend(q, k, v, at, count, scale=scale)
         with any_mode():
             self.last = Chunk(k.clone(), v.clone(), at.clone(), real, is_kept=n == 1)
         return (out, lse) if order is None else (put_back(out, order), put_back(lse, order))
+
+    def check_samples(self, samples: int) -> None:
+        """Raise if there are others than before: one would get the rows of another."""
+        held = samples if self.kept is None else len(self.kept.like)
+        if held != samples:
+            raise ValueError(
+                f"this DilatedCache holds {held} samples, and this call has {samples}: make a new cache, or choose "
+                "samples with batch_select_indices()"
+            )
+
+    @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
+    def check_past(self, grid: Grid, samples: int) -> None:
+        """Raise unless attention_mask has as many real tokens before the new ones as were kept, of each sample.
+
+        One layer does it. Where nothing was ever padding, the host need not wait.
+        """
+        self.check_samples(samples)
+        if self.last is not None and (self.is_padded or grid.query_order is not None):
+            start = self.length - self.waiting if grid.query_order is None else grid.query_start
+            no_fault((self.last.end() != start).any() * PAST)
 
     def _keep_last(self) -> None:
         last, self.last = self.last, None
@@ -144,7 +172,8 @@ class DilatedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.kept, self.last, self.length, self.waiting, self.is_initialized = None, None, 0, 0, False
+        self.kept, self.last, self.length, self.waiting = None, None, 0, 0
+        self.is_initialized = self.is_padded = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: as many as the last chunk had, at most."""
@@ -158,7 +187,7 @@ class DilatedLayer(CacheLayerMixin):
                 "older rows were dropped already; call reset() and start again"
             )
         if tokens and self.last is not None:
-            self.last = None if tokens == held else self.last.cropped(tokens)
+            self.last = self.last.cropped(tokens)
             self.length -= tokens
 
     def offload(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-JUMPS, BREAKS, DIFFERS, KEYS, SHORT, WEIGHTS = range(1, 7)
+JUMPS, BREAKS, DIFFERS, KEYS, SHORT, WEIGHTS, PAST = range(1, 8)
 NO_WEIGHTS = "output_attentions: the attention weights are never held in memory"
 FAULTS = {
     JUMPS: "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out if "
@@ -26,6 +26,8 @@ FAULTS = {
     KEYS: "cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache",
     SHORT: "attention_mask is too short: it must have a column for each token in the cache and for each new token",
     WEIGHTS: f"dilated attention cannot honour {NO_WEIGHTS}",
+    PAST: "attention_mask has other real tokens before this call than DilatedCache kept: pass a mask with the columns "
+    "of all earlier calls, the same as then, or none if none of them had one; make a new cache for another mask",
 }
 
 _library: Any = torch.library.Library("dilated_attention", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -190,6 +190,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             tokens = self._tokens(input_ids, inputs_embeds)
             position_ids, grid = self._grid(tokens, attention_mask, position_ids, past_key_values, kwargs)
+            if isinstance(past_key_values, DilatedCache):
+                past_key_values.layers[0].check_past(grid, len(tokens))
         except Exception as error:
             tell(group, input_ids, error)
             raise
