@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
@@ -85,6 +86,18 @@ def packed() -> dict[str, Any]:
     """The samples one after the other."""
     ids = torch.cat([row[0] for row in alone()])[None]
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None], "use_cache": False}
+
+
+def stop_before(layer: Any, model: Any, *args: Any, **given: Any) -> None:
+    """A call that is interrupted before a layer."""
+
+    def stops(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = layer.register_forward_pre_hook(stops)
+    with pytest.raises(KeyboardInterrupt):
+        model(*args, **given)
+    hook.remove()
 
 
 def real(logits: Tensor, mask: Tensor) -> Tensor:

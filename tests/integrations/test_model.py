@@ -22,7 +22,7 @@ from dilated_attention.integrations.transformers import (
 )
 from dilated_attention.models import LMConfig, LongNetLM
 from dilated_attention.testing import error
-from tests.integrations.hf import LENGTHS, OTHER, PAD, PATTERN, alone, batch, packed, real, tokens
+from tests.integrations.hf import LENGTHS, OTHER, PAD, PATTERN, alone, batch, packed, real, stop_before, tokens
 from tests.over_ranks import changed
 
 PLAIN = LMConfig(
@@ -244,6 +244,19 @@ def test_another_mask_of_earlier_tokens_is_refused() -> None:
     # nothing has happened to the cache
     wanted = model()(torch.cat((given["input_ids"], tokens()[:, :1]), 1), more, use_cache=False).logits[:, -1:]
     assert error(model()(tokens()[:, :1], more, past_key_values=cache).logits, wanted) < CLOSE
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache])
+@pytest.mark.parametrize("start", [0, 5])
+@torch.no_grad()
+def test_a_cache_that_is_filled_by_half_is_refused(kind: Any, start: int) -> None:
+    room = {"max_cache_len": 30} if kind is StaticCache else {}
+    cache = kind(config=model().config, **room)
+    if start:
+        model()(tokens()[:, :start], past_key_values=cache)
+    stop_before(model().lm.blocks[1], model(), tokens()[:, start:8], past_key_values=cache)
+    with pytest.raises(ValueError, match=f"hold from {start} to 8 tokens: .* make a new cache"):
+        model()(tokens()[:, 8:9], past_key_values=cache)
 
 
 def test_compiled_code_refuses_positions() -> None:

@@ -31,6 +31,7 @@ from tests.integrations.hf import (
     model_of,
     packed,
     real,
+    stop_before,
     tokens,
 )
 
@@ -376,10 +377,10 @@ def test_weights_are_refused_where_a_model_does_not_say_that_they_are_wanted() -
 @pytest.mark.parametrize("n", [1, 3])
 @torch.no_grad()
 def test_positions_go_on_after_the_cache(kind: Any, n: int) -> None:
-    """Also those of a single token, and of samples with padding, whose positions count real tokens."""
+    """Also those of a single token, and of samples with padding, whose positions count real tokens, or all columns."""
     model, given = model_of(), batch("left")
     room = {"max_cache_len": 40} if kind is StaticCache else {}
-    for padded in (False, True):
+    for padded, off in ((False, -1), (True, -1), (False, 4), (True, 4)):
         prompt = given if padded else {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens())}
         cache = kind(config=model.config, **room)
         model(**prompt, past_key_values=cache)
@@ -387,9 +388,39 @@ def test_positions_go_on_after_the_cache(kind: Any, n: int) -> None:
             "input_ids": tokens()[:, :n], "past_key_values": cache,
             "attention_mask": torch.cat((prompt["attention_mask"], torch.ones(3, n, dtype=torch.int64)), 1),
         }  # fmt: skip
-        before = prompt["attention_mask"].sum(1, keepdim=True) - 1
+        before = prompt["attention_mask"].sum(1, keepdim=True) + off
         with pytest.raises(ValueError, match="and go on after those in the cache"):
             model(**more, position_ids=before + torch.arange(n))
+    cache = kind(config=model.config, **room)
+    model(**{key: value for key, value in given.items() if key != "position_ids"}, past_key_values=cache)
+    model(**more | {"past_key_values": cache})
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, DilatedCache])
+@pytest.mark.parametrize("start", [0, 5])
+@torch.no_grad()
+def test_a_cache_that_is_filled_by_half_is_refused(kind: Any, start: int) -> None:
+    """As after an error, or a key that was pressed, between two layers."""
+    model = made(config_of())
+    for mask in (None, batch("left")["attention_mask"]):
+        cache = kind(config=model.config)
+        given = {} if mask is None else {"attention_mask": mask[:, :start]}
+        if start:
+            model(tokens()[:, :start], **given, past_key_values=cache)
+        given = {} if mask is None else {"attention_mask": mask[:, : start + 3]}
+        stop_before(model.model.layers[1], model, tokens()[:, start : start + 3], **given, past_key_values=cache)
+        given = {} if mask is None else {"attention_mask": mask[:, : start + 5]}
+        says = f"a layer has {start} tokens in its cache, and this call goes on after {start + 3}: .* make a new cache"
+        refused(model, says, input_ids=tokens()[:, start + 3 : start + 5], **given, past_key_values=cache)
+
+
+def test_checkpointing_that_leaves_a_filled_cache_out_is_refused() -> None:
+    """transformers warns, and takes the cache away from its layers, not from the mask."""
+    model = made(config_of()).train()
+    cache = DynamicCache(config=model.config)
+    model(tokens()[:, :5], past_key_values=cache)
+    model.gradient_checkpointing_enable()
+    refused(model, "checkpointing left the cache out", input_ids=tokens()[:, 5:], past_key_values=cache)
 
 
 def test_a_model_that_does_not_tell_of_positions() -> None:

@@ -21,7 +21,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
 from dilated_attention.integrations.transformers.faults import BREAKS, DIFFERS, JUMPS, KEYS, NO_WEIGHTS, checked
-from dilated_attention.integrations.transformers.grid import Grid, grid_mask, put_back, taken, weights_fault
+from dilated_attention.integrations.transformers.grid import Grid, check_keys, grid_mask, put_back, taken, weights_fault
 from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
@@ -54,7 +54,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,
@@ -66,7 +66,10 @@ def attention(
     grid, looks = Grid.read(attention_mask, query.shape[2]), is_first(module)
     is_told = options.get("cu_seq_lens_q") is not None
     kept = DilatedLayer.behind(key)
-    before = (key.shape[2] if kept is None else kept.length) - query.shape[2]
+    keys = key.shape[2] if kept is None else kept.length
+    if not looks or grid.order is None:  # else a mask is too wide: see `attend`
+        check_keys(attention_mask, query.shape[2], keys)
+    before = keys - query.shape[2]
     if is_told:
         cache = before or options.get("use_cache") or kept
         grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
@@ -199,15 +202,21 @@ def check_positions(
         late, jumps = _fault(positions[:, 1:] * begins, DIFFERS if is_told else JUMPS), jumps & ~begins
         return checked(x, torch.where(late == 0, _fault(jumps, DIFFERS if is_told else BREAKS), late))
     first, is_real = positions[:, 0], torch.ones((), dtype=torch.bool, device=positions.device)
-    if grid.query_order is not None and grid.real is not None and grid.query_start is not None:
+    column: Any = before
+    if grid.order is not None and grid.query_order is not None and grid.real is not None:
         real = torch.arange(1, tokens, device=positions.device) < grid.real[:, None]
         ordered = positions.gather(1, grid.query_order)
         counted = (ordered.diff() != 1) & real
         jumps = counted & jumps.any()  # positions that count on over padding as well are no fault: nothing jumps then
+        assert isinstance(grid.query_start, Tensor)
         first, before, is_real = ordered[:, 0], grid.query_start, grid.real > 0
+        # of the first new token: as many real ones are before it. A model may count over padding, too.
+        column = grid.order.gather(1, before[:, None].clamp(max=grid.order.shape[1] - 1))[:, 0]
     elif grid.query_start is not None:  # of a static cache
-        before = grid.query_start
-    return checked(x, torch.maximum(_fault(jumps, BREAKS), _fault((first < before) & is_real, BREAKS)))
+        before = column = grid.query_start
+    # the first tokens of all may begin at any number, and none is skipped by that
+    skips = (first != before) & (first != column) & (before > 0)
+    return checked(x, torch.maximum(_fault(jumps, BREAKS), _fault(((first < before) | skips) & is_real, BREAKS)))
 
 
 def _fault(wrong: Tensor, number: int) -> Tensor:

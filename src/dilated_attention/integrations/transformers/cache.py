@@ -148,7 +148,7 @@ class DilatedLayer(CacheLayerMixin):
         """
         self.check_samples(samples)
         if self.last is not None and (self.is_padded or grid.query_order is not None):
-            start = self.length - self.waiting if grid.query_order is None else grid.query_start
+            start: Any = self.length - self.waiting if grid.query_order is None else grid.query_start
             no_fault((self.last.end() != start).any() * PAST)
 
     def _keep_last(self) -> None:
@@ -206,6 +206,22 @@ class DilatedLayer(CacheLayerMixin):
             indices = torch.arange(self.kept.like.shape[0], device=self.device)[indices.to(self.device)]
             self.kept.select(indices)
             self.last = None if self.last is None else self.last.select(indices)
+
+
+def check_layers(cache: Cache, layers: int) -> None:
+    """Raise if a call stopped between two layers: some hold its tokens, and others do not. Not in compiled code."""
+    if torch.compiler.is_compiling():
+        return
+    found: list[Any] = [cache.get_seq_length(layer) for layer in range(layers)]
+    held = [one for one in found if isinstance(one, Tensor)]  # of a static cache: on the device
+    if held:
+        found = [one for one in found if not isinstance(one, Tensor)]
+        found += torch.stack([one.to(held[0].device) for one in held]).tolist()
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"the layers of the cache hold from {min(found)} to {max(found)} tokens: an earlier call stopped between "
+            "two layers; make a new cache"
+        )
 
 
 class DilatedCache(Cache):

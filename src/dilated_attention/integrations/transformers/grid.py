@@ -4,7 +4,7 @@ transformers asks for a mask once per forward pass and hands it to every layer. 
 It has four dimensions, because transformers passes such a mask on as it is, and rebuilds all others. Its shape says
 what kind it is, so that no layer waits for the device:
 
-    (1, M, 1, 1)        the queries are the last of the keys, and nothing is padding
+    (1, M, 0, N)        the queries are the last of the keys, and nothing is padding; it is empty, so that no copy costs
     (1, M, 1, 2)        the queries begin at the key whose number it holds: a static cache
     (1, M, 1, 3)        the queries are the first of the keys: a static cache that was empty
     (B, M, 2, N + 1)    padding: real keys and real queries in order, and how many keys are real before the queries
@@ -57,10 +57,24 @@ class Grid(NamedTuple):
         kind, width = mask.shape[2:]
         if kind == 3:
             return Grid(documents=mask[0, 0, 0])
+        if kind == 0:
+            return Grid()
         if kind == 1:
-            return Grid(query_start={1: None, 2: mask[0, 0, 0, 0], 3: 0}[width])
+            return Grid(query_start={2: mask[0, 0, 0, 0], 3: 0}[width])
         keys, others = mask[:, 0].unbind(1)
         return Grid(keys[:, -1], keys[:, :-1], others[:, :queries], others[:, -1])
+
+
+def check_keys(mask: Tensor, queries: int, keys: int) -> None:
+    """Raise if a layer has another number of keys than the grid, which is made for those of the first layer."""
+    kind, width = mask.shape[2:]
+    wanted = width - kind // 2
+    if kind in (0, 2) and keys != wanted:
+        raise ValueError(
+            f"a layer has {keys - queries} tokens in its cache, and this call goes on after {wanted - queries}: an "
+            "earlier call stopped between two layers, or gradient checkpointing left the cache out; make a new cache, "
+            "and train without one"
+        )
 
 
 def grid_mask(*given: Any, **named: Any) -> Tensor:
@@ -127,7 +141,7 @@ def _grid(
         # a copy: the cache counts on in this very tensor before the first layer attends
         return q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(1, 1, 1, 1).expand(1, 1, 1, 2)
     if q_offset + q_length == kv_length:
-        return torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+        return torch.zeros(1, 1, 0, kv_length, dtype=torch.int64, device=device)
     if not q_offset:
         return torch.zeros(1, 1, 1, 3, dtype=torch.int64, device=device)
     return torch.full((1, 1, 1, 2), q_offset, dtype=torch.int64, device=device)
@@ -174,7 +188,7 @@ def _documents(mask_function: Callable[..., Any], samples: int, tokens: int, dev
     begins = ~seen.expand(samples, tokens) | (position == 0)
     ends = begins.flatten().nonzero().flatten().cpu()
     if len(ends) == samples:  # a compiler asks also where there are none
-        return torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+        return torch.zeros(1, 1, 0, tokens, dtype=torch.int64, device=device)
     return torch.cat((ends, ends.new_tensor([samples * tokens]))).view(1, 1, 1, -1).expand(1, 1, 3, -1)
 
 

@@ -17,7 +17,7 @@ from transformers.utils.generic import can_return_tuple
 
 from dilated_attention.functional import tell
 from dilated_attention.integrations.transformers import attention
-from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer
+from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
 from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.models.lm import LongNetLM, within
@@ -190,6 +190,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             tokens = self._tokens(input_ids, inputs_embeds)
             position_ids, grid = self._grid(tokens, attention_mask, position_ids, past_key_values, kwargs)
+            if past_key_values is not None:
+                check_layers(past_key_values, self.config.num_hidden_layers)
             if isinstance(past_key_values, DilatedCache):
                 past_key_values.layers[0].check_past(grid, len(tokens))
         except Exception as error:
