@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import DynamicCache
 
 from dilated_attention import gather_sequence
 from dilated_attention.integrations.transformers import LongNetConfig, LongNetForCausalLM, ShardingCollator
@@ -86,6 +87,9 @@ def refusals() -> list[str]:
         raised(model, **batch | {"position_ids": torch.cat((positions[:1], positions[1:] - positions[0, 0] + 1))}),
         raised(model, **padded),
         raised(model, **(padded if group.rank() else batch)),  # on one rank alone: the others are told
+        raised(model, **batch | ({"use_cache": True} if group.rank() else {})),
+        raised(plain, **batch | ({"use_cache": True} if group.rank() else {})),
+        raised(plain, **batch | {"past_key_values": DynamicCache()}),
         raised(model, **batch | {"input_ids": ids, "position_ids": ids * 0, "labels": ids, "shift_labels": ids}),
         raised(plain, input_ids=batch["input_ids"], labels=batch["input_ids"], group=group),
         raised(plain, **batch | ({"softcap": 30.0} if group.rank() else {})),  # again on one rank alone
@@ -100,8 +104,7 @@ def test_what_is_refused() -> None:
         for says, text in zip(
             (
                 *["turn off load balancers that reorder"] * 4,
-                "no padding",
-                "no padding",
+                *["no padding, no documents and no cache"] * 5,
                 "local_positions",
                 "pass shift_labels",
                 "soft caps",

@@ -21,6 +21,7 @@ from dilated_attention.integrations.transformers import (
     set_pattern,
 )
 from dilated_attention.models import LMConfig, LongNetLM
+from dilated_attention.notice import DilatedAttentionWarning
 from dilated_attention.testing import error
 from tests.integrations.hf import LENGTHS, OTHER, PAD, PATTERN, alone, batch, packed, real, stop_before, tokens
 from tests.over_ranks import changed
@@ -208,6 +209,12 @@ def test_embeddings_and_some_logits() -> None:
     [
         ({"output_attentions": True}, "output_attentions"),
         ({"output_hidden_states": True}, "no hidden states"),
+        ({"is_causal": False}, "is for causal decoders"),
+        ({"dropout": 0.5}, "LongNet takes no dropout"),
+        ({"scaling": 1.0}, "LongNet takes no scaling"),
+        ({"s_aux": torch.zeros(4)}, "LongNet takes no s_aux"),
+        ({"cu_seq_lens_k": torch.tensor([0, 20])}, "cu_seq_lens_k came without cu_seq_lens_q"),
+        ({"attention_mask": torch.ones(3, 25)}, "25 columns, .* 0 tokens in the cache and 20 new ones: it has more"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
         ({"position_ids": torch.arange(0, 40, 2)[None], "use_cache": False}, "jump to another number than 0"),
         ({"position_ids": torch.arange(20).flip(0), "use_cache": False}, "jump to another number than 0"),
@@ -230,6 +237,43 @@ def test_a_mask_of_the_new_tokens_alone_is_refused() -> None:
         given = {"input_ids": tokens()[:, 15:], "past_key_values": cache}
         with pytest.raises(ValueError, match="5 columns, and there are 15 tokens in the cache and 5 new"):
             model()(**given, attention_mask=torch.ones(3, 5))
+
+
+def test_hidden_states_by_the_config_are_refused() -> None:
+    mine = LongNetForCausalLM(LongNetConfig.of(PLAIN))
+    mine.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="no hidden states"):
+        mine(tokens())
+    mine(tokens(), output_hidden_states=False)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache, None])
+def test_checkpointing_leaves_a_cache_out(kind: Any) -> None:
+    """As transformers does: computed again, a layer would give the cache its tokens once more."""
+    net, ids = LongNetForCausalLM(LongNetConfig.of(PLAIN)).double(), tokens()
+    wanted = torch.autograd.grad(net(ids, labels=ids).loss, list(net.parameters()))
+    net.gradient_checkpointing_enable()
+    given: dict[str, Any] = {"use_cache": True}
+    if kind is not None:
+        room = {"max_cache_len": 30} if kind is StaticCache else {}
+        given = {"past_key_values": kind(config=net.config, **room)}
+    with pytest.warns(DilatedAttentionWarning, match="gradient checkpointing leaves the cache out"):
+        found = net(ids, labels=ids, **given)
+    assert found.past_key_values is None
+    got = torch.autograd.grad(found.loss, list(net.parameters()))
+    assert max(error(x, y) for x, y in zip(got, wanted, strict=True)) < CLOSE
+    if kind is not None:
+        with torch.no_grad():  # nothing is computed again
+            net(ids[:, :5], **given)
+        with pytest.raises(ValueError, match="leave past_key_values out"):
+            net(ids[:, 5:], **given)
+
+
+def test_checkpointing_says_nothing_of_a_cache_that_nobody_wants(recwarn: pytest.WarningsRecorder) -> None:
+    net = LongNetForCausalLM(LongNetConfig.of(PLAIN))
+    net.gradient_checkpointing_enable()
+    assert net(tokens()).past_key_values is None
+    assert not recwarn.list
 
 
 @torch.no_grad()

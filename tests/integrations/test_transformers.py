@@ -330,6 +330,8 @@ def test_chunked_layers_are_refused() -> None:
         ({"attention_mask": MASK[:1]}, "must be .batch, tokens., and the batch has 3, got .1, 20."),
         ({"attention_mask": MASK[:, :19]}, "19 columns, and there are 0 tokens in the cache and 20 new ones"),
         ({"attention_mask": torch.ones(3, 25), "use_cache": False}, "more columns than the 20 tokens of this call"),
+        ({"attention_mask": torch.ones(3, 25)}, "25 columns, .* 0 tokens in the cache and 20 new ones: it has more"),
+        ({"cu_seq_lens_k": ENDS}, "cu_seq_lens_k came without cu_seq_lens_q"),
         (
             {"attention_mask": torch.ones(3, 25).tril(20), "use_cache": False},
             "more columns than the 20 tokens of this call",
@@ -342,6 +344,17 @@ def test_chunked_layers_are_refused() -> None:
 )
 def test_calls_that_are_refused(given: dict[str, Any], says: str) -> None:
     refused(model_of(), says, **given)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, DilatedCache])
+@torch.no_grad()
+def test_a_mask_that_is_too_wide_is_refused(kind: Any) -> None:
+    """Padded or not, with a cache that has no more room than it has tokens."""
+    cache = kind(config=model_of().config)
+    model_of()(tokens()[:, :15], past_key_values=cache)
+    for mask in (torch.ones(3, 21), torch.ones(3, 21).tril(18)):
+        says = "21 columns, and there are 15 tokens in the cache and 5 new ones: it has more than both"
+        refused(model_of(), says, input_ids=tokens()[:, 15:], attention_mask=mask, past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
@@ -451,7 +464,14 @@ def test_compiled_generation(cache: str) -> None:
 def test_a_config_without_a_pattern_or_with_too_many() -> None:
     kind, shape = CONFIGS["llama"]
     refused(made(kind(**shape)), "no dilated_pattern: call set_pattern")
-    refused(made(config_of(pattern=[PATTERN] * 3)), "3 patterns, and the model 2 layers")
+    for count in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"{count} patterns, and the model 2 layers: give one, or one per layer"):
+            config_of(pattern=[PATTERN] * count)
+        config = config_of()
+        config.dilated_pattern = [config.dilated_pattern] * count  # as one that was loaded may be
+        refused(made(config), f"{count} patterns, and the model 2 layers")
+    with pytest.raises(ValueError, match="has 0 patterns: give one"):
+        set_pattern(object(), [])
 
 
 def test_the_pattern_is_saved_with_the_config(tmp_path: Any) -> None:

@@ -465,6 +465,9 @@ def test_a_token_that_stops() -> None:
         (batch(1, 3), {"temperature": -1.0}, "temperature must be 0 or more"),
         (batch(1, 3), {"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),
         (batch(1, 3), {"cuda_graph": True}, "needs a model on CUDA"),
+        (batch(1, 3), {"stop": 19}, "stop must be a token, below the 19 of the vocabulary, got 19"),
+        (batch(1, 3), {"stop": -1}, "stop must be 0 or more, got -1"),
+        (batch(1, 3), {"stop": 1.5}, "stop must be a whole number, got 1.5"),
     ],
 )
 def test_generation_is_checked(prompt: Any, options: dict[str, Any], says: str) -> None:

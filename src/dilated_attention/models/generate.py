@@ -129,6 +129,8 @@ def generate_tokens(
     """
     tokens, lengths = padded(prompt, model.embed.weight.device)
     steps = whole_number("max_new_tokens", max_new_tokens)
+    if stop is not None and whole_number("stop", stop, least=0) >= model.embed.num_embeddings:
+        raise ValueError(f"stop must be a token, below the {model.embed.num_embeddings} of the vocabulary, got {stop}")
     pick = Pick(temperature, top_k, top_p, generator)
     if cuda_graph and not tokens.is_cuda:
         raise ValueError(f"cuda_graph=True needs a model on CUDA, and this one is on {tokens.device}")

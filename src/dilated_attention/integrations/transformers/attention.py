@@ -26,6 +26,8 @@ from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "dilated"
+ALONE = "over a group, a model takes no padding, no documents and no cache: leave them out, and pass use_cache=False"
+CAUSAL = "dilated attention is for causal decoders: it takes no bidirectional and no cross-attention"
 REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
@@ -62,16 +64,18 @@ def attention(
     """What transformers calls in every layer."""
     refuse(options)
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError("dilated attention is for causal decoders: it takes no bidirectional and no cross-attention")
+        raise ValueError(CAUSAL)
     grid, looks = Grid.read(attention_mask, query.shape[2]), is_first(module)
-    is_told = options.get("cu_seq_lens_q") is not None
+    is_told, group = options.get("cu_seq_lens_q") is not None, options.get("group")
     kept = DilatedLayer.behind(key)
     keys = key.shape[2] if kept is None else kept.length
     if not looks or grid.order is None:  # else a mask is too wide: see `attend`
         check_keys(attention_mask, query.shape[2], keys)
     before = keys - query.shape[2]
+    cache = before or options.get("use_cache") or kept
+    if group is not None and cache:
+        raise _alone(group, query)
     if is_told:
-        cache = before or options.get("use_cache") or kept
         grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
     if looks:
         query = checked(query, weights_fault())
@@ -83,10 +87,10 @@ def attention(
                 "cache, packed documents would be read as one sequence; pass use_cache=False with them"
             )
         positions = options.get("position_ids")
-        query = check_positions(query, positions, grid, options.get("group"), before=before, is_told=is_told)
+        query = check_positions(query, positions, grid, group, before=before, is_told=is_told)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     more: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
-    out, lse = attend(pattern_of(module), q, k, v, grid, kept, options.get("group"), **more)
+    out, lse = attend(pattern_of(module), q, k, v, grid, kept, group, **more)
     if options.get("s_aux") is not None:  # learned sinks
         out = out * torch.sigmoid(lse - options["s_aux"]).unsqueeze(-1).to(out.dtype)
     return out.contiguous(), None
@@ -97,6 +101,8 @@ def refuse(options: dict[str, Any]) -> None:
     for name, what in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise ValueError(f"dilated attention cannot honour {what}")
+    if options.get("cu_seq_lens_k") is not None and options.get("cu_seq_lens_q") is None:
+        raise ValueError("cu_seq_lens_k came without cu_seq_lens_q: pass both, and the same, or cu_seq_lens_q alone")
 
 
 def attend(
@@ -123,9 +129,7 @@ def attend(
 
     if group is not None:
         if grid != Grid() or kept is not None:
-            error = ValueError("over a group, a model takes no padding, no documents and no cache: leave them out")
-            functional.tell(group, q, error)
-            raise error
+            raise _alone(group, q)
         return attended(q, k, v)
     if kept is not None:
         if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
@@ -156,6 +160,13 @@ def attend(
     if grid.query_start is not None:  # 0: the keys after them are not there yet
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     return attended(q, k, v)
+
+
+def _alone(group: Any, x: Tensor) -> ValueError:
+    """The error, which the other ranks are told."""
+    error = ValueError(ALONE)
+    functional.tell(group, x, error)
+    return error
 
 
 def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, Any], *, looks: bool = True) -> Grid:

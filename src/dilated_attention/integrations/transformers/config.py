@@ -32,6 +32,8 @@ def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern])
     config = getattr(config, "config", config)
     check_model(config)
     found = written(pattern) if isinstance(pattern, DilatedPattern) else [written(some) for some in pattern]
+    if isinstance(found, list):
+        check_count(len(found), getattr(config, "num_hidden_layers", None))
     setattr(config, FIELD, found)
     return config
 
@@ -55,9 +57,15 @@ def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
     read = read_pattern(found)
     if isinstance(read, DilatedPattern):
         return (read,) * layers
-    if len(read) != layers:
-        raise ValueError(f"{FIELD} has {len(read)} patterns, and the model {layers} layers: give one, or one per layer")
+    check_count(len(read), layers)
     return read
+
+
+def check_count(patterns: int, layers: int | None) -> None:
+    """Raise unless there is one pattern per layer. ``layers``: None if they are not known."""
+    if not patterns or layers not in (None, patterns):
+        has = "" if layers is None else f", and the model {layers} layers"
+        raise ValueError(f"{FIELD} has {patterns} patterns{has}: give one, or one per layer")
 
 
 def pattern_of(module: Any) -> DilatedPattern:

@@ -60,7 +60,7 @@ class Grid(NamedTuple):
         if kind == 0:
             return Grid()
         if kind == 1:
-            return Grid(query_start={2: mask[0, 0, 0, 0], 3: 0}[width])
+            return Grid(query_start=mask[0, 0, 0, 0] if width == 2 else 0)
         keys, others = mask[:, 0].unbind(1)
         return Grid(keys[:, -1], keys[:, :-1], others[:, :queries], others[:, -1])
 
@@ -133,6 +133,11 @@ def _grid(
             raise ValueError(
                 f"attention_mask has {width} columns, and there are {end - q_length} tokens in the cache and "
                 f"{q_length} new ones: it must cover both"
+            )
+        elif width > kv_length == end:  # that of a static cache may be longer
+            raise ValueError(
+                f"attention_mask has {width} columns, and there are {end - q_length} tokens in the cache and "
+                f"{q_length} new ones: it has more than both"
             )
         mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - width)))
         if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet

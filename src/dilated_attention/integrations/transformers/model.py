@@ -23,6 +23,7 @@ from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.models.lm import LongNetLM, within
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
 from dilated_attention.models.transformer import Attend, LMConfig, written
+from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -178,12 +179,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         ``shift_labels``: labels that are shifted already, instead of ``labels``.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # not by name: the Trainer would ask every dataset for it
-        if use_cache is None:
-            use_cache = self.config.use_cache and not torch.is_grad_enabled()
-        if use_cache and past_key_values is None and group is None:
-            past_key_values = DilatedCache(self.config)
-        before = 0 if past_key_values is None else past_key_values.get_seq_length()
         try:
+            past_key_values = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
                 raise ValueError(
                     "over a group, pass shift_labels: labels are shifted before a sequence is cut into shards"
@@ -194,6 +191,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 check_layers(past_key_values, self.config.num_hidden_layers)
             if isinstance(past_key_values, DilatedCache):
                 past_key_values.layers[0].check_past(grid, len(tokens))
+            before = 0 if past_key_values is None else past_key_values.get_seq_length()
         except Exception as error:
             tell(group, input_ids, error)
             raise
@@ -212,12 +210,38 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=past_key_values)
 
+    def _cache(self, cache: Any, is_wanted: bool | None, group: Any) -> Any:
+        """The cache of a call: that which was given, a new one, or none."""
+        if group is not None and (cache is not None or is_wanted):
+            raise ValueError(attention.ALONE)
+        if self.lm.checkpointing and torch.is_grad_enabled() and (cache is not None or is_wanted):
+            held = 0 if cache is None else cache.get_seq_length()
+            if isinstance(held, Tensor) or held:  # without its tokens, the answer would be another one
+                raise ValueError(
+                    "gradient checkpointing computes layers again, and would give the cache their tokens twice: leave "
+                    "past_key_values out, or call under torch.no_grad()"
+                )
+            if not torch.compiler.is_compiling():
+                warn("gradient checkpointing leaves the cache out: pass use_cache=False, and no past_key_values")
+            return None
+        if is_wanted is None:
+            is_wanted = self.config.use_cache and not torch.is_grad_enabled() and group is None
+        return DilatedCache(self.config) if is_wanted and cache is None else cache
+
     def _grid(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor | None, Grid]:
         """position_ids as (1 or batch, tokens), and the grid of the tokens."""
         attention.refuse(options)
-        if options.get("output_hidden_states"):
+        for name in ("dropout", "scaling", "s_aux"):
+            if options.get(name) is not None and not (name == "dropout" and options[name] == 0):
+                raise ValueError(
+                    f"LongNet takes no {name}: its config and its weights say how it attends; leave it out"
+                )
+        if options.get("is_causal", True) is False:
+            raise ValueError(attention.CAUSAL)
+        wants = options.get("output_hidden_states")
+        if self.config.output_hidden_states if wants is None else wants:
             raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
         samples, n = tokens.shape[:2]
         if positions is not None:
