@@ -30,6 +30,7 @@ PLAIN = LMConfig(
     vocab_size=40, dim=32, depth=2, heads=4, kv_heads=2, pattern=(PATTERN, OTHER), sinks=True, ffn="swiglu"
 )
 CLOSE = 1e-11
+ROOM = {"max_cache_len": 30}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
 
 
@@ -112,6 +113,13 @@ def test_padding_has_no_loss(side: str) -> None:
         with torch.no_grad():
             found = net(given["input_ids"], long, past_key_values=cache, labels=labels).loss
         assert error(found, wanted) < CLOSE
+        with torch.no_grad():  # also those of later tokens, which begin where the cache ended
+            alike = [kind(config=net.config, **room) for kind, room in ((DynamicCache, {}), (StaticCache, ROOM))]
+            for cache in alike:
+                net(given["input_ids"][:, :3], given["attention_mask"][:, :3], past_key_values=cache)
+            rest = given["input_ids"][:, 3:], given["attention_mask"]
+            one, two = (net(*rest, past_key_values=cache, labels=labels[:, 3:]).loss for cache in alike)
+        assert error(two, one) < CLOSE
     counted = int((labels[:, 1:] != -100).sum())  # as a trainer does
     assert error(net(**given, labels=labels, num_items_in_batch=2 * counted).loss * 2, wanted) < CLOSE
 
@@ -255,7 +263,7 @@ def test_checkpointing_leaves_a_cache_out(kind: Any) -> None:
     net.gradient_checkpointing_enable()
     given: dict[str, Any] = {"use_cache": True}
     if kind is not None:
-        room = {"max_cache_len": 30} if kind is StaticCache else {}
+        room = ROOM if kind is StaticCache else {}
         given = {"past_key_values": kind(config=net.config, **room)}
     with pytest.warns(DilatedAttentionWarning, match="gradient checkpointing leaves the cache out"):
         found = net(ids, labels=ids, **given)
@@ -294,7 +302,7 @@ def test_another_mask_of_earlier_tokens_is_refused() -> None:
 @pytest.mark.parametrize("start", [0, 5])
 @torch.no_grad()
 def test_a_cache_that_is_filled_by_half_is_refused(kind: Any, start: int) -> None:
-    room = {"max_cache_len": 30} if kind is StaticCache else {}
+    room = ROOM if kind is StaticCache else {}
     cache = kind(config=model().config, **room)
     if start:
         model()(tokens()[:, :start], past_key_values=cache)

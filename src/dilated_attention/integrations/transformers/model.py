@@ -191,7 +191,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 check_layers(past_key_values, self.config.num_hidden_layers)
             if isinstance(past_key_values, DilatedCache):
                 past_key_values.layers[0].check_past(grid, len(tokens))
-            before = 0 if past_key_values is None else past_key_values.get_seq_length()
+            # + 0: a static cache counts on in the very tensor that it gives
+            before = 0 if past_key_values is None else past_key_values.get_seq_length() + 0
         except Exception as error:
             tell(group, input_ids, error)
             raise
