@@ -79,6 +79,7 @@ def refusals() -> list[str]:
     positions, ids = batch["position_ids"], batch["input_ids"][:, :1]
     ends = torch.cat((positions[:, :5], positions[:, 5:] + 5), 1)
     padded = batch | {"attention_mask": torch.zeros_like(batch["input_ids"])}
+    cache = model(**batch | {"use_cache": True}).past_key_values  # which transformers makes unless it is told not to
     left = [{key: value.flip(1) for key, value in collated(SAMPLES).items()}]
     return [
         raised(model, **batch | {"position_ids": ends}),
@@ -87,7 +88,7 @@ def refusals() -> list[str]:
         raised(model, **batch | {"position_ids": torch.cat((positions[:1], positions[1:] - positions[0, 0] + 1))}),
         raised(model, **padded),
         raised(model, **(padded if group.rank() else batch)),  # on one rank alone: the others are told
-        raised(model, **batch | ({"use_cache": True} if group.rank() else {})),
+        raised(model, **batch | ({"past_key_values": cache} if group.rank() else {})),
         raised(plain, **batch | ({"use_cache": True} if group.rank() else {})),
         raised(plain, **batch | {"past_key_values": DynamicCache()}),
         raised(model, **batch | {"input_ids": ids, "position_ids": ids * 0, "labels": ids, "shift_labels": ids}),

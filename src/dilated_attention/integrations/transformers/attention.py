@@ -26,7 +26,7 @@ from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "dilated"
-ALONE = "over a group, a model takes no padding, no documents and no cache: leave them out, and pass use_cache=False"
+ALONE = "over a group, a model takes no padding, no documents and no cache: leave them out"
 CAUSAL = "dilated attention is for causal decoders: it takes no bidirectional and no cross-attention"
 REFUSED = {
     "softcap": "soft caps",
@@ -72,10 +72,10 @@ def attention(
     if not looks or grid.order is None:  # else a mask is too wide: see `attend`
         check_keys(attention_mask, query.shape[2], keys)
     before = keys - query.shape[2]
-    cache = before or options.get("use_cache") or kept
-    if group is not None and cache:
+    if group is not None and (before or kept is not None):
         raise _alone(group, query)
     if is_told:
+        cache = before or options.get("use_cache") or kept
         grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
     if looks:
         query = checked(query, weights_fault())
