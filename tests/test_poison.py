@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
+from dilated_attention import DilatedPattern, dilated_attention, stream, testing
 from dilated_attention.pattern import RULES
 from dilated_attention.testing import Results
 from tests.threads import run_sharded
@@ -154,6 +154,15 @@ def test_an_infinite_query_whose_scores_are_all_low_is_nan(tokens: int, backend:
         assert x[:, 2:].isfinite().all()
     assert got.lse[:, 1].isnan().all()
     assert all(x.isfinite().all() for x in (got.dk, got.dv))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_infinite_query_is_nan_in_a_stream(is_causal: bool) -> None:
+    q, k, v = testing.make_qkv(1, 24, 1, 8)
+    q[:, 5] = math.inf
+    chunks = zip(*(x.split(3, 1) for x in (q, -k.abs(), v)), strict=True)
+    out = torch.cat(list(stream(chunks, DilatedPattern.longnet([8, 16], [1, 2]), is_causal=is_causal)), 1)
+    assert torch.equal(out.isnan().any(-1).flatten(), torch.arange(24) == 5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

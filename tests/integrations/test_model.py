@@ -222,7 +222,10 @@ def test_embeddings_and_some_logits() -> None:
         ({"scaling": 1.0}, "LongNet takes no scaling"),
         ({"s_aux": torch.zeros(4)}, "LongNet takes no s_aux"),
         ({"cu_seq_lens_k": torch.tensor([0, 20])}, "cu_seq_lens_k came without cu_seq_lens_q"),
-        ({"attention_mask": torch.ones(3, 25)}, "25 columns, .* 0 tokens in the cache and 20 new ones: it has more"),
+        (
+            {"attention_mask": torch.ones(3, 25)},
+            "25 columns, .* 0 .* and 20 new ones: it must have a column for each",
+        ),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
         ({"position_ids": torch.arange(0, 40, 2)[None], "use_cache": False}, "jump to another number than 0"),
         ({"position_ids": torch.arange(20).flip(0), "use_cache": False}, "jump to another number than 0"),

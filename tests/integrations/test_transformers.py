@@ -330,7 +330,10 @@ def test_chunked_layers_are_refused() -> None:
         ({"attention_mask": MASK[:1]}, "must be .batch, tokens., and the batch has 3, got .1, 20."),
         ({"attention_mask": MASK[:, :19]}, "19 columns, and there are 0 tokens in the cache and 20 new ones"),
         ({"attention_mask": torch.ones(3, 25), "use_cache": False}, "more columns than the 20 tokens of this call"),
-        ({"attention_mask": torch.ones(3, 25)}, "25 columns, .* 0 tokens in the cache and 20 new ones: it has more"),
+        (
+            {"attention_mask": torch.ones(3, 25)},
+            "25 columns, .* 0 .* and 20 new ones: it must have a column for each",
+        ),
         ({"cu_seq_lens_k": ENDS}, "cu_seq_lens_k came without cu_seq_lens_q"),
         (
             {"attention_mask": torch.ones(3, 25).tril(20), "use_cache": False},
@@ -353,7 +356,7 @@ def test_a_mask_that_is_too_wide_is_refused(kind: Any) -> None:
     cache = kind(config=model_of().config)
     model_of()(tokens()[:, :15], past_key_values=cache)
     for mask in (torch.ones(3, 21), torch.ones(3, 21).tril(18)):
-        says = "21 columns, and there are 15 tokens in the cache and 5 new ones: it has more than both"
+        says = "21 columns, and there are 15 tokens in the cache and 5 new ones: it must have a column for each"
         refused(model_of(), says, input_ids=tokens()[:, 15:], attention_mask=mask, past_key_values=cache)
 
 

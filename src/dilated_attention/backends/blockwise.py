@@ -25,7 +25,7 @@ from torch import Tensor
 from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
-from dilated_attention.backends.tensors import on_device, readable, span, within
+from dilated_attention.backends.tensors import on_device, readable, span, within, without_infinity
 from dilated_attention.blocks import Block, Elsewhere, Plan, folds, plan
 from dilated_attention.call import ON_DEVICE, Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
@@ -89,7 +89,7 @@ class Work:
             if ends is None and call.adds_zeros:
                 ends = sample_ends(padding, call.key_start)
             padding = padding.unsqueeze(2).expand(-1, -1, k.shape[2])  # the same for each head
-        q = readable(q, call, limits)
+        q = readable(q if backward else without_infinity(q), call, limits)
         if not call.is_few:  # few queries read few keys: only what they see is cleaned and converted
             if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))

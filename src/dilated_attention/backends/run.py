@@ -8,14 +8,7 @@ from torch import Tensor
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.backends.tensors import (
-    finished,
-    finished_grads,
-    no_autocast,
-    one_layout,
-    without_bad_rows,
-    without_infinity,
-)
+from dilated_attention.backends.tensors import finished, finished_grads, no_autocast, one_layout, without_bad_rows
 from dilated_attention.call import Call
 
 
@@ -26,7 +19,7 @@ def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = choice.module.forward_call(call, inputs)
         return found
     with no_autocast(call.device):
-        out, lse = Work.of(call, inputs._replace(q=without_infinity(inputs.q))).forward()
+        out, lse = Work.of(call, inputs).forward()
     return finished(out, call, call.dtype), lse.contiguous().detach()
 
 

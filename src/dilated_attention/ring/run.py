@@ -282,7 +282,7 @@ class _Parallel(torch.autograd.Function):
         seed: Tensor | None,
         agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
-        call, inputs = agreed.call, Inputs(tensors.without_infinity(q), k, v, padding, seed)
+        call, inputs = agreed.call, Inputs(q, k, v, padding, seed)
         with tensors.no_autocast(call.device), agreed.transport.closed_on_error():
             ends = agreed.ends(padding)
             work = agreed.work(inputs, ends)

@@ -22,7 +22,7 @@ MOST_TILES = 1 << 16  # of one period: a longer one would take long to write dow
 TILE = 64  # rows of the tiles that work is counted in
 FEW_KEYS = 2560  # that a query meets on average: with 1,792 torch's kernels were faster, with 3,968 ours
 # Large tiles of fewer would leave processors idle: an H200 has 132, which take two or three each. Packed sequences of
-# 190,000 rows each were still faster with small ones, those of 255,000 no more.
+# 255,000 rows each were slower with small ones (benchmarks/results/packed-small-tiles, beside packed).
 FEW_ROWS = 200_000
 
 

@@ -20,14 +20,21 @@ from dilated_attention.checks import borders_of
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
-from dilated_attention.integrations.transformers.faults import BREAKS, DIFFERS, JUMPS, KEYS, NO_WEIGHTS, checked
+from dilated_attention.integrations.transformers.faults import (
+    BREAKS,
+    DIFFERS,
+    JUMPS,
+    KEYS,
+    NO_WEIGHTS,
+    NOT_CAUSAL,
+    checked,
+)
 from dilated_attention.integrations.transformers.grid import Grid, check_keys, grid_mask, put_back, taken, weights_fault
 from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
 NAME = "dilated"
 ALONE = "over a group, a model takes no padding, no documents and no cache: leave them out"
-CAUSAL = "dilated attention is for causal decoders: it takes no bidirectional and no cross-attention"
 REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
@@ -64,7 +71,7 @@ def attention(
     """What transformers calls in every layer."""
     refuse(options)
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(CAUSAL)
+        raise ValueError(NOT_CAUSAL)
     grid, looks = Grid.read(attention_mask, query.shape[2]), is_first(module)
     is_told, group = options.get("cu_seq_lens_q") is not None, options.get("group")
     kept = DilatedLayer.behind(key)

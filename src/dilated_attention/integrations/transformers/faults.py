@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 JUMPS, BREAKS, DIFFERS, KEYS, SHORT, WEIGHTS, PAST = range(1, 8)
+NOT_CAUSAL = "dilated attention is for causal decoders: it takes no bidirectional and no cross-attention"
 NO_WEIGHTS = "output_attentions: the attention weights are never held in memory"
 FAULTS = {
     JUMPS: "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out if "

@@ -25,7 +25,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import output_capturing
 
 from dilated_attention.integrations.transformers.config import check_model
-from dilated_attention.integrations.transformers.faults import SHORT, WEIGHTS, checked, no_fault
+from dilated_attention.integrations.transformers.faults import NOT_CAUSAL, SHORT, WEIGHTS, checked, no_fault
 
 IN_THE_DATA = (
     "without attention_mask, transformers looks for packed documents in position_ids, and their number depends on the "
@@ -108,7 +108,7 @@ def _grid(
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
     if mask_function is bidirectional_mask_function:
-        raise ValueError("dilated attention is for causal decoders: it takes no bidirectional and no cross-attention")
+        raise ValueError(NOT_CAUSAL)
     if kv_offset:
         raise ValueError("dilated attention cannot run on a cache that drops its first rows: use DilatedCache")
     if mask_function is not causal_mask_function:
@@ -129,15 +129,10 @@ def _grid(
         if isinstance(end, Tensor):
             fault = None if width >= kv_length else (end > width).long().reshape(()) * SHORT
             q_offset = checked(q_offset, fault)  # type: ignore[arg-type]
-        elif width < end:
+        elif width < end or width > kv_length == end:  # that of a static cache, which has more room, may be longer
             raise ValueError(
                 f"attention_mask has {width} columns, and there are {end - q_length} tokens in the cache and "
-                f"{q_length} new ones: it must cover both"
-            )
-        elif width > kv_length == end:  # that of a static cache may be longer
-            raise ValueError(
-                f"attention_mask has {width} columns, and there are {end - q_length} tokens in the cache and "
-                f"{q_length} new ones: it has more than both"
+                f"{q_length} new ones: it must have a column for each"
             )
         mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - width)))
         if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet

@@ -19,6 +19,7 @@ from dilated_attention.functional import tell
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
 from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
+from dilated_attention.integrations.transformers.faults import NOT_CAUSAL
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.models.lm import LongNetLM, within
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
@@ -240,7 +241,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                     f"LongNet takes no {name}: its config and its weights say how it attends; leave it out"
                 )
         if options.get("is_causal", True) is False:
-            raise ValueError(attention.CAUSAL)
+            raise ValueError(NOT_CAUSAL)
         wants = options.get("output_hidden_states")
         if self.config.output_hidden_states if wants is None else wants:
             raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
