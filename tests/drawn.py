@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern
 from dilated_attention.call import Heads
 from dilated_attention.pattern import RULES
-from dilated_attention.ring.shards import Channel, Shards, channels
+from dilated_attention.ring.shards import Shards, SharedSegment, shared_segments
 from tests.cases import EXCHANGES, Case
 
 
@@ -49,6 +49,6 @@ def shards_of(case: Case) -> Shards:
     return Shards.of(case.lengths())
 
 
-def channels_of(case: Case, rank: int) -> tuple[Channel, ...]:
+def shared_segments_of(case: Case, rank: int) -> tuple[SharedSegment, ...]:
     _, kv_heads = case.head_counts()
-    return channels(case.the_pattern(), shards_of(case), Heads(0, kv_heads, kv_heads), rank)
+    return shared_segments(case.the_pattern(), shards_of(case), Heads(0, kv_heads, kv_heads), rank)

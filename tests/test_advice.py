@@ -63,7 +63,7 @@ def test_any_length_gets_a_pattern_that_can_run(
 def test_every_token_is_covered(tokens: int, heads: int, rule: Any) -> None:
     pattern = DilatedPattern.suggest(tokens, heads, rule=rule)
     covered = pattern.coverage(tokens, heads)
-    assert bool(covered.any(1).all() if pattern.dealing.is_divided else covered.all())
+    assert bool(covered.any(1).all() if pattern.head_rule.splits_heads else covered.all())
 
 
 @pytest.mark.parametrize(

@@ -82,16 +82,16 @@ def seen_through(call: Call, blocks: Iterable[Block], fold: bool) -> tuple[Count
     zeros: Counter[Row] = Counter()
     for block in blocks:
         width = min(call.pattern.segment_lengths[block.branch], call.total)
-        q, k = block.queries.of(query_ids, call.group), block.keys.of(key_ids)
-        assert q.shape == (block.batch, block.queries.rows, block.heads * call.group)
+        q, k = block.queries.of(query_ids, call.q_per_kv), block.keys.of(key_ids)
+        assert q.shape == (block.batch, block.queries.rows, block.heads * call.q_per_kv)
         assert k.shape == (block.batch, block.keys.rows, block.heads)
         for batch, head in torch.cartesian_prod(torch.arange(block.batch), torch.arange(block.heads)).tolist():
             shown = [place(x, call.keys, call.kv_heads) for x in k[batch, :, head].tolist()]
-            for i, row in enumerate(q[batch, :, head * call.group : (head + 1) * call.group].tolist()):
+            for i, row in enumerate(q[batch, :, head * call.q_per_kv : (head + 1) * call.q_per_kv].tolist()):
                 for number in row:
                     sample, token, query_head = place(number, call.queries, call.heads)
                     query = call.start + token
-                    assert {(s, h) for s, _, h in shown} == {(sample, query_head // call.group)}
+                    assert {(s, h) for s, _, h in shown} == {(sample, query_head // call.q_per_kv)}
                     at = (block.branch, query - query % width, sample, query_head, query)
                     visible = shown[: i + 1] if block.is_causal else shown
                     pairs.update((at, call.key_start + token) for _, token, _ in visible)
@@ -101,7 +101,7 @@ def seen_through(call: Call, blocks: Iterable[Block], fold: bool) -> tuple[Count
                         assert block.key_at[head] == call.key_start + shown[0][1]
                         assert block.segment == query - query % width
                         assert block.start == max(block.segment, call.start) - call.start
-                        assert block.head_numbers[head] == query_head // call.group
+                        assert block.head_numbers[head] == query_head // call.q_per_kv
                         assert block.rate == call.pattern.dilation_rates[block.branch]
     return pairs, zeros
 
@@ -164,13 +164,13 @@ def test_parts_know_their_rows_in_packed_tensors(
 ) -> None:
     x = ids(call.samples, call.queries, call.heads, fold)
     for block in plan(call, fold).blocks:
-        view, queries = block.queries, block.queries.of(x, call.group)
+        view, queries = block.queries, block.queries.of(x, call.q_per_kv)
         packed = queries.reshape(view.samples, view.segments * view.rows, -1)
         home = View(0, view.samples, 0, view.segments, view.rows, view.rows, 1, 0, packed.shape[2], 1, 0)
         numbers = tuple(range(100, 100 + block.heads))
         for part in block._replace(home=home, numbers=numbers).cut(rows, heads, batch):
             assert part.home is not None
-            assert torch.equal(part.home.of(packed), part.queries.of(x, call.group))
+            assert torch.equal(part.home.of(packed), part.queries.of(x, call.q_per_kv))
             own = part._replace(numbers=()).head_numbers
             assert part.head_numbers == tuple(100 + block.head_numbers.index(head) for head in own)
 
@@ -198,7 +198,7 @@ def test_what_others_compute_is_left_out(call: Call, fold: bool, seed: int) -> N
     pick, last = random.Random(seed), call.start + call.queries
     pairs, zeros = seen_through(call, plan(call, fold).blocks, fold)
     shared = {
-        (branch, segment, head // call.group)
+        (branch, segment, head // call.q_per_kv)
         for branch, segment, _, head, _ in zeros
         if segment < call.start or min(segment + call.pattern.segment_lengths[branch], call.total) > last
     }
@@ -209,7 +209,7 @@ def test_what_others_compute_is_left_out(call: Call, fold: bool, seed: int) -> N
     assert work.bare == (0, call.kv_heads)
 
     def stays(row: Row) -> bool:
-        return (row[0], row[1], row[3] // call.group) not in elsewhere
+        return (row[0], row[1], row[3] // call.q_per_kv) not in elsewhere
 
     left, left_zeros = seen_through(call, work.blocks, fold)
     assert left == {pair: count for pair, count in pairs.items() if stays(pair[0])}

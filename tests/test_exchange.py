@@ -29,7 +29,7 @@ from dilated_attention.ring.alltoall import bundles
 from dilated_attention.ring.circulate import Messages, traffic
 from dilated_attention.ring.packing import Field
 from tests.cases import EXCHANGES, Case
-from tests.drawn import channels_of, drawn, few, shards_of
+from tests.drawn import drawn, few, shards_of, shared_segments_of
 from tests.threads import FakeLink, FakeTransport, run_threads
 
 # --- the engine -------------------------------------------------------------------------------------------------
@@ -65,17 +65,17 @@ def test_exchanges_agree_and_keeping_rows_changes_no_bit(case: Case) -> None:
 @given(drawn(), st.booleans())
 def test_every_head_of_a_channel_is_in_one_bundle(case: Case, apart: bool) -> None:
     shards = shards_of(case)
-    for channel in {channel for rank in range(case.ranks) for channel in channels_of(case, rank)}:
-        found = bundles((channel,), shards, apart)
-        assert sorted(head for one in found for head in one.channel.heads) == sorted(channel.heads)
-        dealt = Counter(dict.fromkeys(channel.members, 0))
+    for shared in {shared for rank in range(case.ranks) for shared in shared_segments_of(case, rank)}:
+        found = bundles((shared,), shards, apart)
+        assert sorted(head for one in found for head in one.shared.heads) == sorted(shared.heads)
+        dealt = Counter(dict.fromkeys(shared.members, 0))
         for one in found:
-            dealt[one.target] += len(one.channel.heads)
-            assert not apart or len({offset for _, offset in one.channel.heads}) == 1
-            for member in channel.members:
-                piece = channel.piece(shards, member)
-                assert len({channel.rows(offset, piece) for _, offset in one.channel.heads}) == 1
-        assert set(dealt) == set(channel.members)
+            dealt[one.target] += len(one.shared.heads)
+            assert not apart or len({offset for _, offset in one.shared.heads}) == 1
+            for member in shared.members:
+                piece = shared.piece(shards, member)
+                assert len({shared.rows(offset, piece) for _, offset in one.shared.heads}) == 1
+        assert set(dealt) == set(shared.members)
         assert max(dealt.values()) - min(dealt.values()) <= 1, "as even as can be"
 
 
@@ -90,12 +90,12 @@ def test_both_ends_of_every_message_agree(case: Case, exchange: str) -> None:
     leaving: dict[tuple[str, int, int, int], int] = {}
     coming: dict[tuple[str, int, int, int], int] = {}
     for rank in range(case.ranks):
-        mine = channels_of(case, rank)
+        mine = shared_segments_of(case, rank)
         plan = traffic(mine, exchange, case.is_causal, rank)
 
         def rows(steps: tuple[Messages, ...], mine: Any = mine) -> dict[tuple[int, int], int]:
             return {
-                (step, peer): sum(mine[part.channel].packed_rows(shards, part.owner) for part in parts)
+                (step, peer): sum(mine[part.shared].packed_rows(shards, part.owner) for part in parts)
                 for step, messages in enumerate(steps, 1)
                 for peer, parts in messages.items()
             }
@@ -160,7 +160,7 @@ def test_a_ring_holds_two_blocks_and_the_sums_of_one_step(lengths: tuple[int, ..
     case = spanning(*lengths, is_causal=is_causal)
     shards, blocks = shards_of(case), []
     for rank in range(case.ranks):
-        rows = sum(channel.packed_rows(shards, rank) for channel in channels_of(case, rank))
+        rows = sum(shared.packed_rows(shards, rank) for shared in shared_segments_of(case, rank))
         blocks.append(packing.part_bytes((Field(torch.float64, 1, (3,)),) * 2, rows))
     # on a line the sum to go on with and the one that comes home may come in the same step
     for sums, transports in ((0, forward_only(case)), (2 if is_causal else 1, case.on_threads()[1])):

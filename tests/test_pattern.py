@@ -275,4 +275,4 @@ def test_a_shift_belongs_to_divided_heads() -> None:
     """A branch that is taken alone, as a stream takes it, has no number that could shift its offsets."""
     for rule in RULES:
         dealing = DilatedPattern(rule, (4,), (1,)).dealing
-        assert dealing.is_divided or not dealing.is_shifted
+        assert dealing.splits_heads or not dealing.is_shifted

@@ -1,4 +1,4 @@
-"""Shards, and the channels over their borders, against sets of positions made by brute force."""
+"""Shards, and the shared_segments over their borders, against sets of positions made by brute force."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.ring.shards import Heads, Shards, channels, crosses
+from dilated_attention.ring.shards import Heads, Shards, crosses, shared_segments
 from tests.cases import Case
-from tests.drawn import channels_of, drawn, few, shards_of
+from tests.drawn import drawn, few, shards_of, shared_segments_of
 
 
 def tokens_of(shards: Shards, rank: int) -> set[int]:
@@ -48,7 +48,7 @@ def test_pieces_and_holders(lengths: list[int], start: int, stop: int) -> None:
     assert list(holders) == (list(range(held[0], held[-1] + 1)) if held else [])
 
 
-# --- channels ---------------------------------------------------------------------------------------------------
+# --- shared segments ------------------------------------------------------------------------------------------------
 
 
 def rows_on_ranks(
@@ -84,32 +84,32 @@ def test_channels_are_the_segments_with_rows_on_several_ranks(case: Case, elsewh
     expected = rows_on_ranks(pattern, shards, heads)
     for rank in range(shards.ranks):
         seen = set()
-        for channel in channels(pattern, shards, heads, rank):
-            width, rate = pattern.branches[channel.branch]
-            assert (channel.dilation, channel.start % width) == (rate, 0)
-            assert channel.stop == min(channel.start + width, shards.tokens)
-            assert channel.members == tuple(sorted(channel.members))
-            assert len(channel.members) > 1
-            for head, offset in channel.heads:
-                assert offset == pattern.offset(channel.branch, head + first, total)
-                there = expected[channel.branch, channel.start, head]
-                assert channel.members == tuple(sorted(there))
+        for shared in shared_segments(pattern, shards, heads, rank):
+            width, rate = pattern.branches[shared.branch]
+            assert (shared.dilation, shared.start % width) == (rate, 0)
+            assert shared.stop == min(shared.start + width, shards.tokens)
+            assert shared.members == tuple(sorted(shared.members))
+            assert len(shared.members) > 1
+            for head, offset in shared.heads:
+                assert offset == pattern.offset(shared.branch, head + first, total)
+                there = expected[shared.branch, shared.start, head]
+                assert shared.members == tuple(sorted(there))
                 for member, rows in there.items():
-                    piece = channel.piece(shards, member)
-                    assert channel.rows(offset, piece) == len(rows)
-                    assert channel.first_row(offset, piece) == min(rows)
-                seen.add((channel.branch, channel.start, head))
+                    piece = shared.piece(shards, member)
+                    assert shared.rows(offset, piece) == len(rows)
+                    assert shared.first_row(offset, piece) == min(rows)
+                seen.add((shared.branch, shared.start, head))
         assert seen == {key for key, there in expected.items() if rank in there and len(there) > 1}
 
 
 @few(200)
 @given(drawn())
 def test_members_have_the_same_channels_in_the_same_order(case: Case) -> None:
-    of = {rank: channels_of(case, rank) for rank in range(case.ranks)}
+    of = {rank: shared_segments_of(case, rank) for rank in range(case.ranks)}
     for one, other in itertools.combinations(range(case.ranks), 2):
         shared = [[x for x in of[rank] if {one, other} <= set(x.members)] for rank in (one, other)]
         assert shared[0] == shared[1]
-    assert all(rank in channel.members for rank, some in of.items() for channel in some)
+    assert all(rank in shared.members for rank, some in of.items() for shared in some)
     pattern, shards = case.the_pattern(), shards_of(case)
     cut = any(
         len([rank for rank in range(case.ranks) if set(range(start, start + width)) & tokens_of(shards, rank)]) > 1
@@ -125,11 +125,9 @@ def test_heads_whose_rows_lie_on_other_ranks_are_other_channels() -> None:
     pattern, shards, heads = DilatedPattern.longnet([7], [4]), Shards.of((2, 3, 2)), Heads(0, 5, 5)
     zero, one, two = (((0, 0), (4, 0)), (0, 1)), (((1, 1),), (0, 2)), (((2, 2),), (1, 2))
     for rank, expected in enumerate(([zero, one], [zero, two], [one, two])):
-        found = channels(pattern, shards, heads, rank)
-        assert [(channel.heads, channel.members) for channel in found] == expected
+        found = shared_segments(pattern, shards, heads, rank)
+        assert [(shared.heads, shared.members) for shared in found] == expected
     empty = Shards.of((3, 0, 5))
-    assert [len(channels(DilatedPattern.longnet([8], [1]), empty, Heads(0, 2, 2), rank)) for rank in range(3)] == [
-        1,
-        0,
-        1,
-    ]
+    pattern = DilatedPattern.longnet([8], [1])
+    counts = [len(shared_segments(pattern, empty, Heads(0, 2, 2), rank)) for rank in range(3)]
+    assert counts == [1, 0, 1]

@@ -43,6 +43,7 @@ def _is_own_command() -> bool:
 # asked for: its help must come at once, and `import torch` takes seconds.
 if TYPE_CHECKING or not _is_own_command():
     from dilated_attention._explain import Explanation, explain
+    from dilated_attention.checks import DilatedAttentionWarning
     from dilated_attention.context_parallel import ContextParallel
     from dilated_attention.distributed.group import CommunicationError
     from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
@@ -59,13 +60,12 @@ if TYPE_CHECKING or not _is_own_command():
         RingDilatedAttentionV2Collective,
         RingMultiheadDilatedAttention,
     )
-    from dilated_attention.notice import DilatedAttentionWarning
     from dilated_attention.pattern import DilatedPattern
     from dilated_attention.ring.cost import plan_cost
     from dilated_attention.streaming.chunks import stream
 else:
     _HOMES = (
-        "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "notice", "ring.cost",
+        "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "checks", "ring.cost",
         "distributed.group", "distributed.sequence",
     )  # fmt: skip
 

@@ -14,19 +14,11 @@ from torch import Tensor
 from dilated_attention.backends.choose import BACKENDS, Backend, choose, why_not
 from dilated_attention.blocks import plan
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call
-from dilated_attention.checks import (
-    check_backend,
-    check_flag,
-    check_tensors,
-    checked_probability,
-    checked_scale,
-    checked_sequences,
-    checked_start,
-    computed_dtype,
-)
+from dilated_attention.checks import check_flag, checked_probability, checked_scale
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.resolve import check_backend, check_tensors, checked_sequences, checked_start, computed_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,7 @@ def explain(
 
 
 def _backward(call: Call, rows: set[int]) -> str:
-    if call.is_few and call.backend != "auto":
+    if call.is_decode and call.backend != "auto":
         reasons = BACKENDS[call.backend].unsupported(call, True)
         if reasons:
             return f"none: {'; '.join(reasons)}"

@@ -19,10 +19,10 @@ import torch
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.triton import configs, nesting
 from dilated_attention.call import Call
+from dilated_attention.checks import check_int
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule
 from dilated_attention.ring.cost import EXCHANGES, LINKS, Memory, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, number_text
-from dilated_attention.whole import whole_number
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
 # What PyTorch's kernels take beyond what `plan_cost` counts. Measured on an H200 in bfloat16: 5 % more in the forward
@@ -166,11 +166,11 @@ def suggest(workload: Workload, rule: Rule = "longnet", memory: int | None = Non
 
 def pattern_for(tokens: int, heads: int, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
     """The pattern that `suggest` suggests: w grows by a factor from 2048 to N or more, and r with it."""
-    tokens, heads = whole_number("tokens", tokens), whole_number("heads", heads)
+    tokens, heads = check_int("tokens", tokens), check_int("heads", heads)
     dense = DilatedPattern.of(rule, [tokens], [1])
     dense.check_heads(heads, kv_heads)
     most = MAX_BRANCHES
-    if dense.dealing.is_divided:  # a head runs one branch only: two heads per branch, where there are that many
+    if dense.head_rule.splits_heads:  # a head runs one branch only: two heads per branch, where there are that many
         kv_heads = kv_heads or heads
         most = min(kv_heads, max(2, kv_heads // 2))
     if tokens <= ROWS or most == 1:
@@ -204,13 +204,13 @@ def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
     yield f"The longest segment holds all {tokens:,} tokens: those that take part in it see from one end to the other."
     if taken < rates[-1]:
         yield f"These are {taken:,} of every {rates[-1]:,} tokens. Later layers connect the others with them."
-    if pattern.dealing.is_divided:
+    if pattern.head_rule.splits_heads:
         dealt = ", ".join(str(len(pattern.heads(branch, kv_heads))) for branch in range(len(widths)))
         yield f"The branches get {dealt} of {kv_heads} heads; a head of rate r writes 0 into all but every r-th row."
     else:
         yield "The branch of rate 1 covers every row of every head."
     longest = max(width for width in widths if width <= tokens)
-    if pattern.dealing.adds_zeros and not workload.is_causal and tokens % longest:
+    if pattern.head_rule.adds_zeros and not workload.is_causal and tokens % longest:
         yield f"{pattern.rule} fills up segments with fewer rows than others with zero keys, and attends to them."
         yield f"A length that is a multiple of {longest:,} has none, and neither has a causal call."
 

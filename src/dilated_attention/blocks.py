@@ -190,7 +190,7 @@ def plan(
     """
     if not call.samples or not call.queries:
         return Plan((), (0, 0), False, False)
-    apart = elsewhere is not None or call.is_few  # then blocks do not write every row, so all are merged
+    apart = elsewhere is not None or call.is_decode  # then blocks do not write every row, so all are merged
     rates = call.pattern.dilation_rates
     blocks: list[Block] = []
     written: set[int] = set()
@@ -199,7 +199,7 @@ def plan(
     for branch in sorted(range(len(rates)), key=rates.__getitem__):
         # densest first: with r = 1 the first branch writes every row and nothing needs filling
         placed = call.placed(branch)
-        fresh = {head for head, _ in placed if head not in written and not call.is_few}
+        fresh = {head for head, _ in placed if head not in written and not call.is_decode}
         bare += fresh if rates[branch] > 1 else ()
         for is_first in (True, False):
             for piece in _pieces(call, branch):
@@ -294,7 +294,7 @@ def _blocks(
                 zeros = call.pattern.zeros_in_segment(branch, piece.length, offset, piece.sequence)
             counts[head] = _Counts(upto[1] - upto[0], upto[2] - upto[1], upto[3] - upto[0], zeros)
             starts.append((head, *(segment + offset + rate * rows for rows in (upto[1], upto[0]))))
-    for run in head_runs(starts, counts.__getitem__, call.group):
+    for run in head_runs(starts, counts.__getitem__, call.q_per_kv):
         count = counts[run.first[0]]
         for first, samples, skipped, segments in _batches(call, piece, fold):
             shift = skipped * piece.step
@@ -315,7 +315,7 @@ def _blocks(
                 branch, rate, queries, queries, call.is_causal, at, at, segment + shift,
                 piece.first - call.start + shift, piece.stop - piece.first, count.zeros, is_first,
             )  # fmt: skip
-            yield from _with_keys(block, keys, key_at, count, call) if call.is_few else [block]
+            yield from _with_keys(block, keys, key_at, count, call) if call.is_decode else [block]
 
 
 def _with_keys(block: Block, keys: View, key_at: tuple[int, ...], count: _Counts, call: Call) -> Iterator[Block]:
@@ -335,7 +335,7 @@ def _batches(call: Call, piece: Piece, fold: bool) -> list[tuple[int, int, int, 
 
     Samples and segments are one only if their strides chain; else the fewer of them are a loop.
     """
-    folded = fold and not call.is_few and piece.number * piece.length == call.queries
+    folded = fold and not call.is_decode and piece.number * piece.length == call.queries
     if piece.number == 1 or call.samples == 1 or folded:
         return [(0, call.samples, 0, piece.number)]
     if piece.number < call.samples:

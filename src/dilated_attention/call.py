@@ -32,7 +32,7 @@ class Heads(NamedTuple):
 
     def of_branch(self, pattern: DilatedPattern, branch: int) -> list[tuple[int, int]]:
         """(head as counted here, offset) of each head that runs the branch."""
-        dealt = pattern.dealt(self.total)[branch]
+        dealt = pattern.branches_for(self.total)[branch]
         mine = range(max(dealt.first, self.first), min(dealt.last, self.first + self.held))
         return [(head - self.first, dealt.offset(head)) for head in mine]
 
@@ -69,19 +69,19 @@ class Call(NamedTuple):
     sequences: tuple[int, ...] = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
     # --- how it is computed
     in_parts: bool = False  # other ranks or chunks add to the results, so whole-call kernels are out of question
-    limit: int = 0  # the number of a `MemoryCap` on memory; 0: none
+    memory_cap: int = 0  # the number of a `MemoryCap` on memory; 0: none
     deterministic: bool = False  # torch's settings at the time of the call
     switched_off: tuple[str, ...] = ()
     flash: str | None = None
     tf32: bool = False
 
     @property
-    def group(self) -> int:
+    def q_per_kv(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
     @property
-    def is_few(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether the queries are some rows among the keys."""
         return (self.start, self.queries) != (self.key_start, self.keys)
 
@@ -97,7 +97,7 @@ class Call(NamedTuple):
     @property
     def adds_zeros(self) -> bool:
         """Whether zero keys fill up segments with fewer rows than others; when causal they come after every query."""
-        return self.pattern.dealing.adds_zeros and not self.is_causal
+        return self.pattern.head_rule.adds_zeros and not self.is_causal
 
     @property
     def rows(self) -> int:
@@ -142,7 +142,7 @@ class Call(NamedTuple):
                 *(self.pattern, self.is_causal, scale, self.dropout_p, self.backend),
                 *(samples, queries, keys, heads, kv_heads, head_dim, dtype, device, has_padding),
                 *(start, 0, keys),  # start, key_start and total
-                *(self.first_head, self.total_heads, self.sequences, self.in_parts, self.limit),
+                *(self.first_head, self.total_heads, self.sequences, self.in_parts, self.memory_cap),
                 *told,
             )
         )
@@ -161,8 +161,8 @@ class Call(NamedTuple):
 
         Numbers stay numbers: a compiler may hold symbols in their place.
         """
-        numbers = [start, self.first_head, self.total_heads, self.limit]
-        if not (self.first_head or self.total_heads or self.limit):
+        numbers = [start, self.first_head, self.total_heads, self.memory_cap]
+        if not (self.first_head or self.total_heads or self.memory_cap):
             del numbers[1:]
         return numbers, self.scale, self.dropout_p, packed_text(self.pattern, self.is_causal, self.backend)
 
@@ -195,9 +195,16 @@ def read_sequences(given: Sequence[int] | Tensor, tokens: int | None, name: str 
 def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> tuple[Call, int]:
     """The call that `Call.packed` wrote, and its start."""
     pattern, is_causal, backend = _read(text)
-    start, first_head, total_heads, limit = numbers if len(numbers) == 4 else (numbers[0], 0, 0, 0)
+    start, first_head, total_heads, memory_cap = numbers if len(numbers) == 4 else (numbers[0], 0, 0, 0)
     call = Call(
-        pattern, is_causal, scale, dropout_p, backend, first_head=first_head, total_heads=total_heads, limit=limit
+        pattern,
+        is_causal,
+        scale,
+        dropout_p,
+        backend,
+        first_head=first_head,
+        total_heads=total_heads,
+        memory_cap=memory_cap,
     )
     return call, start
 

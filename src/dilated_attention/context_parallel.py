@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dilated_attention.checks import check_int
 from dilated_attention.distributed.group import LONGEST_TIMEOUT
 from dilated_attention.distributed.sequence import Group, process_group
-from dilated_attention.whole import whole_number
 
 Route = Literal["ring", "allgather", "alltoall"]
 Exchange = Literal["auto", Route]
@@ -83,7 +83,7 @@ class ContextParallel:
             allowed = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
             raise ValueError(f"timeout must be {allowed}, got {self.timeout!r}")
         if self.total_length is not None:
-            object.__setattr__(self, "total_length", whole_number("total_length", self.total_length))
+            object.__setattr__(self, "total_length", check_int("total_length", self.total_length))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Itself: nothing in it changes, and a process group cannot be copied."""

@@ -17,23 +17,21 @@ from dilated_attention.autograd import attend_plain, attend_traced
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import DEFAULT_SCALE, Call
-from dilated_attention.checks import (
+from dilated_attention.checks import check_flag, checked_probability, checked_scale
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.sequence import Group
+from dilated_attention.ordinary import facts_of, is_right, known_calls, remember
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.resolve import (
     check_backend,
-    check_flag,
     check_tensors,
     check_total_length,
     checked_heads,
-    checked_probability,
-    checked_scale,
     checked_sequences,
     checked_start,
     computed_dtype,
     warn_of_mistakes,
 )
-from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.sequence import Group
-from dilated_attention.ordinary import facts_of, is_right, known_calls, remember
-from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Link
 
@@ -197,7 +195,7 @@ def attend(
         call = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
             decodes=link is None, in_parts=not alone, warns=warns and alone,
-            limit=0 if link is None or link.limit is None else link.limit.number,
+            memory_cap=0 if link is None or link.memory_cap is None else link.memory_cap.number,
         )  # fmt: skip
         if not alone:
             ring.check_transforms()
@@ -266,7 +264,7 @@ def _checked(
     *,
     decodes: bool,
     in_parts: bool,
-    limit: int,
+    memory_cap: int,
     warns: bool,
 ) -> Call:
     """All that can be wrong with a call, before any work."""
@@ -284,5 +282,5 @@ def _checked(
         warn_of_mistakes(query, key, pattern, key_padding_mask)
     return Call(
         pattern, is_causal, scale, checked_probability(dropout_p), backend, first_head=first, total_heads=total,
-        in_parts=in_parts, limit=limit,
+        in_parts=in_parts, memory_cap=memory_cap,
     )  # fmt: skip

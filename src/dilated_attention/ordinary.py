@@ -17,9 +17,9 @@ from torch import Tensor, is_autocast_enabled, strided
 from torch.autograd import forward_ad
 
 from dilated_attention.call import Call, settings
-from dilated_attention.checks import computed_dtype
 from dilated_attention.derivatives import is_plain
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.resolve import computed_dtype
 
 MOST_KNOWN = 1024
 known_calls: dict[Hashable, Call] = {}  # calls that passed every check, by their facts

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from dilated_attention.notice import warn
-from dilated_attention.whole import whole_number, whole_numbers
+from dilated_attention.checks import check_int, check_ints, warn
 
 Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -27,22 +26,22 @@ def rows_at_offset(length: int, dilation: int, offset: int) -> int:
     return max(0, -((offset - length) // dilation))
 
 
-class Dealing(NamedTuple):
+class HeadRule(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 
     neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
     is_shifted: bool = False  # offsets of branch i begin at i mod rate; only where heads are divided
-    is_divided: bool = False  # heads are divided among branches; otherwise every head runs every branch
+    splits_heads: bool = False  # heads are divided among branches; otherwise every head runs every branch
     adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
     detaches: bool = False  # the weights that mix branches may be constants for gradients, as in the released code
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
 
 
 # To add a rule, add its name to `Rule`, a row here and a constructor to DilatedPattern: no other file looks at names.
-_DEALINGS: dict[Rule, Dealing] = {
-    "longnet": Dealing(lambda heads, rate: 1, nests=True),
-    "torchscale": Dealing(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
-    "head_groups": Dealing(lambda heads, rate: heads, is_shifted=True, is_divided=True),
+_DEALINGS: dict[Rule, HeadRule] = {
+    "longnet": HeadRule(lambda heads, rate: 1, nests=True),
+    "torchscale": HeadRule(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
+    "head_groups": HeadRule(lambda heads, rate: heads, is_shifted=True, splits_heads=True),
 }
 
 
@@ -101,11 +100,11 @@ class DilatedPattern(_Written):
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}: use one of {', '.join(RULES)}")
-        known = get_args(MixingGradient) if self.dealing.detaches else ("exact",)
+        known = get_args(MixingGradient) if self.head_rule.detaches else ("exact",)
         if self.mixing_gradient not in known:
             raise ValueError(f"mixing_gradient must be {' or '.join(known)}, got {self.mixing_gradient!r}")
-        lengths = whole_numbers("segment_lengths", self.segment_lengths)
-        rates = whole_numbers("dilation_rates", self.dilation_rates)
+        lengths = check_ints("segment_lengths", self.segment_lengths)
+        rates = check_ints("dilation_rates", self.dilation_rates)
         if len(lengths) != len(rates):
             raise ValueError(
                 f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: "
@@ -228,21 +227,21 @@ class DilatedPattern(_Written):
         return DilatedPattern(self.rule, (self.segment_lengths[branch],), (self.dilation_rates[branch],))
 
     @property
-    def dealing(self) -> Dealing:
+    def head_rule(self) -> HeadRule:
         """How the rule assigns branches and offsets to heads. Internal."""
         return _DEALINGS[self.rule]
 
-    def dealt(self, num_heads: int) -> tuple[Branch, ...]:
+    def branches_for(self, num_heads: int) -> tuple[Branch, ...]:
         """The branches, each with its heads among this many and their offsets. Internal: see `heads` and `offset`."""
         return _dealt(self, num_heads)
 
     def heads(self, branch: int, num_heads: int) -> range:
         """The (key/value) heads that have a branch, by its index."""
-        return self.dealt(num_heads)[branch].heads
+        return self.branches_for(num_heads)[branch].heads
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
         """The offset of a (key/value) head in a branch."""
-        return self.dealt(num_heads)[branch].offset(head)
+        return self.branches_for(num_heads)[branch].offset(head)
 
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
         """Raise if these head counts do not fit the rule; return the number of query heads per key/value head.
@@ -255,7 +254,7 @@ class DilatedPattern(_Written):
                 f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
                 "make the first a positive multiple of the second"
             )
-        if whole and self.dealing.is_divided and kv_heads < len(self.segment_lengths):
+        if whole and self.head_rule.splits_heads and kv_heads < len(self.segment_lengths):
             raise ValueError(
                 f"{self.rule} needs at least one key/value head per branch, got {len(self.segment_lengths)} branches "
                 f"and {kv_heads} key/value heads: use fewer branches, more heads, or rule 'longnet'"
@@ -295,7 +294,7 @@ class DilatedPattern(_Written):
 
     def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
         """How many zero keys a segment of ``length`` tokens in a sequence of ``num_tokens`` gets, if not causal."""
-        if not self.dealing.adds_zeros:
+        if not self.head_rule.adds_zeros:
             return 0
         rate = self.dilation_rates[branch]
         return -(-min(self.segment_lengths[branch], num_tokens) // rate) - rows_at_offset(length, rate, offset)
@@ -304,10 +303,10 @@ class DilatedPattern(_Written):
         self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
     ) -> int:
         """How many (query, key) pairs one sample has, over all heads. Zero keys are not counted, repeated keys are."""
-        num_tokens, num_heads = whole_number("num_tokens", num_tokens, least=0), whole_number("num_heads", num_heads)
+        num_tokens, num_heads = check_int("num_tokens", num_tokens, least=0), check_int("num_heads", num_heads)
         group = self.check_heads(num_heads, num_kv_heads)
         total = 0
-        for branch in self.dealt(num_heads // group):
+        for branch in self.branches_for(num_heads // group):
             width = min(branch.length, num_tokens)
             segments = [(num_tokens // width, width), (1, num_tokens % width)] if width else []
             for head in branch.heads:
@@ -327,7 +326,7 @@ class DilatedPattern(_Written):
             16384
         """
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
-        return pairs * whole_number("head_dim", head_dim) * (14 if backward else 4)
+        return pairs * check_int("head_dim", head_dim) * (14 if backward else 4)
 
     def saved_bytes(
         self,
@@ -344,11 +343,11 @@ class DilatedPattern(_Written):
             >>> da.DilatedPattern.longnet([4], [1]).saved_bytes(num_tokens=8, num_heads=2, head_dim=64)
             8256
         """
-        kv_heads = whole_number("num_heads", num_heads) // self.check_heads(num_heads, num_kv_heads)
+        kv_heads = check_int("num_heads", num_heads) // self.check_heads(num_heads, num_kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
-        row_bytes = whole_number("head_dim", head_dim) * dtype.itemsize
+        row_bytes = check_int("head_dim", head_dim) * dtype.itemsize
         per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes
-        return whole_number("num_tokens", num_tokens, least=0) * per_token
+        return check_int("num_tokens", num_tokens, least=0) * per_token
 
     def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
         """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf.
@@ -358,9 +357,9 @@ class DilatedPattern(_Written):
             [True, False, True, False]
         """
         group = self.check_heads(num_heads, num_kv_heads)
-        position = torch.arange(whole_number("num_tokens", num_tokens, least=0))
+        position = torch.arange(check_int("num_tokens", num_tokens, least=0))
         covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
-        for branch in self.dealt(num_heads // group):
+        for branch in self.branches_for(num_heads // group):
             for head in branch.heads:
                 covered[:, head] |= position % branch.length % branch.rate == branch.offset(head)
         return covered.repeat_interleave(group, dim=1)
@@ -376,7 +375,7 @@ class DilatedPattern(_Written):
                 "from 0"
             )
         found = []
-        for index, branch in enumerate(self.dealt(num_heads // group)):
+        for index, branch in enumerate(self.branches_for(num_heads // group)):
             first, offset = query - query % branch.length, branch.offset(head // group)
             if head // group in branch.heads and (query - first) % branch.rate == offset:
                 found.append((index, first, min(branch.length, num_tokens - first), offset))
@@ -385,12 +384,12 @@ class DilatedPattern(_Written):
 
 @functools.lru_cache(maxsize=256)
 def _dealt(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
-    dealing, count = pattern.dealing, len(pattern.segment_lengths)
+    dealing, count = pattern.head_rule, len(pattern.segment_lengths)
     each, extra = divmod(num_heads, count)
     found = []
     for index, (length, rate) in enumerate(pattern.branches):
         first, last = 0, num_heads
-        if dealing.is_divided:  # the first branches take one head more where heads do not divide evenly
+        if dealing.splits_heads:  # the first branches take one head more where heads do not divide evenly
             first = index * each + min(index, extra)
             last = first + each + (index < extra)
         step = max(1, dealing.neighbours(num_heads, rate))

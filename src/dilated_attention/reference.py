@@ -125,7 +125,7 @@ def key_counts(
         takes_part = (position % width % rate == offset[:, None]) & torch.tensor(runs, device=like.device)[:, None]
         same_segment = position // width == position[:, None] // width
         counts.append(takes_part[:, :, None] & takes_part[:, None, :] & same_segment & visible)
-        if pattern.dealing.adds_zeros and not is_causal:
+        if pattern.head_rule.adds_zeros and not is_causal:
             real = (ends[:, None] - position // width * width).clamp(0, width)  # of each row's segment
             rows = ((real - offset[:, None] + rate - 1) // rate).clamp(min=0)
             filled = (ends.clamp(max=width)[:, None] + rate - 1) // rate - rows

@@ -19,7 +19,7 @@ from dilated_attention.ring.cost import LINKS, MOST_HELD, RankCost, fastest_exch
 from dilated_attention.ring.packing import Field, Fields, part_bytes
 from dilated_attention.ring.shards import Shards
 from tests.cases import DTYPES, EXCHANGES, Case
-from tests.drawn import channels_of, drawn, few, shards_of
+from tests.drawn import drawn, few, shards_of, shared_segments_of
 
 CASES = drawn(most_ranks=12, most_tokens=200, dtypes=("bf16", "f32", "f64"))
 
@@ -65,14 +65,14 @@ def fields(case: Case) -> dict[str, Fields]:
 
 
 def circulated(case: Case, rank: int, exchange: str) -> RankCost:
-    mine, shards = channels_of(case, rank), shards_of(case)
+    mine, shards = shared_segments_of(case, rank), shards_of(case)
     plan = traffic(mine, exchange, case.is_causal, rank)
 
     def count(messages: tuple[Messages, ...], some: Fields) -> list[int]:
         """The bytes of each step."""
         parts = ([part for one in step.values() for part in one] for step in messages)
         return [
-            sum(part_bytes(some, case.samples * mine[x.channel].packed_rows(shards, x.owner)) for x in step)
+            sum(part_bytes(some, case.samples * mine[x.shared].packed_rows(shards, x.owner)) for x in step)
             for step in parts
         ]
 
@@ -87,14 +87,14 @@ def circulated(case: Case, rank: int, exchange: str) -> RankCost:
 
 def dealt(case: Case, rank: int) -> RankCost:
     numbers, shards = [], shards_of(case)
-    dealt_out = bundles(channels_of(case, rank), shards, case.mask != "none" and group_of(case) > 1)
+    dealt_out = bundles(shared_segments_of(case, rank), shards, case.mask != "none" and group_of(case) > 1)
     for there, back in (("there", "back"), ("backward there", "backward back")):
         hops = sent = received = 0
         for name, outward in ((there, True), (back, False)):
             away = home = 0
             for bundle in dealt_out:
-                for member in bundle.channel.members:
-                    rows = case.samples * bundle.channel.packed_rows(shards, member)
+                for member in bundle.shared.members:
+                    rows = case.samples * bundle.shared.packed_rows(shards, member)
                     count = part_bytes(fields(case)[name], rows)
                     if rank == member and rank != bundle.target:
                         away += count
@@ -172,10 +172,10 @@ def computed(case: Case, exchange: str) -> list[int]:
     found, shards = [0] * case.ranks, shards_of(case)
     owner_of = [rank for rank, length in enumerate(case.lengths()) for _ in range(length)]
     dealt = {
-        (bundle.channel.branch, bundle.channel.start, head): bundle.target
+        (bundle.shared.branch, bundle.shared.start, head): bundle.target
         for rank in range(shards.ranks)
-        for bundle in bundles(channels_of(case, rank), shards, False)
-        for head, _ in bundle.channel.heads
+        for bundle in bundles(shared_segments_of(case, rank), shards, False)
+        for head, _ in bundle.shared.heads
     }
     for branch, start, head, tokens in segments(case):
         for index, token in enumerate(tokens):
@@ -213,18 +213,18 @@ def test_operations(case: Case) -> None:
 
 def summed(case: Case, rank: int, exchange: str) -> int:
     """Bytes of the sums of a backward pass, as `_exchange` makes them."""
-    mine, shards, sums = channels_of(case, rank), shards_of(case), fields(case)["sums"]
+    mine, shards, sums = shared_segments_of(case, rank), shards_of(case), fields(case)["sums"]
     plan = traffic(mine, exchange, case.is_causal, rank)
 
-    def size(channel: int, owner: int) -> int:
-        return part_bytes(sums, case.samples * mine[channel].packed_rows(shards, owner))
+    def size(shared: int, owner: int) -> int:
+        return part_bytes(sums, case.samples * mine[shared].packed_rows(shards, owner))
 
-    used = {x.channel for step in plan.receives for parts in step.values() for x in parts}
-    home = {x.channel for step in plan.sum_receives for parts in step.values() for x in parts if x.owner == rank}
+    used = {x.shared for step in plan.receives for parts in step.values() for x in parts}
+    home = {x.shared for step in plan.sum_receives for parts in step.values() for x in parts if x.owner == rank}
     made = [sum(size(*part) for parts in step.values() for part in parts) for step in plan.receives]
-    dq = sum(size(channel, rank) // 2 * group_of(case) for channel in used | home)
+    dq = sum(size(shared, rank) // 2 * group_of(case) for shared in used | home)
     # those of a step, while the ones before are on their way or they themselves are joined to a message
-    return dq + sum(size(channel, rank) for channel in home) + 2 * max(made, default=0)
+    return dq + sum(size(shared, rank) for shared in home) + 2 * max(made, default=0)
 
 
 @few(60)

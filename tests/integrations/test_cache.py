@@ -125,7 +125,7 @@ def test_memory_is_flat_after_the_longest_segment() -> None:
             model(more(1, 1), past_key_values=cache)
             sizes.append(cache.nbytes)
     row = 2 * 8 * 8  # k and v, of 8 numbers in float64
-    kept = [sum(-(-one.length // one.rate) * len(one.heads) for one in p.dealt(2)) for p in (PATTERN, OTHER)]
+    kept = [sum(-(-one.length // one.rate) * len(one.heads) for one in p.branches_for(2)) for p in (PATTERN, OTHER)]
     assert sizes[20:] == [row * (sum(kept) + 2 * 2)] * 30
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] / 3

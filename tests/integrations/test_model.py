@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, Trainer, TrainingArguments
 
+from dilated_attention.checks import DilatedAttentionWarning
 from dilated_attention.integrations.transformers import (
     DilatedCache,
     LongNetConfig,
@@ -21,7 +22,6 @@ from dilated_attention.integrations.transformers import (
     set_pattern,
 )
 from dilated_attention.models import LMConfig, LongNetLM
-from dilated_attention.notice import DilatedAttentionWarning
 from dilated_attention.testing import error
 from tests.integrations.hf import LENGTHS, OTHER, PAD, PATTERN, alone, batch, packed, real, stop_before, tokens
 from tests.over_ranks import changed

@@ -13,9 +13,9 @@ from transformers import AttentionInterface, AutoConfig, DynamicCache, Lfm2Confi
 
 import dilated_attention.integrations.transformers.attention as adapter
 from dilated_attention import reference
+from dilated_attention.checks import DilatedAttentionWarning
 from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
 from dilated_attention.integrations.transformers.grid import grid_mask
-from dilated_attention.notice import DilatedAttentionWarning
 from dilated_attention.testing import error
 from tests.integrations.hf import (
     CONFIGS,

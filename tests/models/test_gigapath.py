@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention.checks import DilatedAttentionWarning
 from dilated_attention.models import SlideEncoder
 from dilated_attention.models.gigapath import create_model
-from dilated_attention.notice import DilatedAttentionWarning
 
 ARCH = "gigapath_slide_enc12l384d"
 SMALL = {"embed_dim": 32, "num_heads": 4}

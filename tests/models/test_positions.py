@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from dilated_attention.checks import DilatedAttentionWarning
 from dilated_attention.models import check_attributes, positions
-from dilated_attention.notice import DilatedAttentionWarning
 from tests.models.golden import small
 
 GOOD = torch.tensor([[[0, 0], [255999, 511]]])

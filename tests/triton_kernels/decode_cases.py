@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.backends.triton import few_queries
-from dilated_attention.backends.triton.few_queries import DecodeConfig
+from dilated_attention.backends.triton import decode
+from dilated_attention.backends.triton.decode import DecodeConfig
 from dilated_attention.call import ON_DEVICE, Call
 from tests.on_gpu import DEVICE
 
@@ -38,7 +38,7 @@ def run(
     positions = offset if isinstance(offset, Tensor) else None
     start = ON_DEVICE if isinstance(offset, Tensor) else offset
     call = Call(pattern, is_causal, 0.3).of(qkv[0], qkv[1], padding, start)
-    return few_queries.forward(call, Inputs(*qkv, padding, None, positions), config)
+    return decode.forward(call, Inputs(*qkv, padding, None, positions), config)
 
 
 def check(qkv: tuple[Tensor, ...], pattern: DilatedPattern, offset: int | Tensor, **options: Any) -> None:
@@ -72,8 +72,8 @@ def positions(*values: int) -> Tensor:
 def test_the_public_function_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward; and backward on PyTorch's kernels, from this one's out and lse."""
     ran: list[int] = []
-    forward = few_queries.forward
-    monkeypatch.setattr(few_queries, "forward", lambda *args: ran.append(1) or forward(*args))
+    forward = decode.forward
+    monkeypatch.setattr(decode, "forward", lambda *args: ran.append(1) or forward(*args))
     pattern, qkv = DilatedPattern.torchscale([8, 16], [1, 3]), make(2, 37, 4)
     testing.check(qkv, pattern, query_offset=positions(15))
     assert len(ran) == 1
@@ -181,11 +181,11 @@ def test_the_sizes_chosen_fit() -> None:
     """Splits fill the device and leave no program without a tile to hope for."""
     q, k, _ = make(1, 4096, heads=4, kv_heads=2, dim=64)
     call = Call(PATTERN, True).of(q, k, None, 4095)._replace(device=torch.device("cpu"))
-    chosen = few_queries.configure(call)
+    chosen = decode.configure(call)
     assert (chosen.rows, chosen.keys) == (16, 64)
-    assert chosen.splits == min(few_queries.PROGRAMS_PER_PROCESSOR // 2, 3)  # one tile per branch, "one processor" here
-    assert few_queries.configure(call._replace(samples=64)).splits == 1
-    wide = few_queries.configure(call._replace(queries=64, heads=8, kv_heads=1, head_dim=256))
+    assert chosen.splits == min(decode.PROGRAMS_PER_PROCESSOR // 2, 3)  # one tile per branch, "one processor" here
+    assert decode.configure(call._replace(samples=64)).splits == 1
+    wide = decode.configure(call._replace(queries=64, heads=8, kv_heads=1, head_dim=256))
     assert (wide.rows, wide.keys, wide.warps) == (32, 16, 8)  # as much as fits into the shared memory of every GPU
 
 

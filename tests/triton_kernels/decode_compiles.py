@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.backends.triton import few_queries
+from dilated_attention.backends.triton import decode
 from dilated_attention.call import ON_DEVICE, Call
 
 assert os.environ.get("TRITON_INTERPRET") != "1"
@@ -73,9 +73,9 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
-    found = [Compiled(few_queries.decode_kernel), Compiled(few_queries.combine_kernel)]
-    monkeypatch.setattr(few_queries, "decode_kernel", found[0])
-    monkeypatch.setattr(few_queries, "combine_kernel", found[1])
+    found = [Compiled(decode.decode_kernel), Compiled(decode.combine_kernel)]
+    monkeypatch.setattr(decode, "decode_kernel", found[0])
+    monkeypatch.setattr(decode, "combine_kernel", found[1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return found
 
@@ -100,8 +100,8 @@ def launch(
     mask = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
     at = torch.zeros(samples, dtype=torch.int64) if on_device else None
     call = Call(pattern, is_causal, 0.1).of(q, k, mask, ON_DEVICE if on_device else offset)
-    sizes = few_queries.configure(call._replace(device=torch.device("cuda")))
-    few_queries.forward(call, Inputs(q, k, v, mask, None, at), sizes)
+    sizes = decode.configure(call._replace(device=torch.device("cuda")))
+    decode.forward(call, Inputs(q, k, v, mask, None, at), sizes)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -49,7 +49,7 @@ class MemoryCap:
 
     @classmethod
     def of(cls, call: Call) -> MemoryCap | None:
-        return cls._all.get(call.limit)
+        return cls._all.get(call.memory_cap)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Work:
                 ends = sample_ends(padding, call.key_start)
             padding = padding.unsqueeze(2).expand(-1, -1, k.shape[2])  # the same for each head
         q = readable(q if backward else without_infinity(q), call, limits)
-        if not call.is_few:  # few queries read few keys: only what they see is cleaned and converted
+        if not call.is_decode:  # few queries read few keys: only what they see is cleaned and converted
             if padding is not None:  # one cleaned copy: 0 * NaN in a masked slot would be NaN
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
             k, v = (readable(x, call, limits) for x in (k, v))
@@ -130,20 +130,20 @@ class Work:
     def attend_backward(self, block: Block, sources: Inputs, results: Outputs) -> Gradients:
         """The block's share of the gradients; out and lse are the merged ones."""
         q, k, v, masking = self._problem(block, sources)
-        out, lse, dout = (block.queries.of(x, self.call.group) for x in results[:3])
-        dlse = None if results.dlse is None else block.queries.of(results.dlse, self.call.group)
+        out, lse, dout = (block.queries.of(x, self.call.q_per_kv) for x in results[:3])
+        dlse = None if results.dlse is None else block.queries.of(results.dlse, self.call.q_per_kv)
         dout, out = within(dout, self.limits), within(out, self.limits)
         found: Gradients = self.choice.module.backward(self.choice.kernels, dout, q, k, v, out, lse, dlse, masking)
         return found
 
     def _problem(self, block: Block, sources: Inputs) -> tuple[Tensor, Tensor, Tensor, Masking]:
-        q, k, v = block.queries.of(sources.q, self.call.group), block.keys.of(sources.k), block.keys.of(sources.v)
+        q, k, v = block.queries.of(sources.q, self.call.q_per_kv), block.keys.of(sources.k), block.keys.of(sources.v)
         padding = None
         if sources.padding is not None:
             padding = block.keys.of(sources.padding)
             if len(set(block.query_at)) == 1:  # heads share it, and kernels that group heads want one for all
                 padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
-        if self.call.is_few:
+        if self.call.is_decode:
             k, v = k.to(self.dtype), v.to(self.dtype)  # rounded as autocast rounds them in a whole call
             if padding is not None:  # 0 * NaN in a masked slot would be NaN
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
@@ -161,7 +161,7 @@ class Work:
         )
         sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
         head = on_device(block.head_numbers, call.device)[:, None] + call.first_head
-        head = (head * call.group + torch.arange(call.group, device=call.device)).flatten()
+        head = (head * call.q_per_kv + torch.arange(call.q_per_kv, device=call.device)).flatten()
         words = row_words(seed, block.branch, sample[:, None, None].expand_as(query), head.expand_as(query), query)
         return Dropout(call.dropout_p, *words, key)
 
@@ -179,7 +179,7 @@ class Work:
         width = ends.clamp(max=longest).expand(-1, view.segments).flatten()[:, None]
         offset = (on_device(block.query_at, device) - block.segment) % rate
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
-        zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.group, dim=1)
+        zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.q_per_kv, dim=1)
         return zeros.unsqueeze(1).to(self.call.exact).log()
 
     # --- all blocks ---------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ class Work:
         Whoever asks takes each result before the next is computed, so no more than one is there at a time. Heads do not
         know of one another: a block that runs out of memory is computed again with half as many at a time.
         """
-        limit, backward = MemoryCap.of(self.call), results is not None
-        waiting = deque(part for block in blocks for part in self._cut(block, sources, backward, limit))
+        cap, backward = MemoryCap.of(self.call), results is not None
+        waiting = deque(part for block in blocks for part in self._cut(block, sources, backward, cap))
         while waiting:
             block = waiting.popleft()
             try:
@@ -201,7 +201,7 @@ class Work:
                     self.attend(block, sources) if results is None else self.attend_backward(block, sources, results)
                 )
             except torch.OutOfMemoryError as error:
-                if limit is None:
+                if cap is None:
                     raise
                 if block.heads == 1:
                     raise torch.OutOfMemoryError(
@@ -209,7 +209,7 @@ class Work:
                         f"{self._bytes_per_head(block, backward):,} bytes: use more ranks, shorter segments, or fewer "
                         "samples at a time"
                     ) from error
-                limit.retries += 1
+                cap.retries += 1
                 half = block.heads // 2
                 log.warning("out of memory with %d heads in a call: going on with %d at a time", block.heads, half)
                 waiting.extendleft(reversed(block.cut(heads=half)))
@@ -217,14 +217,14 @@ class Work:
             yield block, found
             del found  # taken by now: the next block has its room
 
-    def _cut(self, block: Block, sources: Inputs, backward: bool, limit: MemoryCap | None) -> list[Block]:
+    def _cut(self, block: Block, sources: Inputs, backward: bool, cap: MemoryCap | None) -> list[Block]:
         limits = self.limits
         rows = limits.rows if block.queries.rows >= limits.from_rows else None
         heads, batch = None, limits.batch
-        if limit is not None and limit.max_bytes is not None:
-            heads = max(1, limit.max_bytes // max(1, self._bytes_per_head(block, backward)))
+        if cap is not None and cap.max_bytes is not None:
+            heads = max(1, cap.max_bytes // max(1, self._bytes_per_head(block, backward)))
         if limits.span is not None:
-            views = (block.queries.of(sources.q, self.call.group), block.keys.of(sources.k))
+            views = (block.queries.of(sources.q, self.call.q_per_kv), block.keys.of(sources.k))
             if any(span(x) >= limits.span for x in views):
                 steps = [limits.span // max(1, x.stride(0) * x.itemsize) for x in views]
                 batch = max(1, min(*steps, limits.batch or self.call.rows))
@@ -237,12 +237,12 @@ class Work:
         call, item = self.call, self.q.itemsize
         queries, keys = (block.batch * view.rows for view in (block.queries, block.keys))
         if backward:
-            return (call.group * queries + 2 * keys) * self.q.shape[3] * item
-        return call.group * queries * (self.q.shape[3] * item + call.exact.itemsize)
+            return (call.q_per_kv * queries + 2 * keys) * self.q.shape[3] * item
+        return call.q_per_kv * queries * (self.q.shape[3] * item + call.exact.itemsize)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
-        around, group = self._around, self.call.group
+        around, group = self._around, self.call.q_per_kv
         for block, (part, part_lse) in self.each(self.plan.blocks, self.own):
             log_zeros = self.log_zero_keys(block)
             if log_zeros is not None and around is None:
@@ -266,16 +266,16 @@ class Work:
 
     def backward(self, results: Outputs) -> Gradients:
         grads: list[Tensor] = []
-        around, group = self._around, self.call.group
+        around, group = self._around, self.call.q_per_kv
         for block, parts in self.each(self.plan.blocks, self.own, results):
             if not grads:
-                if block.covers(self.call) and not self.call.is_few:
+                if block.covers(self.call) and not self.call.is_decode:
                     grads = [x.reshape(y.shape) for x, y in zip(parts, (self.q, self.k, self.v), strict=True)]
                     grads = [x.to(self.q.dtype).contiguous() for x in grads]
                     continue
                 grads = self._empty_grads()
             views = [block.queries.of(grads[0], group), block.keys.of(grads[1]), block.keys.of(grads[2])]
-            if around is not None and not self.call.is_few:
+            if around is not None and not self.call.is_decode:
                 gaps = block.gaps() if self._fills else None
                 around.put_(views, parts, add=not block.is_first, gaps=gaps)
                 continue
@@ -297,7 +297,7 @@ class Work:
     @property
     def out_dtype(self) -> torch.dtype:
         """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
-        one_device = not self.call.in_parts and not self.call.is_few and self._around is not None
+        one_device = not self.call.in_parts and not self.call.is_decode and self._around is not None
         few_merges = one_device and len(self.call.pattern.segment_lengths) <= 3
         return self.call.exact if self.plan.merges and not few_merges else self.q.dtype
 
@@ -306,25 +306,25 @@ class Work:
         out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
         lse = self.q.new_empty(self.q.shape[:3], dtype=self.call.exact)
         for x, blank in ((out, 0.0), (lse, -torch.inf)):
-            self._fill_bare_(x, self.call.group, blank)
+            self._fill_bare_(x, self.call.q_per_kv, blank)
         return out, lse
 
     def _empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
-        if self.call.is_few:  # the keys that no query sees get 0, too
+        if self.call.is_decode:  # the keys that no query sees get 0, too
             return [
                 torch.zeros(x.shape, dtype=dtype, device=x.device)
                 for x, dtype in ((self.q, self.call.exact), (self.k, self.q.dtype), (self.v, self.q.dtype))
             ]
         grads = [x.new_empty(x.shape) for x in (self.q, self.k, self.v)]
-        for grad, group in zip(grads, (self.call.group, 1, 1), strict=True):
+        for grad, group in zip(grads, (self.call.q_per_kv, 1, 1), strict=True):
             self._fill_bare_(grad, group, 0.0)
         return grads
 
     @property
     def _fills(self) -> bool:
         """Whether the launches that write blocks write the gaps between their rows as well, which spares a fill."""
-        return self.plan.fillable and not self.call.limit and self._around is not None
+        return self.plan.fillable and not self.call.memory_cap and self._around is not None
 
     def _fill_bare_(self, x: Tensor, group: int, blank: float) -> None:
         """Fill what no block writes."""
@@ -350,6 +350,6 @@ def _positions(block: Block, at: tuple[int, ...], rows: int, call: Call) -> Tens
     """(b, L, h): where in the sequence rows of a block are, given the first of each head."""
     view = block.queries
     segment, row = (torch.arange(n, device=call.device) for n in (view.segments, rows))
-    first = on_device(at, call.device).repeat_interleave(call.group)
+    first = on_device(at, call.device).repeat_interleave(call.q_per_kv)
     token = first + view.segment_step * segment[:, None, None] + block.rate * row[:, None]
     return token.repeat(view.samples, 1, 1)

@@ -82,7 +82,7 @@ def _by_branches(
     part: Part, query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool
 ) -> Tensor:
     """The heads of each branch on their own: its equal segments, then the shorter last one."""
-    if not pattern.dealing.is_divided:
+    if not pattern.head_rule.splits_heads:
         raise ValueError(f"this way deals heads to branches: it needs rule 'head_groups', got {pattern.rule!r}")
     tokens, heads = query.shape[1:3]
     out = torch.zeros_like(query)
@@ -136,7 +136,7 @@ def gather_pad_scatter(
     The mixing weights carry no gradient, as in the released LongNet: out is exact, the gradients are not.
     ``kernel`` is "flash" (the default on CUDA) or "cudnn"; a CPU has one only.
     """
-    if not pattern.dealing.adds_zeros:
+    if not pattern.head_rule.adds_zeros:
         raise ValueError(f"gather_pad_scatter attends its padding: it needs rule 'torchscale', got {pattern.rule!r}")
     results = [_padded_branch(query, key, value, pattern, i, is_causal, kernel) for i in range(len(pattern.branches))]
     weights = torch.stack([lse for _, lse in results]).softmax(0).detach()
@@ -215,7 +215,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _block_mask(pattern: DilatedPattern, tokens: int, heads: int, is_causal: bool, device: torch.device) -> BlockMask:
-    if not pattern.dealing.is_divided:  # elsewhere keys count more than once, which a mask cannot say
+    if not pattern.head_rule.splits_heads:  # elsewhere keys count more than once, which a mask cannot say
         raise ValueError(f"a mask says it all under rule 'head_groups' only, got {pattern.rule!r}")
     branch = [i for i in range(len(pattern.branches)) for _ in pattern.heads(i, heads)]
     width = torch.tensor([pattern.segment_lengths[i] for i in branch], device=device)

@@ -65,7 +65,7 @@ def chosen(name: str, index: int | None, size: int) -> list[int]:
 def key_counts(pattern: DilatedPattern, row: int, tokens: int, heads: int, device: torch.device) -> Tensor:
     """(H, N): how many branches show each key to the query ``row``."""
     counts = torch.zeros(heads, tokens, dtype=torch.int64, device=device)
-    for branch in pattern.dealt(heads):
+    for branch in pattern.branches_for(heads):
         first = row - row % branch.length
         last = min(first + branch.length, tokens)
         for head in branch.heads:

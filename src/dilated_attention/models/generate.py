@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import check_int
 from dilated_attention.models.transformer import Attend, Trunk
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.streaming.kept import KeptRows, Place
-from dilated_attention.whole import whole_number
+from dilated_attention.streaming.kv_cache import KVCache, Slot
 
 WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memory is found
 LOOK = 16  # steps after which the host looks whether all samples have ended
@@ -28,21 +28,21 @@ class Decoder:
 
     model: Trunk
     head: nn.Module
-    kept: list[KeptRows]
+    kept: list[KVCache]
     at: Tensor
     token: Tensor  # (B, 1), the input of a step
     logits: Tensor | None = None  # its output
     count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
-    places: dict[DilatedPattern, list[Place]] = field(default_factory=dict)  # of a step's tokens
+    slots: dict[DilatedPattern, list[Slot]] = field(default_factory=dict)  # of a step's tokens
     graph: torch.cuda.CUDAGraph | None = None
     backend: Backend = "auto"
 
     def attends(self) -> list[Attend]:
         return [partial(self.attend, kept) for kept in self.kept]
 
-    def attend(self, kept: KeptRows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, kept: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.count is None:  # a step: its token is kept at once
-            return kept.attend(q, k, v, self.at, backend=self.backend, places=self.places[kept.pattern])
+            return kept.attend(q, k, v, self.at, backend=self.backend, slots=self.slots[kept.pattern])
         found = kept.attend(q, k, v, self.at, self.count, backend=self.backend)
         kept.keep(k, v, self.at, self.count)
         return found
@@ -65,7 +65,7 @@ class Decoder:
     def step(self) -> None:
         """One token per sample. In place, as a CUDA graph needs it."""
         for kept in {kept.pattern: kept for kept in self.kept}.values():  # once for all layers that are alike
-            self.places[kept.pattern] = kept.places(self.at)
+            self.slots[kept.pattern] = kept.slots(self.at)
         states = self.model.states(self.token, self.at.unsqueeze(1), self.attends(), apart=True)
         logits = self.head(states[:, -1])
         self.at += 1
@@ -128,8 +128,8 @@ def generate_tokens(
         torch.Size([2, 5])
     """
     tokens, lengths = padded(prompt, model.embed.weight.device)
-    steps = whole_number("max_new_tokens", max_new_tokens)
-    if stop is not None and whole_number("stop", stop, least=0) >= model.embed.num_embeddings:
+    steps = check_int("max_new_tokens", max_new_tokens)
+    if stop is not None and check_int("stop", stop, least=0) >= model.embed.num_embeddings:
         raise ValueError(f"stop must be a token, below the {model.embed.num_embeddings} of the vocabulary, got {stop}")
     pick = Pick(temperature, top_k, top_p, generator)
     if cuda_graph and not tokens.is_cuda:
@@ -140,7 +140,7 @@ def generate_tokens(
         if cuda_graph:
             raise ValueError("cuda_graph=True needs our own kernels, which cannot run this model: see da.explain()")
         captures = False
-    decoder.prefill(tokens, lengths, whole_number("prefill", prefill))
+    decoder.prefill(tokens, lengths, check_int("prefill", prefill))
     found = tokens.new_empty(len(tokens), steps)
     ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
     for step in range(steps):
@@ -167,7 +167,7 @@ def decoder_of(model: Trunk, tokens: Tensor) -> Decoder:
     )
     like = torch.empty(len(tokens), 0, config.kv_count, config.head_size, dtype=dtype, device=weight.device)
     return Decoder(
-        model, model.get_submodule("head"), [KeptRows(pattern, like) for pattern in config.patterns],
+        model, model.get_submodule("head"), [KVCache(pattern, like) for pattern in config.patterns],
         tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1), backend=model.backend,
     )  # fmt: skip
 
@@ -202,7 +202,7 @@ class Pick:
         if not self.temperature and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p have no effect at temperature 0: give a temperature above 0")
         if self.top_k is not None:
-            whole_number("top_k", self.top_k)
+            check_int("top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 

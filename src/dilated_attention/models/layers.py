@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import checked_probability, computed_dtype
+from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.models.parts import in_parts
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.whole import whole_number
+from dilated_attention.resolve import computed_dtype
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
         self, embed_dim: int, num_heads: int, pattern: DilatedPattern, *, is_causal: bool = False, xpos: bool = False
     ) -> None:
         super().__init__()
-        if embed_dim % whole_number("num_heads", num_heads):
+        if embed_dim % check_int("num_heads", num_heads):
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         self.num_heads = num_heads
         self.pattern = pattern

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
 from dilated_attention.call import read_sequences
-from dilated_attention.checks import borders_of
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.models.generate import generate_tokens
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.resolve import borders_of
 
 Over = Group | ContextParallel
 Documents = Sequence[int] | Tensor

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dilated_attention.backends.losses import losses_
 from dilated_attention.call import accumulate_dtype, read_sequences
-from dilated_attention.checks import borders_of, computed_dtype
+from dilated_attention.checks import check_int
 from dilated_attention.derivatives import once
-from dilated_attention.whole import whole_number
+from dilated_attention.resolve import borders_of, computed_dtype
 
 IGNORED = -100  # as in PyTorch
 NOT_TWICE = "a loss in chunks cannot be differentiated twice: take F.cross_entropy of the model's logits for that"
@@ -57,7 +57,7 @@ def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 819
 
 
 def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    whole_number("chunk", chunk)
+    check_int("chunk", chunk)
     if labels.shape != states.shape[:-1]:
         raise ValueError(f"labels are {tuple(labels.shape)} and tokens {tuple(states.shape[:-1])}: they must agree")
     if labels.device.type == "cpu":  # on a GPU, to look at them would wait for it: there such a loss is NaN

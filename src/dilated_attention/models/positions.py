@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.notice import warn
+from dilated_attention.checks import warn
 
 PIXELS = ("", "px", "pixel", "pixels")
 MICRONS = ("um", "µm", "μm", "micron", "microns", "micrometer", "micrometers", "micrometre", "micrometres")

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dilated_attention.checks import check_int
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.whole import whole_number
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 PRESETS: dict[str, dict[str, int]] = {
@@ -30,7 +30,7 @@ def slide_pattern(max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPa
         >>> models.slide_pattern()
         DilatedPattern.torchscale(segment_lengths=[1024, 5792, 32768, 185363, 1048576], dilation_rates=[1, 2, 4, 8, 16])
     """
-    across = whole_number("max_wsi_size", max_wsi_size) // whole_number("tile_size", tile_size)
+    across = check_int("max_wsi_size", max_wsi_size) // check_int("tile_size", tile_size)
     if across < 32:
         raise ValueError(f"max_wsi_size must be 32 tiles or more, got {max_wsi_size} with tile_size {tile_size}")
     top = int(math.log2(across**2))  # floored, as released

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import checked_probability
+from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.functional import tell
@@ -23,7 +23,6 @@ from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Sequence
 from dilated_attention.models.positions import TileSize
 from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.whole import whole_number
 
 
 class SlideEncoder(nn.Module):
@@ -73,12 +72,12 @@ class SlideEncoder(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        if whole_number("embed_dim", embed_dim) % 4:
+        if check_int("embed_dim", embed_dim) % 4:
             raise ValueError(f"embed_dim must be a multiple of 4, for sines and cosines of x and y, got {embed_dim}")
         if not isinstance(global_pool, bool):
             raise TypeError(f"global_pool must be True (mean of the tiles) or False (class token), got {global_pool!r}")
-        self.embed_dim, self.depth = embed_dim, whole_number("depth", depth)
-        self.slide_ngrids = whole_number("slide_ngrids", slide_ngrids)
+        self.embed_dim, self.depth = embed_dim, check_int("depth", depth)
+        self.slide_ngrids = check_int("slide_ngrids", slide_ngrids)
         self.tile_size: TileSize = tile_size
         self.global_pool = global_pool
         self.dropout = checked_probability(dropout, "dropout")
@@ -88,7 +87,7 @@ class SlideEncoder(nn.Module):
         rates = [top_rate * index / max(1, depth - 1) for index in range(depth)]
         pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        self.patch_embed = PatchEmbed(whole_number("in_chans", in_chans), embed_dim)
+        self.patch_embed = PatchEmbed(check_int("in_chans", in_chans), embed_dim)
         ffn_dim = int(embed_dim * mlp_ratio)
         self.encoder = Encoder(
             [Layer(embed_dim, num_heads, ffn_dim, pattern, dropout=dropout, drop_path=rate) for rate in rates],

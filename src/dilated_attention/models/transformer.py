@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import check_int
 from dilated_attention.models.parts import in_parts, is_long
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.whole import whole_number
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
@@ -93,13 +93,13 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "depth", "heads"):
-            whole_number(name, getattr(self, name))
+            check_int(name, getattr(self, name))
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim must be a multiple of heads if head_dim is not given, got {self.dim}, {self.heads}")
         defaults = {"kv_heads": self.heads, "head_dim": self.dim // self.heads, "ffn_dim": 4 * self.dim}
         for name, default in defaults.items():
             given = getattr(self, name)
-            object.__setattr__(self, name, default if given is None else whole_number(name, given))
+            object.__setattr__(self, name, default if given is None else check_int(name, given))
         for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", ("layer", "rms"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import check_flag, checked_probability, checked_scale
+from dilated_attention.checks import check_flag, checked_probability, checked_scale, warn
 from dilated_attention.nn.core import Core
-from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern, Rule
 
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import check_backend, checked_probability
+from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.distributed.transport import Stats
 from dilated_attention.pattern import DilatedPattern, Rule
+from dilated_attention.resolve import check_backend
 from dilated_attention.ring.run import Link
-from dilated_attention.whole import whole_number
 
 
 class Core(nn.Module):
@@ -111,8 +111,8 @@ class Ranks:
             exchange=parallel.exchange or exchange,
             use_checkpointing=next((x for x in kept if x is not None), True),
         )
-        self.ring_size = None if ring_size is None else whole_number("ring_size", ring_size)
-        self.limit: MemoryCap | None = None
+        self.ring_size = None if ring_size is None else check_int("ring_size", ring_size)
+        self.memory_cap: MemoryCap | None = None
         self.stats = Stats()
         self.buffers: Buffers | None = None
         self.link()
@@ -121,7 +121,7 @@ class Ranks:
         """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
         twin = copy.copy(self)
         twin.stats = Stats()
-        twin.limit = None if self.limit is None else MemoryCap(self.limit.max_bytes)
+        twin.memory_cap = None if self.memory_cap is None else MemoryCap(self.memory_cap.max_bytes)
         return twin
 
     def link(self) -> Link | None:
@@ -136,11 +136,11 @@ class Ranks:
                 f"ring_size is {self.ring_size} and {there}: start as many ranks with torchrun, pass a group of that "
                 "size, or leave ring_size out"
             )
-        if group is None and self.limit is None and how.total_length is None:
+        if group is None and self.memory_cap is None and how.total_length is None:
             return None
         return Link(
             group, how.exchange or "auto", how.use_checkpointing is not False, how.timeout, how.verify, how.debug,
-            self.limit, self.stats, self.buffers, how.total_length,
+            self.memory_cap, self.stats, self.buffers, how.total_length,
         )  # fmt: skip
 
     def __repr__(self) -> str:

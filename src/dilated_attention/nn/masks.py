@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dilated_attention.checks import check_layout
+from dilated_attention.resolve import check_layout
 
 MOST_CHECKED = 4096  # tokens of an attn_mask whose values are looked at
 

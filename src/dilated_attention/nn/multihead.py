@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import DTYPES, check_flag, check_layout, checked_scale
+from dilated_attention.checks import check_flag, check_int, checked_scale
 from dilated_attention.nn.core import Core
 from dilated_attention.nn.masks import check_causal_mask, ignored
 from dilated_attention.pattern import DilatedPattern, Rule
-from dilated_attention.whole import whole_number
+from dilated_attention.resolve import DTYPES, check_layout
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _FUSED = "qkv_proj"
@@ -109,9 +109,9 @@ class MultiheadDilatedAttention(Core):
         backend: Backend = "auto",
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout, pattern, rule, backend)
-        self.embed_dim = whole_number("embed_dim", embed_dim)
-        self.num_heads = whole_number("num_heads", num_heads)
-        self.num_kv_heads = self.num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+        self.embed_dim = check_int("embed_dim", embed_dim)
+        self.num_heads = check_int("num_heads", num_heads)
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}: every head takes an "

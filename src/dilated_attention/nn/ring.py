@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import checked_probability
+from dilated_attention.checks import MAX_NUMBER, check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
@@ -23,7 +23,6 @@ from dilated_attention.nn.core import Ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.ring.run import tell_others
-from dilated_attention.whole import MAX_NUMBER, whole_number
 
 
 class RingDilatedAttention(DilatedAttention):
@@ -164,8 +163,8 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
             group=group, pattern=pattern, rule=rule, backend=backend, softmax_scale=softmax_scale,
         )  # fmt: skip
         if max_workspace_bytes is not None:
-            max_workspace_bytes = whole_number("max_workspace_bytes", max_workspace_bytes)
-        self.ranks.limit, self.ranks.buffers = MemoryCap(max_workspace_bytes), Buffers()
+            max_workspace_bytes = check_int("max_workspace_bytes", max_workspace_bytes)
+        self.ranks.memory_cap, self.ranks.buffers = MemoryCap(max_workspace_bytes), Buffers()
 
     def stats(self) -> dict[str, float]:
         """Returns statistics of all calls of this module on this rank, with their backward passes.
@@ -174,14 +173,14 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
         peak_bytes: the most bytes of received messages held at the same time; retries: blocks that ran out of memory
         and were tried again.
         """
-        stats, limit = self.ranks.stats, self.ranks.limit
+        stats, cap = self.ranks.stats, self.ranks.memory_cap
         return {
             "hops": stats.hops,
             "bytes_sent": stats.bytes_sent,
             "bytes_received": stats.bytes_received,
             "seconds_waited": stats.seconds_waited,
             "peak_bytes": stats.peak_buffer_bytes,
-            "retries": 0 if limit is None else limit.retries,
+            "retries": 0 if cap is None else cap.retries,
         }
 
 

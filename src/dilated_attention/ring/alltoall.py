@@ -3,8 +3,8 @@
 Where a segment lies on s ranks, each of them computes it whole for 1/s of the heads. So the work is even when causal
 too, and no sum over ranks ever travels. A rank gets no head of a branch where heads are fewer than ranks.
 
-Legend as in `blockwise` and `packing`; a bundle is some heads of a channel that one rank computes, with the same number
-of rows each: L rows in all, of which each member of the channel holds some.
+Legend as in `blockwise` and `packing`; a bundle is some heads of a shared that one rank computes, with the same number
+of rows each: L rows in all, of which each member of the shared holds some.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dilated_attention.merge import add_zero_keys_, merge_
 from dilated_attention.ring import packing
 from dilated_attention.ring.packing import Expected, Fields, Travelling
 from dilated_attention.ring.routes import share
-from dilated_attention.ring.shards import Channel, Shards
+from dilated_attention.ring.shards import Shards, SharedSegment
 
 
 class Bundle(NamedTuple):
-    channel: Channel  # with the bundle's heads only
+    shared: SharedSegment  # with the bundle's heads only
     target: int  # the rank that computes it
 
 
@@ -37,22 +37,22 @@ Segments = dict[Bundle, list[Tensor]]
 
 
 @functools.lru_cache(maxsize=256)
-def bundles(channels: tuple[Channel, ...], shards: Shards, apart: bool) -> tuple[Bundle, ...]:
-    """Every channel's heads dealt to its members; those with equally many rows everywhere are one bundle.
+def bundles(shared_segments: tuple[SharedSegment, ...], shards: Shards, apart: bool) -> tuple[Bundle, ...]:
+    """Every shared's heads dealt to its members; those with equally many rows everywhere are one bundle.
 
     ``apart``: only heads of one offset are.
     """
     found = []
-    for channel in channels:
-        pieces = [channel.piece(shards, member) for member in channel.members]
-        for index, member in enumerate(channel.members):
+    for shared in shared_segments:
+        pieces = [shared.piece(shards, member) for member in shared.members]
+        for index, member in enumerate(shared.members):
             alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-            turn = (index - channel.branch) % len(channel.members)  # where heads are few, others in each branch
-            for at in share(len(channel.heads), len(channel.members), turn):
-                head, offset = channel.heads[at]
-                rows = (*(channel.rows(offset, piece) for piece in pieces), offset if apart else 0)
+            turn = (index - shared.branch) % len(shared.members)  # where heads are few, others in each branch
+            for at in share(len(shared.heads), len(shared.members), turn):
+                head, offset = shared.heads[at]
+                rows = (*(shared.rows(offset, piece) for piece in pieces), offset if apart else 0)
                 alike.setdefault(rows, []).append((head, offset))
-            found += [Bundle(replace(channel, heads=tuple(heads)), member) for heads in alike.values()]
+            found += [Bundle(replace(shared, heads=tuple(heads)), member) for heads in alike.values()]
     return tuple(found)
 
 
@@ -63,14 +63,14 @@ class AllToAll:
     work: Work
     transport: Transport
     shards: Shards
-    channels: tuple[Channel, ...]
+    shared_segments: tuple[SharedSegment, ...]
 
     def __post_init__(self) -> None:
         work, call = self.work, self.work.call
-        self.rank, self.samples, self.group = self.transport.rank, call.samples, call.group
+        self.rank, self.samples, self.group = self.transport.rank, call.samples, call.q_per_kv
         # kernels that group heads want one padding for all of them
-        self.bundles = bundles(self.channels, self.shards, work.padding is not None and call.group > 1)
-        self.fields = Travelling.of(work.q.dtype, call.group, work.q.shape[3], work.padding is not None)
+        self.bundles = bundles(self.shared_segments, self.shards, work.padding is not None and call.q_per_kv > 1)
+        self.fields = Travelling.of(work.q.dtype, call.q_per_kv, work.q.shape[3], work.padding is not None)
 
     def forward(self, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out, lse, and the q, k, v of the segments computed here if they are to be kept for the backward pass."""
@@ -122,13 +122,13 @@ class AllToAll:
 
     def compute(self, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients, as they go home."""
-        channel, heads = bundle.channel, len(bundle.channel.heads)
+        shared, heads = bundle.shared, len(bundle.shared.heads)
         rows = sources.q.shape[1]
         view = View(0, self.samples, 0, 1, rows, rows, 1, 0, heads, 1, 0)
-        at = tuple(channel.start + offset for _, offset in channel.heads)
-        numbers = tuple(head for head, _ in channel.heads)
+        at = tuple(shared.start + offset for _, offset in shared.heads)
+        numbers = tuple(head for head, _ in shared.heads)
         is_causal = self.work.call.is_causal
-        whole = Block(channel.branch, channel.dilation, view, view, is_causal, at, at, channel.start, numbers=numbers)
+        whole = Block(shared.branch, shared.dilation, view, view, is_causal, at, at, shared.start, numbers=numbers)
         found: list[Tensor] = []
         for block, parts in self.work.each([whole], sources, results):
             if block == whole:
@@ -149,13 +149,13 @@ class AllToAll:
 
     def blocks(self, bundle: Bundle, group: int) -> tuple[Block, ...]:
         """This rank's rows of a bundle, in place and packed."""
-        channel, pattern = bundle.channel, self.work.call.pattern
-        about = (channel.branch, channel.stop - channel.start)
-        zeros = tuple(pattern.zeros_in_segment(*about, offset, channel.sequence) for _, offset in channel.heads)
-        return packing.packed_blocks(channel, self.shards, self.rank, self.rank, self.samples, group, zeros)
+        shared, pattern = bundle.shared, self.work.call.pattern
+        about = (shared.branch, shared.stop - shared.start)
+        zeros = tuple(pattern.zeros_in_segment(*about, offset, shared.sequence) for _, offset in shared.heads)
+        return packing.packed_blocks(shared, self.shards, self.rank, self.rank, self.samples, group, zeros)
 
     def rows(self, bundle: Bundle, member: int) -> int:
-        return self.samples * bundle.channel.packed_rows(self.shards, member)
+        return self.samples * bundle.shared.packed_rows(self.shards, member)
 
     # --- rows to whoever computes them --------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class AllToAll:
         return [
             Expected(member, packing.part_bytes(fields, self.rows(bundle, member)))
             for bundle in computed
-            for member in bundle.channel.members
+            for member in bundle.shared.members
             if member != self.rank
         ]
 
@@ -194,7 +194,7 @@ class AllToAll:
         for bundle, own in staying.items():
             pieces = [
                 self.by_head(bundle, own if member == self.rank else next(parts), fields, member)
-                for member in bundle.channel.members
+                for member in bundle.shared.members
             ]
             whole = (torch.cat(some, 2) for some in zip(*pieces, strict=True))
             found[bundle] = [x.movedim(0, 2) for x in whole]
@@ -204,7 +204,7 @@ class AllToAll:
     def by_head(self, bundle: Bundle, part: Tensor, fields: Fields, member: int) -> list[Tensor]:
         """A member's rows of each field as (heads, B, rows, ...)."""
         tensors = packing.unpack(part, fields, self.rows(bundle, member))
-        heads = len(bundle.channel.heads)
+        heads = len(bundle.shared.heads)
         return [
             x.view(heads * field.heads, self.samples, -1, *field.sizes)
             for x, field in zip(tensors, fields, strict=True)
@@ -218,9 +218,9 @@ class AllToAll:
         found: Segments = {}
         messages: dict[int, list[Tensor]] = {}
         for bundle, tensors in results.items():
-            offset, at = bundle.channel.heads[0][1], 0
-            for member in bundle.channel.members:
-                count = bundle.channel.rows(offset, bundle.channel.piece(shards, member))
+            offset, at = bundle.shared.heads[0][1], 0
+            for member in bundle.shared.members:
+                count = bundle.shared.rows(offset, bundle.shared.piece(shards, member))
                 rows = self.rows(bundle, member)
                 part = torch.empty(packing.part_bytes(fields, rows), dtype=torch.uint8, device=self.work.q.device)
                 for place, x in zip(self.by_head(bundle, part, fields, member), tensors, strict=True):

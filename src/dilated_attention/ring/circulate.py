@@ -4,7 +4,7 @@ One loop for `ring` and `allgather`, which differ in their routes only. In step 
 while step t + 1 is on its way. In the backward pass a second message follows each block: the sum of its dK and dV so
 far, in float32, which the last user sends home.
 
-Legend as in `blockwise` and `packing`; a part is the rows of one channel that one owner holds.
+Legend as in `blockwise` and `packing`; a part is the rows of one shared that one owner holds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dilated_attention.merge import merge_
 from dilated_attention.ring import packing
 from dilated_attention.ring.packing import Expected, Fields, Travelling
 from dilated_attention.ring.routes import ROUTES, Route, Trip
-from dilated_attention.ring.shards import Channel, Shards
+from dilated_attention.ring.shards import Shards, SharedSegment
 
 
 class Part(NamedTuple):
-    """The rows of one channel that one owner holds."""
+    """The rows of one shared that one owner holds."""
 
-    channel: int  # which of this rank's channels
+    shared: int  # which of this rank's shared_segments
     owner: int
 
 
@@ -53,9 +53,9 @@ class Traffic:
 
 
 @functools.lru_cache(maxsize=256)
-def traffic(channels: tuple[Channel, ...], exchange: str, is_causal: bool, rank: int) -> Traffic:
-    """All messages of a rank, the same on both of their ends: parts in the order of the channels."""
-    routes = [ROUTES[exchange](channel.members, is_causal, rank) for channel in channels]
+def traffic(shared_segments: tuple[SharedSegment, ...], exchange: str, is_causal: bool, rank: int) -> Traffic:
+    """All messages of a rank, the same on both of their ends: parts in the order of the shared_segments."""
+    routes = [ROUTES[exchange](shared.members, is_causal, rank) for shared in shared_segments]
     trips = [trip for route in routes for trip in (*route.arrivals, *route.departures, *route.returns)]
     # a collective takes part on every rank, also where it moves nothing
     steps = max((trip.step for trip in trips), default=int(exchange == "allgather"))
@@ -83,14 +83,14 @@ class Exchange:
     work: Work
     transport: Transport
     shards: Shards
-    channels: tuple[Channel, ...]
+    shared_segments: tuple[SharedSegment, ...]
     name: str  # ring or allgather
 
     def __post_init__(self) -> None:
         work, call = self.work, self.work.call
-        self.rank, self.samples, self.group = self.transport.rank, call.samples, call.group
-        self.traffic = traffic(self.channels, self.name, call.is_causal, self.rank)
-        travelling = Travelling.of(work.k.dtype, call.group, work.k.shape[3], work.padding is not None)
+        self.rank, self.samples, self.group = self.transport.rank, call.samples, call.q_per_kv
+        self.traffic = traffic(self.shared_segments, self.name, call.is_causal, self.rank)
+        travelling = Travelling.of(work.k.dtype, call.q_per_kv, work.k.shape[3], work.padding is not None)
         self.fields, self.sum_fields = travelling.blocks, travelling.sums
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Exchange:
         return self.transport.post(hop, _joined(sends, parts), sizes, collective=self.name == "allgather")
 
     def own_parts(self) -> dict[Part, Tensor]:
-        """This rank's rows, packed, of each channel in which someone needs them."""
+        """This rank's rows, packed, of each shared in which someone needs them."""
         wanted = {part for step in self.traffic.sends[:1] for parts in step.values() for part in parts}
         found = {}
         tensors = [self.work.k, self.work.v]
@@ -158,7 +158,7 @@ class Exchange:
         return found
 
     def rows(self, part: Part) -> int:
-        return self.samples * self.channels[part.channel].packed_rows(self.shards, part.owner)
+        return self.samples * self.shared_segments[part.shared].packed_rows(self.shards, part.owner)
 
     def size(self, part: Part, fields: Fields) -> int:
         return packing.part_bytes(fields, self.rows(part))
@@ -174,7 +174,7 @@ class Exchange:
     def blocks(self, part: Part, group: int) -> tuple[Block, ...]:
         """This rank's queries with the keys of a part."""
         where = (self.shards, self.rank, part.owner, self.samples)
-        return packing.packed_blocks(self.channels[part.channel], *where, group)
+        return packing.packed_blocks(self.shared_segments[part.shared], *where, group)
 
     def sources(self, part: Part, packed: Tensor) -> Inputs:
         return Inputs(self.work.q, *packing.unpack(packed, self.fields, self.rows(part)))
@@ -190,18 +190,18 @@ class Exchange:
     def backward(self, results: Outputs, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows. ``kept``: the messages of the forward pass; None: they travel again.
 
-        What other ranks' rows add is summed in float32 for each channel, and added once: like one more branch.
+        What other ranks' rows add is summed in float32 for each shared, and added once: like one more branch.
         """
         grads: list[Tensor] = []
         sums: dict[Part, Tensor] = {}
-        own_sums: dict[int, list[Tensor]] = {}  # by channel: dq, and when they have come home dk, dv
+        own_sums: dict[int, list[Tensor]] = {}  # by shared: dq, and when they have come home dk, dv
         pending: Pending | None = None
 
         def own() -> None:
             grads.extend(self.work.backward(results))
 
         def visit(part: Part, packed: Tensor) -> None:
-            dq = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.group)])[0]
+            dq = own_sums.setdefault(part.shared, [self.zeros(part.shared, self.group)])[0]
             sums[part] = self.visit_backward(dq, results, part, packed)
 
         steps = self.circulate("backward", own, visit) if kept is None else self.replay(kept, own, visit)
@@ -214,15 +214,15 @@ class Exchange:
         self.add_home(grads, own_sums)
         return grads[0], grads[1], grads[2]
 
-    def zeros(self, channel: int, heads: int = 1) -> Tensor:
-        """A sum over this rank's rows of a channel, packed."""
-        rows = self.rows(Part(channel, self.rank)) * heads
+    def zeros(self, shared: int, heads: int = 1) -> Tensor:
+        """A sum over this rank's rows of a shared, packed."""
+        rows = self.rows(Part(shared, self.rank)) * heads
         return self.work.q.new_zeros(1, rows, 1, self.work.q.shape[3], dtype=self.sum_fields[0].dtype)
 
     def add_home(self, grads: list[Tensor], own_sums: dict[int, list[Tensor]]) -> None:
-        for channel, packed in own_sums.items():
+        for shared, packed in own_sums.items():
             for grad, x, group in zip(grads, packed, (self.group, 1, 1), strict=False):
-                for block in self.blocks(Part(channel, self.rank), group):
+                for block in self.blocks(Part(shared, self.rank), group):
                     assert block.home is not None
                     block.queries.of(grad, group).add_(block.home.of(x))
 
@@ -240,7 +240,7 @@ class Exchange:
             yield messages
 
     def visit_backward(self, dq: Tensor, results: Outputs, part: Part, packed: Tensor) -> Tensor:
-        """Add to the channel's dq, packed; give the part's dK and dV, packed."""
+        """Add to the shared's dq, packed; give the part's dK and dV, packed."""
         sums = torch.empty(self.size(part, self.sum_fields), dtype=torch.uint8, device=packed.device)
         dk_all, dv_all = packing.unpack(sums, self.sum_fields, self.rows(part))
         blocks, sources = self.blocks(part, self.group), self.sources(part, packed)
@@ -267,9 +267,9 @@ class Exchange:
         messages = pending.wait()
         for part, packed in self.parts(messages, self.traffic.sum_receives[step - 1], self.sum_fields):
             if part.owner == self.rank:
-                found = own_sums.setdefault(part.channel, [self.zeros(part.channel, self.group)])
+                found = own_sums.setdefault(part.shared, [self.zeros(part.shared, self.group)])
                 if len(found) == 1:
-                    found += [self.zeros(part.channel), self.zeros(part.channel)]
+                    found += [self.zeros(part.shared), self.zeros(part.shared)]
                 totals = found[1:]
             else:
                 totals = packing.unpack(sums[part], self.sum_fields, self.rows(part))

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dilated_attention.call import Call, read_sequences
+from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import ROUTES, Route
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring.counts import Spread, Tally, count
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, seconds_text
-from dilated_attention.whole import whole_number
 
 # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
 # and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
@@ -197,7 +197,7 @@ def plan_cost(
         seq_len: the tokens on all ranks together.
         num_ranks: the ranks that share them.
         num_heads, num_kv_heads: the query heads, and the key/value heads, by default as many as query heads.
-        head_dim: the channels of a head. On CUDA round it up to a multiple of 8, as the kernels do.
+        head_dim: the shared_segments of a head. On CUDA round it up to a multiple of 8, as the kernels do.
         dtype: the dtype of the computation, which is also that of the messages. On a CPU give float32 for float16, and
             for bfloat16 unless the CPU has AMX.
         batch: the sequences of one call.
@@ -216,13 +216,13 @@ def plan_cost(
         >>> cost.exchanges["ring"].hops
         7
     """
-    shards = shards_of(whole_number("seq_len", seq_len), whole_number("num_ranks", num_ranks), lengths)
+    shards = shards_of(check_int("seq_len", seq_len), check_int("num_ranks", num_ranks), lengths)
     if cu_seqlens is not None:
         shards = replace(shards, sequences=read_sequences(cu_seqlens, shards.tokens))
-    num_heads = whole_number("num_heads", num_heads)
+    num_heads = check_int("num_heads", num_heads)
     if shards.ranks * num_heads > MOST_HEADS:
         raise ValueError(f"at most {MOST_HEADS:,} heads of all ranks are counted: ask for fewer ranks or heads")
-    kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+    kv_heads = num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
     pattern.check_heads(num_heads, kv_heads)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating point torch.dtype, as of query, key and value, got {dtype!r}")
@@ -231,7 +231,7 @@ def plan_cost(
             raise ValueError(f"{name} must be positive, in bytes or operations per second, got {value!r}")
     if not 0 <= latency < math.inf:
         raise ValueError(f"latency must be the seconds that a hop takes, 0 or more, got {latency!r}")
-    head_dim, batch = whole_number("head_dim", head_dim), whole_number("batch", batch)
+    head_dim, batch = check_int("head_dim", head_dim), check_int("batch", batch)
     call = Call(
         pattern, is_causal, samples=batch, heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
         has_padding=has_padding,
@@ -267,7 +267,7 @@ def _plan(spread: Spread, latency: float, bandwidth: float, speed: float = 1.0) 
     exchanges = {name: _summary(tally, call, latency, bandwidth, speed) for name, tally in tallies.items()}
     held = {name: exchange.held for name, exchange in exchanges.items()}
     keys = max(lengths) * call.samples * call.kv_heads
-    queries = keys * call.group
+    queries = keys * call.q_per_kv
     q, k = (rows * call.head_dim * call.dtype.itemsize for rows in (queries, keys))
     out_sums = 0 if call.exact is call.dtype else queries * call.head_dim * call.exact.itemsize
     sums = {name: int(tally.sums.max()) for name, tally in tallies.items()}
@@ -288,6 +288,6 @@ def _summary(tally: Tally, call: Call, latency: float, bandwidth: float, speed: 
     forward, backward = tally.messages.amax(2).tolist()  # hops, sent, received
     totals = [sum(x.tolist()) for x in tally.received]  # may not fit into 64 bits
     seconds = [hops * latency + received / bandwidth for hops, _, received in (forward, backward)]
-    flops = [call.head_dim * call.group * call.samples * float(tally.pairs.max()) * each for each in (4, 10)]
+    flops = [call.head_dim * call.q_per_kv * call.samples * float(tally.pairs.max()) * each for each in (4, 10)]
     numbers = [*forward, totals[0], *backward, totals[1], int(tally.held.max()), *flops, *seconds, sum(flops) / speed]
     return ExchangeCost(*numbers)

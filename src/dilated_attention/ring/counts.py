@@ -2,7 +2,7 @@
 
 Shards and segments cut the tokens into pieces; whole segments inside a shard are one piece together. Heads with equally
 many rows in every piece of a segment are a column of it, and an entry is a piece in which a column has rows. Columns
-with rows on the same ranks are a channel, as in `shards`. No tensor is as long as the sequence.
+with rows on the same ranks are a common, as in `shards`. No tensor is as long as the sequence.
 
 Legend: P ranks, n pieces, C columns, E entries, H key/value heads of a branch in the order of their offsets.
 """
@@ -36,7 +36,7 @@ class Spread(NamedTuple):
     @property
     def fields(self) -> Travelling:
         call = self.call
-        return Travelling.of(call.dtype, call.group, call.head_dim, call.has_padding)
+        return Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
 
     def check_range(self) -> None:
         """Raise if the bytes of one rank might not fit into 64 bits."""
@@ -97,8 +97,8 @@ class Columns:
 
     low: Tensor  # (C,) the first head,
     heads: Tensor  # (C,) and how many
-    channel: Tensor  # (C,)
-    channels: Ragged  # of ranks
+    common: Tensor  # (C,)
+    commons: Ragged  # of ranks
     entries: Ragged  # of each column
     rank: Tensor  # (E,)
     rows: Tensor  # (E,) of one head
@@ -128,10 +128,10 @@ class Columns:
         there &= shared[every.line]
         # A sum of random numbers stands for a set of ranks: two sets have the same sum once in 2**64 times.
         number = torch.randint(-(2**63), 2**63 - 1, rank.shape, generator=torch.Generator().manual_seed(0))
-        sums, channel = torch.unique(every.sums(number[piece] * there)[shared], return_inverse=True)
+        sums, common = torch.unique(every.sums(number[piece] * there)[shared], return_inverse=True)
         members = members[shared]
-        channels = Ragged(torch.zeros_like(sums).scatter_(0, channel, members))
-        return cls(low[shared], heads[shared], channel, channels, Ragged(members), rank[piece[there]], rows[there])
+        commons = Ragged(torch.zeros_like(sums).scatter_(0, common, members))
+        return cls(low[shared], heads[shared], common, commons, Ragged(members), rank[piece[there]], rows[there])
 
 
 def count(spread: Spread) -> tuple[Tally, Tally, Tally]:
@@ -184,22 +184,22 @@ def _pieces(starts: Tensor, borders: Tensor, width: int, most: int) -> tuple[Ten
 
 def _circulate(spread: Spread, columns: Columns, ring: Tally, allgather: Tally) -> Tensor:
     """Add what K, V and their sums cost. Gives the steps in which a rank's own sums come home: rank x P + step."""
-    entries, channels, causal = columns.entries, columns.channels, spread.call.is_causal
-    entry, heads = channels.first[columns.channel][entries.line] + entries.place, columns.heads[entries.line]
-    line, place, size = channels.line, channels.place, channels.sizes[channels.line]
+    entries, commons, causal = columns.entries, columns.commons, spread.call.is_causal
+    entry, heads = commons.first[columns.common][entries.line] + entries.place, columns.heads[entries.line]
+    line, place, size = commons.line, commons.place, commons.sizes[commons.line]
     rank = torch.zeros_like(line).scatter_(0, entry, columns.rank)
     rows = torch.zeros_like(line).index_add_(0, entry, columns.rows * heads)
-    before, after = (channels.first[line] + (place + step) % size for step in (-1, 1))  # the neighbours in a ring
+    before, after = (commons.first[line] + (place + step) % size for step in (-1, 1))  # the neighbours in a ring
 
     block, sums = (spread.bytes(fields, rows) for fields in (spread.fields.blocks, spread.fields.sums))
     # at most two steps at a time: a block in use and the next; sums just made, and those that leave or their message
     most, most_sums = (
-        torch.zeros_like(channels.sizes).scatter_reduce_(0, line, x, "amax")[line] for x in (block + sums, sums)
+        torch.zeros_like(commons.sizes).scatter_reduce_(0, line, x, "amax")[line] for x in (block + sums, sums)
     )
-    blocks_of_others, sums_of_others = (channels.of_others(x, causal) for x in (block, sums))
+    blocks_of_others, sums_of_others = (commons.of_others(x, causal) for x in (block, sums))
     came, users = (place, size - 1 - place) if causal else (size - 1, size - 1)  # blocks that come; who uses mine
     home = sums * (users > 0)
-    own = sums + sums // 2 * spread.call.group  # dk and dv, and as many rows of dq for each query head
+    own = sums + sums // 2 * spread.call.q_per_kv  # dk and dv, and as many rows of dq for each query head
     pairs = (spread.pairs(columns.rows) + columns.rows.double() * entries.of_others(columns.rows, causal)) * heads
     for tally, sent, sums_received, held, sums_made in (
         (ring, blocks_of_others[after], sums_of_others - home[before] + home, 2 * most, most_sums),
@@ -217,20 +217,20 @@ def _circulate(spread: Spread, columns: Columns, ring: Tally, allgather: Tally) 
 
 
 def _deal(spread: Spread, branch: int, columns: Columns, offsets: Tensor, order: Tensor, tally: Tally) -> None:
-    """Add what it costs to deal every channel's heads to its members, as `alltoall.bundles` does."""
-    entries, members, channel, every = columns.entries, columns.channels.sizes, columns.channel, len(order)
+    """Add what it costs to deal every common's heads to its members, as `alltoall.bundles` does."""
+    entries, members, common, every = columns.entries, columns.commons.sizes, columns.common, len(order)
     apart = (
-        spread.call.has_padding and spread.call.group > 1
+        spread.call.has_padding and spread.call.q_per_kv > 1
     )  # kernels that group heads want one padding for all, and so one offset
-    # Heads are dealt one by one; where a channel has one column only, in as many lots as members get some.
-    of_channel = torch.zeros_like(members).index_add_(0, channel, columns.heads)
-    is_single = (columns.heads == of_channel[channel]) & (not apart)
-    lots = Ragged(torch.where(is_single, torch.minimum(members[channel], columns.heads), columns.heads))
+    # Heads are dealt one by one; where a common has one column only, in as many lots as members get some.
+    of_common = torch.zeros_like(members).index_add_(0, common, columns.heads)
+    is_single = (columns.heads == of_common[common]) & (not apart)
+    lots = Ragged(torch.where(is_single, torch.minimum(members[common], columns.heads), columns.heads))
     head = columns.low[lots.line] + lots.place
-    by_channel = (channel[lots.line] * every + order[head]).argsort()
-    head, column = head[by_channel], lots.line[by_channel]
-    dealt = Ragged(torch.zeros_like(members).index_add_(0, channel, lots.sizes))
-    size, heads, many = (x[dealt.line] for x in (members, of_channel, dealt.sizes))
+    by_common = (common[lots.line] * every + order[head]).argsort()
+    head, column = head[by_common], lots.line[by_common]
+    dealt = Ragged(torch.zeros_like(members).index_add_(0, common, lots.sizes))
+    size, heads, many = (x[dealt.line] for x in (members, of_common, dealt.sizes))
     begin, end = heads * dealt.place // many, heads * (dealt.place + 1) // many
     member = (((begin + 1) * size - 1) // heads + branch) % size  # where heads are few, another one in each branch
     offset = torch.searchsorted(offsets, offsets[head]) if apart else 0

@@ -1,10 +1,10 @@
-"""Rows of a channel as bytes: what a rank sends, and views of what it received.
+"""Rows of a shared as bytes: what a rank sends, and views of what it received.
 
 A packed field is (rows of all heads x B, ...): head after head, each (B, rows, ...). Fields follow one another in a
 part, widest numbers first; parts follow one another in a message. Where widths are mixed, a part ends on a multiple of
 16 bytes, so that every field is aligned.
 
-Legend: R rows of all heads that a rank owns in a channel, B samples, D head dim.
+Legend: R rows of all heads that a rank owns in a shared, B samples, D head dim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilated_attention.blocks import Block, Placed, View, head_runs
 from dilated_attention.call import accumulate_dtype
-from dilated_attention.ring.shards import Channel, Shards
+from dilated_attention.ring.shards import Shards, SharedSegment
 
 
 class Field(NamedTuple):
@@ -87,20 +87,20 @@ def pack(part: Tensor, fields: Fields, rows: int, blocks: Sequence[Block], tenso
 
 @functools.lru_cache(maxsize=4096)
 def packed_blocks(
-    channel: Channel, shards: Shards, rank: int, owner: int, samples: int, group: int, zeros: tuple[int, ...] = ()
+    shared: SharedSegment, shards: Shards, rank: int, owner: int, samples: int, group: int, zeros: tuple[int, ...] = ()
 ) -> tuple[Block, ...]:
-    """A channel's heads in the fewest blocks: rows of ``rank`` in place as queries, those of ``owner`` packed as keys.
+    """A shared's heads in the fewest blocks: rows of ``rank`` in place as queries, those of ``owner`` packed as keys.
 
     ``home`` of a block has the rows of ``rank`` in a packed tensor of its own, ``group`` query heads per head.
     """
-    mine, theirs = channel.piece(shards, rank), channel.piece(shards, owner)
+    mine, theirs = shared.piece(shards, rank), shared.piece(shards, owner)
     starts, rows = (0, 0), {}
     placed: list[Placed] = []  # head, first row here, and where the packed rows of both begin
     first_key = {}
-    for index, (head, offset) in enumerate(channel.heads):
-        counts = channel.rows(offset, theirs), channel.rows(offset, mine)
-        placed.append((head, channel.first_row(offset, mine), *starts))
-        first_key[head] = channel.first_row(offset, theirs)
+    for index, (head, offset) in enumerate(shared.heads):
+        counts = shared.rows(offset, theirs), shared.rows(offset, mine)
+        placed.append((head, shared.first_row(offset, mine), *starts))
+        first_key[head] = shared.first_row(offset, theirs)
         rows[head] = (*counts, zeros[index] if zeros else 0)
         starts = (starts[0] + counts[0], starts[1] + counts[1])
     here, found = shards.starts[rank], []
@@ -111,14 +111,14 @@ def packed_blocks(
         length = mine[1] - mine[0]
         found.append(
             Block(
-                channel.branch,
-                channel.dilation,
-                View(0, samples, at - here, 1, length, my_count, channel.dilation, head, run.heads, head_step, step),
+                shared.branch,
+                shared.dilation,
+                View(0, samples, at - here, 1, length, my_count, shared.dilation, head, run.heads, head_step, step),
                 _packed(their_count, their_start, their_step, samples, run.heads, 1),
                 False,
                 tuple(at + i * step for i in range(run.heads)),
                 tuple(first_key[head] for head in heads),
-                channel.start,
+                shared.start,
                 mine[0] - here,
                 zeros=filled,
                 home=_packed(my_count, my_start, my_step, samples, run.heads, group),

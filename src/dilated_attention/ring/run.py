@@ -20,15 +20,15 @@ from dilated_attention.backends.blockwise import MemoryCap, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
-from dilated_attention.checks import check_sequences_end, check_total_length
 from dilated_attention.derivatives import NOT_TWICE, is_mapped, once
 from dilated_attention.distributed.agreement import Agreement, ask, refusal
 from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, telling_device
 from dilated_attention.distributed.transport import Stats, Transport
+from dilated_attention.resolve import check_sequences_end, check_total_length
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
 from dilated_attention.ring.cost import fastest_exchange
-from dilated_attention.ring.shards import Channel, Shards, channels, crosses
+from dilated_attention.ring.shards import Shards, SharedSegment, crosses, shared_segments
 
 BACKWARD = "the backward of dilated_attention"
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
@@ -44,7 +44,7 @@ class Link:
     timeout: float = 60.0
     verify: str | None = None  # None: "always" where gloo carries it, else "first"
     debug: bool = False
-    limit: MemoryCap | None = None
+    memory_cap: MemoryCap | None = None
     stats: Stats = field(default_factory=Stats)
     buffers: Buffers | None = None
     total_length: int | None = None  # what the lengths of all shards must add up to
@@ -75,14 +75,16 @@ class Agreed:
     number: int  # among the calls over the group, the same on all ranks
 
     @property
-    def channels(self) -> tuple[Channel, ...]:
-        return channels(self.call.pattern, self.shards, self.call.held, self.transport.rank)
+    def shared_segments(self) -> tuple[SharedSegment, ...]:
+        return shared_segments(self.call.pattern, self.shards, self.call.held, self.transport.rank)
 
     def work(self, inputs: Inputs, ends: Tensor | None, backward: bool = False) -> Work:
         elsewhere = None
         if self.exchange == "alltoall":
-            elsewhere = frozenset((one.branch, one.start, head) for one in self.channels for head, _ in one.heads)
-        visited = bool(self.channels)
+            elsewhere = frozenset(
+                (one.branch, one.start, head) for one in self.shared_segments for head, _ in one.heads
+            )
+        visited = bool(self.shared_segments)
         return Work.of(self.call, inputs, backward=backward, ends=ends, visited=visited, elsewhere=elsewhere or None)
 
     def ends(self, padding: Tensor | None) -> Tensor | None:
@@ -121,8 +123,8 @@ class Agreed:
         if not crosses(self.call.pattern, self.shards) or not self.call.samples:
             return None
         if self.exchange == "alltoall":
-            return AllToAll(work, self.transport, self.shards, self.channels)
-        return Exchange(work, self.transport, self.shards, self.channels, self.exchange)
+            return AllToAll(work, self.transport, self.shards, self.shared_segments)
+        return Exchange(work, self.transport, self.shards, self.shared_segments, self.exchange)
 
 
 def attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:

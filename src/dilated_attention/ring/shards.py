@@ -64,7 +64,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class SharedSegment:
     """A segment that lies on several ranks, for those of its heads that have rows on the same ranks."""
 
     branch: int
@@ -94,9 +94,9 @@ class Channel:
 
 
 @functools.lru_cache(maxsize=512)
-def channels(pattern: DilatedPattern, shards: Shards, heads: Heads, rank: int) -> tuple[Channel, ...]:
-    """The channels that a rank is a member of, in an order that all members share."""
-    found: list[Channel] = []
+def shared_segments(pattern: DilatedPattern, shards: Shards, heads: Heads, rank: int) -> tuple[SharedSegment, ...]:
+    """The shared_segments that a rank is a member of, in an order that all members share."""
+    found: list[SharedSegment] = []
     mine, end = shards.starts[rank], shards.starts[rank + 1]
     if mine == end:
         return ()
@@ -104,23 +104,23 @@ def channels(pattern: DilatedPattern, shards: Shards, heads: Heads, rank: int) -
         for segment in sorted({shards.segment(token, width) for token in (mine, end - 1)}):  # others lie inside
             if segment[0] < mine or segment[1] > end:
                 found += _split_by_members(heads.of_branch(pattern, branch), shards, branch, *segment, dilation)
-    return tuple(channel for channel in found if rank in channel.members)
+    return tuple(shared for shared in found if rank in shared.members)
 
 
 def _split_by_members(
     heads: list[tuple[int, int]], shards: Shards, branch: int, start: int, stop: int, sequence: int, dilation: int
-) -> list[Channel]:
+) -> list[SharedSegment]:
     """Channels of one segment: heads together whose rows lie on the same two or more ranks."""
     pieces = {rank: shards.piece(rank, start, stop) for rank in shards.holders(start, stop)}
     members_of: dict[int, tuple[int, ...]] = {}
     for offset in {offset for _, offset in heads}:
-        whole = Channel(branch, start, stop, dilation, sequence, ((0, offset),), ())
+        whole = SharedSegment(branch, start, stop, dilation, sequence, ((0, offset),), ())
         members_of[offset] = tuple(rank for rank, piece in pieces.items() if whole.rows(offset, piece))
     together: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for head, offset in heads:
         together.setdefault(members_of[offset], []).append((head, offset))
     return [
-        Channel(branch, start, stop, dilation, sequence, tuple(some), members)
+        SharedSegment(branch, start, stop, dilation, sequence, tuple(some), members)
         for members, some in together.items()
         if len(members) > 1
     ]

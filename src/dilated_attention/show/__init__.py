@@ -25,7 +25,7 @@ def plot(pattern: DilatedPattern, tokens: int | None = None, heads: int | None =
 
     tokens = min(max(pattern.segment_lengths), MOST_CELLS) if tokens is None else tokens
     if heads is None:
-        heads = len(pattern.branches) if pattern.dealing.is_divided else min(4, max(pattern.dilation_rates))
+        heads = len(pattern.branches) if pattern.head_rule.splits_heads else min(4, max(pattern.dilation_rates))
     return panels(View(pattern, tokens, heads, **options))
 
 

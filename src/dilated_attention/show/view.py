@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from dilated_attention.checks import check_int
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring.shards import Shards
 from dilated_attention.show import counts
-from dilated_attention.whole import whole_number
 
 Colour = Literal["share", "branch"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
@@ -88,7 +88,7 @@ class View:
     kinds: tuple[Kind, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        tokens, heads = whole_number("tokens", self.tokens), whole_number("heads", self.heads)
+        tokens, heads = check_int("tokens", self.tokens), check_int("heads", self.heads)
         self.pattern.check_heads(heads, self.kv_heads)
         if self.query is not None and not 0 <= self.query < tokens:
             raise ValueError(f"there is no query {self.query} among {tokens} tokens: count from 0 to {tokens - 1}")
@@ -109,7 +109,7 @@ class View:
     def _kinds(self) -> list[Kind]:
         kv_heads = self.kv_heads or self.heads
         group = self.heads // kv_heads
-        branches = self.pattern.dealt(kv_heads)
+        branches = self.pattern.branches_for(kv_heads)
         alike: dict[tuple[int | None, ...], list[int]] = {}
         for head in range(kv_heads):
             offsets = tuple(branch.offset(head) if head in branch.heads else None for branch in branches)

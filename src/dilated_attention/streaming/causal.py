@@ -23,7 +23,7 @@ from dilated_attention.pattern import rows_at_offset
 from dilated_attention.streaming.stream import HeldRows, Stream, rows_of
 
 
-class AtOnce(Stream):
+class CausalStream(Stream):
     """The work of a causal stream."""
 
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
@@ -66,7 +66,7 @@ class AtOnce(Stream):
 
     def visit(self, index: int, work: Work, out: Tensor, lse: Tensor) -> None:
         """Merge what new tokens see in the kept rows of a branch."""
-        group, seen = self.call.group, self.position % self.branches[index].length
+        group, seen = self.call.q_per_kv, self.position % self.branches[index].length
         blocks = [block for block in self.blocks(index, seen, work.q, group) if block.keys.rows]
         sources = Inputs(work.q, *(work.readable(rows.all) for rows in self.kept[index]))
         for block, (part, part_lse) in work.each(blocks, sources):

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.call import DEFAULT_SCALE, Call
-from dilated_attention.checks import check_backend, check_tensors, checked_scale, computed_dtype
+from dilated_attention.checks import check_int, checked_scale
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.streaming.causal import AtOnce
+from dilated_attention.resolve import check_backend, check_tensors, computed_dtype
+from dilated_attention.streaming.buffered import BufferedStream
+from dilated_attention.streaming.causal import CausalStream
 from dilated_attention.streaming.stream import Stream
-from dilated_attention.streaming.window import Window
-from dilated_attention.whole import whole_number
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 
@@ -76,8 +76,8 @@ def stream(
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     check_backend(backend)
     scale = None if scale is None else checked_scale(scale)
-    max_bytes = None if max_bytes is None else whole_number("max_bytes", max_bytes)
-    num_tokens = None if num_tokens is None else whole_number("num_tokens", num_tokens)
+    max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes)
+    num_tokens = None if num_tokens is None else check_int("num_tokens", num_tokens)
     asked = Call(pattern, is_causal, DEFAULT_SCALE if scale is None else scale, backend=backend)
     return _outputs(iter(chunks), asked, enable_gqa, max_bytes, num_tokens)
 
@@ -111,7 +111,7 @@ def _outputs(
 
 
 def _begun(call: Call, outputs: OutputQueue, max_bytes: int | None, num_tokens: int | None) -> Stream:
-    work = (AtOnce if call.is_causal else Window)(call, outputs.deliver, max_bytes, num_tokens)
+    work = (CausalStream if call.is_causal else BufferedStream)(call, outputs.deliver, max_bytes, num_tokens)
     if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
         try:
             choose(call._replace(in_parts=True))

@@ -30,7 +30,7 @@ class Stream:
         """Raises if more than ``max_bytes`` would be held, before anything is."""
         self.call, self.deliver, self.position = call, deliver, 0
         lengths = call.pattern.segment_lengths
-        self.branches = call.pattern.dealt(call.kv_heads)
+        self.branches = call.pattern.branches_for(call.kv_heads)
         self.longest = max(lengths)
         self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
         self._check_memory(max_bytes, num_tokens)
@@ -95,7 +95,7 @@ class Stream:
         if branch is None:
             return self.call
         pattern, one = self.call.pattern, self.branches[branch]
-        if not pattern.dealing.is_divided:
+        if not pattern.head_rule.splits_heads:
             pattern = DilatedPattern(pattern.rule, (one.length,), (one.rate,))
         return self.call._replace(pattern=pattern, first_head=one.first, total_heads=self.call.kv_heads)
 

@@ -2,7 +2,7 @@
 
 `nesting` finds the launches of a pattern, `tiling` writes the work of a launch down, `table` puts it on the device,
 `tiles`, `forward` and `backward` are the kernels that walk through it, `launch` calls them and `whole_call` puts a call
-together. `few_queries` is decoding. `fuse` has what surrounds PyTorch's kernels. `cache` keeps what was prepared.
+together. `decode` is decoding. `fuse` has what surrounds PyTorch's kernels. `cache` keeps what was prepared.
 Importing this package imports no triton: it comes with the builds of torch that can use it.
 """
 
@@ -37,15 +37,15 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         reasons.append("triton is not installed: it comes with torch's CUDA builds")
     if call.in_parts:
         reasons.append("it takes whole calls on one device, not the blocks that ranks exchange")
-    if call.limit:
+    if call.memory_cap:
         reasons.append("it takes calls whole, and a cap on memory asks for parts")
     if call.dtype is torch.float64:
         reasons.append("it does not compute in float64")
     if call.head_dim > LARGEST_HEAD_DIM:
         reasons.append(f"it takes a head_dim up to {LARGEST_HEAD_DIM}, not {call.head_dim}")
-    if call.is_few and call.drops:
+    if call.is_decode and call.drops:
         reasons.append("its decoding has no dropout")
-    if call.is_few and backward:
+    if call.is_decode and backward:
         reasons.append("its decoding has no backward pass")
     if backward and not call.pattern.is_exact:
         reasons.append("it has no gradient with mixing_gradient='detached'")
@@ -57,13 +57,13 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         least = (8, 0) if call.dtype is torch.bfloat16 else (7, 5)
         if capability < least:
             reasons.append(f"{call.dtype} needs compute capability {least[0]}.{least[1]}, this is {capability}")
-        elif capability < (8, 0) and call.dtype is torch.float32 and call.head_dim > 128 and not call.is_few:
+        elif capability < (8, 0) and call.dtype is torch.float32 and call.head_dim > 128 and not call.is_decode:
             reasons.append(f"float32 with a head_dim over 128 needs compute capability 8.0, this is {capability}")
     return reasons
 
 
 def kernels(call: Call, backward: bool) -> tuple[str, ...]:
-    if call.is_few:
+    if call.is_decode:
         return ("our kernel for few queries",)
     kernel, form = "dkdv" if backward else "forward", nesting.form_of(call.pattern, call.is_causal, call.drops)
     tile = configs.config(
@@ -74,7 +74,7 @@ def kernels(call: Call, backward: bool) -> tuple[str, ...]:
 
 def preference(call: Call, backward: bool) -> tuple[bool, str]:
     """Whether these kernels are the first choice for a call that they can run, and why."""
-    if call.is_few:
+    if call.is_decode:
         few = call.start == ON_DEVICE or call.queries <= MOST_FEW_QUERIES
         return few, "" if few else (
             f"its decoding is for up to {MOST_FEW_QUERIES} queries, unless positions are on the device"
@@ -103,16 +103,16 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
 @functools.cache
 def _ways() -> tuple[Any, Any]:
     """The modules of few queries and of whole calls. They are imported late, as triton may be missing."""
-    from dilated_attention.backends.triton import few_queries, whole_call
+    from dilated_attention.backends.triton import decode, whole_call
 
-    return few_queries, whole_call
+    return decode, whole_call
 
 
 def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    few_queries, whole_call = _ways()
+    decode, whole_call = _ways()
     found: tuple[Tensor, Tensor]
-    if call.is_few:
-        found = few_queries.forward(call, inputs)
+    if call.is_decode:
+        found = decode.forward(call, inputs)
         return found
 
     def trains() -> bool:

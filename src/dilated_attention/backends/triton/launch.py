@@ -79,7 +79,7 @@ def _numbers(call: Call) -> tuple[float, ...]:
     scale = max(call.scale, 1e-30) * LOG2E
     threshold = min(round(call.dropout_p * 2**32), 2**32 - 1)
     factor = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0
-    return call.keys, scale, call.group, call.first_head, threshold, factor
+    return call.keys, scale, call.q_per_kv, call.first_head, threshold, factor
 
 
 def _optional(call: Call) -> tuple[torch.dtype, torch.dtype]:
@@ -97,7 +97,7 @@ def forward(
     """
     sees = "earlier" if call.is_causal else "all"
     strides = _strides(q, k, v, out, lse)
-    size = (call.samples, call.borders, call.group, config.rows, config.keys)
+    size = (call.samples, call.borders, call.q_per_kv, config.rows, config.keys)
     found = table(nests, *size, sees, max(strides[1::3]), call.device)
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
     shifted = q.dtype is torch.bfloat16 and not (call.has_padding or call.drops)
@@ -120,7 +120,7 @@ def backward_dq(
     """
     sees = "earlier" if call.is_causal else "all"
     strides = _strides(q, k, v, out, lse, dout, dlse or lse, dq)
-    size = (call.samples, call.borders, call.group, config.rows, config.keys)
+    size = (call.samples, call.borders, call.q_per_kv, config.rows, config.keys)
     found = table(nests, *size, sees, max(strides[1::3]), call.device)
     constants = _constants(call, found, config, q, k, v, out, dout)
     constants |= {"HAS_DLSE": dlse is not None, "ADD": again, "FILLS": fills}
@@ -138,7 +138,7 @@ def backward_dkdv(
     strides = _strides(q, k, v, dout, dk, dv)
     found = table(nests, call.samples, call.borders, 1, config.keys, config.rows, sees, max(strides[1::3]), call.device)
     constants = _constants(call, found, config, q, k, v, dout)
-    constants |= {"ADD": again, "FILLS": fills, "GROUPED": call.group > 1}
+    constants |= {"ADD": again, "FILLS": fills, "GROUPED": call.q_per_kv > 1}
     numbers = (*strides, *stats.strides[:2], *_numbers(call), call.scale)
     dtypes = [x.dtype for x in (q, k, v, dout, stats, dk, dv)]
     return Launch(dkdv_kernel, call.device, found, numbers, constants, config, (*dtypes, *_optional(call)))

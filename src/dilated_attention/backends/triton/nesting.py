@@ -38,7 +38,7 @@ def launches(pattern: DilatedPattern, heads: Heads, is_causal: bool, alone: bool
         if placed:
             widths, rates = (tuple(numbers) for numbers in zip(*(pattern.branches[i] for i in group), strict=True))
             nests.append(Nest(group[0], widths, rates, placed[0][0], tuple(offset for _, offset in placed)))
-    if pattern.dealing.is_divided:  # different heads: all at once
+    if pattern.head_rule.splits_heads:  # different heads: all at once
         return (tuple(nests),)
     return tuple((nest,) for nest in nests)
 
@@ -65,7 +65,7 @@ def _groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> list[list[
     order = sorted(range(len(pattern.branches)), key=lambda i: (pattern.dilation_rates[i], pattern.segment_lengths[i]))
     groups: list[list[int]] = []
     for branch in order:
-        if groups and not alone and pattern.dealing.nests and _joins(pattern, groups[-1], branch, is_causal):
+        if groups and not alone and pattern.head_rule.nests and _joins(pattern, groups[-1], branch, is_causal):
             groups[-1].append(branch)
         else:
             groups.append([branch])
@@ -114,7 +114,7 @@ def form_of(pattern: DilatedPattern, is_causal: bool, alone: bool = False) -> st
     groups = _groups(pattern, is_causal, alone)
     if any(len(group) > 1 for group in groups):
         return "nested"
-    return "apart" if len(groups) > 1 and not pattern.dealing.is_divided else ""
+    return "apart" if len(groups) > 1 and not pattern.head_rule.splits_heads else ""
 
 
 def measured_as(call: Call) -> str:

@@ -71,10 +71,10 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, most: int) -> tuple[Tensor
     out, lse = _empty_like(inputs.q, call.dtype), inputs.q.new_empty(inputs.q.shape[:3], dtype=torch.float32)
     for first in range(0, call.kv_heads, most):
         held = min(most, call.kv_heads - first)
-        kv, rows = slice(first, first + held), slice(first * call.group, (first + held) * call.group)
+        kv, rows = slice(first, first + held), slice(first * call.q_per_kv, (first + held) * call.q_per_kv)
         some = inputs._replace(q=inputs.q[:, :, rows], k=inputs.k[:, :, kv], v=inputs.v[:, :, kv])
         part = call._replace(
-            heads=held * call.group, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
+            heads=held * call.q_per_kv, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
         )
         _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, lambda: False))
     return out, lse

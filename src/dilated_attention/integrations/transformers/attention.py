@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from dilated_attention import functional
 from dilated_attention.call import read_sequences
-from dilated_attention.checks import borders_of
+from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
@@ -30,8 +30,8 @@ from dilated_attention.integrations.transformers.faults import (
     checked,
 )
 from dilated_attention.integrations.transformers.grid import Grid, check_keys, grid_mask, put_back, taken, weights_fault
-from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.resolve import borders_of
 
 NAME = "dilated"
 ALONE = "over a group, a model takes no padding, no documents and no cache: leave them out"

@@ -20,7 +20,7 @@ from dilated_attention.integrations.transformers.faults import PAST, no_fault
 from dilated_attention.integrations.transformers.grid import Grid, put_back, taken
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.chunks import any_mode
-from dilated_attention.streaming.kept import KeptRows
+from dilated_attention.streaming.kv_cache import KVCache
 
 BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came before"
 
@@ -62,7 +62,7 @@ class DilatedLayer(CacheLayerMixin):
     def __init__(self, pattern: DilatedPattern) -> None:
         super().__init__()
         self.pattern = pattern
-        self.kept: KeptRows | None = None
+        self.kept: KVCache | None = None
         self.last: Chunk | None = None
         self.length = 0  # tokens that were given, padding included
         self.waiting = 0  # tokens of `update` that were not yet attended
@@ -79,7 +79,7 @@ class DilatedLayer(CacheLayerMixin):
         if key_states.shape != value_states.shape:
             raise ValueError("keys and values must have one shape for dilated attention")
         like = key_states[:, :, :0].transpose(1, 2)
-        self.kept = KeptRows(self.pattern, like, tokens=1)
+        self.kept = KVCache(self.pattern, like, tokens=1)
         self.is_initialized = True
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]

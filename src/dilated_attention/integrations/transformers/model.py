@@ -15,6 +15,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from dilated_attention.checks import warn
 from dilated_attention.functional import tell
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
@@ -24,7 +25,6 @@ from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.models.lm import LongNetLM, within
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
 from dilated_attention.models.transformer import Attend, LMConfig, written
-from dilated_attention.notice import warn
 from dilated_attention.pattern import DilatedPattern
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])

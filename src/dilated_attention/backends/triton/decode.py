@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.backends.triton.few_queries_kernel import combine_kernel, decode_kernel
+from dilated_attention.backends.triton.decode_kernel import combine_kernel, decode_kernel
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.pattern import Branch
 
@@ -47,7 +47,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
         return out, lse
     group = heads // kv_heads
     c = configure(call) if config is None else config
-    branches = call.pattern.dealt(call.held.total)
+    branches = call.pattern.branches_for(call.held.total)
     ends = sample_ends(padding) if call.adds_zeros and padding is not None else None
     tiles = triton.cdiv(group * queries, c.rows)
     parts, part_lse = out, lse
@@ -77,13 +77,13 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
 def configure(call: Call) -> DecodeConfig:
     """Key tiles of at most 16 KiB, split so far that all processors have work, but not beyond single tiles."""
     block_dim = max(16, triton.next_power_of_2(call.head_dim))
-    wanted_rows = call.group * call.queries
+    wanted_rows = call.q_per_kv * call.queries
     most = 64 if block_dim <= 128 else 32  # more would not fit into the shared memory of every GPU
     rows = max(16, min(most, triton.next_power_of_2(wanted_rows)))
     keys = max(16, min(128, (1 << 14) // (block_dim * call.dtype.itemsize)))
     programs = triton.cdiv(wanted_rows, rows) * call.kv_heads * call.samples
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(call.device), programs)
-    splits = max(1, min(wanted, _most_tiles(call.pattern.dealt(call.held.total), call.queries, call.keys, keys)))
+    splits = max(1, min(wanted, _most_tiles(call.pattern.branches_for(call.held.total), call.queries, call.keys, keys)))
     return DecodeConfig(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
 
 

@@ -1,4 +1,4 @@
-"""KeptRows against the whole: samples at different positions, chunks and single tokens; how much is kept."""
+"""KVCache against the whole: samples at different positions, chunks and single tokens; how much is kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention import DilatedPattern, reference, testing
-from dilated_attention.streaming.kept import KeptRows
+from dilated_attention.streaming.kv_cache import KVCache
 
 TOKENS = 53
 PATTERNS = [
@@ -30,7 +30,7 @@ def rows(x: Tensor, at: Tensor, n: int) -> Tensor:
 def test_prompts_then_chunks_and_tokens(pattern: DilatedPattern, tokens: int | None) -> None:
     qkv = testing.make_qkv(3, TOKENS, 6, 4, kv_heads=3, dtype=torch.float64)
     expected = reference.attention(*qkv, pattern, is_causal=True)
-    kept = KeptRows(pattern, qkv[1], tokens)
+    kept = KVCache(pattern, qkv[1], tokens)
     at = torch.zeros(3, dtype=torch.int64)
     # prompts, a chunk for all, chunks of different lengths, a token for some, then one by one
     steps = [PROMPTS, [5, 5, 5], [1, 0, 4], [1, 0, 1], *[[1, 1, 1]] * 18]
@@ -55,7 +55,7 @@ def test_prompts_then_chunks_and_tokens(pattern: DilatedPattern, tokens: int | N
 def test_a_scale_and_the_samples_that_go_on() -> None:
     pattern = PATTERNS[0]
     qkv = testing.make_qkv(2, TOKENS, 4, 4, kv_heads=2, dtype=torch.float64)
-    kept = KeptRows(pattern, qkv[1])
+    kept = KVCache(pattern, qkv[1])
     at = torch.zeros(2, dtype=torch.int64)
     for n in (21, 1):  # a chunk, then a token
         q, k, v = (rows(x, at, n) for x in qkv)
@@ -73,7 +73,7 @@ def test_a_scale_and_the_samples_that_go_on() -> None:
 
 def test_gradients_are_refused() -> None:
     q, k, v = testing.make_qkv(1, 3, 2, 4)
-    kept = KeptRows(PATTERNS[3], k)
+    kept = KVCache(PATTERNS[3], k)
     with pytest.raises(ValueError, match="no gradients"):
         kept.attend(q.requires_grad_(), k, v, torch.zeros(1, dtype=torch.int64))
 
@@ -84,7 +84,7 @@ def test_what_a_token_does_not_see_may_be_nan() -> None:
         qkv = testing.make_qkv(1, 24, 1, 4, dtype=torch.float64)
         qkv[tensor][:, token] = torch.nan
         expected = reference.attention(*qkv, pattern, is_causal=True)
-        kept = KeptRows(pattern, qkv[1])
+        kept = KVCache(pattern, qkv[1])
         for at in range(24):
             found = kept.attend(*(x[:, at : at + 1] for x in qkv), torch.tensor([at]))
             for got, whole in zip(found, expected, strict=True):
@@ -94,7 +94,7 @@ def test_what_a_token_does_not_see_may_be_nan() -> None:
 
 def test_the_dtype_of_autocast() -> None:
     q, k, v = testing.make_qkv(1, 20, 2, 4)
-    kept = KeptRows(PATTERNS[0], k.bfloat16())
+    kept = KVCache(PATTERNS[0], k.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         for first, last in ((0, 19), (19, 20)):
             given = [x[:, first:last] for x in (q, k, v)]
@@ -106,7 +106,7 @@ def test_the_dtype_of_autocast() -> None:
 def test_a_chunk_of_padding_alone() -> None:
     """It gives nothing and keeps nothing."""
     q, k, v = testing.make_qkv(2, 4, 6, 4, kv_heads=3, dtype=torch.float64)
-    kept, none = KeptRows(PATTERNS[0], k), torch.zeros(2, dtype=torch.int64)
+    kept, none = KVCache(PATTERNS[0], k), torch.zeros(2, dtype=torch.int64)
     out, lse = kept.attend(q, k, v, none, none)
     kept.keep(k, v, none, none)
     assert not out.any()

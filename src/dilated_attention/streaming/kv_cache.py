@@ -1,11 +1,11 @@
-"""KeptRows: a cache for causal decoding that keeps only the K and V rows that later tokens can see.
+"""KVCache: a cache for causal decoding that keeps only the K and V rows that later tokens can see.
 
 Of a branch (w, r) only the open segment matters, and of that every r-th token: w / r rows per key/value head, however
 long the sequence is. The next token of each sample is computed by itself, on the device and in fixed buffers, so that a
 CUDA graph can hold the step. More tokens at once are a chunk of a causal stream.
 
 Legend: q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); at (B,) the position of the first of the n tokens in its own
-sequence; count (B,) how many of the n tokens are real, the first ones; a shelf (2, B, b, rows, h, D), k and v of b
+sequence; count (B,) how many of the n tokens are real, the first ones; a cache (2, B, b, rows, h, D), k and v of b
 branches.
 """
 
@@ -21,25 +21,25 @@ from torch.nn import functional as F
 
 from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dtype
-from dilated_attention.checks import computed_dtype
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import Branch, DilatedPattern
-from dilated_attention.streaming.causal import AtOnce
+from dilated_attention.resolve import computed_dtype
+from dilated_attention.streaming.causal import CausalStream
 from dilated_attention.streaming.chunks import any_mode
 from dilated_attention.streaming.stream import rows_of
 
 Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
 
 
-class Place(NamedTuple):
-    """Where the next token of each sample belongs on a shelf."""
+class Slot(NamedTuple):
+    """Where the next token of each sample belongs on a cache."""
 
     sample: Tensor  # (B, 1), to index with
     row: Tensor  # (B, b)
     absent: Tensor  # (B, b, h, 1), which heads do not take part with it
 
 
-class Shelf:
+class BranchCache:
     """The rows of branches that have equally many rows and the same heads: they are attended in one call."""
 
     def __init__(self, branches: dict[int, Branch], rows: int, like: Tensor) -> None:
@@ -54,56 +54,56 @@ class Shelf:
         self.kv = like.new_zeros(2, like.shape[0], len(some), rows, len(some[0].heads), like.shape[-1])
         self.dense = DilatedPattern.longnet([rows], [1])
 
-    def place(self, at: Tensor, count: Tensor | None) -> Place:
+    def slot(self, at: Tensor, count: Tensor | None) -> Slot:
         token = at.unsqueeze(1) % self.lengths
         absent = (token % self.rates).unsqueeze(2) != self.offsets
         if count is not None:
             absent = absent | (count == 0)[:, None, None]
         sample = torch.arange(len(at), device=at.device).unsqueeze(1)
-        return Place(sample, token // self.rates, absent.unsqueeze(3))
+        return Slot(sample, token // self.rates, absent.unsqueeze(3))
 
-    def put(self, k: Tensor, v: Tensor, place: Place) -> None:
+    def put(self, k: Tensor, v: Tensor, slot: Slot) -> None:
         """Keep one token per sample; heads that do not take part keep the row that they have."""
-        index = slice(None), place.sample, self.numbers, place.row
+        index = slice(None), slot.sample, self.numbers, slot.row
         given = torch.stack((k, v)).to(self.kv.dtype)[:, :, :, self.heads]
-        self.kv[index] = torch.where(place.absent, self.kv[index], given)
+        self.kv[index] = torch.where(slot.absent, self.kv[index], given)
 
-    def seen(self, q: Tensor, place: Place, scale: float | None, backend: Backend) -> Pair:
+    def seen(self, q: Tensor, slot: Slot, scale: float | None, backend: Backend) -> Pair:
         """(out, lse) of what one query per sample sees in each branch, itself among it, (B, b, h * G, ...)."""
-        samples, branches = place.row.shape
+        samples, branches = slot.row.shape
         # Each branch is one more sample, and its query is at the token's row. Where a head does not take part, that row
         # may be an old one, and what came of it is put away, NaN included.
         queries = q.unsqueeze(1).expand(-1, branches, -1, -1, -1).flatten(0, 1)
         keys, values = (x.flatten(0, 1) for x in self.kv)
         out, lse = dilated_attention(
             queries, keys, values, self.dense, is_causal=True, scale=scale, enable_gqa=True, backend=backend,
-            query_offset=place.row.flatten(), return_lse=True,
+            query_offset=slot.row.flatten(), return_lse=True,
         )  # fmt: skip
-        shape = samples, branches, place.absent.shape[2], -1
-        lse = lse.view(shape).masked_fill(place.absent, -torch.inf)
-        return out.view(shape).masked_fill(place.absent, 0.0).view(samples, branches, *q.shape[2:]), lse.flatten(2)
+        shape = samples, branches, slot.absent.shape[2], -1
+        lse = lse.view(shape).masked_fill(slot.absent, -torch.inf)
+        return out.view(shape).masked_fill(slot.absent, 0.0).view(samples, branches, *q.shape[2:]), lse.flatten(2)
 
 
-class KeptRows:
+class KVCache:
     """The rows of one attention layer, for samples that may be at different positions."""
 
     def __init__(self, pattern: DilatedPattern, like: Tensor, tokens: int | None = None) -> None:
         """``like``: k or v of any tokens. ``tokens``: room for sequences so long, and no longer; None: for any."""
         samples, _, kv_heads, head_dim = like.shape
         self.pattern, self.kv_heads = pattern, kv_heads
-        self.branches = pattern.dealt(kv_heads)
+        self.branches = pattern.branches_for(kv_heads)
         with any_mode():
             self.like = like.new_empty(samples, 0, head_dim)
-            self.shelves = self._shelves(tokens)
+            self.caches = self._branch_caches(tokens)
         self.tokens = tokens
 
-    def _shelves(self, tokens: int | None) -> list[Shelf]:
+    def _branch_caches(self, tokens: int | None) -> list[BranchCache]:
         alike: dict[tuple[int, range], dict[int, Branch]] = {}
         for index, branch in enumerate(self.branches):
             rows = rows_of(branch, branch.length if tokens is None else tokens)
             if branch.heads and rows:
                 alike.setdefault((rows, branch.heads), {})[index] = branch
-        return [Shelf(branches, rows, self.like) for (rows, _), branches in alike.items()]
+        return [BranchCache(branches, rows, self.like) for (rows, _), branches in alike.items()]
 
     def reserve(self, tokens: int) -> None:
         """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
@@ -112,35 +112,35 @@ class KeptRows:
         room = max(tokens, 2 * self.tokens)
         self.tokens = None if room >= max(self.pattern.segment_lengths) else room
         with any_mode():
-            old, self.shelves = dict(self._placed()), self._shelves(self.tokens)
-            for index, pair in self._placed():
+            old, self.caches = dict(self._rows()), self._branch_caches(self.tokens)
+            for index, pair in self._rows():
                 for x, before in zip(pair, old.get(index, ()), strict=False):
                     x[:, : before.shape[1]] = before
 
-    def _placed(self) -> Iterator[tuple[int, Pair]]:
+    def _rows(self) -> Iterator[tuple[int, Pair]]:
         """Each branch with its rows, (B, rows, h, D)."""
-        for shelf in self.shelves:
-            k, v = shelf.kv
-            for i, index in enumerate(shelf.branches):
+        for cache in self.caches:
+            k, v = cache.kv
+            for i, index in enumerate(cache.branches):
                 yield index, (k[:, i], v[:, i])
 
     @property
     def nbytes(self) -> int:
-        return sum(shelf.kv.nbytes for shelf in self.shelves)
+        return sum(cache.kv.nbytes for cache in self.caches)
 
     def select(self, samples: Tensor) -> None:
         """Go on with these samples, each as often as it is named."""
         with any_mode():
             self.like = self.like[samples]
-            for shelf in self.shelves:
-                shelf.kv = shelf.kv.index_select(1, samples)
+            for cache in self.caches:
+                cache.kv = cache.kv.index_select(1, samples)
 
     def is_on_device(self, heads: int, backend: Backend) -> bool:
         """Whether the host has no part in a step, as a CUDA graph needs; some backends read positions there."""
-        for shelf in self.shelves:
-            k = shelf.kv[0].flatten(0, 1)
+        for cache in self.caches:
+            k = cache.kv[0].flatten(0, 1)
             q = k.new_empty(len(k), 1, k.shape[2] * heads // self.kv_heads, k.shape[3])
-            if not choose(Call(shelf.dense, True, backend=backend).of(q, k, None, ON_DEVICE)).is_whole:
+            if not choose(Call(cache.dense, True, backend=backend).of(q, k, None, ON_DEVICE)).is_whole:
                 return False
         return True
 
@@ -154,19 +154,19 @@ class KeptRows:
         *,
         scale: float | None = None,
         backend: Backend = "auto",
-        places: list[Place] | None = None,
+        slots: list[Slot] | None = None,
     ) -> Pair:
         """(out, lse) of the next tokens, which see what is kept and one another.
 
         Rows that are not real, by ``count``, get 0 and -inf. Several tokens are not kept yet: call `keep`. One token
-        per sample is kept at once, in a row that no other visible token has. ``places`` is what `places` gave for
+        per sample is kept at once, in a row that no other visible token has. ``slots`` is what `slots` gave for
         ``at`` and ``count``, which are then not read; it may come from another layer with this pattern.
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("kept rows have no gradients: decode under torch.no_grad()")
         q, k, v = (x.to(computed_dtype(x)) for x in (q, k, v))
         if q.shape[1] == 1:
-            return self._next(q, k, v, self.places(at, count) if places is None else places, scale, backend)
+            return self._next(q, k, v, self.slots(at, count) if slots is None else slots, scale, backend)
         with any_mode():
             out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
             for samples, first, n in self._alike(at, count, q.shape[1]):
@@ -180,28 +180,26 @@ class KeptRows:
         """Keep what tokens after these can see of them."""
         with any_mode():
             if k.shape[1] == 1:
-                for shelf, place in zip(self.shelves, self.places(at, count), strict=True):
-                    shelf.put(k, v, place)
+                for cache, slot in zip(self.caches, self.slots(at, count), strict=True):
+                    cache.put(k, v, slot)
                 return
             for samples, first, n in self._alike(at, count, k.shape[1]):
                 stream = self._stream(samples, first, k[samples, :0], k[samples, :0], None, "auto")
                 stream.keep(k[samples, :n], v[samples, :n])
 
-    def places(self, at: Tensor, count: Tensor | None = None) -> list[Place]:
-        """Where the next token of each sample belongs, on each shelf."""
-        return [shelf.place(at, count) for shelf in self.shelves]
+    def slots(self, at: Tensor, count: Tensor | None = None) -> list[Slot]:
+        """Where the next token of each sample belongs, on each cache."""
+        return [cache.slot(at, count) for cache in self.caches]
 
-    def _next(
-        self, q: Tensor, k: Tensor, v: Tensor, places: list[Place], scale: float | None, backend: Backend
-    ) -> Pair:
+    def _next(self, q: Tensor, k: Tensor, v: Tensor, slots: list[Slot], scale: float | None, backend: Backend) -> Pair:
         """One token per sample, on the device: the host waits for nothing."""
         heads, parts = q.shape[2], []
         group = heads // self.kv_heads
-        for shelf, place in zip(self.shelves, places, strict=True):
-            first, last = shelf.heads.start * group, shelf.heads.stop * group
+        for cache, slot in zip(self.caches, slots, strict=True):
+            first, last = cache.heads.start * group, cache.heads.stop * group
             with any_mode():
-                shelf.put(k, v, place)
-            out, lse = shelf.seen(q[:, :, first:last], place, scale, backend)
+                cache.put(k, v, slot)
+            out, lse = cache.seen(q[:, :, first:last], slot, scale, backend)
             if last - first < heads:
                 sides = first, heads - last
                 out, lse = F.pad(out, (0, 0, *sides)), F.pad(lse, sides, value=-torch.inf)
@@ -226,12 +224,14 @@ class KeptRows:
             if number:
                 yield slice(sample, sample + 1), first, number
 
-    def _stream(self, samples: slice, at: int, q: Tensor, k: Tensor, scale: float | None, backend: Backend) -> AtOnce:
+    def _stream(
+        self, samples: slice, at: int, q: Tensor, k: Tensor, scale: float | None, backend: Backend
+    ) -> CausalStream:
         """A causal stream that goes on after ``at`` tokens. What it keeps, it keeps here."""
         call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend)
-        stream = AtOnce(call.of(q[:, :0], k[:, :0], None, 0), lambda _: None, sys.maxsize)
+        stream = CausalStream(call.of(q[:, :0], k[:, :0], None, 0), lambda _: None, sys.maxsize)
         stream.position = at
-        for index, pair in self._placed():
+        for index, pair in self._rows():
             for held, x in zip(stream.kept[index], pair, strict=True):
                 held.store, held.last = x[samples], rows_of(self.branches[index], at % self.branches[index].length)
         return stream

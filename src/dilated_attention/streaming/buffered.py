@@ -16,7 +16,7 @@ from dilated_attention.merge import merge_
 from dilated_attention.streaming.stream import HeldRows, Stream
 
 
-class Window(Stream):
+class BufferedStream(Stream):
     """The work of a stream that is not causal."""
 
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
@@ -100,7 +100,7 @@ class Window(Stream):
         start, self.done[index] = self.done[index], stop
         if start == stop:
             return
-        branch, group, tokens = self.branches[index], self.call.group, slice(start - self.base, stop - self.base)
+        branch, group, tokens = self.branches[index], self.call.q_per_kv, slice(start - self.base, stop - self.base)
         keys, queries = slice(branch.first, branch.last), slice(branch.first * group, branch.last * group)
         q, k, v = (rows.all[:, tokens, some] for rows, some in zip(self.inputs, (queries, keys, keys), strict=True))
         part, part_lse = self.attend(q, k, v, index, before)
