@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
-Backward = Callable[..., tuple[Any, ...]]
+Backward = Callable[..., tuple[tuple[Any, ...], tuple[Tensor, ...]]]  # gradients, and what they depend on
 
 NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
@@ -51,21 +51,22 @@ def refuse_second_derivative(grads: Gradients, *others: Tensor | None, why: str 
     return _Refusing.apply(why, len(grads), *grads, *others)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def once(why: str) -> Callable[[Backward], Backward]:
+def once(why: str) -> Callable[[Backward], Callable[..., tuple[Any, ...]]]:
     """For a backward that has no derivative: whoever differentiates its result gets an error that says ``why``.
 
-    torch's `once_differentiable` raises only if the gradient that comes in requires a gradient. That of a sum does not,
-    and the second derivative would be missing without an error.
+    Such a backward returns the gradients, and the inputs of its forward that they depend on. torch's
+    `once_differentiable` looks at incoming gradients alone. That of a sum is a constant: a second derivative would be
+    left out without an error.
     """
 
-    def decorated(backward: Backward) -> Backward:
+    def decorated(backward: Backward) -> Callable[..., tuple[Any, ...]]:
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                found, inputs = backward(ctx, *grads)
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return found
-            return refuse_second_derivative(found, torch.empty(0, requires_grad=True), why=why)
+            return refuse_second_derivative(found, *grads, *inputs, why=why)
 
         return run
 

@@ -326,14 +326,15 @@ def test_labels_of_bytes_and_of_no_tokens() -> None:
     assert torch.equal(compiled(batch(1), ends), shifted(batch(1), ends))
 
 
-def test_second_derivatives_are_refused() -> None:
-    """Also where the gradient that comes in is a constant: torch would leave them out in silence."""
-    states, weight = torch.ones(3, 6, requires_grad=True), torch.ones(19, 6, requires_grad=True)
-    for loss in (token_losses, summed_loss):
-        total = loss(states, weight, torch.tensor([3, 1, -100])).sum()
-        (grad,) = torch.autograd.grad(total, states, create_graph=True)
-        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-            grad.square().sum().backward()
+@pytest.mark.parametrize("loss", [token_losses, summed_loss])
+@pytest.mark.parametrize("by", [0, 1])
+def test_second_derivatives_are_refused(loss: Any, by: int) -> None:
+    """Also where the gradient that comes in is a constant, and by one input alone: torch would leave them out."""
+    leaves = torch.ones(3, 6, requires_grad=True), torch.ones(19, 6, requires_grad=True)
+    total = loss(*leaves, torch.tensor([3, 1, -100])).sum()
+    (grad,) = torch.autograd.grad(total, leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(grad.square().sum(), leaves[by])
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------

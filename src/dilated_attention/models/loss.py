@@ -53,7 +53,7 @@ def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 819
     """
     if not torch.is_grad_enabled():
         return token_losses(states, weight, labels, chunk).sum()
-    return _apply(_Sum, states, weight, labels, chunk)
+    return _apply(_Sum, states, weight, labels, chunk)[0]
 
 
 def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -111,11 +111,11 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @once(NOT_TWICE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
         """A row's factor is left out of its logits: it goes to the products, or to the row that is multiplied."""
         states, weight, labels = ctx.saved_tensors
         if not len(labels):  # a rank may have no tokens
-            return torch.zeros_like(states), torch.zeros_like(weight), None, None
+            return (torch.zeros_like(states), torch.zeros_like(weight), None, None), (states, weight)
         factor = torch.where(labels == IGNORED, 0.0, grad.flatten()).unsqueeze(1)
         largest = factor.abs().amax().clamp(min=torch.finfo(factor.dtype).tiny)  # a mean's would be too small for half
         dstates = torch.empty_like(states)
@@ -125,14 +125,19 @@ class _Losses(torch.autograd.Function):
             losses_(dlogits, labels[part], IGNORED, writes=True)
             dstates[part] = (dlogits @ weight) * factor[part]
             dweight += dlogits.T @ (states[part] * (factor[part] / largest)).to(states.dtype)
-        return dstates, dweight.mul_(largest).to(weight.dtype), None, None
+        return (dstates, dweight.mul_(largest).to(weight.dtype), None, None), (states, weight)
 
 
 class _Sum(torch.autograd.Function):
-    """The forward pass computes the gradients of the sum, and the backward pass multiplies them."""
+    """The forward pass computes the gradients of the sum, and the backward pass multiplies them.
+
+    They are outputs as well: whoever differentiates them comes back here, and is refused.
+    """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         exact, labels = accumulate_dtype(states.dtype), labels.flatten()
         losses = torch.empty(len(labels), dtype=exact, device=states.device)
         dstates, dweight = torch.empty_like(states), torch.zeros_like(weight, dtype=exact)
@@ -143,12 +148,14 @@ class _Sum(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 dweight += dlogits.T @ states[part]
         ctx.save_for_backward(dstates, dweight)
+        ctx.set_materialize_grads(False)
         ctx.dtype = weight.dtype
-        return losses.sum()
+        return losses.sum(), dstates, dweight
 
     @staticmethod
-    @once(NOT_TWICE)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *seconds: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+        if any(second is not None for second in seconds):
+            raise RuntimeError(NOT_TWICE)
         dstates, dweight = ctx.saved_tensors
         return dstates * grad, (dweight * grad).to(ctx.dtype), None, None
 

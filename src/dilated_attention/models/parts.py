@@ -82,7 +82,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     @once(NOT_TWICE)
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[tuple[Tensor | None, ...], Tensors]:
         inputs, weights = ctx.next_functions[0][0].saved_tensors, ctx.weights  # `_Kept` has the inputs
         wanted = ctx.needs_input_grad[3 : 3 + len(inputs)]
         dinputs = [torch.empty_like(x) if wants else None for x, wants in zip(inputs, wanted, strict=True)]
@@ -100,4 +100,4 @@ class _Again(torch.autograd.Function):
             for total in dweights:
                 total += next(new)
         rounded = (total.to(weight.dtype) for total, weight in zip(dweights, weights, strict=True))
-        return grads[0].new_empty(0), None, None, *dinputs, *rounded
+        return (grads[0].new_empty(0), None, None, *dinputs, *rounded), (*inputs, *weights)

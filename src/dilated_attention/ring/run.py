@@ -302,7 +302,7 @@ class _Parallel(torch.autograd.Function):
 
     @staticmethod
     @once(NOT_TWICE)
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         agreed: Agreed = ctx.agreed
         try:
             q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
@@ -321,4 +321,4 @@ class _Parallel(torch.autograd.Function):
                 grads = work.backward(results)
             else:
                 grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
-            return (*tensors.finished_grads(grads, inputs, agreed.call, bad), None, None, None)
+            return (*tensors.finished_grads(grads, inputs, agreed.call, bad), None, None, None), (q, k, v)
