@@ -12,6 +12,8 @@ import hashlib
 import importlib
 import json
 import os
+import re
+import secrets
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,6 +22,10 @@ from typing import Any
 # How a page draws a chart: embed(element, specification, {...EMBED, ...}). `ast` interprets expressions, so that
 # the page needs no eval. The page brings its own style, also for tooltips, because the policy allows no other.
 EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
+
+# What XML forbids in any form: control characters, and what stands in for names that are not UTF-8. At the first one,
+# vl-convert ends the whole process.
+NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def library(name: str, needing: str = "a chart needs", extra: str = "bench") -> Any:
@@ -34,9 +40,18 @@ def library(name: str, needing: str = "a chart needs", extra: str = "bench") -> 
         raise ModuleNotFoundError(text, name=package) from error
 
 
+def plain(value: Any) -> Any:
+    """Text, or all texts in lists and dicts, without the characters that a picture cannot hold."""
+    if isinstance(value, str):
+        return NO_XML.sub("\ufffd", value)
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return {plain(key): plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
 def drawn(specification: dict[str, Any], ending: str, scale: float = 2) -> bytes:
     """A chart as the content of an .svg or a .png file."""
-    convert = library("vl_convert")
+    convert, specification = library("vl_convert"), plain(specification)
     if ending == ".svg":
         return str(convert.vegalite_to_svg(specification)).encode()
     return bytes(convert.vegalite_to_png(specification, scale=scale))
@@ -90,15 +105,13 @@ def as_json(data: object) -> str:
 def write(file: Path, content: bytes) -> None:
     """The whole file or none of it, also when the program is stopped meanwhile."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=".half-written-")
+    part = file.with_name(f".half-written-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with part.open("xb") as stream:  # with the rights that any new file gets
             stream.write(content)
-        os.chmod(name, 0o644)  # mkstemp lets only the owner read
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def writable(folder: Path, option: str = "--out") -> Path:

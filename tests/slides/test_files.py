@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,16 @@ def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[1] == {"key": "a"}
     assert list(found[0]) == ["features"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002])
+def test_a_result_has_the_rights_of_any_new_file(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        files.write(tmp_path / "one.h5", {}, {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "one.h5").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_what_only_looks_like_a_result_is_none(tmp_path: Path) -> None:

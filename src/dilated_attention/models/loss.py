@@ -135,9 +135,7 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         exact, labels = accumulate_dtype(states.dtype), labels.flatten()
         losses = torch.empty(len(labels), dtype=exact, device=states.device)
         dstates, dweight = torch.empty_like(states), torch.zeros_like(weight, dtype=exact)

@@ -30,7 +30,7 @@ def save(maps: Maps, file: Path, *, query: int = 0, layer: int = -1, head: int |
     if ending not in ENDINGS:
         raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
     if ending == ".html":
-        charts.write(file, page(maps).encode())
+        charts.write(file, charts.plain(page(maps)).encode())
     else:
         charts.write(file, charts.drawn(picture(maps, query, layer, head), ending))
 
