@@ -165,15 +165,22 @@ def modules() -> dict[str, Path]:
     return found
 
 
+# Where methods open the tools above their file: `DilatedPattern.suggest` and `plot`.
+DOORS = {"pattern": ("suggest", "plot")}
+
+
 def imports_of(module: str, file: Path, known: set[str]) -> set[str]:
-    """The modules of this package that a file imports, wherever in the file and however written."""
+    """The modules of this package that a file imports, wherever in the file but in its DOORS, and however written."""
     found: set[str] = set()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    doors = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name in DOORS.get(module, ())]
+    behind = {node for door in doors for node in ast.walk(door)}
 
     def add(dotted: str) -> None:
         if dotted == NAME or dotted.startswith(NAME + "."):
             found.add(dotted[len(NAME) + 1 :])
 
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in {*ast.walk(tree)} - behind:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 add(alias.name)

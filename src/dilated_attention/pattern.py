@@ -6,7 +6,6 @@ Legend: N tokens; H query heads; Hk key/value heads, which rules count; the H //
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -188,9 +187,9 @@ class DilatedPattern(_Written):
             >>> da.DilatedPattern.suggest(tokens=8192, heads=12)
             DilatedPattern.longnet(segment_lengths=[2048, 4096, 8192], dilation_rates=[1, 2, 4])
         """
-        tools = importlib.import_module("dilated_attention.advice")  # above this file, so found only when asked for
-        found: DilatedPattern = tools.pattern_for(tokens, heads, rule, kv_heads)
-        return found
+        from dilated_attention.advice import pattern_for  # the tools stand above this file
+
+        return pattern_for(tokens, heads, rule, kv_heads)
 
     def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
         """Draws which keys each query sees, as an Altair chart for a notebook.
@@ -204,8 +203,9 @@ class DilatedPattern(_Written):
             >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
             >>> chart.save("pattern.png")  # doctest: +SKIP
         """
-        tools = importlib.import_module("dilated_attention.show")
-        return tools.plot(self, num_tokens, num_heads, **options)
+        from dilated_attention.show import plot
+
+        return plot(self, num_tokens, num_heads, **options)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
