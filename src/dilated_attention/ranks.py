@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 # Imported once for all ranks. Not this package: the server would import it from wherever it finds one, not from where
 # we come from.
@@ -61,7 +62,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size, self._groups, self._used, self._out_of_step = size, 0, False, False
-        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # where ranks meet
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # where ranks meet
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         context = multiprocessing.get_context("forkserver")
@@ -223,5 +224,5 @@ def _enter_group(port: int, number: int, size: int) -> None:
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
     rank, limit = int(multiprocessing.current_process().name), timedelta(seconds=TIMEOUT)
-    store = dist.PrefixStore(str(number), dist.TCPStore(LOOPBACK, port, timeout=limit))
+    store = PrefixStore(str(number), TCPStore(LOOPBACK, port, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
