@@ -76,4 +76,5 @@ def test_what_fits(run: Any) -> None:
     assert "training fits with 16 ranks instead of 8: " in out
     out = run(*line, f"{need}B", "--latency", "1s").out
     assert "best exchange: allgather" in out
+    assert row(out, f"trains in {bytes_text(need)}") == ["no", "no", "yes"]
     assert f"training fits with exchange='alltoall' instead of 'allgather': {bytes_text(need)}" in out

@@ -50,6 +50,10 @@ def test_titles() -> None:
             ],
         ),
         (
+            View(DilatedPattern.longnet([5], [2]), 10, 1),  # each segment begins anew
+            ["In head 0, 6 of 10 tokens get an output. The others get 0."],
+        ),
+        (
             View(DilatedPattern.head_groups([4, 8], [1, 4]), 10**9, 4, query=3),
             [
                 "In heads 0, 1, query 3 sees 4 keys in w=4 r=1 (0 1 2 3).",
