@@ -100,7 +100,6 @@ def seen_through(call: Call, blocks: Iterable[Block], fold: bool) -> tuple[Count
                         assert block.query_at[head] == query
                         assert block.key_at[head] == call.key_start + shown[0][1]
                         assert block.segment == query - query % width
-                        assert block.start == max(block.segment, call.start) - call.start
                         assert block.head_numbers[head] == query_head // call.q_per_kv
                         assert block.rate == call.pattern.dilation_rates[block.branch]
     return pairs, zeros
@@ -205,7 +204,6 @@ def test_what_others_compute_is_left_out(call: Call, fold: bool, seed: int) -> N
     elsewhere = frozenset(pick.sample(sorted(shared), pick.randint(0, len(shared))))
     work = plan(call, fold, elsewhere=elsewhere)
     assert work.merges
-    assert not work.fillable
     assert work.bare == (0, call.kv_heads)
 
     def stays(row: Row) -> bool:
@@ -296,38 +294,14 @@ def test_the_densest_branch_goes_first() -> None:
         assert plan(call_of(DilatedPattern.of(rule, lengths, rates))).bare == bare
 
 
-@FEW
-@given(calls(), st.booleans())
-def test_gaps_and_rows_are_whole_segments(call: Call, fold: bool) -> None:
-    """Where a plan says so, the blocks that write first and their gaps are all rows, each of them once."""
-    work = plan(call, fold)
-    if not work.fillable:
-        return
-    x = ids(call.samples, call.queries, call.kv_heads, fold)
-    filled: list[int] = []
-    for block in work.blocks:
-        if block.is_first:
-            filled += block.queries.of(x).reshape(-1).tolist()
-        gaps = block.gaps()
-        if gaps is not None:
-            rate, offset, step, width = gaps
-            whole = block.queries._replace(token=block.start, rows=width, row_step=1, token_step=0).of(x)
-            for head in range(block.heads):
-                away = [i for i in range(width) if i % rate != offset + head * step]
-                filled += whole[:, away, head].reshape(-1).tolist()
-    assert sorted(filled) == sorted(x.reshape(-1).tolist())
-
-
 def test_what_a_plan_says_of_itself() -> None:
-    for width, tokens, fillable in ((4, 8, False), (16, 20, False), (16, 25, True)):  # short segments, a short tail
-        assert plan(call_of(DilatedPattern.longnet([width], [9]), 1, tokens, 3)).fillable == fillable
     for rule, merges in (("longnet", True), ("torchscale", True), ("head_groups", False)):  # several branches of a head
         call = call_of(DilatedPattern.of(rule, (16, 32), (1, 2)))
         assert plan(call).merges == merges
         assert plan(call, visited=True).merges
         assert not plan(call_of(DilatedPattern.of(rule, (16,), (2,)), 2, 70)).merges
     for samples, tokens in ((0, 5), (5, 0), (0, 0)):
-        assert plan(call_of(DilatedPattern.longnet([4], [2]), samples, tokens, 2)) == Plan((), (0, 0), False, False)
+        assert plan(call_of(DilatedPattern.longnet([4], [2]), samples, tokens, 2)) == Plan((), (0, 0), False)
     one, two = (plan(call_of(DilatedPattern.longnet(lengths, (1, 2)), 2, 19, 4)) for lengths in ((4, 8), [4, 8]))
     assert one is two, "plans are cached by value"
 

@@ -20,7 +20,6 @@ from dilated_attention.call import Call
 from dilated_attention.pattern import rows_at_offset
 
 NO_STRIDE = 2**62  # as long as torch takes; only dimensions of size 1 have such
-MOST_GAPS = 64
 
 
 class View(NamedTuple):
@@ -73,8 +72,6 @@ class Block(NamedTuple):
     query_at: tuple[int, ...]  # each head's first query in the sequence,
     key_at: tuple[int, ...]  # and its first key
     segment: int  # where the first segment begins in the sequence
-    start: int = 0  # the token here with which the block's part of that segment begins,
-    tokens: int = 0  # and how many tokens that part has
     zeros: int = 0  # appended zero keys that each row attends to
     is_first: bool = False  # nothing was written to these rows before: write, do not merge
     home: View | None = None  # the queries in a packed tensor of this rank's rows, where keys came from elsewhere
@@ -103,13 +100,6 @@ class Block(NamedTuple):
             and view.segments * view.rows == call.queries
             and (view.head, view.head_step, view.heads) == (0, 1, call.kv_heads)
         )
-
-    def gaps(self) -> tuple[int, int, int, int] | None:
-        """The rows between those of a block that writes first: rate, offset, its step from head to head, tokens."""
-        view = self.queries
-        if self.rate == 1 or not self.is_first:
-            return None
-        return self.rate, view.token - self.start, view.token_step if view.heads > 1 else 0, self.tokens
 
     def cut(self, rows: int | None = None, heads: int | None = None, batch: int | None = None) -> list[Block]:
         """The block in parts of at most so many rows of all heads together, so many heads, and so much of the batch.
@@ -155,7 +145,6 @@ class Block(NamedTuple):
             query_at=tuple(at + shift for at in self.query_at[head:last]),
             key_at=tuple(at + shift for at in self.key_at[head:last]),
             segment=self.segment + shift,
-            start=self.start + shift,
         )
 
 
@@ -164,7 +153,6 @@ class Plan(NamedTuple):
 
     blocks: tuple[Block, ...]
     bare: tuple[int, int]  # key/value heads: in all others, blocks that write first cover every row
-    fillable: bool  # whether all such rows are gaps of those blocks, and not too many
     merges: bool  # whether some row gets several parts
 
     def row_counts(self) -> set[int]:
@@ -189,13 +177,12 @@ def plan(
     ``visited``: keys from elsewhere follow, to be merged. ``elsewhere``: what other ranks compute.
     """
     if not call.samples or not call.queries:
-        return Plan((), (0, 0), False, False)
+        return Plan((), (0, 0), False)
     apart = elsewhere is not None or call.is_decode  # then blocks do not write every row, so all are merged
     rates = call.pattern.dilation_rates
     blocks: list[Block] = []
     written: set[int] = set()
     bare = list(range(call.kv_heads)) if apart else []
-    fillable = not apart
     for branch in sorted(range(len(rates)), key=rates.__getitem__):
         # densest first: with r = 1 the first branch writes every row and nothing needs filling
         placed = call.placed(branch)
@@ -203,8 +190,6 @@ def plan(
         bare += fresh if rates[branch] > 1 else ()
         for is_first in (True, False):
             for piece in _pieces(call, branch):
-                # else some offsets have no row, or a program would go through too many gaps
-                fillable &= not fresh or rates[branch] <= min(piece.stop - piece.first, MOST_GAPS)
                 here = [
                     one
                     for one in placed
@@ -213,7 +198,7 @@ def plan(
                 blocks += _blocks(call, branch, here, piece, sample, fold, is_first)
         written.update(head for head, _ in placed)
     merges = visited or apart or not all(block.is_first for block in blocks)
-    return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), fillable, merges)
+    return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
 
 
 class Piece(NamedTuple):
@@ -313,7 +298,7 @@ def _blocks(
             )  # fmt: skip
             block = Block(
                 branch, rate, queries, queries, call.is_causal, at, at, segment + shift,
-                piece.first - call.start + shift, piece.stop - piece.first, count.zeros, is_first,
+                count.zeros, is_first,
             )  # fmt: skip
             yield from _with_keys(block, keys, key_at, count, call) if call.is_decode else [block]
 

@@ -366,8 +366,8 @@ MUTANTS = [
     M("fused-merge-of-an-empty-part", "Merging in one launch with an empty part changes what is there.",
       "backends/triton/fuse_kernel.py", "some = here & (part_lse != float(\"-inf\"))", "some = here"),
     M("fused-sums-in-half", "Adding gradients in one launch rounds them to half precision first.",
-      "backends/triton/fuse_kernel.py", "tl.load(target_at, mask=inside).to(SUM) + part.to(SUM)",
-      "tl.load(target_at, mask=inside).to(SUM) + part.to(Target.dtype.element_ty).to(SUM)"),
+      "backends/triton/fuse_kernel.py", "mask=inside).to(tl.float32) + part.to(tl.float32)",
+      "mask=inside).to(tl.float32) + part.to(Target.dtype.element_ty).to(tl.float32)"),
     # --- routes and messages ------------------------------------------------------------------------------------
     M("the-wrong-neighbour", "The ring turns the other way round, but blocks are still named as before.",
       "ring/routes.py", "members[me - 1], members[(me + 1) % count]",

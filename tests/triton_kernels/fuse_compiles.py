@@ -26,7 +26,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
     return found
 
 
-NAMES = ("merge", "merge zeros", "add", "write", "write zeros", "write gaps", "put", "put gaps")
+NAMES = ("merge", "merge zeros", "add", "write", "write zeros", "put")
 REPLACING = NAMES[:3]  # what they load
 
 
@@ -44,21 +44,19 @@ def launch(
     out, lse = out[:, ::2, ::2], lse[:, ::2, ::2]
     part = torch.empty(2, heads, rows, dim, dtype=part_dtype).transpose(1, 2)
     part_lse = torch.empty(2, heads, rows).transpose(1, 2)
-    given, gaps = (out, lse, part, part_lse), (2, 0, 0, 2 * rows)
+    given = (out, lse, part, part_lse)
     launches: dict[str, Callable[[], object]] = {
-        "merge": lambda: fuse.merge_(*given),
-        "merge zeros": lambda: fuse.merge_(*given, torch.zeros(2, 1, heads)),
-        "add": lambda: fuse.put_([out, out, out], [part, part, part], add=True),
+        "merge": lambda: fuse.merge_(*given, first=False),
+        "merge zeros": lambda: fuse.merge_(*given, torch.zeros(2, 1, heads), first=False),
+        "add": lambda: fuse.put_(out, part, add=True),
         "write": lambda: fuse.merge_(*given, first=True),
         "write zeros": lambda: fuse.merge_(*given, 0.5, first=True),
-        "write gaps": lambda: fuse.merge_(*given, None, gaps, first=True),
-        "put": lambda: fuse.put_([out], [part], add=False),
-        "put gaps": lambda: fuse.put_([out], [part], add=False, gaps=gaps),
+        "put": lambda: fuse.put_(out, part, add=False),
     }
     found = {}
     for name in names:
         launches[name]()
-        found[name] = kernels["put" if name in ("add", "put", "put gaps") else "merge"].made[-1]
+        found[name] = kernels["put" if name in ("add", "put") else "merge"].made[-1]
     return found
 
 
@@ -89,7 +87,7 @@ def test_accesses(
             row = {"ld.global.b32", "st.global.b32"} if "merge" in name or "write" in name else set()  # its lse
             assert set(steps) - {"bar.sync"} <= {"ld.global.v4.b32", "st.global.v4.b32"} | row, name
         if name in REPLACING:
-            for part in " ".join(steps).split("st.global"):  # from store to store; a kernel has up to three bodies
+            for part in " ".join(steps).split("st.global"):  # from store to store
                 assert "ld.global" not in part or part.rfind("bar.sync") > part.rfind("ld.global"), name
 
 
@@ -99,6 +97,6 @@ def test_other_sizes_are_the_same_kernel(kernels: dict[str, Compiled], monkeypat
     for rows, heads in ((200, 3), (64, 1), (1024, 16), (4096, 12)):
         launch(kernels, SINGLE, HALF, 64, rows, heads)
     assert {name: (len(keys), len(set(keys))) for name, keys in asked.items()} == {
-        "merge_kernel": (4 * 5, 5),
-        "put_kernel": (4 * 3, 3),
+        "merge_kernel": (4 * 4, 4),
+        "put_kernel": (4 * 2, 2),
     }

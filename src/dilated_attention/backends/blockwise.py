@@ -255,8 +255,7 @@ class Work:
                 out, lse = self.empty_result()
             here, here_lse = block.queries.of(out, group), block.queries.of(lse, group)
             if around is not None:
-                gaps = block.gaps() if self._fills else None
-                around.merge_(here, here_lse, part, part_lse, log_zeros, gaps, first=block.is_first)
+                around.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
             elif block.is_first:
                 here.copy_(part)
                 here_lse.copy_(part_lse)
@@ -275,13 +274,12 @@ class Work:
                     continue
                 grads = self._empty_grads()
             views = [block.queries.of(grads[0], group), block.keys.of(grads[1]), block.keys.of(grads[2])]
-            if around is not None and not self.call.is_decode:
-                gaps = block.gaps() if self._fills else None
-                around.put_(views, parts, add=not block.is_first, gaps=gaps)
-                continue
             for view, x in zip(views, parts, strict=True):
                 x = x[..., : view.shape[-1]]  # the rows of few queries' keys were padded when they were read
-                _ = view.copy_(x) if block.is_first else view.add_(x)
+                if around is not None:
+                    around.put_(view, x, add=not block.is_first)
+                else:
+                    _ = view.copy_(x) if block.is_first else view.add_(x)
         dq, dk, dv = grads or self._empty_grads()
         return dq, dk, dv
 
@@ -321,18 +319,14 @@ class Work:
             self._fill_bare_(grad, group, 0.0)
         return grads
 
-    @property
-    def _fills(self) -> bool:
-        """Whether the launches that write blocks write the gaps between their rows as well, which spares a fill."""
-        return self.plan.fillable and not self.call.memory_cap and self._around is not None
-
     def _fill_bare_(self, x: Tensor, group: int, blank: float) -> None:
         """Fill what no block writes."""
         first, end = self.plan.bare
-        if first == end or (self._fills and self.plan.blocks):
-            return
-        # some heads of a CUDA tensor take longer than all
-        (x if x.device.type == "cuda" else x[:, :, first * group : end * group]).fill_(blank)
+        bare = x[:, :, first * group : end * group]
+        if self._around is not None and x.dim() == 4 and bare.shape != x.shape:  # torch takes longer for some than all
+            self._around.put_(bare, x.new_full(x.shape[3:], blank).expand_as(bare), add=False)
+        elif first < end:
+            (x if x.device.type == "cuda" else bare).fill_(blank)
 
 
 def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
@@ -343,7 +337,7 @@ def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
         if not 0 <= at <= call.keys - call.queries:
             raise ValueError(outside(f"query_offset[{sample}]", at, call.queries, call.keys))
         blocks += plan(call._replace(samples=1, start=at), False, sample).blocks
-    return Plan(tuple(blocks), (0, call.kv_heads), False, True)
+    return Plan(tuple(blocks), (0, call.kv_heads), True)
 
 
 def _positions(block: Block, at: tuple[int, ...], rows: int, call: Call) -> Tensor:

@@ -119,7 +119,6 @@ def packed_blocks(
                 tuple(at + i * step for i in range(run.heads)),
                 tuple(first_key[head] for head in heads),
                 shared.start,
-                mine[0] - here,
                 zeros=filled,
                 home=_packed(my_count, my_start, my_step, samples, run.heads, group),
             )

@@ -82,7 +82,7 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, most: int) -> tuple[Tensor
 
 def _put(out: Tensor, lse: Tensor, found: Tensor, found_lse: Tensor) -> None:
     """Copy the results of some heads. They are held here alone: their memory is free before the next heads begin."""
-    fuse.put_([out], [found], add=False)  # rounded as it is copied
+    fuse.put_(out, found, add=False)  # rounded as it is copied
     lse.copy_(found_lse)
 
 
