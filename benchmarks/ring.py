@@ -29,7 +29,7 @@ from dilated_attention.bench import machine, probes, run
 from dilated_attention.bench.runners import rank_milliseconds
 from dilated_attention.distributed.sequence import gather_sequence, shard_sequence
 from dilated_attention.functional import attend
-from dilated_attention.ring.run import Link
+from dilated_attention.ring.run import Ranks
 from dilated_attention.testing import make_qkv
 
 MIB = 1 << 20
@@ -66,17 +66,17 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, floa
     size = (1, len(range(options.tokens)[rank :: dist.get_world_size()]), options.heads, options.dim)
     generator = torch.Generator(device).manual_seed(rank)
     q, k, v, dout = (torch.randn(size, generator=generator, device=device, dtype=options.torch_dtype) for _ in range(4))
-    link = Link(dist.group.WORLD, options.exchange)
+    ranks = Ranks(ContextParallel(dist.group.WORLD, exchange=options.exchange))
 
     def attention(*qkv: torch.Tensor) -> torch.Tensor:
-        return attend(*qkv, whole, options.causal, None, 0.0, None, False, "auto", None, link)[0]
+        return attend(*qkv, whole, options.causal, None, 0.0, None, False, "auto", None, ranks)[0]
 
     calls = {
         "forward": run.forward(attention, (q, k, v)),
         "forward + backward": run.forward_backward(attention, (q, k, v), dout),
     }
     calls["forward"]()
-    row = {"inputs_mib": 3 * q.nbytes / MIB, "hops": link.stats.hops, "received_mib": link.stats.bytes_received / MIB}
+    row = {"inputs_mib": 3 * q.nbytes / MIB, "hops": ranks.stats.hops, "received_mib": ranks.stats.bytes_received / MIB}
     for name, call in calls.items():
         row[f"{name}/peak_mib"] = probes.peak_bytes(call, device) / MIB
         row[f"{name}/ms"] = statistics.median(rank_milliseconds(call) for _ in range(options.repeats))

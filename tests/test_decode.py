@@ -13,14 +13,14 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import run, sdpa, triton
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.functional import attend
 from dilated_attention.pattern import RULES
-from dilated_attention.ring.run import Link
+from dilated_attention.ring.run import Ranks
 from tests.cases import Recorder
 
 TOKENS = 61
@@ -239,11 +239,11 @@ def test_where_only_the_backward_pass_is_missing_the_call_is_refused(monkeypatch
 
 def test_only_a_call_on_one_device_has_an_offset() -> None:
     x = torch.zeros(2, 9, 4, 8)
-    given = (PAPER, False, None, 0.0, None, False, "auto", None)
+    given, alone = (PAPER, False, None, 0.0, None, False, "auto", None), Ranks(ContextParallel(), ring_size=1)
     with pytest.raises(ValueError, match="query_offset is for one device"):
-        attend(x, x, x, *given, Link(None), query_offset=0)
+        attend(x, x, x, *given, alone, query_offset=0)
     with pytest.raises(ValueError, match="needs equal lengths"):
-        attend(x[:, :3], x, x, *given, Link(None))
+        attend(x[:, :3], x, x, *given, alone)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from dilated_attention.ring.circulate import Messages, traffic
 from dilated_attention.ring.packing import Field
 from tests.cases import EXCHANGES, Case
 from tests.drawn import drawn, few, shards_of, shared_segments_of
-from tests.threads import FakeLink, FakeTransport, run_threads
+from tests.threads import FakeRanks, FakeTransport, run_threads
 
 # --- the engine -------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ def forward_only(case: Case) -> list[FakeTransport]:
     def rank(transport: FakeTransport) -> None:
         q, k, v = (x[:, case.shard(transport.rank)] for x in qkv)
         call = Call(case.the_pattern(), case.is_causal, in_parts=True).of(q, k, None, 0)
-        ring.attend(Inputs(q, k, v), call, FakeLink(transport, exchange=case.exchange))
+        ring.attend(Inputs(q, k, v), call, FakeRanks(transport, exchange=case.exchange))
 
     return run_threads(case.ranks, rank)[1]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call, read_sequences
-from dilated_attention.distributed.transport import Stats
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.group import Stats
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ring import run as ring
 from dilated_attention.testing import Results, run
@@ -69,6 +69,7 @@ class FakeTransport:
 
     def __init__(self, office: Office, rank: int) -> None:
         self.office, self.rank, self.size = office, rank, office.size
+        self.group = self
         self.stats = Stats()
         self.log: list[tuple[str, bool, dict[int, int], dict[int, int]]] = []
         self._posted: dict[str, int] = {}
@@ -142,10 +143,12 @@ def joined(results: Sequence[Results]) -> Results:
     return Results(whole["out"], whole.get("lse"), whole["dq"], whole["dk"], whole["dv"])
 
 
-class FakeLink(ring.Link):
+class FakeRanks(ring.Ranks):
     def __init__(self, transport: FakeTransport, **settings: Any) -> None:
-        super().__init__(cast(ProcessGroup, transport), verify="always", **settings)
+        super().__init__(ContextParallel(verify="always", **settings))
         self.fake = transport
+
+    group = None  # nobody can be told of an error
 
     def transport(self, device: torch.device) -> FakeTransport:
         return self.fake
@@ -174,12 +177,12 @@ def run_sharded(
     def rank(transport: FakeTransport) -> Results:
         start = sum(lengths[: transport.rank])
         shard = slice(start, start + lengths[transport.rank])
-        link = FakeLink(transport, exchange=exchange, use_checkpointing=use_checkpointing)
+        ranks = FakeRanks(transport, exchange=exchange, use_checkpointing=use_checkpointing)
         padding = None if key_padding_mask is None else key_padding_mask[:, shard]
 
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
             inputs = Inputs(query, key, value, padding, seed)
-            return ring.attend(inputs, asked.of(query, key, padding, 0), link)
+            return ring.attend(inputs, asked.of(query, key, padding, 0), ranks)
 
         parts = tuple(x[:, shard] for x in qkv)
         return run(attention, parts, dout[:, shard], None if dlse is None else dlse[:, shard])

@@ -6,6 +6,7 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H). Decoding: q
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, overload
 
 import torch
@@ -33,7 +34,7 @@ from dilated_attention.resolve import (
     warn_of_mistakes,
 )
 from dilated_attention.ring import run as ring
-from dilated_attention.ring.run import Link
+from dilated_attention.ring.run import Ranks
 
 
 @overload
@@ -147,12 +148,11 @@ def dilated_attention(
         torch.Size([2, 1000, 8, 64])
     """
     if return_lse is not True and return_lse is not False:
-        error = TypeError(f"return_lse must be True or False, got {return_lse!r}")
-        tell(group, query, error)
-        raise error
+        with telling(group, query):
+            raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
     out, lse = attend(
         query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
-        link_of(group), query_offset=query_offset, cu_seqlens=cu_seqlens,
+        Ranks.of(group), query_offset=query_offset, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -169,18 +169,18 @@ def attend(
     enable_gqa: bool = False,
     backend: Backend = "auto",
     heads: tuple[int, int] | None = None,
-    link: Link | None = None,
+    ranks: Ranks | None = None,
     seed: Tensor | None = None,
     query_offset: int | Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     warns: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `dilated_attention`; over the ranks of ``link`` unless it is None or of a single rank.
+    """(out, lse) of `dilated_attention`; over the ranks of ``ranks`` unless it is None or a single rank.
 
     ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
     """
     facts = None
-    if link is None and heads is None and key_padding_mask is None and query_offset is None and cu_seqlens is None:
+    if ranks is None and heads is None and key_padding_mask is None and query_offset is None and cu_seqlens is None:
         if is_compiling():
             if is_right(query, key, value, pattern, is_causal, scale, dropout_p, enable_gqa, backend):
                 return attend_traced(query, key, value, pattern, is_causal)
@@ -190,21 +190,21 @@ def attend(
             if known is not None:
                 seed = drawn_seed(query.device) if dropout_p > 0 else None
                 return attend_plain(Inputs(query, key, value, None, seed), known)
-    alone = link is None or link.size == 1
-    try:
+    alone = ranks is None or ranks.size == 1
+    with ring.telling_ranks(ranks, query):
         call = _checked(
             query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
-            decodes=link is None, in_parts=not alone, warns=warns and alone,
-            memory_cap=0 if link is None or link.memory_cap is None else link.memory_cap.number,
+            decodes=ranks is None, in_parts=not alone, warns=warns and alone,
+            memory_cap=0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number,
         )  # fmt: skip
         if not alone:
             ring.check_transforms()
-        if link is not None and alone:
-            check_total_length(link.total_length, (query.shape[1],))
+        if ranks is not None and alone:
+            check_total_length(ranks.parallel.total_length, (query.shape[1],))
         sequences, borders = checked_sequences(cu_seqlens, query, key, key_padding_mask, in_parts=not alone)
         if sequences:  # asked first, as short calls notice what a copy costs
             call = call._replace(sequences=sequences)
-        start = checked_start(query, key, query_offset, is_alone=link is None)
+        start = checked_start(query, key, query_offset, is_alone=ranks is None)
         dtype = computed_dtype(query)
         if query.dtype is not dtype:
             query = query.to(dtype)
@@ -220,33 +220,20 @@ def attend(
             seed = drawn_seed(query.device)
         positions = query_offset if isinstance(query_offset, Tensor) else None
         inputs = Inputs(query, key, value, key_padding_mask, seed, positions, borders)
-    except Exception as error:
-        ring.tell_others(link, query, error)
-        raise
     if facts is not None:
         remember(facts, call.of(query, key, None, start))
-    if link is None or alone:
+    if ranks is None or alone:
         return attend_here(inputs, call, start)
-    return ring.attend(inputs, call.of(query, key, key_padding_mask, start), link)
+    return ring.attend(inputs, call.of(query, key, key_padding_mask, start), ranks)
 
 
 def drawn_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
-def tell(group: Group | ContextParallel | None, x: object, error: Exception) -> None:
-    """Tell the other ranks of a group, if there is one, that this rank raises: they would wait for it."""
-    ring.tell_others(link_of(group), x, error)
-
-
-def link_of(group: Group | ContextParallel | None) -> Link | None:
-    if group is None:
-        return None
-    parallel = ContextParallel.of(group)
-    return Link(
-        parallel.process_group(), parallel.exchange or "auto", parallel.use_checkpointing is not False,
-        parallel.timeout, parallel.verify, parallel.debug, total_length=parallel.total_length,
-    )  # fmt: skip
+def telling(group: Group | ContextParallel | None, x: object) -> AbstractContextManager[None]:
+    """An error in here reaches the other ranks of a group, if there is one: they would wait for this rank."""
+    return ring.telling_ranks(Ranks.of(group), x)
 
 
 def _checked(

@@ -16,7 +16,7 @@ from dilated_attention.distributed.group import LONGEST_TIMEOUT, Buffers
 from dilated_attention.ranks import pool
 from dilated_attention.ring.circulate import Exchange
 from dilated_attention.ring.run import attend
-from tests.threads import FakeLink, FakeTransport, run_threads
+from tests.threads import FakeRanks, FakeTransport, run_threads
 
 HOST = torch.device("cpu")
 
@@ -45,10 +45,10 @@ def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
 
     def rank(transport: FakeTransport) -> None:
         q = testing.make_qkv(1, 8, 2, 4, seed=transport.rank)[0].requires_grad_()
-        link = FakeLink(transport, exchange="ring", use_checkpointing=False)
+        ranks = FakeRanks(transport, exchange="ring", use_checkpointing=False)
         call = Call(DilatedPattern.longnet([16], [1]), in_parts=True).of(q, q, None, 0)
         with torch.set_grad_enabled(grad):
-            attend(Inputs(q, q, q), call, link)
+            attend(Inputs(q, q, q), call, ranks)
 
     with mock.patch.object(Exchange, "forward", noted):
         run_threads(2, rank)

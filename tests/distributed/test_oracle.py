@@ -309,12 +309,12 @@ def test_a_ring_is_point_to_point_between_neighbours(exchange: str) -> None:
 
 def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
     """Hops, bytes sent, bytes received and bytes still held, after the forward and after the backward pass."""
-    link, stats = run.Link(dist.group.WORLD, case.exchange, case.recompute), []
+    ranks, stats = run.Ranks(case.over()), []
     _, leaves, dout, _ = here(case)
-    out, _ = functional.attend(*leaves, case.the_pattern(), case.is_causal, None, 0.0, None, True, "auto", None, link)
-    stats.append(replace(link.stats))
+    out, _ = functional.attend(*leaves, case.the_pattern(), case.is_causal, None, 0.0, None, True, "auto", None, ranks)
+    stats.append(replace(ranks.stats))
     out.backward(dout)
-    return [(x.hops, x.bytes_sent, x.bytes_received, x.buffer_bytes) for x in (*stats, link.stats)]
+    return [(x.hops, x.bytes_sent, x.bytes_received, x.buffer_bytes) for x in (*stats, ranks.stats)]
 
 
 @BY_EXCHANGE

@@ -7,23 +7,23 @@ the local shard, a seed. If hashes differ, a second exchange carries the fields 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
-from dilated_attention.distributed.transport import Transport
+from dilated_attention.distributed.group import CommunicationError, GroupTransport
 
 _HEADER = struct.Struct("<16sqqq")  # hash, length, seed, flags
 _FIELDS_BYTES = 4096
 REFUSED = "error"  # the only field of a rank that cannot take part
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What every rank said, by rank."""
 
     lengths: tuple[int, ...]
@@ -31,13 +31,35 @@ class Agreement:
     flags: tuple[int, ...]
 
 
-def refusal(error: Exception) -> dict[str, object]:
-    """The fields of a rank that cannot take part, because of its own arguments."""
-    return {REFUSED: f"{type(error).__name__}: {error}"}
+@contextlib.contextmanager
+def telling(say: Callable[[Mapping[str, object]], object]) -> Iterator[None]:
+    """An error in here reaches the other ranks, so that none of them waits for this one. It is raised here as it is.
+
+    ``say`` takes the fields of a rank that cannot take part, and asks the other ranks with them, for example by `ask`.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is
+        # what all ranks raise, or that this one can tell nobody: its own error says more
+        with contextlib.suppress(ValueError, CommunicationError):
+            say({REFUSED: f"{type(error).__name__}: {error}"})
+        raise
+
+
+@contextlib.contextmanager
+def together(say: Callable[[Mapping[str, object]], object]) -> Iterator[dict[str, object]]:
+    """An error in here, on any rank, is raised on all of them.
+
+    What a rank writes into the dict must be the same on every rank, or all raise. Nothing in here may wait for others.
+    """
+    same: dict[str, object] = {}
+    with telling(say):
+        yield same
+    say(same)
 
 
 def ask(
-    transport: Transport, call: str, fields: Mapping[str, object], length: int, seed: int = 0, flags: int = 0
+    transport: GroupTransport, call: str, fields: Mapping[str, object], length: int = 0, seed: int = 0, flags: int = 0
 ) -> Agreement:
     """What the ranks say. Raises ValueError on every rank if they do not mean the same ``call``, a name for people."""
     text = json.dumps([(name, str(value)) for name, value in fields.items()])
@@ -46,7 +68,7 @@ def ask(
     hashes, *numbers = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
     if len(set(hashes)) > 1 or REFUSED in fields:
         said = _from_all(transport, f"{call}: what differs", _written(fields))
-        raise ValueError(difference([_read(one) for one in said], transport.rank, call))
+        raise ValueError(difference([_read(text) for text in said], transport.rank, call))
     return Agreement(*numbers)
 
 
@@ -63,8 +85,8 @@ def difference(said: list[dict[str, str]], rank: int, call: str) -> str:
         for other, fields in enumerate(said):
             by_value.setdefault(fields.get(name, "absent"), []).append(other)
         if len(by_value) > 1:
-            groups = sorted(by_value.items(), key=lambda one: (-len(one[1]), one[1]))
-            found.append(f"{name} is " + " and ".join(f"{value} on {_ranks(who)}" for value, who in groups))
+            usual_first = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
+            found.append(f"{name} is " + " and ".join(f"{value} on {_ranks(who)}" for value, who in usual_first))
     return f"the ranks do not make the same call to {call} (this is rank {rank}): {'; '.join(found)}"
 
 
@@ -74,7 +96,7 @@ def _ranks(ranks: list[int]) -> str:
     return "ranks " + ", ".join(str(rank) for rank in ranks[:8]) + (" and others" if len(ranks) > 8 else "")
 
 
-def _from_all(transport: Transport, name: str, mine: bytes) -> list[bytes]:
+def _from_all(transport: GroupTransport, name: str, mine: bytes) -> list[bytes]:
     """The word of every rank, by rank."""
     messages = transport.post_all(name, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
     return [mine if peer == transport.rank else bytes(messages[peer].tolist()) for peer in range(transport.size)]

@@ -1,8 +1,9 @@
-"""Messages over a process group.
+"""Messages over a process group: one step of communication is posted together and awaited together.
 
-Posting sends and receives of a step in one batch, in the same order of steps on every rank, is what keeps NCCL from
-hanging. Gloo cannot read CUDA memory: there messages go through pinned host memory. Gloo also tells when a peer is late
-or gone, so waiting there ends with an error that names it.
+Messages are bytes, (n,) uint8, and ranks count within the group. Posting sends and receives of a step in one batch, in
+the same order of steps on every rank, is what keeps NCCL from hanging. Gloo cannot read CUDA memory: there messages go
+through pinned host memory. Gloo also tells when a peer is late or gone, so waiting there ends with an error that names
+it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention.distributed.transport import Pending, Stats
-
 BEFORE_CLOSING = 0.05  # seconds: more than short messages take; ranks in a ring may notice one after the other
+HOST = torch.device("cpu")
+Works = list[tuple[int | None, Any]]  # handles, and whom each waits for; None: for several
 # Seconds, a year. torch adds a timeout to the time now in nanoseconds: one of some 230 years more than fits in 64 bits
 # ends the wait at once, and the group with it.
 LONGEST_TIMEOUT = 31_536_000
@@ -42,6 +43,22 @@ class CommunicationError(RuntimeError):
         ... except da.CommunicationError as error:
         ...     print("lost a rank:", error)
     """
+
+
+@dataclass
+class Stats:
+    """What a rank's messages came to, since it was made."""
+
+    hops: int = 0  # steps in which this rank sent or received
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waited: float = 0.0
+    buffer_bytes: int = 0  # of messages held now,
+    peak_buffer_bytes: int = 0  # and at most
+
+    def hold(self, count: int) -> None:
+        self.buffer_bytes += count
+        self.peak_buffer_bytes = max(self.peak_buffer_bytes, self.buffer_bytes)
 
 
 @dataclass
@@ -68,7 +85,7 @@ class Buffers:
 
 
 class GroupTransport:
-    """Messages over a process group; ranks count within the group. ``timeout`` in seconds; None: the group's own."""
+    """Messages over a process group. ``timeout`` in seconds; None: the group's own."""
 
     def __init__(
         self,
@@ -84,35 +101,36 @@ class GroupTransport:
         self.rank, self.size = group.rank(), group.size()
         self.stats = Stats() if stats is None else stats
         self.buffers = buffers
-        host, own = backend_name(group, torch.device("cpu")), backend_name(group, device)
         self.wire = wire_device(group, device)
         self.staged = self.wire != device
-        self.backend = own or "gloo"  # without one of its own a device's tensors go through the host
-        self.names_peers, self.agrees_on_host = self.backend == "gloo", host == "gloo"
-        self.number = 0
+        self.backend = backend_name(group, device) or "gloo"  # a device without a backend goes through the host
+        self.names_peers = self.backend == "gloo"  # waiting has an end, and tells for whom
+        self.agrees_on_host = backend_name(group, HOST) == "gloo"  # small messages to all need no device
+        self.number = 0  # of the call whose messages these are, the same on all ranks
 
     def post(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
     ) -> Pending:
+        """Begin one step. ``receives``: the bytes to come from each rank; ``name`` is for messages to people.
+
+        A collective step must be posted on every rank, also where it moves nothing.
+        """
         self._check_usable()
         sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
         receives = {peer: count for peer, count in sorted(receives.items()) if count}
+        bytes_sent, bytes_received = sum(message.numel() for message in sent.values()), sum(receives.values())
+        self.stats.hops += bool(sent or receives)
+        self.stats.bytes_sent += bytes_sent
+        self.stats.bytes_received += bytes_received
         # gloo's all-to-all is such a batch as well, but does not tell whose message is missing
         if collective and not self.names_peers:
-            flat = self._buffer(sum(receives.values()))
+            flat = self._buffer(bytes_received)
             arriving = dict(zip(receives, torch.split(flat, list(receives.values())), strict=True))
-        else:
-            flat = None
-            arriving = {peer: self._buffer(count) for peer, count in receives.items()}
-        if sent or arriving:
-            self.stats.hops += 1
-        self.stats.bytes_sent += sum(message.numel() for message in sent.values())
-        self.stats.bytes_received += sum(receives.values())
-        if flat is None:
-            works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
-        else:
             works = self._collective(sent, receives, flat, name)
-        pending = GroupPending(self, name, works, sent, arriving, self.staged, self.names_peers)
+        else:
+            arriving = {peer: self._buffer(count) for peer, count in receives.items()}
+            works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
+        pending = Pending(self, name, works, sent, arriving, self.staged, self.names_peers)
         if self.debug:  # the host waits, so that an error names the step in which it happened
             pending.finish()
             if self.device.type == "cuda":
@@ -127,12 +145,12 @@ class GroupTransport:
             message = message.cpu()
             arriving = {peer: torch.empty_like(message) for peer in others}
             works = self._batch(dict.fromkeys(others, message), arriving, name, kind="to all")
-            return GroupPending(self, name, works, {self.rank: message}, arriving, staged=False, limited=True)
-        message = message.to(self.device)
-        all_messages = [torch.empty_like(message) for _ in range(self.size)]
-        work = dist.all_gather(all_messages, message, group=self.group, async_op=True)
-        arriving = {peer: all_messages[peer] for peer in others}
-        return GroupPending(self, name, [(None, work)], {self.rank: message}, arriving, staged=False, limited=False)
+        else:
+            message = message.to(self.device)
+            all_messages = [torch.empty_like(message) for _ in range(self.size)]
+            works = [(None, dist.all_gather(all_messages, message, group=self.group, async_op=True))]
+            arriving = {peer: all_messages[peer] for peer in others}
+        return Pending(self, name, works, {self.rank: message}, arriving, False, self.agrees_on_host)
 
     def warm_up(self) -> None:
         """NCCL wants all ranks in the first call over a group: a batch over some of them may hang it for good."""
@@ -141,6 +159,7 @@ class GroupTransport:
             _warm.add(self.group)
 
     def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
+        """Received messages are no longer the transport's to count; ``reuse``: and nobody reads them any more."""
         self.stats.hold(-sum(message.numel() for message in messages.values()))
         if reuse and self.buffers is not None and not self.staged:
             for message in messages.values():
@@ -149,6 +168,7 @@ class GroupTransport:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
+        """Inside, an error on this rank ends the waiting of the others at once."""
         done = False
         try:
             yield
@@ -194,60 +214,49 @@ class GroupTransport:
         staged = torch.empty(message.numel(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         return staged.copy_(message)  # waits for the device
 
-    def _batch(
-        self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str, *, kind: str
-    ) -> list[tuple[int | None, dist.Work]]:
+    def _batch(self, sent: dict[int, Tensor], arriving: dict[int, Tensor], name: str, *, kind: str) -> Works:
         """Only messages of one kind meet, so that no rank takes one for another where calls differ."""
-        peers = sorted({*sent, *arriving})
         # receives are waited for first: gloo ends them when a connection closes, but may forget a send
-        order = [(peer, way) for way in ("receive", "send") for peer in peers]
-        operations, whom = [], []
-        for peer, way in order:
-            tensor = sent.get(peer) if way == "send" else arriving.get(peer)
-            if tensor is not None:
-                call, tag = dist.isend if way == "send" else dist.irecv, _tag(kind, tensor)
-                operations.append(dist.P2POp(call, tensor, group=self.group, group_peer=peer, tag=tag))
-                whom.append(peer)
-        if not operations:
-            return []
-        if operations[0].tensor.device.type == "cpu":
-            return [(peer, self._one(operation, peer, name)) for peer, operation in zip(whom, operations, strict=True)]
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self.broken(f"could not reach one of ranks {peers}", name, error) from error
-        # NCCL gives one handle for the whole batch
-        return list(zip(whom, works, strict=True)) if len(works) == len(whom) else [(None, work) for work in works]
+        operations = [
+            dist.P2POp(function, tensors[peer], group=self.group, group_peer=peer, tag=_tag(kind, tensors[peer]))
+            for function, tensors in ((dist.irecv, arriving), (dist.isend, sent))
+            for peer in sorted(tensors)
+        ]
+        if operations and operations[0].tensor.device.type != "cpu":
+            with self.naming(name, None):
+                works = dist.batch_isend_irecv(operations)  # NCCL gives one handle for the whole batch
+            return [(None, work) for work in works]
+        works = []
+        for operation in operations:
+            with self.naming(name, operation.group_peer):  # its connection may be closed already
+                works += dist.batch_isend_irecv([operation])
+        return [(operation.group_peer, work) for operation, work in zip(operations, works, strict=True)]
 
-    def _one(self, operation: dist.P2POp, peer: int, name: str) -> dist.Work:
-        try:
-            (work,) = dist.batch_isend_irecv([operation])
-        except RuntimeError as error:  # a connection that is already closed
-            raise self.broken(f"waited 0.0 s for rank {peer}", name, error) from error
-        return work
-
-    def _collective(
-        self, sent: dict[int, Tensor], receives: Mapping[int, int], flat: Tensor, name: str
-    ) -> list[tuple[int | None, dist.Work]]:
+    def _collective(self, sent: dict[int, Tensor], receives: Mapping[int, int], flat: Tensor, name: str) -> Works:
         """One all-to-all of uneven parts: empty but among the ranks that have something for each other."""
         sending = torch.cat([flat.new_empty(0), *(sent[peer] for peer in sorted(sent))])
         to_all = [sent[peer].numel() if peer in sent else 0 for peer in range(self.size)]
         from_all = [receives.get(peer, 0) for peer in range(self.size)]
-        try:
+        with self.naming(name, None):
             work = dist.all_to_all_single(flat, sending, from_all, to_all, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.broken("could not begin the collective", name, error) from error
         sent[self.rank] = sending  # kept until it has left
         return [(None, work)]
 
-    def broken(self, what: str, name: str, error: RuntimeError) -> CommunicationError:
-        what = f"rank {self.rank} {what} in {name}"
-        _failures.setdefault(self.group, what)
-        self._close()  # the ranks that wait for this one need not
-        late = "timed out" in str(error).lower()
-        limit = "the group's own timeout" if self.timeout is None else f"{self.timeout:g} s"
-        why = f"nothing came within {limit}, it hangs or is far behind" if late else _short(error)
-        return CommunicationError(f"{what}: {why}")
+    @contextlib.contextmanager
+    def naming(self, step: str, peer: int | None, began: float | None = None) -> Iterator[None]:
+        """An error of the group inside says who waited for whom, in which step and since when."""
+        began = time.monotonic() if began is None else began
+        try:
+            yield
+        except RuntimeError as error:
+            whom = f"some of {self.size} ranks" if peer is None else f"rank {peer}"
+            what = f"rank {self.rank} waited {time.monotonic() - began:.1f} s for {whom} in {step}"
+            _failures.setdefault(self.group, what)
+            self._close()  # the ranks that wait for this one need not
+            limit = "the group's own timeout" if self.timeout is None else f"{self.timeout:g} s"
+            late = f"nothing came within {limit}, it hangs or is far behind"
+            why = late if "timed out" in str(error).lower() else _short(error)
+            raise CommunicationError(f"{what}: {why}") from error
 
 
 _warm: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -255,12 +264,12 @@ _failures: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDiction
 
 
 @dataclass
-class GroupPending:
+class Pending:
     """A step under way."""
 
     transport: GroupTransport
     name: str
-    works: list[tuple[int | None, dist.Work]]
+    works: Works
     sent: dict[int, Tensor]  # kept until they have left
     arriving: dict[int, Tensor]
     staged: bool
@@ -273,17 +282,13 @@ class GroupPending:
             left = None
             if self.limited and transport.timeout is not None:
                 left = datetime.timedelta(seconds=max(0.05, transport.timeout - (time.monotonic() - began)))
-            try:
+            with transport.naming(self.name, peer, began):
                 _ = work.wait() if left is None else work.wait(left)
-            except RuntimeError as error:
-                seconds = time.monotonic() - began
-                whom = f"rank {peer}" if peer is not None else f"some of {transport.size} ranks"
-                raise transport.broken(f"waited {seconds:.1f} s for {whom}", self.name, error) from error
-        self.works = []
-        self.sent = {}
+        self.works, self.sent = [], {}
         transport.stats.seconds_waited += time.monotonic() - began
 
     def wait(self) -> dict[int, Tensor]:
+        """The received messages by rank, on the device of the transport."""
         self.finish()
         if not self.staged:
             return self.arriving
@@ -305,15 +310,14 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
 
 def carries(group: ProcessGroup, device: torch.device) -> bool:
     """Whether a device's tensors can be sent: by a backend of their own, or through the host by gloo."""
-    return backend_name(group, device) is not None or backend_name(group, torch.device("cpu")) == "gloo"
+    return backend_name(group, device) is not None or backend_name(group, HOST) == "gloo"
 
 
 def telling_device(group: ProcessGroup, x: object) -> torch.device:
     """Where a rank can tell the others of an error: on the device of x, if it is a tensor that can be sent."""
-    device = torch.device("cpu")
     if isinstance(x, Tensor) and carries(group, x.device):
         return x.device
-    return device if carries(group, device) else torch.accelerator.current_accelerator() or device
+    return HOST if carries(group, HOST) else torch.accelerator.current_accelerator() or HOST
 
 
 def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
@@ -323,7 +327,7 @@ def wire_device(group: ProcessGroup, device: torch.device) -> torch.device:
             f"the process group carries no {device.type} tensors, because its only backend is {group.name()}: pass "
             "'cpu:gloo,cuda:nccl' to init_process_group()"
         )
-    return torch.device("cpu") if backend_name(group, device) in (None, "gloo") else device
+    return HOST if backend_name(group, device) in (None, "gloo") else device
 
 
 def _tag(kind: str, message: Tensor) -> int:

@@ -6,7 +6,7 @@ Legend: N tokens on P ranks; x (..., n, ...) with n of the N tokens along ``dim`
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention.distributed.agreement import ask, refusal
+from dilated_attention.distributed.agreement import ask, telling
 from dilated_attention.distributed.group import GroupTransport, telling_device, wire_device
 
 Group = ProcessGroup | DeviceMesh
@@ -120,21 +120,23 @@ def sequence_mean(
         tensor(1.5000)
     """
     pg = process_group(group)
-    try:
+
+    def summed(numbers: Tensor, device: torch.device) -> Tensor:
+        # float64 on the wire: float32 loses count of tokens beyond 2**24
+        numbers = numbers.double().to(wire_device(pg, device))
+        dist.all_reduce(numbers, group=pg)
+        return numbers
+
+    refused = torch.tensor([torch.nan, torch.nan, 1.0])
+    with telling(lambda _: summed(refused, telling_device(pg, token_losses))):
         local, counted = _summed(token_losses, mask, gradients)
-    except Exception:
-        refused = torch.tensor([torch.nan, torch.nan, 1.0], dtype=torch.float64)
-        dist.all_reduce(refused.to(wire_device(pg, telling_device(pg, token_losses))), group=pg)
-        raise
-    # float64 on the wire: float32 loses count of tokens beyond 2**24
-    totals = torch.stack((local.detach().double(), counted, torch.zeros_like(counted)))
-    totals = totals.to(wire_device(pg, local.device))
-    dist.all_reduce(totals, group=pg)
+    totals = summed(torch.stack((local.detach().double(), counted, torch.zeros_like(counted))), local.device)
     if totals.device.type == "cpu" and totals[2] > 0:  # elsewhere the host would wait for it, and the mean is NaN
         raise ValueError("sequence_mean was called off on all ranks: the arguments of another rank were refused there")
     total, count, _ = totals.to(local.device)
-    factor = (pg.size() if gradients == "average" else 1) / count.clamp(min=1.0)
-    return _Replace.apply(local, (total / count.clamp(min=1.0)).to(local.dtype), factor)  # type: ignore[no-any-return, no-untyped-call]
+    count = count.clamp(min=1.0)
+    factor = (pg.size() if gradients == "average" else 1) / count
+    return _Replace.apply(local, (total / count).to(local.dtype), factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _summed(token_losses: Tensor, mask: Tensor | None, gradients: str) -> tuple[Tensor, Tensor]:
@@ -164,13 +166,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], transport: GroupTransport) -> Tensor:
         ctx.dim, ctx.lengths, ctx.transport = dim, lengths, transport
         shapes = [Size((*x.shape[:dim], length, *x.shape[dim + 1 :])) for length in lengths]
-        x = x.resolve_conj().resolve_neg().contiguous()  # what is sent are its bytes
-        return torch.cat(_exchanged("gather_sequence", [x] * transport.size, shapes, transport), dim)
+        return torch.cat(_exchanged("gather_sequence", [_plain(x)] * transport.size, shapes, transport), dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = [part.resolve_conj().resolve_neg().contiguous() for part in grad.split_with_sizes(ctx.lengths, ctx.dim)]
+        parts = [_plain(part) for part in grad.split_with_sizes(ctx.lengths, ctx.dim)]
         shapes = [parts[ctx.transport.rank].shape] * len(parts)
         first, *others = _exchanged("the gradients of gather_sequence", parts, shapes, ctx.transport)
         # half precision would round at every rank
@@ -180,15 +181,22 @@ class _Gather(torch.autograd.Function):
         return total.to(grad.dtype), None, None, None
 
 
+def _plain(x: Tensor) -> Tensor:
+    """With the bytes that it reads as, which are what is sent."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
 def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transport: GroupTransport) -> list[Tensor]:
     """What each rank has for this one, given what this one has for each, and the shapes of what comes."""
     mine = sent[transport.rank]
     others = [peer for peer in range(transport.size) if peer != transport.rank]
     sends = {peer: sent[peer].flatten().view(torch.uint8) for peer in others}
     arrived = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others}).wait()
-    found = {peer: message.view(mine.dtype).view(shapes[peer]) for peer, message in arrived.items()}
-    found[transport.rank] = mine
-    return [found[peer] if peer in found else mine.new_empty(shape) for peer, shape in enumerate(shapes)]
+    nothing = mine.new_empty(0).view(torch.uint8)
+    return [
+        mine if peer == transport.rank else arrived.get(peer, nothing).view(mine.dtype).view(shape)
+        for peer, shape in enumerate(shapes)
+    ]
 
 
 class _Replace(torch.autograd.Function):
@@ -200,7 +208,6 @@ class _Replace(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return (grad * ctx.factor).to(grad.dtype), None, None
 
@@ -233,14 +240,10 @@ def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[i
 
     Backends check neither shape nor dtype: without this a mismatch is garbage, or the end of the process.
     """
-    call = "gather_sequence"
-    try:
+    say = functools.partial(ask, transport, "gather_sequence")
+    with telling(say):
         dim = _checked_dim(x, dim)
         wire_device(transport.group, x.device)
-    except Exception as error:
-        with contextlib.suppress(ValueError):  # that all ranks raise: this rank's own error says more
-            ask(transport, call, refusal(error), 0)
-        raise
     shape = [str(size) for size in x.shape]
     shape[dim] = "tokens"
     fields = {
@@ -248,4 +251,4 @@ def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[i
         "dim": dim,
         "requires_grad (the backward pass needs every rank)": x.requires_grad and torch.is_grad_enabled(),
     }
-    return dim, ask(transport, call, fields, x.shape[dim]).lengths
+    return dim, say(fields, x.shape[dim]).lengths

@@ -23,6 +23,7 @@ from dilated_attention.distributed.sequence import Group
 from dilated_attention.models.parts import in_parts
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import computed_dtype
+from dilated_attention.ring.run import Ranks
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class SelfAttention(nn.Module):
         """The results of all heads side by side, (B, N, C)."""
         q, k, v = self.project(x)
         out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
-            q, k, v, self.pattern, self.is_causal, backend=rows.backend, link=functional.link_of(rows.group),
+            q, k, v, self.pattern, self.is_causal, backend=rows.backend, ranks=Ranks.of(rows.group),
             cu_seqlens=rows.bounds, warns=False,
         )  # fmt: skip
         return out.flatten(2)

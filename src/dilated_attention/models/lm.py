@@ -23,6 +23,7 @@ from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import borders_of
+from dilated_attention.ring.run import Ranks
 
 Over = Group | ContextParallel
 Documents = Sequence[int] | Tensor
@@ -42,7 +43,7 @@ def attend_whole(
     """How tokens of whole sequences attend in a block, or of this rank's shards of them."""
     return functional.attend(  # a short prompt has fewer tokens than heads: nobody is to be warned of it
         q, k, v, pattern, is_causal, key_padding_mask=padding, enable_gqa=True, backend=backend,
-        link=functional.link_of(group), cu_seqlens=documents, warns=False,
+        ranks=Ranks.of(group), cu_seqlens=documents, warns=False,
     )  # fmt: skip
 
 
@@ -179,12 +180,9 @@ def checked_positions(
 ) -> tuple[Tensor, Tensor | None]:
     """The positions given, or those of whole sequences or documents; and the documents on the host, where every layer
     reads them. An error reaches the other ranks."""
-    try:
+    with functional.telling(group, tokens):
         ends = None if documents is None else borders_of(documents)
         return _positions(tokens, positions, ends, group), ends
-    except Exception as error:
-        functional.tell(group, tokens, error)
-        raise
 
 
 def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over | None) -> Tensor:

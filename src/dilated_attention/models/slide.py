@@ -17,7 +17,7 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
-from dilated_attention.functional import tell
+from dilated_attention.functional import telling
 from dilated_attention.models import explain, positions, weights
 from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Sequences
 from dilated_attention.models.positions import TileSize
@@ -238,13 +238,10 @@ class SlideEncoder(nn.Module):
         keeps_all: bool,
     ) -> tuple[list[Tensor], Sequences]:
         """The rows before the first layer and after each, or only after the last."""
-        try:
+        with telling(group, tiles):
             tiles, coords = self._checked(tiles, coords, padding_mask, group)
             size = self.tile_size if tile_size is None else tile_size
             cell = positions.cells(coords, size, self.slide_ngrids, padding_mask, takes_half=self.takes_half_coords)
-        except Exception as error:
-            tell(group, tiles, error)
-            raise
         x, rows = self._embedded(tiles, cell, padding_mask, group)
         states = [x]
         for layer in self.encoder.layers:

@@ -5,6 +5,7 @@ Every rank makes the same calls.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dilated_attention import charts
-from dilated_attention.distributed.agreement import ask, refusal
-from dilated_attention.distributed.group import CommunicationError, GroupTransport
+from dilated_attention.distributed import agreement
+from dilated_attention.distributed.agreement import ask
+from dilated_attention.distributed.group import GroupTransport
 
 
 @contextmanager
@@ -30,20 +32,9 @@ def together(what: str, group: ProcessGroup | None = None, device: str = "cpu") 
     What a rank writes into the dict must be the same on every rank, or all raise a ValueError. ``what`` describes the
     step in error messages. Nothing in here may wait for other ranks.
     """
-    same: dict[str, object] = {}
-    mine: Exception | None = None
-    try:
-        yield same
-    except Exception as error:  # whatever it is: the other ranks are to know, not to wait
-        mine = error
     whole = dist.distributed_c10d._get_default_group() if group is None else group
-    try:
-        ask(GroupTransport(whole, torch.device(device), None), what, refusal(mine) if mine else same, 0)
-    except (ValueError, CommunicationError):  # another rank may have died
-        if mine is None:
-            raise
-    if mine is not None:
-        raise mine  # it says more than what the ranks tell one another
+    with agreement.together(functools.partial(ask, GroupTransport(whole, torch.device(device), None), what)) as same:
+        yield same
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

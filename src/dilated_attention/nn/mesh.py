@@ -5,8 +5,8 @@ Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention import functional
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.agreement import ask, refusal
-from dilated_attention.distributed.group import wire_device
+from dilated_attention.distributed.agreement import ask, together
+from dilated_attention.distributed.group import GroupTransport, wire_device
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
-from dilated_attention.ring.run import Link
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
@@ -116,14 +115,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     def _prepared_here(self, query: Tensor, *given: Any) -> Prepared:
         if self.split is None:
             return super()._prepared_here(query, *given)
-        device, timeout = self.out_proj.weight.device, self.ranks.parallel.timeout
-        try:
-            prepared = super()._prepared_here(query, *given)
-        except Exception as error:  # ranks with other heads are to know, too
-            self.split.agree(error, device, timeout)
-            raise
-        self.split.agree(None, device, timeout)
-        return prepared
+        with together(functools.partial(self.split.say, self.out_proj.weight.device, self.ranks.parallel.timeout)):
+            return super()._prepared_here(query, *given)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.split is None:
@@ -165,13 +158,11 @@ class _Split:
 
         return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
 
-    def agree(self, error: Exception | None, device: torch.device, timeout: float) -> None:
+    def say(self, device: torch.device, timeout: float, fields: Mapping[str, object]) -> None:
         """Raise if another rank with other heads of the same tokens has an error; only where the host can tell them."""
-        transport = Link(self.group, timeout=timeout).transport(device)
+        transport = GroupTransport(self.group, device, timeout)
         if transport.agrees_on_host:
-            fields = {} if error is None else refusal(error)
-            with contextlib.nullcontext() if error is None else contextlib.suppress(ValueError):
-                ask(transport, "dilated_attention over heads", fields, 0)
+            ask(transport, "dilated_attention over heads", fields)
 
     def seed(self, device: torch.device) -> Tensor:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""

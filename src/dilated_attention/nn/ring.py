@@ -19,10 +19,10 @@ from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import Ranks
+from dilated_attention.nn.core import module_ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.pattern import DilatedPattern, Rule
-from dilated_attention.ring.run import tell_others
+from dilated_attention.ring.run import Ranks, telling_ranks
 
 
 class RingDilatedAttention(DilatedAttention):
@@ -72,7 +72,7 @@ class RingDilatedAttention(DilatedAttention):
         super().__init__(
             segment_lengths, dilation_rates, softmax_scale, dropout, pattern=pattern, rule=rule, backend=backend
         )
-        self.ranks = Ranks(group, ring_size, use_checkpointing, self.exchange, only=type(self).__name__)
+        self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange, only=type(self).__name__)
 
 
 class RingAttentionV2Simple(RingDilatedAttention):
@@ -218,14 +218,11 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         **options: Unpack[MultiheadOptions],
     ) -> None:
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)
-        self.ranks = Ranks(group, ring_size, use_checkpointing, self.exchange)
+        self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange)
 
     def _prepared(self, query: Tensor, *given: Any) -> Prepared:
-        try:
+        with telling_ranks(self.ranks.for_call(), query):
             return self._prepared_here(query, *given)
-        except Exception as error:  # whatever it is: the other ranks are to know, not to wait
-            tell_others(self.ranks.link(), query, error)
-            raise
 
     def _prepared_here(self, query: Tensor, *given: Any) -> Prepared:
         return super()._prepared(query, *given)

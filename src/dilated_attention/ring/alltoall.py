@@ -20,7 +20,7 @@ from torch import Tensor
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.blocks import Block, View
-from dilated_attention.distributed.transport import Pending, Transport
+from dilated_attention.distributed.group import GroupTransport, Pending
 from dilated_attention.merge import add_zero_keys_, merge_
 from dilated_attention.ring import packing
 from dilated_attention.ring.packing import Expected, Fields, Travelling
@@ -61,7 +61,7 @@ class AllToAll:
     """One rank's part in the exchange of one call."""
 
     work: Work
-    transport: Transport
+    transport: GroupTransport
     shards: Shards
     shared_segments: tuple[SharedSegment, ...]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Inputs, Outputs
 from dilated_attention.blocks import Block
-from dilated_attention.distributed.transport import Pending, Transport
+from dilated_attention.distributed.group import GroupTransport, Pending
 from dilated_attention.merge import merge_
 from dilated_attention.ring import packing
 from dilated_attention.ring.packing import Expected, Fields, Travelling
@@ -81,7 +81,7 @@ class Exchange:
     """One rank's part in the exchange of one call."""
 
     work: Work
-    transport: Transport
+    transport: GroupTransport
     shards: Shards
     shared_segments: tuple[SharedSegment, ...]
     name: str  # ring or allgather

@@ -6,12 +6,16 @@ Legend: query (B, n, H, D), key, value (B, n, Hk, D), lse (B, n, H): n tokens of
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,46 +24,82 @@ from dilated_attention.backends.blockwise import MemoryCap, Work
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Inputs, Outputs
 from dilated_attention.call import Call, sample_ends
+from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.derivatives import NOT_TWICE, is_mapped, once
-from dilated_attention.distributed.agreement import Agreement, ask, refusal
-from dilated_attention.distributed.group import Buffers, CommunicationError, GroupTransport, telling_device
-from dilated_attention.distributed.transport import Stats, Transport
+from dilated_attention.distributed.agreement import Agreement, ask, telling
+from dilated_attention.distributed.group import Buffers, GroupTransport, Stats, telling_device
+from dilated_attention.distributed.sequence import Group
 from dilated_attention.resolve import check_sequences_end, check_total_length
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Exchange
 from dilated_attention.ring.cost import fastest_exchange
 from dilated_attention.ring.shards import Shards, SharedSegment, crosses, shared_segments
 
-BACKWARD = "the backward of dilated_attention"
+CALL, BACKWARD = "dilated_attention", "the backward of dilated_attention"
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
 
 
-@dataclass
-class Link:
-    """How calls go over a group: what does not change from call to call."""
+@dataclass(eq=False)
+class Ranks:
+    """The ranks that calls go over: what the user chose, and what a module counts and keeps from call to call."""
 
-    group: ProcessGroup | None  # None: this process alone
-    exchange: str = "auto"
-    use_checkpointing: bool = True  # received rows are not kept for the backward pass but travel again
-    timeout: float = 60.0
-    verify: str | None = None  # None: "always" where gloo carries it, else "first"
-    debug: bool = False
+    parallel: ContextParallel
+    ring_size: int | None = None  # how many there must be; 1: this process alone, whatever group there is
     memory_cap: MemoryCap | None = None
     stats: Stats = field(default_factory=Stats)
     buffers: Buffers | None = None
-    total_length: int | None = None  # what the lengths of all shards must add up to
+
+    @classmethod
+    def of(cls, group: Group | ContextParallel | None) -> Ranks | None:
+        """Those that a function is given as ``group=``."""
+        if group is None:
+            return None
+        parallel = ContextParallel.of(group)
+        parallel.process_group()  # raises where there is none
+        keeps = parallel.use_checkpointing is False
+        return cls(replace(parallel, exchange=parallel.exchange or "auto", use_checkpointing=not keeps))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
+        cap = None if self.memory_cap is None else MemoryCap(self.memory_cap.max_bytes)
+        return replace(self, stats=Stats(), memory_cap=cap)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """None: this process alone. Found anew each time, as a process group can come after the module."""
+        is_there = self.parallel.group is not None or (dist.is_available() and dist.is_initialized())
+        return self.parallel.process_group() if is_there and self.ring_size != 1 else None
 
     @property
     def size(self) -> int:
-        return 1 if self.group is None else self.group.size()
+        group = self.group
+        return 1 if group is None else group.size()
 
-    def transport(self, device: torch.device) -> Transport:
-        assert self.group is not None
+    def for_call(self) -> Ranks | None:
+        """Itself, where a call has to know of it."""
+        group = self.group
+        found = None if group is None else group.size()
+        if self.ring_size not in (None, 1, found):
+            there = "no process group is initialised" if found is None else f"the process group has {found} ranks"
+            raise ValueError(
+                f"ring_size is {self.ring_size} and {there}: start as many ranks with torchrun, pass a group of that "
+                "size, or leave ring_size out"
+            )
+        alone = group is None and self.memory_cap is None and self.parallel.total_length is None
+        return None if alone else self
+
+    def transport(self, device: torch.device) -> GroupTransport:
+        group = self.group
+        assert group is not None
         if self.buffers is not None:
             self.buffers.begin()
-        return GroupTransport(
-            self.group, device, self.timeout, debug=self.debug, stats=self.stats, buffers=self.buffers
-        )
+        how = self.parallel
+        return GroupTransport(group, device, how.timeout, debug=how.debug, stats=self.stats, buffers=self.buffers)
+
+    def __repr__(self) -> str:
+        given = self.parallel.group is not None
+        ranks = f"{self.parallel.process_group().size()} ranks" if given else "default group"
+        return f"{self.parallel.exchange}, {'one device' if self.ring_size == 1 else ranks}"
 
 
 @dataclass(frozen=True)
@@ -67,8 +107,8 @@ class Agreed:
     """One call over a group, as all ranks have agreed on it."""
 
     call: Call  # with this rank's place in the sequence
-    link: Link
-    transport: Transport
+    parallel: ContextParallel
+    transport: GroupTransport
     shards: Shards
     exchange: str
     wants_gradients: bool
@@ -100,7 +140,7 @@ class Agreed:
 
     def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
         """All ranks are here; dlse, where some rank has one."""
-        if not _verifies(self.transport, self.link):
+        if not _verifies(self.transport, self.parallel):
             return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
         fields = {
             "the backward of": self.call.pattern,
@@ -108,15 +148,8 @@ class Agreed:
             "exchange": self.exchange,
             "the number of the call (all ranks must run their backward passes in one order)": self.number,
         }
-        flag = int(dlse is not None)
-        said = _ask(self.transport, self.link, BACKWARD, fields, lse.shape[1], flags=flag)
+        said = _ask(self.transport, BACKWARD, fields, lse.shape[1], flags=int(dlse is not None))
         return torch.zeros_like(lse) if any(said.flags) and dlse is None else dlse
-
-    def call_off_backward(self, error: Exception) -> None:
-        """Tell the other ranks that this one cannot run it, as `tell_others` does before a call."""
-        with contextlib.suppress(ValueError, CommunicationError):
-            if _verifies(self.transport, self.link):
-                _ask(self.transport, self.link, BACKWARD, refusal(error), 0)
 
     def exchanger(self, work: Work) -> Exchange | AllToAll | None:
         """None where no rank has anything to send."""
@@ -127,59 +160,56 @@ class Agreed:
         return Exchange(work, self.transport, self.shards, self.shared_segments, self.exchange)
 
 
-def attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
     run = _attend
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
         run = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
-    return run(inputs, call, link)
+    return run(inputs, call, ranks)
 
 
-def _attend(inputs: Inputs, call: Call, link: Link) -> tuple[Tensor, Tensor]:
+def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """The call is of this rank's shard alone, until the ranks agree on the lengths of all."""
-    try:
-        transport = link.transport(call.device)
-        fields = _fields(inputs, call, link, resolved_verify(transport, link))
-    except Exception as error:
-        tell_others(link, inputs.q, error)
-        raise
-    lengths, seed = _agree(transport, link, fields, call.queries, inputs.seed)
-    check_total_length(link.total_length, lengths)
-    seen = _seen_by(link)
+    parallel = ranks.parallel
+    with telling_ranks(ranks, inputs.q):
+        transport = ranks.transport(call.device)
+        fields = _fields(inputs, call, parallel, _verify(transport, parallel))
+    lengths, seed = _agree(transport, parallel, fields, call.queries, inputs.seed)
+    check_total_length(parallel.total_length, lengths)
+    seen = _seen_by(transport)
     seen.calls += 1  # two calls that look alike still have backward passes of their own
     transport.number = seen.calls
     transport.warm_up()
     shards = Shards.of(lengths, call.sequences)
     check_sequences_end(call.sequences, shards.tokens)
-    exchange = link.exchange
+    exchange = parallel.exchange or "auto"
     if exchange == "auto":
         # in the dtype that travels, and without what differs from rank to rank
         alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
         exchange = fastest_exchange(alike, shards, transport.backend)
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
-    agreed = Agreed(placed, link, transport, shards, exchange, fields["gradients"] == "wanted", seen.calls)
+    agreed = Agreed(placed, parallel, transport, shards, exchange, fields["gradients"] == "wanted", seen.calls)
     out, lse = _Parallel.apply(*inputs[:4], seed, agreed)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-def tell_others(link: Link | None, query: object, error: Exception) -> None:
-    """Tell the other ranks that this one cannot run the call, so that none of them waits; they raise, too.
+def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None]:
+    """For all that is done before the ranks agree on a call: an error in here reaches the others, and they raise, too.
 
-    For every error before the ranks agree on a call, whatever it is; the caller raises it again.
+    ``x``: a tensor of the call, on whose device the ranks are told if that can be.
     """
-    if link is None or link.group is None or link.size == 1:
-        return
-    device = telling_device(link.group, query)
-    plain = Link(link.group, timeout=link.timeout, verify=link.verify)
-    # what all ranks raise, or that this rank can tell nobody: the caller's own error says more
-    with contextlib.suppress(ValueError, CommunicationError):
-        transport = plain.transport(device)
-        if _verifies(transport, plain):
-            _ask(transport, plain, "dilated_attention", refusal(error), 0)
+    if ranks is None or (group := ranks.group) is None or group.size() == 1:
+        return contextlib.nullcontext()
+    parallel = ranks.parallel
+
+    def refuse(fields: Mapping[str, object]) -> None:
+        _refuse(GroupTransport(group, telling_device(group, x), parallel.timeout), parallel, CALL, fields)
+
+    return telling(refuse)
 
 
-def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, object]:
+def _fields(inputs: Inputs, call: Call, parallel: ContextParallel, verify: str) -> dict[str, object]:
     """What must be alike on all ranks."""
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
     return {
@@ -196,9 +226,9 @@ def _fields(inputs: Inputs, call: Call, link: Link, verify: str) -> dict[str, ob
         "heads": call.held,
         "cu_seqlens": call.sequences,
         "key_padding_mask": "given" if call.has_padding else "not given",
-        "exchange": link.exchange,
-        "use_checkpointing": link.use_checkpointing,
-        "total_length": link.total_length,
+        "exchange": parallel.exchange,
+        "use_checkpointing": parallel.use_checkpointing,
+        "total_length": parallel.total_length,
         "verify": verify,
         "gradients": "wanted" if wants_gradients else "not wanted",
     }
@@ -216,43 +246,45 @@ class _Seen:
 _seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
 
 
-def _seen_by(link: Link) -> _Seen:
-    assert link.group is not None
-    return _seen.setdefault(link.group, _Seen())
+def _seen_by(transport: GroupTransport) -> _Seen:
+    return _seen.setdefault(transport.group, _Seen())
 
 
-def resolved_verify(transport: Transport, link: Link) -> str:
-    return link.verify or ("always" if transport.agrees_on_host else "first")
+def _verify(transport: GroupTransport, parallel: ContextParallel) -> str:
+    return parallel.verify or ("always" if transport.agrees_on_host else "first")
 
 
-def _verifies(transport: Transport, link: Link) -> bool:
+def _verifies(transport: GroupTransport, parallel: ContextParallel) -> bool:
     """Whether this call is checked: the same answer on every rank, as all have seen the same calls.
 
     With shards of several lengths every call is: one rank's own length does not tell it those of the others.
     """
-    seen = _seen_by(link)
-    return resolved_verify(transport, link) == "always" or seen.checks < FIRST_CALLS or len(seen.lengths) != 1
+    seen = _seen_by(transport)
+    return _verify(transport, parallel) == "always" or seen.checks < FIRST_CALLS or len(seen.lengths) != 1
 
 
-def _ask(
-    transport: Transport, link: Link, call: str, fields: dict[str, object], length: int, seed: int = 0, flags: int = 0
-) -> Agreement:
-    _seen_by(link).checks += 1
-    return ask(transport, call, fields, length, seed, flags)
+def _ask(transport: GroupTransport, *given: Any, **more: Any) -> Agreement:
+    """As `ask`, counted."""
+    _seen_by(transport).checks += 1
+    return ask(transport, *given, **more)
+
+
+def _refuse(transport: GroupTransport, parallel: ContextParallel, call: str, fields: Mapping[str, object]) -> None:
+    """Tell the other ranks, where they ask, why this one cannot run the call."""
+    if _verifies(transport, parallel):
+        _ask(transport, call, fields)
 
 
 def _agree(
-    transport: Transport, link: Link, fields: dict[str, object], length: int, seed: Tensor | None
+    transport: GroupTransport, parallel: ContextParallel, fields: dict[str, object], length: int, seed: Tensor | None
 ) -> tuple[tuple[int, ...], Tensor | None]:
     """The lengths of all shards and rank 0's seed."""
-    if _verifies(transport, link):
-        number = 0 if seed is None else int(seed.item())
-        agreement = _ask(transport, link, "dilated_attention", fields, length, number)
-        if seed is not None:
-            seed = torch.full_like(seed, agreement.seeds[0])
-        _seen_by(link).lengths.add(agreement.lengths)
-        return agreement.lengths, seed
-    (known,) = _seen_by(link).lengths
+    seen = _seen_by(transport)
+    if _verifies(transport, parallel):
+        agreement = _ask(transport, CALL, fields, length, 0 if seed is None else int(seed.item()))
+        seen.lengths.add(agreement.lengths)
+        return agreement.lengths, None if seed is None else torch.full_like(seed, agreement.seeds[0])
+    (known,) = seen.lengths
     if length != known[transport.rank]:
         raise ValueError(
             f"rank {transport.rank} has {length} tokens and had {known[transport.rank]} in all checked calls over this "
@@ -293,7 +325,7 @@ class _Parallel(torch.autograd.Function):
             if exchanger is None:
                 out, lse = work.forward()
             else:
-                out, lse, kept = exchanger.forward(agreed.wants_gradients and not agreed.link.use_checkpointing)
+                out, lse, kept = exchanger.forward(agreed.wants_gradients and not agreed.parallel.use_checkpointing)
             out, lse = tensors.finished(out, call, call.dtype), lse.contiguous().detach()
         ctx.save_for_backward(q, k, v, padding, seed, ends, out, lse, *kept)
         ctx.agreed = agreed
@@ -304,12 +336,9 @@ class _Parallel(torch.autograd.Function):
     @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         agreed: Agreed = ctx.agreed
-        try:
+        with telling(functools.partial(_refuse, agreed.transport, agreed.parallel, BACKWARD)):
             q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
             check_transforms(dout, dlse)
-        except Exception as error:
-            agreed.call_off_backward(error)
-            raise
         dlse = agreed.agree_on_backward(dlse, lse)
         results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         with tensors.no_autocast(agreed.call.device), agreed.transport.closed_on_error():
@@ -320,5 +349,5 @@ class _Parallel(torch.autograd.Function):
             if exchanger is None:
                 grads = work.backward(results)
             else:
-                grads = exchanger.backward(results, None if agreed.link.use_checkpointing else kept)
+                grads = exchanger.backward(results, None if agreed.parallel.use_checkpointing else kept)
             return (*tensors.finished_grads(grads, inputs, agreed.call, bad), None, None, None), (q, k, v)

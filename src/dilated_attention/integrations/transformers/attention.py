@@ -7,7 +7,7 @@ the library has them.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from dilated_attention.integrations.transformers.faults import (
 from dilated_attention.integrations.transformers.grid import Grid, check_keys, grid_mask, put_back, taken, weights_fault
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import borders_of
+from dilated_attention.ring.run import Ranks
 
 NAME = "dilated"
 ALONE = "over a group, a model takes no padding, no documents and no cache: leave them out"
@@ -80,7 +81,7 @@ def attention(
         check_keys(attention_mask, query.shape[2], keys)
     before = keys - query.shape[2]
     if group is not None and (before or kept is not None):
-        raise _alone(group, query)
+        _refuse(group, query)
     if is_told:
         cache = before or options.get("use_cache") or kept
         grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
@@ -126,17 +127,15 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
 
-    link = functional.link_of(group)
-
     def attended(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
         # a short prompt has fewer tokens than heads: nobody is to be warned of it
         return functional.attend(
-            q, k, v, pattern, True, scale, dropout_p, enable_gqa=True, link=link, warns=False, **where
+            q, k, v, pattern, True, scale, dropout_p, enable_gqa=True, ranks=Ranks.of(group), warns=False, **where
         )
 
     if group is not None:
         if grid != Grid() or kept is not None:
-            raise _alone(group, q)
+            _refuse(group, q)
         return attended(q, k, v)
     if kept is not None:
         if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
@@ -169,11 +168,9 @@ def attend(
     return attended(q, k, v)
 
 
-def _alone(group: Any, x: Tensor) -> ValueError:
-    """The error, which the other ranks are told."""
-    error = ValueError(ALONE)
-    functional.tell(group, x, error)
-    return error
+def _refuse(group: Any, x: Tensor) -> NoReturn:
+    with functional.telling(group, x):
+        raise ValueError(ALONE)
 
 
 def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, Any], *, looks: bool = True) -> Grid:
@@ -248,10 +245,9 @@ def _check_shard(positions: Tensor, group: Any) -> None:
     first = int(positions[0, 0])
     wanted = first + torch.arange(tokens, device=positions.device)  # in every row: none is padded
     if (positions != wanted).any() or not rank * tokens <= first <= rank * (tokens + 1):
-        error = ValueError(
-            f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards must "
-            "be contiguous and in the order of the ranks; pass local_positions(N, group)[None], and turn off load "
-            "balancers that reorder tokens"
-        )
-        functional.tell(group, positions, error)
-        raise error
+        with functional.telling(group, positions):
+            raise ValueError(
+                f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards "
+                "must be contiguous and in the order of the ranks; pass local_positions(N, group)[None], and turn off "
+                "load balancers that reorder tokens"
+            )

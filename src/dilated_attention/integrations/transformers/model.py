@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from dilated_attention.checks import warn
-from dilated_attention.functional import tell
+from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
 from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
@@ -180,7 +180,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         ``shift_labels``: labels that are shifted already, instead of ``labels``.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # not by name: the Trainer would ask every dataset for it
-        try:
+        with telling(group, input_ids):
             past_key_values = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
                 raise ValueError(
@@ -194,9 +194,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values.layers[0].check_past(grid, len(tokens))
             # + 0: a static cache counts on in the very tensor that it gives
             before = 0 if past_key_values is None else past_key_values.get_seq_length() + 0
-        except Exception as error:
-            tell(group, input_ids, error)
-            raise
         positions = self._positions(tokens, attention_mask, before, grid) if position_ids is None else position_ids
         if position_ids is not None or group is not None:
             is_told = kwargs.get("cu_seq_lens_q") is not None
