@@ -216,6 +216,6 @@ def test_a_second_attention_on_the_same_tokens_is_refused() -> None:
     layer = DilatedCache(config_of()).layers[0]
     rows = torch.randn(1, 2, 5, 8)
     keys, values = (x.transpose(1, 2) for x in layer.update(rows, rows))
-    layer.attend(keys, keys, values, Grid(), None)
+    layer.attend(keys, keys, values, Grid(5, 5), None)
     with pytest.raises(RuntimeError, match="more than once for attention on the same tokens"):
-        layer.attend(keys, keys, values, Grid(), None)
+        layer.attend(keys, keys, values, Grid(5, 5), None)

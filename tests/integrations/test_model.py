@@ -314,14 +314,6 @@ def test_a_cache_that_is_filled_by_half_is_refused(kind: Any, start: int) -> Non
         model()(tokens()[:, 8:9], past_key_values=cache)
 
 
-def test_compiled_code_refuses_positions() -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(model(), backend="aot_eager", fullgraph=True)
-    given = {"input_ids": tokens(), "attention_mask": torch.ones(3, 20), "use_cache": False}
-    with torch.no_grad(), pytest.raises(ValueError, match="must grow by 1"):
-        compiled(**given, position_ids=torch.arange(0, 40, 2)[None])
-
-
 def test_other_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="LongNet always uses dilated attention"):
         LongNetForCausalLM(LongNetConfig(attn_implementation="sdpa"))

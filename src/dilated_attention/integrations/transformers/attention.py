@@ -7,12 +7,14 @@ the library has them.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import output_capturing
 
 from dilated_attention import functional
 from dilated_attention.call import read_sequences
@@ -20,16 +22,7 @@ from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
-from dilated_attention.integrations.transformers.faults import (
-    BREAKS,
-    DIFFERS,
-    JUMPS,
-    KEYS,
-    NO_WEIGHTS,
-    NOT_CAUSAL,
-    checked,
-)
-from dilated_attention.integrations.transformers.grid import Grid, check_keys, grid_mask, put_back, taken, weights_fault
+from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, Grid, grid_mask, put_back, taken
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import borders_of
 from dilated_attention.ring.run import Ranks
@@ -39,13 +32,26 @@ ALONE = "over a group, a model takes no padding, no documents and no cache: leav
 REFUSED = {
     "softcap": "soft caps",
     "head_mask": "head masks",
-    "output_attentions": NO_WEIGHTS,
+    "output_attentions": "output_attentions: the attention weights are never held in memory",
     "sliding_window": "sliding-window layers: set sliding_window=None in the config",
     "position_bias": "position biases",
     "cache": "a paged cache",
     "indices": "sparse attention by an indexer",
     "block_indices": "sparse attention by an indexer",
 }
+JUMPS = (
+    "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out if these are "
+    "not documents"
+)
+BREAKS = (
+    "position_ids must grow by 1 from token to token, and go on after those in the cache; those of packed documents "
+    "may begin again at 0, but only without attention_mask and without a cache (use_cache=False). If there is a cache, "
+    "make a new one or call its reset(): it may hold some of these tokens already"
+)
+DIFFERS = (
+    "position_ids and cu_seq_lens_q differ: position_ids must begin at 0 in each document, and grow by 1 inside it; "
+    "without position_ids a model numbers all documents as one, so pass position_ids"
+)
 
 
 def register() -> None:
@@ -69,48 +75,69 @@ def attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer."""
-    refuse(options)
-    if options.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(NOT_CAUSAL)
-    grid, looks = Grid.read(attention_mask, query.shape[2]), is_first(module)
-    is_told, group = options.get("cu_seq_lens_q") is not None, options.get("group")
-    kept = DilatedLayer.behind(key)
-    keys = key.shape[2] if kept is None else kept.length
-    if not looks or grid.order is None:  # else a mask is too wide: see `attend`
-        check_keys(attention_mask, query.shape[2], keys)
-    before = keys - query.shape[2]
+    """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
+    options.setdefault("is_causal", getattr(module, "is_causal", True))
+    kept, group = DilatedLayer.behind(key), options.get("group")
+    before = (key.shape[2] if kept is None else kept.length) - query.shape[2]
     if group is not None and (before or kept is not None):
         _refuse(group, query)
-    if is_told:
-        cache = before or options.get("use_cache") or kept
-        grid = told(grid, len(query), query.shape[2], cache, options, looks=looks)
+    looks = is_first(module)
+    is_cached = bool(before or options.get("use_cache") or kept)
+    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached, looks=looks)
     if looks:
-        query = checked(query, weights_fault())
+        if not torch.compiler.is_compiling():
+            _check_weights()
+            if "position_ids" not in options:
+                warn(
+                    f"{type(module).__name__} does not tell its attention of position_ids, so nobody checks them: with "
+                    "a cache, packed documents would be read as one sequence; pass use_cache=False with them"
+                )
         if kept is not None:
             kept.check_past(grid, len(query))
-        if "position_ids" not in options and not torch.compiler.is_compiling():
-            warn(
-                f"{type(module).__name__} does not tell its attention of position_ids, so nobody checks them: with a "
-                "cache, packed documents would be read as one sequence; pass use_cache=False with them"
-            )
-        positions = options.get("position_ids")
-        query = check_positions(query, positions, grid, group, before=before, is_told=is_told)
+        check_positions(options.get("position_ids"), len(query), grid, options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    more: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
-    out, lse = attend(pattern_of(module), q, k, v, grid, kept, group, **more)
+    out, lse = attend(pattern_of(module), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
     if options.get("s_aux") is not None:  # learned sinks
         out = out * torch.sigmoid(lse - options["s_aux"]).unsqueeze(-1).to(out.dtype)
     return out.contiguous(), None
 
 
-def refuse(options: dict[str, Any]) -> None:
-    """Raise if something is asked for that cannot be honoured."""
+def read_grid(
+    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, *, looks: bool = True
+) -> Grid:
+    """The grid of a call, or an error if something is asked for that cannot be honoured.
+
+    ``looks``: whether to look at the numbers in cu_seq_lens_q and cu_seq_lens_k, which one layer does.
+    """
     for name, what in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise ValueError(f"dilated attention cannot honour {what}")
-    if options.get("cu_seq_lens_k") is not None and options.get("cu_seq_lens_q") is None:
-        raise ValueError("cu_seq_lens_k came without cu_seq_lens_q: pass both, and the same, or cu_seq_lens_q alone")
+    if options.get("is_causal") is False:
+        raise ValueError(NOT_CAUSAL)
+    if not isinstance(mask, Grid):
+        got = "no mask" if mask is None else f"the mask {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
+        raise ValueError(
+            f"dilated attention got {got}, and needs one that its own mask function made: pass attention_mask as "
+            "(batch, tokens), and call register() before the model runs"
+        )
+    ends, keys = (options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    if ends is None:
+        if keys is not None:
+            raise ValueError("cu_seq_lens_k came without cu_seq_lens_q: pass both, the same, or cu_seq_lens_q alone")
+        return mask
+    if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
+        raise ValueError(
+            "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
+            "out, and pass use_cache=False"
+        )
+    ends = borders_of(ends, "cu_seq_lens_q")
+    if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
+        if keys is not None and not torch.equal(borders_of(keys, "cu_seq_lens_k"), ends):
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache"
+            )
+        read_sequences(ends, tokens, "cu_seq_lens_q")
+    return Grid(tokens, tokens, documents=ends)
 
 
 def attend(
@@ -126,17 +153,19 @@ def attend(
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
-
-    def attended(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        return functional.attend(
-            q, k, v, pattern, True, scale, dropout_p, enable_gqa=True, ranks=Ranks.of(group), warns=False, **where
+    if group is not None and not (grid.is_plain and kept is None):
+        _refuse(group, q)
+    keys = k.shape[1] if kept is None else kept.length
+    if keys != grid.keys:
+        raise ValueError(
+            f"a layer has {keys} tokens, cached and new, and attention_mask or the first layer has {grid.keys}: give "
+            "attention_mask one column per token; if an earlier call stopped between two layers, or gradient "
+            "checkpointing left the cache out, make a new cache or call its reset(), and train without one"
         )
-
-    if group is not None:
-        if grid != Grid() or kept is not None:
-            _refuse(group, q)
-        return attended(q, k, v)
+    if grid.query_order is not None:
+        # what a DilatedCache is given are the new tokens alone
+        order = grid.order if kept is None and grid.order is not None else grid.query_order
+        q, k, v = taken(q, grid.query_order), taken(k, order), taken(v, order)
     if kept is not None:
         if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
             raise ValueError(
@@ -146,26 +175,25 @@ def attend(
         if dropout_p:
             raise ValueError("DilatedCache does not support dropout: call model.eval()")
         out, lse = kept.attend(q, k, v, grid, scale)
-        return out, lse
-    if grid.documents is not None:
-        one, two, three = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-        out, lse = attended(one, two, three, cu_seqlens=grid.documents)
-        return out.view(q.shape), lse.view(q.shape[:3])
-    width = k.shape[1] if grid.order is None else grid.order.shape[1]
-    if width != k.shape[1] or (isinstance(grid.query_start, int) and k.shape[1] == q.shape[1]):
-        raise ValueError(
-            f"attention_mask has more columns than the {k.shape[1]} tokens of this call: give it one column per token"
-        )
-    if grid.order is not None and grid.query_order is not None:
-        start = None if q.shape[1] == k.shape[1] else grid.query_start
-        q, k, v = taken(q, grid.query_order), taken(k, grid.order), taken(v, grid.order)
+    else:
+        # a short prompt has fewer tokens than heads: nobody is to be warned of it
+        attended = partial(
+            functional.attend, pattern=pattern, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True,
+            ranks=Ranks.of(group), warns=False,
+        )  # fmt: skip
+        start = grid.query_start
+        if grid.documents is not None:
+            rows = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+            out, lse = attended(*rows, cu_seqlens=grid.documents)
+            return out.view(q.shape), lse.view(q.shape[:3])
+        if start is not None and q.shape[1] < keys:
+            start = start.expand(len(q)).contiguous()
+        else:
+            start, k, v = None, k[:, : grid.seen], v[:, : grid.seen]
         out, lse = attended(q, k, v, query_offset=start)
-        return put_back(out, grid.query_order), put_back(lse, grid.query_order)
-    if isinstance(grid.query_start, Tensor):
-        return attended(q, k, v, query_offset=grid.query_start.expand(len(q)).contiguous())
-    if grid.query_start is not None:  # 0: the keys after them are not there yet
-        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-    return attended(q, k, v)
+    if grid.query_order is not None:
+        out, lse = put_back(out, grid.query_order), put_back(lse, grid.query_order)
+    return out, lse
 
 
 def _refuse(group: Any, x: Tensor) -> NoReturn:
@@ -173,69 +201,49 @@ def _refuse(group: Any, x: Tensor) -> NoReturn:
         raise ValueError(ALONE)
 
 
-def told(grid: Grid, samples: int, tokens: int, cache: Any, options: dict[str, Any], *, looks: bool = True) -> Grid:
-    """Documents by cu_seq_lens_q, as flash attention takes them. ``looks``: check the numbers, which one layer does."""
-    ends, keys = borders_of(options["cu_seq_lens_q"], "cu_seq_lens_q"), options.get("cu_seq_lens_k")
-    if grid._replace(documents=None) != Grid() or samples != 1 or cache:
-        raise ValueError(
-            "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
-            "out, and pass use_cache=False"
-        )
-    if looks and keys is not None:
-        keys = borders_of(keys, "cu_seq_lens_k")
-        differ = _fault(keys != ends, KEYS) if len(keys) == len(ends) else torch.full((), KEYS)
-        ends = checked(ends, differ)
-    if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
-        read_sequences(ends, tokens, "cu_seq_lens_q")
-    return Grid(documents=ends)
+def _check_weights() -> None:
+    """GPT-2 tells its attention function nothing of output_attentions; who asked for them collects them here."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    if collector is not None and "attentions" in (collector.get() or ()):
+        raise ValueError(f"dilated attention cannot honour {REFUSED['output_attentions']}")
 
 
-def check_positions(
-    x: Tensor, positions: Tensor | None, grid: Grid, group: Any, *, before: int | Tensor = 0, is_told: bool = False
-) -> Tensor:
-    """Returns x, or raises if position_ids do not fit the grid: they must grow by 1, except where a document begins.
+def check_positions(positions: Tensor | None, samples: int, grid: Grid, options: dict[str, Any]) -> None:
+    """Raise if position_ids do not fit the grid: they must grow by 1 and go on after the cache, or a document begins.
 
-    ``x``: the tokens, (B, ...). Use the result in place of x, or a compiler drops the check: see `checked`.
-    ``before``: tokens in the cache, after which they must go on. ``is_told``: the documents were given as
-    cu_seq_lens_q.
+    Compiled code has no numbers to look at: it checks nothing, but for the shards of a group.
     """
-    # one token has no jump; where it must go on is not checked in compiled code, as a CUDA graph cannot hold the check
-    least = 2 if group is None and torch.compiler.is_compiling() else 1
-    if positions is None or positions.dim() != 2 or positions.shape[1] < least:
-        return x
-    samples, tokens = len(x), positions.shape[1]
+    if positions is None or positions.dim() != 2 or not positions.shape[1]:
+        return
     positions = positions.expand(samples, -1)
-    if group is not None:
-        _check_shard(positions, group)
-        return x
+    if options.get("group") is not None:
+        _check_shard(positions, options["group"])
+        return
+    if torch.compiler.is_compiling():
+        return
     jumps = positions.diff() != 1
     if grid.documents is not None:
-        begins = torch.zeros(samples * tokens + 1, dtype=torch.bool, device=positions.device)
-        # clamped: that they are wrong is told elsewhere
-        begins[grid.documents.to(positions.device).clamp(0, samples * tokens)] = True
-        begins = begins[:-1].view(samples, tokens)[:, 1:]
-        late, jumps = _fault(positions[:, 1:] * begins, DIFFERS if is_told else JUMPS), jumps & ~begins
-        return checked(x, torch.where(late == 0, _fault(jumps, DIFFERS if is_told else BREAKS), late))
-    first, is_real = positions[:, 0], torch.ones((), dtype=torch.bool, device=positions.device)
-    column: Any = before
+        begins = torch.zeros(positions.numel() + 1, dtype=torch.bool, device=positions.device)
+        begins[grid.documents.to(positions.device)] = True
+        begins = begins[:-1].view(positions.shape)[:, 1:]
+        if bool(torch.where(begins, positions[:, 1:] != 0, jumps).any()):
+            raise ValueError(JUMPS if options.get("cu_seq_lens_q") is None else DIFFERS)
+        return
+    first, wrong = positions[:, 0], jumps
+    # tokens in the cache; the positions of a sample with padding count its real ones, or all columns
+    before: Any = grid.seen - positions.shape[1] if grid.query_start is None else grid.query_start
+    column = before
     if grid.order is not None and grid.query_order is not None and grid.real is not None:
-        real = torch.arange(1, tokens, device=positions.device) < grid.real[:, None]
         ordered = positions.gather(1, grid.query_order)
-        counted = (ordered.diff() != 1) & real
-        jumps = counted & jumps.any()  # positions that count on over padding as well are no fault: nothing jumps then
-        assert isinstance(grid.query_start, Tensor)
-        first, before, is_real = ordered[:, 0], grid.query_start, grid.real > 0
-        # of the first new token: as many real ones are before it. A model may count over padding, too.
+        # positions that count on over padding as well are no fault: nothing jumps then
+        place = torch.arange(1, positions.shape[1], device=positions.device)
+        wrong = (ordered.diff() != 1) & (place < grid.real[:, None]) & jumps.any()
         column = grid.order.gather(1, before[:, None].clamp(max=grid.order.shape[1] - 1))[:, 0]
-    elif grid.query_start is not None:  # of a static cache
-        before = column = grid.query_start
+        first = torch.where(grid.real > 0, ordered[:, 0], before)
     # the first tokens of all may begin at any number, and none is skipped by that
     skips = (first != before) & (first != column) & (before > 0)
-    return checked(x, torch.maximum(_fault(jumps, BREAKS), _fault(((first < before) | skips) & is_real, BREAKS)))
-
-
-def _fault(wrong: Tensor, number: int) -> Tensor:
-    return wrong.any().long() * number
+    if bool(wrong.any() | ((first < before) | skips).any()):
+        raise ValueError(BREAKS)
 
 
 @torch.compiler.disable(reason="ranks are asked")  # type: ignore[no-untyped-call, untyped-decorator]

@@ -9,6 +9,7 @@ Legend: keys, values (B, Hk, n, D), as transformers has them; q, k, v (B, n, H, 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dilated_attention.integrations.transformers.config import patterns_of
-from dilated_attention.integrations.transformers.faults import PAST, no_fault
-from dilated_attention.integrations.transformers.grid import Grid, put_back, taken
+from dilated_attention.integrations.transformers.grid import Grid, put_back
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.chunks import any_mode
 from dilated_attention.streaming.kv_cache import KVCache
@@ -35,21 +35,17 @@ class Chunk(NamedTuple):
     is_kept: bool  # as a single token is at once
 
     def counted(self) -> Tensor | None:
+        """How many are real, (B,)."""
         return None if self.real is None else self.real.sum(1)
 
     def end(self) -> Tensor:
         """How many real tokens there are with these, (B,)."""
         return self.at + (self.k.shape[1] if self.real is None else self.real.sum(1))
 
-    def select(self, samples: Tensor) -> Chunk:
-        k, v, at, real = (None if x is None else x.index_select(0, samples) for x in self[:4])
-        return Chunk(k, v, at, real, self.is_kept)  # type: ignore[arg-type]
-
-    def cropped(self, tokens: int) -> Chunk:
-        """Without the last tokens."""
-        n = self.k.shape[1] - tokens
-        real = None if self.real is None else self.real[:, :n]
-        return Chunk(self.k[:, :n].clone(), self.v[:, :n].clone(), self.at, real, False)
+    def each(self, change: Callable[[Tensor], Tensor], at: Tensor, is_kept: bool) -> Chunk:
+        """With k, v and real changed."""
+        real = None if self.real is None else change(self.real)
+        return Chunk(change(self.k), change(self.v), at, real, is_kept)
 
 
 class DilatedLayer(CacheLayerMixin):
@@ -101,7 +97,7 @@ class DilatedLayer(CacheLayerMixin):
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of new tokens. First the rows of the previous chunk are kept, as it can no longer be cropped.
+        """(out, lse) of new tokens, real ones first. The rows of the previous chunk are kept: it cannot be cropped now.
 
         The new chunk is then the last one. Its rows are kept at the next call, or at once if it is one token.
         """
@@ -113,23 +109,21 @@ class DilatedLayer(CacheLayerMixin):
                 "attentions in a layer: use another cache, such as DynamicCache"
             )
         before, self.waiting = self.length - n, 0
-        self._keep_last()
+        if self.last is not None and not self.last.is_kept:
+            self.kept.keep(self.last.k, self.last.v, self.last.at, self.last.counted())
         self.kept.reserve(self.length)
         if grid.documents is not None:
             raise ValueError("packed documents are computed without a cache: pass use_cache=False")
-        order, count, real = grid.query_order, grid.real, None
-        if order is None or count is None:
+        at, real = grid.query_start, None
+        if at is None:
             at = torch.full((samples,), before, device=q.device)
-        else:
-            assert isinstance(grid.query_start, Tensor)
-            at = grid.query_start
-            q, k, v = (taken(x, order) for x in (q, k, v))
-            real = put_back(torch.arange(n, device=q.device) < count[:, None], order)
+        if grid.query_order is not None and grid.real is not None:
+            real = put_back(torch.arange(n, device=q.device) < grid.real[:, None], grid.query_order)
             self.is_padded = True
-        out, lse = self.kept.attend(q, k, v, at, count, scale=scale)
+        out, lse = self.kept.attend(q, k, v, at, grid.real, scale=scale)
         with any_mode():
             self.last = Chunk(k.clone(), v.clone(), at.clone(), real, is_kept=n == 1)
-        return (out, lse) if order is None else (put_back(out, order), put_back(lse, order))
+        return out, lse
 
     def check_samples(self, samples: int) -> None:
         """Raise if there are others than before: one would get the rows of another."""
@@ -148,13 +142,13 @@ class DilatedLayer(CacheLayerMixin):
         """
         self.check_samples(samples)
         if self.last is not None and (self.is_padded or grid.query_order is not None):
-            start: Any = self.length - self.waiting if grid.query_order is None else grid.query_start
-            no_fault((self.last.end() != start).any() * PAST)
-
-    def _keep_last(self) -> None:
-        last, self.last = self.last, None
-        if last is not None and self.kept is not None and not last.is_kept:
-            self.kept.keep(last.k, last.v, last.at, last.counted())
+            start: Any = self.length - self.waiting if grid.query_start is None else grid.query_start
+            if bool((self.last.end() != start).any()):
+                raise ValueError(
+                    "attention_mask has other real tokens before this call than DilatedCache kept: pass a mask with "
+                    "the columns of all earlier calls, the same as then, or none if none of them had one; for another "
+                    "mask make a new cache, or call reset()"
+                )
 
     @property
     def nbytes(self) -> int:
@@ -187,40 +181,39 @@ class DilatedLayer(CacheLayerMixin):
                 "older rows were dropped already; call reset() and start again"
             )
         if tokens and self.last is not None:
-            self.last = self.last.cropped(tokens)
+            left = held - tokens
+            self.last = self.last.each(lambda x: x[:, :left].clone(), self.last.at, is_kept=False)
             self.length -= tokens
 
     def offload(self) -> None:
         raise ValueError("DilatedCache cannot be offloaded: it is small, so leave it on its device")
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.kept is not None:
-            samples = torch.arange(self.kept.like.shape[0], device=self.device)
-            self.batch_select_indices(samples.repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(len(self.kept.like)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.kept is not None:
-            indices = torch.arange(self.kept.like.shape[0], device=self.device)[indices.to(self.device)]
+            indices = torch.arange(len(self.kept.like), device=self.device)[indices.to(self.device)]
             self.kept.select(indices)
-            self.last = None if self.last is None else self.last.select(indices)
+            if (last := self.last) is not None:
+                self.last = last.each(lambda x: x.index_select(0, indices), last.at[indices], last.is_kept)
+
+    reorder_cache = batch_select_indices
 
 
 def check_layers(cache: Cache, layers: int) -> None:
     """Raise if a call stopped between two layers: some hold its tokens, and others do not. Not in compiled code."""
     if torch.compiler.is_compiling():
         return
-    found: list[Any] = [cache.get_seq_length(layer) for layer in range(layers)]
-    held = [one for one in found if isinstance(one, Tensor)]  # of a static cache: on the device
-    if held:
-        found = [one for one in found if not isinstance(one, Tensor)]
-        found += torch.stack([one.to(held[0].device) for one in held]).tolist()
-    if len(set(found)) > 1:
+    held: list[Any] = [cache.get_seq_length(layer) for layer in range(layers)]
+    counts = {x for x in held if isinstance(x, int)}
+    if on_device := [x for x in held if isinstance(x, Tensor)]:  # those of a static cache
+        counts.update(torch.stack([x.to(on_device[0].device) for x in on_device]).tolist())
+    if len(counts) > 1:
         raise ValueError(
-            f"the layers of the cache hold from {min(found)} to {max(found)} tokens: an earlier call stopped between "
-            "two layers; make a new cache"
+            f"the layers of the cache hold from {min(counts)} to {max(counts)} tokens: an earlier call stopped between "
+            "two layers; make a new cache, or call its reset()"
         )
 
 

@@ -20,7 +20,6 @@ from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
 from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
-from dilated_attention.integrations.transformers.faults import NOT_CAUSAL
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.models.lm import LongNetLM, within
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
@@ -131,11 +130,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw what a checkpoint has not got."""
-        missing = {x: p for x, p in self.lm.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
-        if any(not parameter.is_meta for parameter in missing.values()):
-            fresh = dict(LongNetLM(self.lm.config).named_parameters())
-            for name, parameter in missing.items():
-                parameter.copy_(fresh[name])
+        weights = dict(self.lm.named_parameters())
+        missing = [x for x, p in weights.items() if not (p.is_meta or getattr(p, "_is_hf_initialized", False))]
+        fresh = dict(LongNetLM(self.lm.config).named_parameters()) if missing else {}
+        for name in missing:
+            weights[name].copy_(fresh[name])
 
     def get_input_embeddings(self) -> nn.Module:
         return self.lm.embed
@@ -180,34 +179,30 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         ``shift_labels``: labels that are shifted already, instead of ``labels``.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # not by name: the Trainer would ask every dataset for it
+        kwargs["group"] = group
         with telling(group, input_ids):
-            past_key_values = self._cache(past_key_values, use_cache, group)
+            cache = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
                 raise ValueError(
                     "over a group, pass shift_labels: labels are shifted before a sequence is cut into shards"
                 )
             tokens = self._tokens(input_ids, inputs_embeds)
-            position_ids, grid = self._grid(tokens, attention_mask, position_ids, past_key_values, kwargs)
-            if past_key_values is not None:
-                check_layers(past_key_values, self.config.num_hidden_layers)
-            if isinstance(past_key_values, DilatedCache):
-                past_key_values.layers[0].check_past(grid, len(tokens))
+            position_ids, grid = self._grid(tokens, attention_mask, position_ids, cache, kwargs)
+            if cache is not None:
+                check_layers(cache, self.config.num_hidden_layers)
+            if isinstance(cache, DilatedCache):
+                cache.layers[0].check_past(grid, len(tokens))
             # + 0: a static cache counts on in the very tensor that it gives
-            before = 0 if past_key_values is None else past_key_values.get_seq_length() + 0
+            before = 0 if cache is None else cache.get_seq_length() + 0
         positions = self._positions(tokens, attention_mask, before, grid) if position_ids is None else position_ids
         if position_ids is not None or group is not None:
-            is_told = kwargs.get("cu_seq_lens_q") is not None
-            tokens = attention.check_positions(tokens, positions, grid, group, before=before, is_told=is_told)
-        attends = self._attends(grid, past_key_values, group)
-        states = self.lm.states(tokens, positions, attends, apart=past_key_values is not None)
-        if labels is not None or shift_labels is not None:
-            asked = None
-            if labels is not None and shift_labels is None:
-                shift_labels, asked = self._labels(labels, attention_mask, before, grid)
-            loss = self._loss(states, shift_labels, asked, num_items_in_batch)
-            return CausalLMOutputWithPast(loss=loss, past_key_values=past_key_values)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=past_key_values)
+            attention.check_positions(positions, len(tokens), grid, kwargs)
+        states = self.lm.states(tokens, positions, self._attends(grid, cache, group), apart=cache is not None)
+        if labels is None and shift_labels is None:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=cache)
+        loss = self._loss(states, labels, shift_labels, attention_mask, before, grid, num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
 
     def _cache(self, cache: Any, is_wanted: bool | None, group: Any) -> Any:
         """The cache of a call: that which was given, a new one, or none."""
@@ -231,14 +226,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor | None, Grid]:
         """position_ids as (1 or batch, tokens), and the grid of the tokens."""
-        attention.refuse(options)
         for name in ("dropout", "scaling", "s_aux"):
             if options.get(name) is not None and not (name == "dropout" and options[name] == 0):
                 raise ValueError(
                     f"LongNet takes no {name}: its config and its weights say how it attends; leave it out"
                 )
-        if options.get("is_causal", True) is False:
-            raise ValueError(NOT_CAUSAL)
         wants = options.get("output_hidden_states")
         if self.config.output_hidden_states if wants is None else wants:
             raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
@@ -251,31 +243,27 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             config=self.config, inputs_embeds=torch.empty(samples, n, 0, device=tokens.device), attention_mask=mask,
             past_key_values=cache, position_ids=positions,
         )  # fmt: skip
-        grid = Grid.read(made, n)
-        if options.get("cu_seq_lens_q") is not None:
-            grid = attention.told(grid, samples, n, cache is not None, options)
-        return positions, grid
+        return positions, attention.read_grid(made, samples, n, options, cache is not None)
 
-    @staticmethod
-    def _labels(labels: Tensor, mask: Tensor | None, before: int | Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-        """The next token of each, and how many there were before some were left out: padding predicts nothing, and
-        the last token of a document does not predict the next document."""
-        found = shifted(labels)
-        asked = (found != IGNORED).sum()
-        if mask is not None and mask.dim() == 2:
-            place = (torch.arange(labels.shape[1], device=mask.device) + before).clamp(max=mask.shape[1] - 1)
-            found = found.masked_fill(~mask[:, place].bool(), IGNORED)
-        if grid.documents is not None:  # of all rows one after the other
-            found.view(-1)[grid.documents[1:].to(found.device) - 1] = IGNORED
-        return found, asked
-
-    def _loss(self, states: Tensor, labels: Tensor, asked: Tensor | None, items: Tensor | int | None) -> Tensor:
+    def _loss(
+        self, states: Tensor, labels: Any, shift_labels: Any, mask: Any, before: int | Tensor, grid: Grid, items: Any
+    ) -> Tensor:
         """The mean over the labels, or their part of that over ``items``: a trainer counts those of a larger batch."""
-        loss, count = summed_loss(states, self.lm.head.weight, labels), (labels != IGNORED).sum()
-        if items is None:
-            return loss / count
+        asked: Any = 1
+        kept: Any = 1
+        if shift_labels is None:
+            shift_labels = shifted(labels)
+            asked = (shift_labels != IGNORED).sum()
+            if mask is not None and mask.dim() == 2:  # padding predicts nothing
+                place = (torch.arange(labels.shape[1], device=mask.device) + before).clamp(max=mask.shape[1] - 1)
+                shift_labels = shift_labels.masked_fill(~mask[:, place].bool(), IGNORED)
+            if grid.documents is not None:  # of all rows one after the other: none predicts the next one
+                shift_labels.view(-1)[grid.documents[1:].to(labels.device) - 1] = IGNORED
+            kept = (shift_labels != IGNORED).sum().clamp(min=1)
+        loss = summed_loss(states, self.lm.head.weight, shift_labels)
         # a trainer counts also those that were left out: the mean of this batch stays as it is
-        return loss / items if asked is None else loss * asked / count.clamp(min=1) / items
+        mean: Tensor = loss / (shift_labels != IGNORED).sum() if items is None else loss * asked / kept / items
+        return mean
 
     def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         """As the plain model takes them."""
