@@ -1,8 +1,8 @@
-"""Pictures of the report for the docs: python benchmarks/screenshots.py report/index.html docs/images
+"""Pictures of the report: python benchmarks/screenshots.py report/index.html FOLDER
 
 Writes report-desktop-light.png and report-phone-dark.png, the top of the page each. Each picture holds the SHA-256 of
-the results.json beside the page, by which a test tells that the docs show the committed results. Needs selenium (in the
-extra ``dev``) and a chromium or chrome with its driver on the PATH; nothing is downloaded.
+the results.json beside the page. Needs selenium (in the extra ``dev``) and a chromium or chrome with its driver on the
+PATH; nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Tables for the documentation: python benchmarks/table.py FILE
+"""Tables of results, as on docs/speed.md: python benchmarks/table.py FILE
 
-From the results of `dilated-attention bench --suite all` and `--suite kernels`, the tables of docs/benchmark.md; from
-those of ring.py, the one of docs/scaling.md. A test holds each to its page.
+From the results of `dilated-attention bench --suite all` and `--suite kernels`, and from those of ring.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/tasks.py code                                 # the baselines and all runs, a process for each
     python benchmarks/tasks.py code longnet-32k dense-8k --seconds 180
     python benchmarks/tasks.py genome --fasta NC_008253.fna.gz
-    python benchmarks/tasks.py draw --out benchmarks/results/tasks  # tables and pictures of docs/tasks.md
+    python benchmarks/tasks.py draw --out benchmarks/results/tasks  # tables and pictures of docs/results.md
 
 Equal compute is equal time: every run of a task trains for as many seconds of the same GPU. The clock begins after the
 first steps, in which kernels are compiled, and stands still while held-out text is judged. The learning rate follows

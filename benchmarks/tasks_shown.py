@@ -1,8 +1,7 @@
-"""What docs/tasks.md shows of the results of benchmarks/tasks.py: tables, and pictures for light and dark pages."""
+"""What docs/results.md shows of the results of benchmarks/tasks.py: tables, and pictures for light and dark pages."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ COLOURS = {  # of the report, so that each has a form for dark pages
     "longnet-8k-large-steps": "#1a7f37", "dense-8k": "#c4314b", "dense-32k": "#8250df",
 }  # fmt: skip
 MOST_BITS = {"code": 3.0, "genome": 2.1}  # in a picture: what a model does beyond its training may be far off
-TIMES = {"code": 2, "genome": 4}  # from one column of positions to the next
-COLUMNS_FROM = 128  # the first column begins at the window's length divided by this, or later
 TOKENS = "datum.value >= 1024 ? datum.value / 1024 + 'k' : datum.value"
 
 
@@ -52,27 +49,9 @@ def table(runs: list[Result], baselines: dict[str, float], task: str) -> str:
         cells = one["run"], f"{one['seconds']:.0f}", f"{one['tokens'] / 1e6:,.0f}M", f"{work:,.0f}"
         lines.append(row(*cells, *(f"{one['held_out'][window]['bits']:.3f}" for window in windows)))
     dashes = ["–"] * (3 + len(windows) - 1)
-    return "\n".join([*lines, *(row(name, *dashes, f"{bits:.3f}") for name, bits in baselines.items())])
-
-
-def positions_table(runs: list[Result], task: str) -> str:
-    """The longest windows by position, and the first tokens after a border of segments."""
-    window = list(runs[0]["held_out"])[-1]
-    first, firsts = int(window) // 2, [int(window)]
-    while first >= int(window) // COLUMNS_FROM:
-        firsts.insert(0, first)
-        first //= TIMES[task]
-    bins = list(itertools.pairwise(firsts))
-    lines = [
-        f"Held-out bits per {UNITS[task]} by position, in windows of {int(window):,}:",
-        "",
-        rule("", *(f"from {first:,}" for first, _ in bins), "0–7 after a border", left=1),
-    ]
-    for one in runs:
-        found = one["held_out"][window]
-        cells = [mean(found["by_position"], *ends) for ends in bins]
-        lines.append(row(one["run"], *cells, mean(found.get("after_a_border", []), 0, 8)))
-    return "\n".join(lines)
+    best = min((name for name in baselines if name.startswith("order")), key=baselines.__getitem__, default=None)
+    shown = [name for name in baselines if name == best or not name.startswith("order")]
+    return "\n".join([*lines, *(row(name, *dashes, f"{baselines[name]:.3f}") for name in shown)])
 
 
 def row(*cells: str) -> str:
@@ -82,12 +61,6 @@ def row(*cells: str) -> str:
 def rule(*cells: str, left: int) -> str:
     """The head of a table, and the line below it: the first columns to the left, the others to the right."""
     return f"{row(*cells)}\n|{'---|' * left}{'---:|' * (len(cells) - left)}"
-
-
-def mean(bins: list[Result], first: int, end: int) -> str:
-    """Over the bins that begin there, each as heavy as it is long."""
-    some = [(x["last"] + 1 - x["first"], x["bits"]) for x in bins if first <= x["first"] < end]
-    return f"{sum(n * bits for n, bits in some) / sum(n for n, _ in some):.3f}" if some else "–"
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------
@@ -136,7 +109,7 @@ def section(folder: Path, task: str) -> str:
     if not runs:
         return "No run of this task has been measured yet."
     pictures = [f"![{words}, {task}](tasks-{task}-{what}.svg)" for what, words in PICTURES.items()]
-    return "\n\n".join((table(runs, baselines, task), positions_table(runs, task), *pictures))
+    return "\n\n".join((table(runs, baselines, task), *pictures))
 
 
 def marks(task: str) -> tuple[str, str]:
@@ -144,10 +117,10 @@ def marks(task: str) -> tuple[str, str]:
 
 
 def show(folder: Path, docs: Path) -> None:
-    """Write the tables into tasks.md, and draw its pictures."""
+    """Write the tables into results.md, and draw its pictures."""
     if not any(read(folder, task)[0] for task in UNITS):
         raise SystemExit(f"error: {folder} has no run that came to its end: give the folder of the results with --out")
-    text = (docs / "tasks.md").read_text(encoding="utf-8")
+    text = (docs / "results.md").read_text(encoding="utf-8")
     for task in UNITS:
         runs, _ = read(folder, task)
         first, last = marks(task)
@@ -156,4 +129,4 @@ def show(folder: Path, docs: Path) -> None:
         for what in PICTURES if runs else ():
             charts.write(docs / f"tasks-{task}-{what}.svg", picture(runs, task, what))
         print(section(folder, task), end="\n\n")
-    charts.write(docs / "tasks.md", text.encode())
+    charts.write(docs / "results.md", text.encode())

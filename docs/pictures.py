@@ -9,14 +9,16 @@ from pathlib import Path
 import altair as alt
 from dilated_attention import DilatedPattern
 from dilated_attention.bench import plots, series
-from dilated_attention.pattern import RULES
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks/results/h200/results.json"
-TOKENS, HEADS, LENGTHS, RATES = 16, 4, [4, 8, 16], [1, 2, 4]
-# in how many branches a key is: its colour, and that on a dark page
-LEVELS = {1: "#9ecbff", 2: "#4a8fdc", 3: "#0b3d82"}
-DARK = {"#9ecbff": "#1f4d7a", "#4a8fdc": "#3b82d0", "#0b3d82": "#a5d0ff"}
+TOKENS, HEADS, LENGTHS, RATES = 32, 4, [8, 16, 32], [1, 2, 4]
+CELL, TOP, STEP = 6, 24, 220
+# of branches, and of dense attention: colours, and those on a dark page
+COLOURS = ("#0b3d82", "#4a8fdc", "#9ecbff", "#8c959f")
+DARK = ("#a5d0ff", "#3b82d0", "#1f4d7a", "#6e7681")
+STYLE = """text{{font:13px sans-serif;fill:{ink}}}.p{{fill:{grid}}}
+.b0{{fill:{}}}.b1{{fill:{}}}.b2{{fill:{}}}.b3{{fill:{}}}"""
 NAMES = {
     "dense SDPA": "dense attention",
     "FlexAttention": "FlexAttention, same mask",
@@ -25,47 +27,52 @@ NAMES = {
 }
 
 
-def cells(rule: str) -> list[dict[str, object]]:
-    """One per head, query and key that it sees: in how many branches."""
-    pattern = DilatedPattern.of(rule, LENGTHS, RATES)
-    return [
-        {"head": head, "query": query, "key": key, "count": keys.count(key)}
-        for head in range(HEADS)
+def cells(head: int) -> dict[tuple[int, int], int]:
+    """The pairs of query and key that are computed: in which branch, the shortest if there are several."""
+    size = {"num_tokens": TOKENS, "num_heads": HEADS}
+    return {
+        (query, key): branch
+        for branch in reversed(range(len(LENGTHS)))
         for query in range(TOKENS)
-        for keys in [
-            pattern.keys(query, head, num_tokens=TOKENS, num_heads=HEADS)
-        ]
-        for key in sorted(set(keys))
-    ]
+        for key in DilatedPattern.longnet(
+            LENGTHS[branch : branch + 1], RATES[branch : branch + 1]
+        ).keys(query, head, **size)
+    }
 
 
-def pattern_chart() -> alt.VConcatChart:
-    """A row per rule, a column per head; queries go down, keys go across."""
-    scale = alt.Scale(domain=list(LEVELS), range=list(LEVELS.values()))
-    legend = alt.Legend(title="branches that contain the key", orient="bottom")
-    tokens = alt.Scale(domain=list(range(TOKENS)))
-    rows = [
-        alt.Chart(alt.Data(values=cells(rule)))
-        .mark_rect(stroke=series.PAPER, strokeWidth=0.5)
-        .encode(
-            x=alt.X("key:O", axis=None, scale=tokens),
-            y=alt.Y("query:O", axis=None, scale=tokens),
-            color=alt.Color("count:N", scale=scale, legend=legend),
+def panel(left: int, title: str, found: dict[tuple[int, int], int]) -> str:
+    """Queries go down, keys go across."""
+    side = TOKENS * CELL
+    paths = dict.fromkeys(sorted({*found.values()}), "")
+    for (query, key), branch in found.items():
+        paths[branch] += f"M{key * CELL} {query * CELL}h5v5h-5z"
+    bars = [f'<path class="b{x}" d="{path}"/>' for x, path in paths.items()]
+    text = f'<text y="-8">{title}</text>'
+    back = f'<rect class="p" width="{side}" height="{side}"/>'
+    return f'<g transform="translate({left} {TOP})">{text}{back}{"".join(bars)}</g>'
+
+
+def pattern_picture() -> bytes:
+    """Dense attention beside two heads, and which colour is which branch."""
+    pairs = [(q, k) for q in range(TOKENS) for k in range(TOKENS)]
+    parts = [panel(0, "dense attention", dict.fromkeys(pairs, 3))]
+    for head in range(2):
+        title = f"dilated attention, head {head}"
+        parts.append(panel(STEP * (head + 1), title, cells(head)))
+    for branch, (length, rate) in enumerate(zip(LENGTHS, RATES, strict=True)):
+        at, y = STEP * branch, TOP + TOKENS * CELL + 12
+        parts.append(
+            f'<rect class="b{branch}" x="{at}" y="{y}" width="12" height="12"/>'
+            f'<text x="{at + 18}" y="{y + 11}">w = {length}, r = {rate}</text>'
         )
-        .properties(
-            width=150, height=150, view=alt.ViewBackground(fill=series.GRID)
-        )
-        .facet(
-            column=alt.Column("head:N", title=None).header(
-                labelExpr=f"'{rule}, head ' + datum.value"
-            )
-        )
-        for rule in RULES
-    ]
-    title = (
-        f"queries down, keys across: {TOKENS} tokens, w={LENGTHS}, r={RATES}"
-    )
-    return alt.vconcat(*rows, title=title)
+    size = (2 * STEP + TOKENS * CELL, TOP + TOKENS * CELL + 30)
+    light = STYLE.format(*COLOURS, ink="#1f2328", grid="#f0f2f5")
+    dark = STYLE.format(*DARK, ink="#e6edf3", grid="#21262d")
+    style = f"{light}@media(prefers-color-scheme: dark){{{dark}}}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}"'
+        f' width="{size[0]}" height="{size[1]}"><style>{style}</style>{"".join(parts)}</svg>'
+    ).encode()
 
 
 def speed_chart() -> alt.LayerChart:
@@ -81,19 +88,15 @@ def speed_chart() -> alt.LayerChart:
         and one["series"] in NAMES
     ]
     machine = results["machine"]
-    about = f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, 8 heads of 64, rule head_groups"
-    title = [f"Time in ms, forward + backward. {about}"]
+    about = f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, 8 heads of 64"
+    rule = "head_groups, w = 1024, 2048, 4096: blocks of 4,096 never meet"
+    title = [f"Time in ms, forward + backward. {about}", rule]
     lengths = sorted({one["tokens"] for one in shown})
     chart = plots.line_chart(alt.Data(values=shown), 300, lengths=lengths)
     return chart.properties(width=600, title=title)
 
 
-def write(name: str, chart: alt.TopLevelMixin) -> None:
-    (HERE / name).write_bytes(
-        plots.svg(plots.styled(chart), series.DARK | DARK)
-    )
-
-
 if __name__ == "__main__":
-    write("pattern.svg", pattern_chart())
-    write("speed.svg", speed_chart())
+    (HERE / "pattern.svg").write_bytes(pattern_picture())
+    drawn = plots.svg(plots.styled(speed_chart()), series.DARK)
+    (HERE / "speed.svg").write_bytes(drawn)

@@ -162,6 +162,7 @@ def test_docstrings_are_rendered(pages: dict[str, Page]) -> None:
     for address, page in pages.items():
         assert not re.search(r":(class|func|meth):", page.text), address
     assert "h*G to (h+1)*G" in pages[f"{SERVED}api/functions/"].text
+    assert "Usage: dilated-attention encode" in pages[f"{SERVED}command-line/"].text
 
 
 def test_nothing_comes_from_another_host(site: Path, pages: dict[str, Page]) -> None:
@@ -190,7 +191,7 @@ def test_a_browser_asks_no_other_host(site: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         origin = f"http://127.0.0.1:{server.server_port}/"
         try:
-            for path in ("", "scaling/", "api/ring/"):
+            for path in ("", "many-gpus/", "api/ring/"):
                 driver.get(origin + path)
                 # at least a style sheet, which a busy machine may load late
                 asked = WebDriverWait(driver, 60).until(lambda page: page.execute_script(ASKED))

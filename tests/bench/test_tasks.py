@@ -252,11 +252,11 @@ def test_bad_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_tables_and_pictures(folder: Path, expected: Any, tmp_path: Path) -> None:
-    (tmp_path / "tasks.md").write_text((ROOT / "docs/tasks.md").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "results.md").write_text((ROOT / "docs/results.md").read_text(encoding="utf-8"), encoding="utf-8")
     for _ in range(2):  # the second time changes nothing
         tasks_shown.show(folder / "out", tmp_path)
-        page = (tmp_path / "tasks.md").read_text(encoding="utf-8")
-        assert page.count("| longnet-32k |") == page.count("| dense-8k |") == 2
+        page = (tmp_path / "results.md").read_text(encoding="utf-8")
+        assert page.count("| longnet-32k |") == page.count("| dense-8k |") == 1
         assert page.count("not measured") == page.count("has been measured yet") == 0
     bits = result(folder, "code", "dense-8k")["held_out"]["16"]["bits"]
     (line,) = (x for x in page.splitlines() if x.startswith("| dense-8k |") and "M |" in x)
@@ -267,7 +267,7 @@ def test_tables_and_pictures(folder: Path, expected: Any, tmp_path: Path) -> Non
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     for task in tasks.TASKS:
         first, last = tasks_shown.marks(task)
         shown = page.partition(first)[2].partition(last)[0]

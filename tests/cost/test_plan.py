@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +11,6 @@ import torch
 from dilated_attention import DilatedPattern
 from dilated_attention.ring.cost import EXCHANGES, LINKS, RankCost, plan_cost
 from dilated_attention.units import bytes_text
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -159,9 +154,3 @@ def test_the_table_names_every_exchange() -> None:
     rows = [line for line in text.splitlines() if re.match("ring|allgather|alltoall|naive", line)]
     assert all(len(line) <= 90 for line in text.splitlines()), text
     assert len(rows) == 4
-
-
-def test_the_table_in_the_docs_is_what_the_script_prints() -> None:
-    command = [sys.executable, DOCS / "scaling.py", "--table"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8").stdout
-    assert printed.strip() in (DOCS / "scaling.md").read_text(encoding="utf-8"), "paste what docs/scaling.py prints"
