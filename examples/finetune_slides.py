@@ -40,7 +40,6 @@ def train(model: Classifier, slides: list[tuple[Tensor, Tensor, int]], epochs: i
     device = model.head.weight.device
     model.encoder.checkpoint_activations = True  # 12 times less memory, for a third more time
     optimizer, schedule = finetuning(model, max(1, len(slides) // accumulation), epochs=epochs)
-    mean = 0.0
     for epoch in range(epochs):
         losses = []
         for index, (tiles, coords, label) in enumerate(random.sample(slides, len(slides))):
@@ -53,19 +52,15 @@ def train(model: Classifier, slides: list[tuple[Tensor, Tensor, int]], epochs: i
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        mean = sum(losses) / len(losses)
-        print(f"epoch {epoch}: loss {mean:.4f}")
-    return mean
+        print(f"epoch {epoch}: loss {sum(losses) / len(losses):.4f}")
+    return sum(losses) / len(losses)
 
 
 def noise(count: int = 64, tiles: int = 40, channels: int = 16) -> list[tuple[Tensor, Tensor, int]]:
     """Slides of two classes that differ in the mean of one channel."""
-    made = []
-    for index in range(count):
-        features = torch.randn(tiles, channels)
-        features[:, 0] += 2.0 * (index % 2)
-        made.append((features, torch.randint(0, 100, (tiles, 2)) * 256, index % 2))
-    return made
+    shift, labels = 2.0 * F.one_hot(torch.tensor(0), channels), [index % 2 for index in range(count)]
+    places = torch.randint(0, 100, (count, tiles, 2)) * 256
+    return [(torch.randn(tiles, channels) + i * shift, place, i) for place, i in zip(places, labels, strict=True)]
 
 
 def main() -> None:
@@ -77,13 +72,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     random.seed(0)
+    recipe = {"dropout": 0.1, "drop_path_rate": 0.0, "global_pool": False}
     if options.weights is None:
-        encoder = SlideEncoder(16, 32, 2, 4, dropout=0.1, drop_path_rate=0.0, global_pool=False)
-        slides, accumulation = noise(), 4
+        encoder, slides, accumulation = SlideEncoder(16, 32, 2, 4, **recipe), noise(), 4
     else:
-        encoder = SlideEncoder.from_pretrained(
-            options.weights, global_pool=False, dropout=0.1, drop_path_rate=0.0, max_wsi_size=250000
-        )
+        encoder = SlideEncoder.from_pretrained(options.weights, max_wsi_size=250000, **recipe)
         slides, accumulation = [], ACCUMULATION
         for name, label in csv.reader(options.labels.open(newline="")):
             file = torch.load(options.features / f"{name}.pt", weights_only=True)

@@ -4,7 +4,12 @@
     torchrun --nproc-per-node 8 examples/train_lm.py TEXT ... --out runs/long --sequence 8 --tokens 1048576 --size 125M
 
 A row is one packed sequence of --tokens tokens. It is spread over --sequence ranks; the other ranks take other rows.
-Started again with the same arguments, training goes on from its last checkpoint, on any number of ranks.
+Started again with the same arguments, or with more --steps, training goes on from its last checkpoint, on any number of
+ranks. To use what is trained:
+
+    checkpoint = torch.load("runs/one/step-00000450.pt", weights_only=True)
+    model = LongNetLM(LMConfig.from_dict(checkpoint["config"]))
+    model.load_state_dict(checkpoint["model"])
 """
 
 from __future__ import annotations
@@ -23,12 +28,7 @@ import torch
 import torch.distributed as dist
 import witten_bell
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -41,12 +41,19 @@ from dilated_attention.models.text import BEGIN, BYTES, PackedRows, held_out_row
 from dilated_attention.models.training import Log, together
 from dilated_attention.models.transformer import SIZES
 
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
 
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with the arguments."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.nargs == 0 else super()._get_help_string(action)
 
 
 def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
@@ -63,32 +70,33 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Train a LongNet language model on text files.")
+    parser = Parser(description="Train a LongNet language model on text files.", formatter_class=Help)
     parser.add_argument("text", nargs="+", type=Path, help="files, or folders whose files are read")
     parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders")
     parser.add_argument("--out", type=Path, required=True, help="for checkpoints, log.jsonl and loss.svg")
     parser.add_argument("--tokenizer", help="a Hugging Face tokenizer, by name or folder; bytes by default")
     parser.add_argument("--size", choices=list(SIZES), help="of the model, instead of the next three")
-    parser.add_argument("--dim", type=at_least(1), default=128)
-    parser.add_argument("--depth", type=at_least(1), default=2)
-    parser.add_argument("--heads", type=at_least(1), default=4)
+    parser.add_argument("--dim", type=at_least(1), default=128, help="channels of a token")
+    parser.add_argument("--depth", type=at_least(1), default=2, help="layers")
+    parser.add_argument("--heads", type=at_least(1), default=4, help="of each layer")
     parser.add_argument("--segments", nargs="+", type=at_least(1), help="lengths; by default as suggested for --tokens")
     parser.add_argument("--rates", nargs="+", type=at_least(1), help="dilation rates, one per segment length")
-    parser.add_argument("--tokens", type=at_least(2), default=512, help="in a row")
-    parser.add_argument("--rows", type=at_least(1), default=4, help="in a step")
-    parser.add_argument("--steps", type=at_least(1), default=450)
+    parser.add_argument("--tokens", type=at_least(2), default=512, help="tokens in a row")
+    parser.add_argument("--rows", type=at_least(1), default=4, help="rows in a step")
+    parser.add_argument("--steps", type=at_least(1), default=450, help="of the whole training; more of them go on")
     parser.add_argument("--sequence", type=at_least(1), default=1, help="the ranks that share a row")
-    parser.add_argument("--lr", type=at_least(0, float), default=6e-3)
-    parser.add_argument("--warmup", type=at_least(0), default=30, help="steps")
-    parser.add_argument("--seed", type=at_least(-sys.maxsize), default=0)
-    parser.add_argument("--save-every", type=at_least(1), default=200, help="steps")
+    parser.add_argument("--lr", type=at_least(0, float), default=6e-3, help="the highest learning rate")
+    parser.add_argument("--warmup", type=at_least(0), default=30, help="steps in which it rises")
+    parser.add_argument("--seed", type=at_least(-sys.maxsize), default=0, help="of weights, order and samples")
+    parser.add_argument("--save-every", type=at_least(1), default=200, help="steps between two checkpoints")
     parser.add_argument("--evaluate", nargs="+", type=at_least(2), help="row lengths, held out; --tokens, if that fits")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if there else "cpu", help="of this machine")
     parser.add_argument("--float32", action="store_true", help="also on CUDA, instead of bfloat16 with float32 weights")
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
     parser.add_argument("--plot", action="store_true", help="draw loss.svg; needs the extra bench")
     parser.add_argument("--sample", type=at_least(0), default=0, help="tokens to generate at the end")
+    parser.add_argument("--prompt", help="the text that they go on from; the beginning of a held-out text by default")
     options = parser.parse_args(given)
     if len(options.segments or []) != len(options.rates or []):
         parser.error("--segments and --rates belong together: give as many rates as segment lengths")
@@ -120,22 +128,21 @@ class Trainer:
         for part in (*self.model.blocks, self.model):
             fully_shard(part, mesh=every, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, (0.9, 0.95), weight_decay=0.1)
-        same = {name: getattr(options, name) for name in ("tokens", "rows", "steps", "seed", "lr", "warmup")}
+        same = {name: getattr(options, name) for name in ("tokens", "rows", "seed", "lr", "warmup")}
         self.checkpoints = Checkpoints(options.out, {**config.to_dict(), **same, **facts})
-        state = self.state()
-        if self.checkpoints.load(state):
-            set_state_dict(
-                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
-            self.step = int(state["step"])
+        if saved := self.checkpoints.load():
+            states = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
+            set_state_dict(self.model, self.optimizer, **states, options=StateDictOptions(full_state_dict=True))
+            self.step = saved["step"]
 
     def done(self) -> float:
         """How much of the training is done: 1 at its end. The learning rate follows it."""
         return self.step / self.options.steps
 
     def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
+        """All weights and the state of the optimizer, on the first rank; every rank calls it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        return {"config": self.config.to_dict(), "model": model, "optimizer": optimizer}
 
     def losses(self, row: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Of this rank's part of a row, and which of them count. Labels are shifted before anything is cut."""
@@ -186,24 +193,25 @@ class Trainer:
         dist.all_reduce(sums)
         return float(sums[0] / sums[1] / math.log(2))
 
-    def sample(self, begin: int, count: int) -> list[int]:
-        """Tokens of the model, drawn on the first rank; every rank calls it."""
-        whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    def sample(self, prompt: Tensor, count: int) -> list[int]:
+        """The prompt, and what the model makes of it on the first rank; every rank calls this."""
+        weights = self.state()["model"]
         if dist.get_rank() or not count:
             return []
         plain = LongNetLM(self.config)
-        plain.load_state_dict(whole)
+        plain.load_state_dict(weights)
         drawn = torch.Generator().manual_seed(self.options.seed)
-        found = plain.generate_tokens(torch.tensor([[begin]]), count, temperature=0.8, generator=drawn)
-        return [int(token) for token in found[0]]
+        written = plain.generate_tokens([prompt], count, temperature=0.8, generator=drawn)
+        return [*prompt.tolist(), *written[0].tolist()]
 
 
 def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
     """Train to the end; False: SIGTERM came, and all is saved."""
     asked: list[bool] = []
+    stops = 0.0
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     try:
-        while trainer.done() < 1:
+        while trainer.done() < 1 and not stops:
             loss, norm = trainer.gradients(rows), trainer.update()
             told = torch.tensor([float(bool(asked)), float(not math.isfinite(loss + norm))], device=loss.device)
             dist.all_reduce(told, dist.ReduceOp.MAX)  # what one rank has seen, all do
@@ -219,8 +227,6 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
                 log.add(trainer.step, loss=float(loss), norm=norm)
             if stops or trainer.step % trainer.options.save_every == 0 or trainer.done() >= 1:
                 trainer.checkpoints.save(trainer.step, trainer.state())
-            if stops:
-                break
         trainer.checkpoints.finish()
         return trainer.done() >= 1
     finally:
@@ -231,11 +237,10 @@ def train(options: argparse.Namespace) -> None:
     with together("train()", device=options.device) as same:
         tokenizer, texts = None, read_texts(options.text, options.suffix)
         if options.plot:
-            charts.library("altair")  # better missed now than after the training
+            charts.library("vl_convert")  # better missed now than after the training
         if options.tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+            transformers = charts.library("transformers", "--tokenizer needs", "models")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer)
         vocabulary = BYTES if tokenizer is None else len(tokenizer)
         pattern = da.DilatedPattern.suggest(options.tokens, options.heads)
         if options.segments is not None:
@@ -246,7 +251,10 @@ def train(options: argparse.Namespace) -> None:
             config = LMConfig.of(options.size, pattern, vocab_size=most)
         held_out = texts[9::10] or texts[-1:]
         rest = [text for index, text in enumerate(texts) if index % 10 != 9] if len(texts) > 9 else texts[:-1]
-        documents, unseen = (tokens_of(part, config.vocab_size, tokenizer) for part in (rest, held_out))
+        parts = rest, held_out, [options.prompt.encode()] if options.prompt else []
+        documents, unseen, prompts = (tokens_of(part, config.vocab_size, tokenizer) for part in parts)
+        if options.prompt and not prompts:
+            raise ValueError(f"--prompt {options.prompt!r} has no tokens")
         rows = PackedRows(documents, options.tokens, options.seed)
         unseen_tokens = sum(map(len, unseen))
         by_length = held_out_rows(unseen, options.evaluate or [max(2, min(options.tokens, unseen_tokens))])
@@ -258,16 +266,14 @@ def train(options: argparse.Namespace) -> None:
         return
     per_byte = 1.0 if tokenizer is None else unseen_tokens / sum(map(len, held_out))
     found = {length: trainer.bits(part) * per_byte for length, part in by_length.items()}
-    written = trainer.sample(BEGIN if tokenizer is None else tokenizer.bos_token_id or 0, options.sample)
+    ids = trainer.sample((prompts or [unseen[0][:64]])[0], options.sample)
     if log.speaks:
         log.add(trainer.step, **{f"bits_per_byte_{n}": bits for n, bits in found.items()})
         scored = max(part.tokens * part.count for part in by_length.values()) / per_byte  # bytes, by the model
         orders = witten_bell.bits_per_byte(b"".join(rest), b"".join(held_out)[: round(scored)])
         print("\nheld-out bits per byte:", ", ".join(f"{x:.3f} in rows of {n}" for n, x in found.items()))
         print("Witten-Bell models:", ", ".join(f"{x:.3f} of order {n}" for n, x in orders.items()))
-        print(
-            tokenizer.decode(written) if tokenizer else bytes(x for x in written if x < BEGIN).decode(errors="replace")
-        )
+        print(tokenizer.decode(ids) if tokenizer else bytes(x for x in ids if x < BEGIN).decode(errors="replace"))
         if options.plot:
             levels = {"held out": found[max(found)], **{f"Witten-Bell, order {n}": x for n, x in orders.items()}}
             log.plot(options.out / "loss.svg", levels)

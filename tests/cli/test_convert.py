@@ -35,7 +35,7 @@ def test_what_is_refused(refused: Refused, source: Path, tmp_path: Path) -> None
     assert "must end in .safetensors" in refused("convert", source, tmp_path / "new.pth")
     other = tmp_path / "other.pth"
     torch.save({"model": {"norm.weight": torch.ones(3)}}, other)
-    assert "no weights of a slide encoder" in refused("convert", other, target)
+    assert "no weights of such a model" in refused("convert", other, target)
     torch.save({"model": {"x": Path("y")}}, other)
     assert "more in it than tensors" in refused("convert", other, target)
     assert not target.exists()

@@ -59,26 +59,21 @@ def test_positions_and_norms_of_embeddings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name",
     [
-        ("layers.0.moe_layer.gate.weight", "mixture of experts"),
-        ("layers.0.self_attn.A.k_proj.weight", "multiway"),
-        ("relative_position.relative_attention_bias.weight", "relative position bias"),
-        ("self_attn_relative_position.relative_attention_bias.weight", "relative position bias"),
-        ("layers.0.encoder_attn.k_proj.weight", "attention to an encoder"),
-        ("layers.0.self_attn.xpos.scale", "load it as a LongNetDecoder"),
-        ("something.else", "unexpected: something.else"),
+        "layers.0.moe_layer.gate.weight", "layers.0.self_attn.A.k_proj.weight", "layers.0.encoder_attn.k_proj.weight",
+        "relative_position.relative_attention_bias.weight", "layers.0.self_attn.xpos.scale", "something.else",
     ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(name: str, said: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     _, state, _ = golden("torchscale_encoder")
     options: Any = {"num_heads": 4, "segment_lengths": [16], "dilation_rates": [1]}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"the state dict does not fit LongNetEncoder: unexpected: {name}"):
         LongNetEncoder.from_torchscale(state | {name: torch.zeros(4)}, **options)
     deep = {key: x for key, x in state.items() if "inner_attn_ln" not in key}
-    with pytest.raises(ValueError, match="no sub-LayerNorm"):
+    with pytest.raises(ValueError, match=r"missing: layers.0.self_attn.inner_attn_ln"):
         LongNetDecoder.from_torchscale(deep, **options)
-    with pytest.raises(ValueError, match="no weights of torchscale"):
+    with pytest.raises(ValueError, match=r"no weights of such a model: layers.0.ffn.fc1.weight is missing"):
         LongNetDecoder.from_torchscale({}, **options)
 
 

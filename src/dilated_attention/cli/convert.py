@@ -27,14 +27,9 @@ def convert(
             raise ValueError(f"there is no file {source}")
         if target.exists():
             raise ValueError(f"{target} exists already: name another file, or remove it")
-    import torch
-
     from dilated_attention.models import SlideEncoder, weights
-    from dilated_attention.models.presets import sizes_of
 
     with arguments.refusing():
-        state = weights.read(source)
-        with torch.device("meta"):
-            weights.check(SlideEncoder(**sizes_of(state, source), num_heads=1, global_pool=False), state, source)
-        weights.save(state, target)
+        SlideEncoder.from_pretrained(source, num_heads=1, global_pool=False)  # raises if they do not fit
+        weights.save(weights.read(source)[0], target)
     console().print(f"written: {target}", soft_wrap=True)

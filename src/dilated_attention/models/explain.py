@@ -1,6 +1,6 @@
 """Where attention goes, exactly and without an N × N matrix: one query's weights, and their way through all layers.
 
-Legend: x (1, N, C), the class token first; q, k, v (1, N, H, D); counts (H, N): how often a head shows each key.
+Legend: x (1, N, C), the class token first; q, k, v (1, N, H, D).
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention import functional
-from dilated_attention.models.layers import Layer, SelfAttention
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.models.layers import SelfAttention
 
 Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
 
@@ -53,62 +53,45 @@ def row_of(query: Query, tiles: int) -> int:
     return operator.index(query) + 1
 
 
-def chosen(name: str, index: int | None, size: int) -> list[int]:
-    """All indices for None, otherwise the one given, which may count from the end."""
+def chosen(name: str, index: int | None, size: int) -> slice:
+    """The index given, which may count from the end, or all for None."""
     if index is None:
-        return list(range(size))
+        return slice(None)
     if isinstance(index, bool) or not isinstance(index, SupportsIndex) or not -size <= operator.index(index) < size:
         raise ValueError(f"{name} must be from {-size} to {size - 1}, or None for all, got {index!r}")
-    return [operator.index(index) % size]
-
-
-def key_counts(pattern: DilatedPattern, row: int, tokens: int, heads: int, device: torch.device) -> Tensor:
-    """(H, N): how many branches show each key to the query ``row``."""
-    counts = torch.zeros(heads, tokens, dtype=torch.int64, device=device)
-    for branch in pattern.branches_for(heads):
-        first = row - row % branch.length
-        last = min(first + branch.length, tokens)
-        for head in branch.heads:
-            offset = branch.offset(head)
-            if (row - first) % branch.rate == offset:
-                counts[head, first + offset : last : branch.rate] += 1
-    return counts
-
-
-def row_weights(attention: SelfAttention, x: Tensor, row: int) -> AttentionMap:
-    """The weights of one query in all heads of a layer, from the layer's normalised inputs."""
-    q, k, _ = attention.project(x)
-    tokens, heads, dim = k.shape[1:]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("hd,nhd->hn", q[0, row].to(wide), k[0].to(wide)) / math.sqrt(dim)
-    counts = key_counts(attention.pattern, row, tokens, heads, x.device)
-    zeros = torch.tensor(
-        [attention.pattern.zero_keys(row, head, num_tokens=tokens, num_heads=heads) for head in range(heads)],
-        device=x.device,
-    )
-    logits = torch.cat([scores + counts.to(wide).log(), zeros.to(wide).log().unsqueeze(1)], dim=1)
-    sees = (counts.sum(1) + zeros > 0).unsqueeze(1)
-    weights = logits.softmax(-1).masked_fill(~sees, 0.0)  # a row that sees no key at all has no weights
-    return AttentionMap(weights[:, 1:tokens], weights[:, 0], weights[:, tokens])
+    first = operator.index(index) % size
+    return slice(first, first + 1)
 
 
 def attention_map(
-    layers: Sequence[Layer], states: Sequence[Tensor], query: Query, layer: int | None, head: int | None
+    layers: Sequence[Any], states: Sequence[Tensor], query: Query, layer: int | None, head: int | None
 ) -> AttentionMap:
     """``states``: the inputs of each layer."""
-    row = row_of(query, states[0].shape[1] - 1)
-    which = chosen("layer", layer, len(layers))
-    heads = chosen("head", head, layers[0].self_attn.num_heads)
-    found = [
-        row_weights(layers[index].self_attn, layers[index].self_attn_layer_norm(states[index]), row) for index in which
-    ]
-    stacked = [torch.stack(parts)[:, heads] for parts in zip(*found, strict=True)]
-    if head is not None:
-        stacked = [x[:, 0] for x in stacked]
-    return AttentionMap(*(x if layer is None else x[0] for x in stacked))
+    attention, tokens = layers[0].self_attn, states[0].shape[1]
+    row, heads = row_of(query, tokens - 1), attention.num_heads
+    which, some = chosen("layer", layer, len(layers)), chosen("head", head, heads)
+    shape = {"num_tokens": tokens, "num_heads": heads}
+    keys = [torch.tensor(attention.pattern.keys(row, index, **shape), dtype=torch.long) for index in range(heads)]
+    zeros = torch.tensor([[attention.pattern.zero_keys(row, index, **shape)] for index in range(heads)])
+    # how often each head shows each key, (H, N + 1); zero keys are the last
+    counts = torch.cat([torch.stack([key.bincount(minlength=tokens) for key in keys]), zeros], 1).to(states[0].device)
+    pairs = zip(layers[which], states[which], strict=True)
+    weights = torch.stack([row_weights(one, x, row, counts) for one, x in pairs])[:, some]
+    weights = weights if head is None else weights[:, 0]
+    weights = weights if layer is None else weights[0]
+    return AttentionMap(weights[..., 1:tokens], weights[..., 0], weights[..., tokens])
 
 
-def rollout(layers: Iterable[Layer], states: Sequence[Tensor], start: Tensor) -> AttentionMap:
+def row_weights(layer: Any, x: Tensor, row: int, counts: Tensor) -> Tensor:
+    """The weights of one query in all heads of a layer, (H, N + 1). A row that sees no key at all has none."""
+    q, k, _ = layer.self_attn.project(layer.self_attn_layer_norm(x))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("hd,nhd->hn", q[0, row].to(wide), k[0].to(wide)) / math.sqrt(k.shape[-1])
+    logits = F.pad(scores, (0, 1)) + counts.to(wide).log()  # the score of a zero key is 0
+    return logits.softmax(-1).masked_fill(~counts.any(1, keepdim=True), 0.0)
+
+
+def rollout(layers: Iterable[Any], states: Sequence[Tensor], start: Tensor) -> AttentionMap:
     """The row ``start`` (N,) carried back through all layers: in each, half of it stays and half goes where heads look.
 
     A row r becomes (r + Aᵀr) / 2, with A the mean of the heads' attention. Aᵀr is the gradient of the attention's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,16 @@ def create_model(
             Where nothing is downloaded, there is nothing to copy.
         kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
     """
-    model = LongNetViT.preset(model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
+    make = partial(LongNetViT.preset, model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
     pretrained = os.fspath(pretrained)
-    if pretrained:
-        path = weights.located(pretrained, takes_plain_ids=False)
-        weights.load(model, weights.read(path), path)
-        if local_dir is not None and pretrained.startswith(weights.HUB):
-            _copy(path, Path(local_dir) / weights.FILE)
+    if not pretrained:
+        return make()
+    path = weights.located(pretrained, takes_plain_ids=False)
+    model = weights.load(make, *weights.read(path))
+    if local_dir is not None and pretrained.startswith(weights.HUB):
+        target = Path(local_dir) / weights.FILE
+        if not target.exists():
+            write(target, path.read_bytes())
+        elif not filecmp.cmp(path, target, shallow=False):
+            raise ValueError(f"{target} differs from the downloaded file: name another local_dir, or leave it out")
     return model
-
-
-def _copy(source: Path, target: Path) -> None:
-    if not target.exists():
-        write(target, source.read_bytes())
-    elif not filecmp.cmp(source, target, shallow=False):
-        raise ValueError(f"{target} differs from the downloaded file: name another local_dir, or leave it out")

@@ -8,6 +8,7 @@ Legend: x (B, N, C) with N tokens of C channels; H heads of D channels. Packed: 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,15 @@ class Sequences:
     bounds: tuple[int, ...] | None = None  # of packed sequences, (0, ..., N)
     group: Group | ContextParallel | None = None  # the ranks of which this one has a shard of each sequence
     backend: Backend = "auto"
+
+    def process_group(self) -> dist.ProcessGroup:
+        assert self.group is not None
+        return ContextParallel.of(self.group).process_group()
+
+    @property
+    def firsts(self) -> int:
+        """How many rows come before the tiles of a shard: the class token, on the first rank."""
+        return int(self.group is None or self.process_group().rank() == 0)
 
 
 class XPos(nn.Module):
@@ -61,15 +71,14 @@ class XPos(nn.Module):
             )
         if computed_dtype(q) == torch.float16:
             raise TypeError("the scales of xPos would overflow float16: use bfloat16 or float32")
-        position = torch.arange(tokens, dtype=torch.float64)
-        frequency = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-        angle = position[:, None] * frequency
-        power = self.scale.to("cpu", torch.float64) ** ((position - (tokens + 1) // 2)[:, None] / 512)
+        position = torch.arange(tokens, dtype=torch.float64)[:, None]
+        angle = position * 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+        power = self.scale.to("cpu", torch.float64) ** ((position - (tokens + 1) // 2) / 512)
         return self._turned(q, angle, power), self._turned(k, angle, 1 / power)
 
     @staticmethod
     def _turned(x: Tensor, angle: Tensor, power: Tensor) -> Tensor:
-        cos, sin = ((f(angle) * power).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
+        cos, sin = ((wave * power).to(x.dtype).to(x.device).unsqueeze(1) for wave in (angle.cos(), angle.sin()))
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
 
@@ -83,34 +92,24 @@ class SelfAttention(nn.Module):
         super().__init__()
         if embed_dim % check_int("num_heads", num_heads):
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
-        self.num_heads = num_heads
-        self.pattern = pattern
-        self.is_causal = is_causal
-        self.k_proj = nn.Linear(embed_dim, embed_dim)
-        self.v_proj = nn.Linear(embed_dim, embed_dim)
-        self.q_proj = nn.Linear(embed_dim, embed_dim)
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.num_heads, self.pattern, self.is_causal = num_heads, pattern, is_causal
+        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(embed_dim)
         self.xpos = XPos(embed_dim // num_heads) if xpos else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, (B, N, H, D) each."""
-        heads = (self.num_heads, -1)
-        q, k, v = (linear(x).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        if self.xpos is not None:
-            q, k = self.xpos(q, k)
-        return q, k, v
+        q, k, v = (part(x).unflatten(-1, (self.num_heads, -1)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        return (q, k, v) if self.xpos is None else (*self.xpos(q, k), v)
 
     def forward(self, x: Tensor, rows: Sequences) -> Tensor:
         out = self.attended(x, rows)  # apart: its q, k and v are gone before the next rows are made
-        found: Tensor = self.out_proj(self.inner_attn_ln(out))
-        return found
+        return self.out_proj(self.inner_attn_ln(out))  # type: ignore[no-any-return]
 
     def attended(self, x: Tensor, rows: Sequences) -> Tensor:
         """The results of all heads side by side, (B, N, C)."""
-        q, k, v = self.project(x)
         out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
-            q, k, v, self.pattern, self.is_causal, backend=rows.backend, ranks=Ranks.of(rows.group),
+            *self.project(x), self.pattern, self.is_causal, backend=rows.backend, ranks=Ranks.of(rows.group),
             cu_seqlens=rows.bounds, warns=False,
         )  # fmt: skip
         return out.flatten(2)
@@ -121,14 +120,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, embed_dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(embed_dim, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+        self.fc1, self.fc2 = nn.Linear(embed_dim, ffn_dim), nn.Linear(ffn_dim, embed_dim)
         self.ffn_layernorm = nn.LayerNorm(ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         # without gradients, its hidden rows, four times as wide as its own, would take most of the memory
-        (found,) = in_parts(self._of, (x,), self.parameters())
-        return found
+        return in_parts(self._of, (x,), self.parameters())[0]
 
     def _of(self, x: Tensor) -> tuple[Tensor]:
         # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
@@ -139,24 +136,15 @@ class Layer(nn.Module):
     """One layer. In training, dropout follows each half (attention, feed-forward); drop path leaves out a half."""
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        ffn_dim: int,
-        pattern: DilatedPattern,
-        *,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        is_causal: bool = False,
-        xpos: bool = False,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, ffn_dim: int, pattern: DilatedPattern, *, dropout: float = 0.0,
+        drop_path: float = 0.0, **attention: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.self_attn = SelfAttention(embed_dim, num_heads, pattern, is_causal=is_causal, xpos=xpos)
+        self.self_attn = SelfAttention(embed_dim, num_heads, pattern, **attention)
         self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
         self.ffn = FeedForward(embed_dim, ffn_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)
-        self.dropout = checked_probability(dropout, "dropout")
-        self.drop_path = checked_probability(drop_path, "drop_path_rate")
+        self.dropout, self.drop_path = checked_probability(dropout, "dropout"), drop_path
 
     def forward(self, x: Tensor, rows: Sequences) -> Tensor:
         x = x + self._dropped(self.self_attn(self.self_attn_layer_norm(x), rows), rows)
@@ -167,23 +155,20 @@ class Layer(nn.Module):
         return drop_path(x, self.drop_path, rows) if self.training and self.drop_path > 0 else x
 
 
-class PatchEmbed(nn.Module):
-    def __init__(self, in_chans: int, embed_dim: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(in_chans, embed_dim)
-
-    def forward(self, tiles: Tensor) -> Tensor:
-        found: Tensor = self.proj(tiles)
-        return found
+def stacked(depth: int, drop_path_rate: float, *sizes: Any, **options: Any) -> nn.ModuleList:
+    """Layers whose drop path grows from 0 to ``drop_path_rate``."""
+    top = checked_probability(drop_path_rate, "drop_path_rate")
+    return nn.ModuleList(Layer(*sizes, drop_path=top * index / max(1, depth - 1), **options) for index in range(depth))
 
 
 class Encoder(nn.Module):
     """The layers, and the LayerNorm after the last."""
 
-    def __init__(self, layers: list[Layer], embed_dim: int) -> None:
+    layers: Any  # a ModuleList of `Layer`
+
+    def __init__(self, layers: nn.ModuleList, embed_dim: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.layer_norm = nn.LayerNorm(embed_dim)
+        self.layers, self.layer_norm = layers, nn.LayerNorm(embed_dim)
 
 
 def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:
@@ -191,7 +176,7 @@ def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:
     sequences = len(x) if rows.bounds is None else len(rows.bounds) - 1
     kept = x.new_empty(sequences, 1, 1).bernoulli_(1 - p)
     if rows.group is not None:  # all ranks of a sequence must draw the same
-        group = ContextParallel.of(rows.group).process_group()
+        group = rows.process_group()
         sent = kept.to(wire_device(group, kept.device))
         dist.broadcast(sent, group=group, group_src=0)
         kept = sent.to(kept.device)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from dilated_attention.checks import check_int
+from dilated_attention.models import weights
 from dilated_attention.pattern import DilatedPattern
 
 DILATION_RATES = (1, 2, 4, 8, 16)
@@ -37,21 +37,12 @@ def slide_pattern(max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPa
     return DilatedPattern.torchscale([int(2 ** (10 + (top - 10) * step / 4)) for step in range(5)], DILATION_RATES)
 
 
-def sizes_of(state: Mapping[str, Tensor], source: object) -> dict[str, Any]:
+def sizes_of(state: dict[str, Tensor], said: str) -> dict[str, Any]:
     """Width, depth and in_chans of the weights of a slide encoder."""
-    needed = ("cls_token", "patch_embed.proj.weight", "encoder.layers.0.ffn.fc1.weight")
-    if missing := [name for name in needed if name not in state]:
-        raise ValueError(f"{source} has no weights of a slide encoder: missing: {', '.join(missing)}")
-    shape = state["patch_embed.proj.weight"].shape
-    if len(shape) != 2:
-        raise ValueError(f"{source} has no weights of a slide encoder: patch_embed.proj.weight is {tuple(shape)}")
-    embed_dim, in_chans = shape
-    named = [name.split(".")[2] for name in state if name.startswith("encoder.layers.")]
-    if wrong := [index for index in named if not index.isdecimal()]:
-        raise ValueError(f"{source} has no weights of a slide encoder: encoder.layers.{wrong[0]} is no layer")
-    indices = set(map(int, named))
-    inner = len(state["encoder.layers.0.ffn.fc1.weight"])
+    embed_dim, in_chans = weights.matrix(state, "patch_embed.proj.weight", said)
+    inner, _ = weights.matrix(state, "encoder.layers.0.ffn.fc1.weight", said)
     mlp_ratio = inner / embed_dim
     if int(embed_dim * mlp_ratio) < inner:  # rounded down
         mlp_ratio = math.nextafter(mlp_ratio, math.inf)
-    return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": max(indices) + 1, "mlp_ratio": mlp_ratio}
+    depth = weights.depth(state, "encoder.layers.", said)
+    return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": depth, "mlp_ratio": mlp_ratio}

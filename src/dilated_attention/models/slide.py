@@ -6,6 +6,9 @@ Legend: B slides of L tiles; tiles (B, L, in_chans); coords (B, L, 2); x (B, 1 +
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -14,15 +17,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import check_int, checked_probability
+from dilated_attention.checks import check_flag, check_int, checked_probability, checked_scale
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.functional import telling
 from dilated_attention.models import explain, positions, weights
-from dilated_attention.models.layers import Encoder, Layer, PatchEmbed, Sequences
+from dilated_attention.models.layers import Encoder, Sequences, stacked
 from dilated_attention.models.positions import TileSize
 from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.resolve import check_backend
+
+Over = Group | ContextParallel | None
 
 
 class SlideEncoder(nn.Module):
@@ -76,6 +82,11 @@ class SlideEncoder(nn.Module):
             raise ValueError(f"embed_dim must be a multiple of 4, for sines and cosines of x and y, got {embed_dim}")
         if not isinstance(global_pool, bool):
             raise TypeError(f"global_pool must be True (mean of the tiles) or False (class token), got {global_pool!r}")
+        check_flag("checkpoint_activations", checkpoint_activations)
+        check_backend(backend)
+        pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}")
         self.embed_dim, self.depth = embed_dim, check_int("depth", depth)
         self.slide_ngrids = check_int("slide_ngrids", slide_ngrids)
         self.tile_size: TileSize = tile_size
@@ -83,16 +94,11 @@ class SlideEncoder(nn.Module):
         self.dropout = checked_probability(dropout, "dropout")
         self.checkpoint_activations = checkpoint_activations
         self.backend: Backend = backend
-        top_rate = checked_probability(drop_path_rate, "drop_path_rate")
-        rates = [top_rate * index / max(1, depth - 1) for index in range(depth)]
-        pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        self.patch_embed = PatchEmbed(check_int("in_chans", in_chans), embed_dim)
-        ffn_dim = int(embed_dim * mlp_ratio)
-        self.encoder = Encoder(
-            [Layer(embed_dim, num_heads, ffn_dim, pattern, dropout=dropout, drop_path=rate) for rate in rates],
-            embed_dim,
-        )
+        self.patch_embed: Any = nn.Sequential(OrderedDict(proj=nn.Linear(check_int("in_chans", in_chans), embed_dim)))
+        ffn_dim = check_int("embed_dim * mlp_ratio", int(embed_dim * checked_scale(mlp_ratio, "mlp_ratio")))
+        layers = stacked(depth, drop_path_rate, embed_dim, num_heads, ffn_dim, pattern, dropout=dropout)
+        self.encoder = Encoder(layers, embed_dim)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
 
@@ -129,11 +135,9 @@ class SlideEncoder(nn.Module):
                 weights do not tell num_heads, tile_size, max_wsi_size and slide_ngrids: give those of the training if
                 they are not the defaults.
         """
-        path = weights.located(path_or_hub_id)
-        state = weights.read(path)
-        model = cls(**{**sizes_of(state, path), **sizes}, global_pool=global_pool)
-        weights.load(model, state, path)
-        return model.eval()
+        state, said = weights.read(weights.located(path_or_hub_id))
+        make = partial(cls, **{**sizes_of(state, said), **sizes}, global_pool=global_pool)
+        return weights.load(make, state, said).eval()
 
     def forward(
         self,
@@ -144,7 +148,7 @@ class SlideEncoder(nn.Module):
         padding_mask: Tensor | None = None,
         tile_size: TileSize | None = None,
         per_tile: bool = False,
-        group: Group | ContextParallel | None = None,
+        group: Over = None,
     ) -> list[Tensor]:
         """Returns a list of embeddings, each (B, embed_dim); by default one, as the released code gives it.
 
@@ -166,7 +170,7 @@ class SlideEncoder(nn.Module):
             states = [self.encoder.layer_norm(states[-1])]
         if per_tile:
             return [self._tiles(self.norm(state), padding_mask, rows) for state in states]
-        return [self._pooled(state, rows) for state in states]
+        return [self.norm(self._pooled(state, rows)) for state in states]
 
     @torch.no_grad()
     def attention_map(
@@ -189,7 +193,7 @@ class SlideEncoder(nn.Module):
             tile_size: as in :meth:`forward`.
         """
         states = self._explained(tiles, coords, tile_size)
-        return explain.attention_map(self._layers(), states, query, layer, head)
+        return explain.attention_map(self.encoder.layers, states, query, layer, head)
 
     @torch.no_grad()
     def rollout(
@@ -214,7 +218,7 @@ class SlideEncoder(nn.Module):
             start[1:] = 1 / count
         else:
             start[explain.row_of("cls" if query is None else query, count)] = 1
-        return explain.rollout(self._layers(), states, start)
+        return explain.rollout(self.encoder.layers, states, start)
 
     def _explained(self, tiles: Tensor, coords: Tensor, tile_size: TileSize | None) -> list[Tensor]:
         """The inputs of each layer, for one slide."""
@@ -224,19 +228,10 @@ class SlideEncoder(nn.Module):
             raise ValueError(f"give the tiles of one slide, got {len(tiles)} slides")
         return self._states(tiles, coords, None, tile_size, None, keeps_all=True)[0][:-1]
 
-    def _layers(self) -> list[Layer]:
-        return [layer for layer in self.encoder.layers if isinstance(layer, Layer)]
-
     def _states(
-        self,
-        tiles: Tensor,
-        coords: Tensor,
-        padding_mask: Tensor | None,
-        tile_size: TileSize | None,
-        group: Group | ContextParallel | None,
-        *,
-        keeps_all: bool,
-    ) -> tuple[list[Tensor], Sequences]:
+        self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, tile_size: TileSize | None, group: Over,
+        *, keeps_all: bool,
+    ) -> tuple[list[Tensor], Sequences]:  # fmt: skip
         """The rows before the first layer and after each, or only after the last."""
         with telling(group, tiles):
             tiles, coords = self._checked(tiles, coords, padding_mask, group)
@@ -253,7 +248,7 @@ class SlideEncoder(nn.Module):
         return states, rows
 
     def _checked(
-        self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
+        self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Over
     ) -> tuple[Tensor, Tensor]:
         """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
         if not isinstance(tiles, Tensor) or not isinstance(coords, Tensor):
@@ -275,68 +270,53 @@ class SlideEncoder(nn.Module):
             if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
                 got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
                 raise ValueError(f"padding_mask must be bool (True = no tile) of shape ({slides}, {length}), got {got}")
-        none = padding_mask.all(1).any() if padding_mask is not None else length == 0
-        if none and group is None:
-            raise ValueError("a slide has no tiles: leave it out")
-        # of the other ranks, one without tiles says nothing of the slide
-        if none and group is not None and ContextParallel.of(group).process_group().rank() == 0:
-            raise ValueError("rank 0 has no tiles: give the first tiles to rank 0, and leave out a slide without tiles")
+        if not length if padding_mask is None else bool(padding_mask.all(1).any()):
+            if group is None:
+                raise ValueError("a slide has no tiles: leave it out")
+            if Sequences(group=group).firsts:  # of the other ranks, one without tiles says nothing of the slide
+                raise ValueError("rank 0 has no tiles: give it the first tiles, and leave out a slide without tiles")
         return tiles, coords.expand(slides, length, 2)
 
     def _embedded(
-        self, tiles: Tensor, cell: Tensor, padding_mask: Tensor | None, group: Group | ContextParallel | None
+        self, tiles: Tensor, cell: Tensor, padding_mask: Tensor | None, group: Over
     ) -> tuple[Tensor, Sequences]:
         """The class token and the tiles, packed in one row if a mask is given."""
-        slides, bounds = len(tiles), None
         if padding_mask is not None:
             kept = ~padding_mask
             sizes = kept.sum(1).tolist()
             tiles, cell = tiles[kept.to(tiles.device)], cell[kept.cpu()]
         x = self.patch_embed(tiles.to(self.patch_embed.proj.weight.dtype))
         x = x + positions.embedded(cell, self.embed_dim, self.slide_ngrids, self.cls_token)
-        token = self.cls_token.to(x.dtype)
+        token, bounds = self.cls_token.to(x.dtype), None
         if padding_mask is not None:
             x = torch.cat([row for part in x.split(sizes) for row in (token[0], part)]).unsqueeze(0)
-            bounds = (0, *torch.tensor([size + 1 for size in sizes]).cumsum(0).tolist())
-        else:  # it is on the first rank; an empty slice gives the other ranks a gradient of 0
-            is_first = group is None or ContextParallel.of(group).process_group().rank() == 0
-            x = torch.cat([token.expand(slides, -1, -1)[:, : int(is_first)], x], dim=1)
-        return F.dropout(x, self.dropout, self.training), Sequences(bounds, group, self.backend)
+            bounds = (0, *accumulate(size + 1 for size in sizes))
+        rows = Sequences(bounds, group, self.backend)
+        if bounds is None:  # an empty slice gives the other ranks a gradient of 0
+            x = torch.cat([token.expand(len(tiles), -1, -1)[:, : rows.firsts], x], dim=1)
+        return F.dropout(x, self.dropout, self.training), rows
 
     def _pooled(self, x: Tensor, rows: Sequences) -> Tensor:
-        """(B, C): the mean of the tiles, or the class token, through `norm`."""
+        """(B, C): the mean of the tiles, or the class token."""
         if rows.bounds is not None:
-            spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
-            x = x[0]
-            if self.global_pool:
-                x = torch.stack([x[first + 1 : last].mean(0) for first, last in spans])
-            else:
-                x = x[[first for first, _ in spans]]
-        elif rows.group is not None:
-            x = self._pooled_over(x, ContextParallel.of(rows.group))
-        else:
-            x = x[:, 1:].mean(1) if self.global_pool else x[:, 0]
-        found: Tensor = self.norm(x)
-        return found
-
-    def _pooled_over(self, x: Tensor, over: ContextParallel) -> Tensor:
-        """The same from shards. Gradients come out right if the trainer averages them over the ranks."""
-        group = over.process_group()
-        is_first = group.rank() == 0
+            slides = torch.split(x[0], [last - first for first, last in pairwise(rows.bounds)])
+            return torch.stack([slide[1:].mean(0) if self.global_pool else slide[0] for slide in slides])
+        if rows.group is None:
+            return x[:, 1:].mean(1) if self.global_pool else x[:, 0]
+        # from shards: gradients come out right if the trainer averages them over the ranks
+        group, firsts = rows.process_group(), rows.firsts
         if not self.global_pool:
-            return gather_sequence(x[:, : int(is_first)], group)[:, 0]
+            return gather_sequence(x[:, :firsts], group)[:, 0]
         wide = torch.promote_types(x.dtype, torch.float32)
-        sums = gather_sequence(x[:, int(is_first) :].sum(1, keepdim=True, dtype=wide), group).sum(1)
-        counts = gather_sequence(torch.tensor([[x.shape[1] - is_first]], device=x.device), group)
+        sums = gather_sequence(x[:, firsts:].sum(1, keepdim=True, dtype=wide), group).sum(1)
+        counts = gather_sequence(torch.tensor([[x.shape[1] - firsts]], device=x.device), group)
         return (sums / counts.sum()).to(x.dtype)
 
     def _tiles(self, x: Tensor, padding_mask: Tensor | None, rows: Sequences) -> Tensor:
         """The tiles' rows without the class token, where the tiles were."""
         if padding_mask is None:
-            is_first = rows.group is None or ContextParallel.of(rows.group).process_group().rank() == 0
-            return x[:, 1:] if is_first else x
-        assert rows.bounds is not None
+            return x[:, rows.firsts :]
         is_tile = torch.ones(x.shape[1], dtype=torch.bool)
-        is_tile[list(rows.bounds[:-1])] = False
+        is_tile[list(rows.bounds or ())[:-1]] = False
         found = x.new_zeros(*padding_mask.shape, x.shape[-1])
         return found.index_put((~padding_mask.to(x.device),), x[0, is_tile.to(x.device)])

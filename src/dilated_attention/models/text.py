@@ -18,53 +18,45 @@ BEGIN = 256  # the token before the first byte of a document
 BYTES = 257  # tokens that bytes need
 
 
-def read_texts(paths: Iterable[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:
+def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:
     """The contents of files, and of all files with these suffixes in folders, in the order of their names."""
-    found, paths = [], list(paths)
+    texts = []
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        files = sorted(x for x in path.rglob("*") if x.suffix in suffixes and x.is_file()) if path.is_dir() else [path]
-        for file in files:
+        inside = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+        for file in inside if path.is_dir() else [path]:
             text = file.read_bytes()
             if b"\0" in text:
                 raise ValueError(f"{file} is not text: it has zero bytes; leave it out")
-            if text:
-                found.append(text)
-    if len(found) < 2:
+            texts += [text] if text else []
+    if len(texts) < 2:
         names = ", ".join(map(str, paths))
-        raise ValueError(f"at least two files with text are needed, as one is held out, got {len(found)} in {names}")
-    return found
+        raise ValueError(f"at least two files with text are needed, as one is held out, got {len(texts)} in {names}")
+    return texts
 
 
 def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) -> list[Tensor]:
     """Documents as tokens: BEGIN and bytes, or those of a Hugging Face tokenizer."""
-    if tokenizer is None:
-        found = [torch.tensor([BEGIN, *text], dtype=torch.int32) for text in texts]
-    else:
-        found = [torch.tensor(tokenizer(_decoded(text))["input_ids"], dtype=torch.int32) for text in texts]
-    found = [x for x in found if len(x)]
-    most = max((int(x.max()) for x in found), default=-1)
+    try:
+        numbers = [[BEGIN, *text] if tokenizer is None else tokenizer(text.decode())["input_ids"] for text in texts]
+    except UnicodeDecodeError as error:
+        near = error.object[max(0, error.start - 20) : error.start + 20]
+        raise ValueError(f"a text is not UTF-8, which a tokenizer needs: byte {error.start}, near {near!r}") from error
+    documents = [torch.tensor(some, dtype=torch.int32) for some in numbers if some]
+    most = max((int(document.max()) for document in documents), default=-1)
     if most >= vocab_size:
         raise ValueError(f"token {most} is outside the vocabulary of {vocab_size}: give a vocab_size above {most}")
-    return found
-
-
-def _decoded(text: bytes) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        near = text[max(0, error.start - 20) : error.start + 20]
-        raise ValueError(f"a text is not UTF-8, which a tokenizer needs: byte {error.start}, near {near!r}") from error
+    return documents
 
 
 def summary(documents: Sequence[Tensor]) -> str:
     """A short text that identifies documents: their number, tokens and hash. Another order gives another text."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for document in documents:
-        found.update(len(document).to_bytes(8, "little"))
-        found.update(document.numpy().astype("<i4", copy=False).data)
-    return f"{len(documents)} documents of {sum(map(len, documents))} tokens ({found.hexdigest()})"
+        digest.update(len(document).to_bytes(8, "little"))
+        digest.update(document.numpy().astype("<i4", copy=False).data)
+    return f"{len(documents)} documents of {sum(map(len, documents))} tokens ({digest.hexdigest()})"
 
 
 class PackedRows:
@@ -82,28 +74,25 @@ class PackedRows:
         if not self.count:
             raise ValueError(f"the text has {total} tokens, and a row {tokens}: give more text, or shorter rows")
 
-    def have_labels(self) -> bool:
-        """Whether any token has a next one, in its row and in its document."""
-        return any(bool((self[index][1].diff() > 1).any()) for index in range(self.count))
-
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """A row, and cu_seqlens. A document that a row cuts goes on in the next one as if it began there."""
         around, place = divmod(index, self.count)
         if around != self.round:
             self._arrange(around)
-        first = self.order[place] * self.tokens
+        first = int(self.order[place]) * self.tokens
         inside = self.begins[(self.begins > first) & (self.begins < first + self.tokens)] - first
         ends = torch.cat((torch.tensor([0]), inside, torch.tensor([self.tokens])))
         return self.whole[first : first + self.tokens].long().unsqueeze(0), ends
 
     def _arrange(self, around: int) -> None:
-        documents, self.order = list(range(len(self.documents))), list(range(self.count))
+        sizes = len(self.documents), self.count
+        documents, self.order = map(torch.arange, sizes)
         if self.seed is not None:
             drawn = torch.Generator().manual_seed(self.seed + around)
-            documents, self.order = (torch.randperm(len(x), generator=drawn).tolist() for x in (documents, self.order))
-        self.whole = torch.cat([self.documents[i] for i in documents])
-        self.begins = torch.tensor([0, *(len(self.documents[i]) for i in documents)]).cumsum(0)
-        self.round = around
+            documents, self.order = (torch.randperm(size, generator=drawn) for size in sizes)
+        arranged = [self.documents[index] for index in documents]
+        self.whole, self.round = torch.cat(arranged), around
+        self.begins = torch.tensor([0, *map(len, arranged)]).cumsum(0)
 
 
 def held_out_rows(documents: list[Tensor], lengths: Iterable[int], most: int = 1 << 16) -> dict[int, PackedRows]:
@@ -111,17 +100,15 @@ def held_out_rows(documents: list[Tensor], lengths: Iterable[int], most: int = 1
 
     It raises ValueError if a length cannot be used, so call it before the training.
     """
-    found = {}
+    rows = {}
+    begins = [*accumulate(map(len, documents), initial=0)]
     for length in lengths:
+        used = max(most, length)
+        some = [document[: used - begin] for document, begin in zip(documents, begins, strict=False) if begin < used]
         try:
-            found[length] = PackedRows(_first(documents, max(most, length)), length)
+            rows[length] = PackedRows(some, length)
         except ValueError as error:
             raise ValueError(f"held-out text does not fill a row of {length}: {error}") from error
-        if not found[length].have_labels():
+        if not any(bool((rows[length][index][1].diff() > 1).any()) for index in range(rows[length].count)):
             raise ValueError(f"in held-out rows of {length}, no token has a next one: give longer texts or rows")
-    return found
-
-
-def _first(documents: list[Tensor], tokens: int) -> list[Tensor]:
-    begins = accumulate(map(len, documents), initial=0)
-    return [document[: tokens - begin] for document, begin in zip(documents, begins, strict=False) if begin < tokens]
+    return rows

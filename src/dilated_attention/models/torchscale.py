@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,17 +19,11 @@ from torch import Tensor, nn
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
 from dilated_attention.models import weights
-from dilated_attention.models.layers import Layer, Sequences
+from dilated_attention.models.layers import Sequences, stacked
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.resolve import check_backend
 
 FIRST_POSITION = 2  # of the table of position embeddings; rows 0 and 1 are not used
-# Parts of released models that dilated attention, or this module, has no place for: a pattern of their weights' names.
-REFUSED = {
-    r"\.moe_layer\.": "mixture of experts",
-    r"\.[AB]\.": "multiway weights",
-    r"relative_position": "relative position bias",
-    r"\.encoder_attn": "attention to an encoder's outputs",
-}
 LONGVIT_SEGMENTS = {
     1024: (64, 128, 256, 512, 1024),
     4096: (1024, 2048, 4096, 8192, 16384),
@@ -49,7 +43,7 @@ class LongNet(nn.Module):
 
     def __init__(
         self,
-        state: Mapping[str, Tensor],
+        state: weights.State,
         num_heads: int,
         pattern: DilatedPattern,
         *,
@@ -61,31 +55,19 @@ class LongNet(nn.Module):
         """Makes the parts that ``state`` has weights for. `from_torchscale` also loads them."""
         super().__init__()
         ffn_dim, embed_dim = state["layers.0.ffn.fc1.weight"].shape
-        depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
-        rates = [checked_probability(drop_path_rate) * index / max(1, depth - 1) for index in range(depth)]
-        has_xpos = "layers.0.self_attn.xpos.scale" in state
         self.embed_scale = math.sqrt(embed_dim) if scale_embedding else 1.0
         self.dropout = checked_probability(dropout, "dropout")
         self.backend: Backend = backend
-        self.layers = nn.ModuleList(
-            Layer(
-                embed_dim, num_heads, ffn_dim, pattern,
-                dropout=dropout, drop_path=rate, is_causal=self.is_causal, xpos=has_xpos,
-            )
-            for rate in rates
+        check_backend(backend)
+        self.layers = stacked(
+            weights.depth(state, "layers.", "the state dict"), drop_path_rate, embed_dim, num_heads, ffn_dim, pattern,
+            dropout=dropout, is_causal=self.is_causal,
+            xpos=self.is_causal and "layers.0.self_attn.xpos.scale" in state,  # which is for causal models
         )  # fmt: skip
-        self.embed_tokens = self._table(state, "embed_tokens")
-        self.embed_positions = self._table(state, "embed_positions")
+        self.embed_tokens, self.embed_positions = (_table(state, f"embed_{of}") for of in ("tokens", "positions"))
         self.layernorm_embedding = nn.LayerNorm(embed_dim) if "layernorm_embedding.weight" in state else None
         self.layer_norm = nn.LayerNorm(embed_dim) if "layer_norm.weight" in state else None
-        self.output_projection: nn.Linear | None = None
-        if "output_projection.weight" in state:
-            self.output_projection = nn.Linear(embed_dim, len(state["output_projection.weight"]), bias=False)
-
-    @staticmethod
-    def _table(state: Mapping[str, Tensor], name: str) -> nn.Embedding | None:
-        found = state.get(f"{name}.weight")
-        return None if found is None else nn.Embedding(*found.shape)
+        self.output_projection = _table(state, "output_projection", lambda rows, c: nn.Linear(c, rows, bias=False))
 
     @classmethod
     def from_torchscale(
@@ -100,16 +82,15 @@ class LongNet(nn.Module):
         """Loads the model of a state dict, or of a .safetensors or .pth file, in eval mode.
 
         Args:
-            source: the weights, under the names that torchscale gives them.
+            source: the weights, under the names that torchscale gives them. Others are refused.
             num_heads, segment_lengths, dilation_rates: as in torchscale's config; the weights do not tell them.
             options: ``scale_embedding`` (the opposite of torchscale's ``no_scale_embedding``), ``dropout``,
                 ``drop_path_rate`` and ``backend``.
         """
-        state = source if isinstance(source, Mapping) else weights.read(Path(source))
-        said = "the state dict" if isinstance(source, Mapping) else str(source)
-        refuse(state, said, is_decoder=cls.is_causal)
-        model = cls(state, num_heads, DilatedPattern.torchscale(segment_lengths, dilation_rates), **options)
-        weights.load(model, state, said)
+        state, said = weights.read(source)
+        weights.matrix(state, "layers.0.ffn.fc1.weight", said)
+        pattern = DilatedPattern.torchscale(segment_lengths, dilation_rates)
+        model = weights.load(partial(cls, state, num_heads, pattern, **options), state, said)
         tokens, output = model.embed_tokens, model.output_projection
         if tokens is not None and output is not None and torch.equal(tokens.weight, output.weight):
             output.weight = tokens.weight  # as they were shared, so they are trained
@@ -166,21 +147,8 @@ class LongNetDecoder(LongNet):
     is_causal = True
 
 
-def refuse(state: Mapping[str, Tensor], source: str, *, is_decoder: bool) -> None:
-    """Raise if the weights have a part that cannot be honoured, or lack one that every such model has."""
-    for pattern, what in REFUSED.items():
-        found = next((name for name in state if re.search(pattern, f".{name}")), None)
-        if found is not None:
-            raise ValueError(f"{source} has {what} ({found}), which is not supported: only plain layers are")
-    if "layers.0.ffn.fc1.weight" not in state:
-        raise ValueError(f"{source} has no weights of torchscale's LongNet: missing: layers.0.ffn.fc1.weight")
-    if "layers.0.self_attn.inner_attn_ln.weight" not in state:
-        raise ValueError(
-            f"{source} has no sub-LayerNorm (layers.0.self_attn.inner_attn_ln): models without it, such as those with "
-            "deepnorm or post-norm, are not supported"
-        )
-    if not is_decoder and "layers.0.self_attn.xpos.scale" in state:
-        raise ValueError(f"{source} has xPos, which is for causal models: load it as a LongNetDecoder")
+def _table(state: weights.State, name: str, kind: Callable[[int, int], Any] = nn.Embedding) -> Any:
+    return kind(*weights.matrix(state, f"{name}.weight", "the state dict")) if f"{name}.weight" in state else None
 
 
 def longvit_encoder(
@@ -200,8 +168,7 @@ def longvit_encoder(
     if image_size not in LONGVIT_SEGMENTS:
         sizes = ", ".join(map(str, LONGVIT_SEGMENTS))
         raise ValueError(f"image_size must be one that LongViT was made for, {sizes}, got {image_size}")
-    state = source if isinstance(source, Mapping) else weights.read(Path(source))
-    state = {re.sub(r"^(module\.)?(backbone\.)?", "", name): x for name, x in state.items()}
+    state = {re.sub(r"^(module\.)?(backbone\.)?", "", name): x for name, x in weights.read(source)[0].items()}
     layers = {name.removeprefix("encoder."): x for name, x in state.items() if name.startswith("encoder.")}
     encoder = LongNetEncoder.from_torchscale(
         layers, num_heads=num_heads, segment_lengths=LONGVIT_SEGMENTS[image_size], dilation_rates=(1, 2, 4, 8, 16),

@@ -5,13 +5,12 @@ Every rank makes the same calls.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,35 @@ from torch.distributed import ProcessGroup
 
 from dilated_attention import charts
 from dilated_attention.distributed import agreement
-from dilated_attention.distributed.agreement import ask
 from dilated_attention.distributed.group import GroupTransport
 
 
-@contextmanager
-def together(what: str, group: ProcessGroup | None = None, device: str = "cpu") -> Iterator[dict[str, object]]:
+def together(
+    what: str, group: ProcessGroup | None = None, device: str = "cpu"
+) -> AbstractContextManager[dict[str, object]]:
     """An error in here, on any rank, is raised on all of them: none waits for one that has left.
 
     What a rank writes into the dict must be the same on every rank, or all raise a ValueError. ``what`` describes the
     step in error messages. Nothing in here may wait for other ranks.
     """
     whole = dist.distributed_c10d._get_default_group() if group is None else group
-    with agreement.together(functools.partial(ask, GroupTransport(whole, torch.device(device), None), what)) as same:
-        yield same
+    return agreement.together(partial(agreement.ask, GroupTransport(whole, torch.device(device), None), what))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The lines of a log, each with its step. A torn last line is left out: the program was killed as it wrote it."""
-    found, lines = [], file.read_text("utf-8", errors="replace").splitlines()
+    rows, lines = [], file.read_text("utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            facts = json.loads(line)
-        except ValueError as error:
+            row = json.loads(line)
+        except ValueError:
+            row = None
             if number == len(lines):
                 break
-            raise ValueError(f"line {number} of {file} is not JSON: remove this line, or the file") from error
-        if not isinstance(facts, dict) or not isinstance(facts.get("step"), int):
-            raise ValueError(f"line {number} of {file} has no step: remove this line, or the file")
-        found.append(facts)
-    return found
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"line {number} of {file} is not JSON with a step: remove this line, or the file")
+        rows.append(row)
+    return rows
 
 
 class Log:
@@ -87,11 +85,14 @@ class Log:
 
     def plot(self, file: Path, levels: dict[str, float]) -> None:
         """Draws the losses in bits per token; ``levels`` are lines to compare them with."""
-        altair = charts.library("altair")
-        rows = [
-            {"step": x["step"], "bits": x["loss"] / math.log(2), "what": "training"} for x in self.lines if "loss" in x
-        ]
-        rows += [{"step": at, "bits": bits, "what": name} for name, bits in levels.items() for at in (0, self.steps)]
-        bits = altair.Y("bits:Q", title="bits per token", scale=altair.Scale(zero=False))
-        chart = altair.Chart(altair.Data(values=rows)).mark_line().encode(x="step:Q", y=bits, color="what:N")
-        charts.write(file, charts.drawn(chart.properties(width=560, height=320).to_dict(), ".svg"))
+        points = [(line["step"], line["loss"] / math.log(2), "training") for line in self.lines if "loss" in line]
+        points += [(at, bits, name) for name, bits in levels.items() for at in (0, self.steps)]
+        chart = {
+            "data": {"values": [{"step": at, "bits per token": bits, "of": name} for at, bits, name in points]},
+            "mark": "line", "width": 560, "height": 320, "encoding": {
+                "x": {"field": "step", "type": "quantitative"},
+                "y": {"field": "bits per token", "type": "quantitative", "scale": {"zero": False}},
+                "color": {"field": "of", "type": "nominal", "title": None},
+            },
+        }  # fmt: skip
+        charts.write(file, charts.drawn(chart, ".svg"))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Mapping
+import struct
+import textwrap
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,13 @@ FILE = "slide_encoder.pth"  # what the released repositories call it
 FILES = ("slide_encoder.safetensors", FILE)
 HUB = "hf_hub:"
 ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
+# what torch and safetensors raise for files that are damaged, or made to look like weights
+DAMAGED = (
+    AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, OverflowError, RuntimeError, TypeError,
+    ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 State = dict[str, Tensor]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = True) -> Path:
@@ -42,39 +51,88 @@ def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = T
     try:
         return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), FILE))
     except (OSError, ValueError) as error:  # no connection, no such repository, or no access to it
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{text.removeprefix(HUB)} could not be downloaded from the hub: {reason}") from error
+        raise ValueError(f"{text.removeprefix(HUB)} could not be downloaded from the hub: {short(error)}") from error
 
 
 def _optional(name: str) -> Any:
     return library(name, "these weights need", "models")
 
 
-def read(path: Path) -> State:
-    """The state dict in a .safetensors file, or in a .pth file alone or under the key `model`."""
-    if path.suffix == ".safetensors":
-        try:
-            found: Any = _optional("safetensors.torch").load_file(path)
-        except _optional("safetensors").SafetensorError as error:
-            raise ValueError(f"{path} is damaged, or no .safetensors file: {error}") from error
-    else:
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError, OSError, KeyError, RuntimeError) as error:
-            other = re.search(r"Unsupported (?:global|class)[^\n]*|GLOBAL \S+", str(error))
-            if other:
-                raise ValueError(f"{path} has more in it than tensors, and is not read: {other[0]}") from error
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ValueError(f"{path} is damaged or incomplete, or no file of torch.save: {reason}") from error
+def short(text: object) -> str:
+    """One line, also of what a file says of itself."""
+    return textwrap.shorten(str(text), 300, placeholder=" ...")
+
+
+def read(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> tuple[State, str]:
+    """The state dict given, or in a .safetensors file, or in a .pth file alone or under the key `model`; and its name.
+
+    Its tensors are plain: each has all its numbers in memory.
+    """
+    found: Any = source
+    said = "the state dict" if isinstance(source, Mapping) else str(source)
+    if not isinstance(source, Mapping):
+        found = _safetensors(Path(source)) if said.endswith(".safetensors") else unpickled(Path(source))
         if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
             found = found["model"]
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise ValueError(f"{path} is not a state dict: it must hold names and tensors, at its top or under 'model'")
-    return dict(found)
+        raise ValueError(f"{said} is not a state dict: it must hold names and tensors, at its top or under 'model'")
+    if odd := [name for name, x in found.items() if not isinstance(name, str) or not _is_plain(x)]:
+        raise ValueError(short(f"{said} has weights that are not plain tensors of numbers: {odd[0]!s:.80}"))
+    return dict(found), said
 
 
-def check(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
-    """Raise unless these are exactly the model's weights, in the right shapes; one error lists all that is wrong."""
+def _is_plain(x: Tensor) -> bool:
+    if x.layout is not torch.strided or x.is_quantized or x.is_meta or x.is_complex():
+        return False
+    return x.numel() * x.element_size() <= x.untyped_storage().nbytes()  # not one number shown many times
+
+
+def unpickled(path: Path, **options: Any) -> Any:
+    """What a file of torch.save holds, read without running code, and compared with the checksums in it."""
+    try:
+        if zipfile.is_zipfile(path):  # torch writes checksums, and does not look at them
+            with zipfile.ZipFile(path) as archive:
+                if wrong := archive.testzip():
+                    raise OSError(f"wrong checksum of {wrong}")
+        return torch.load(path, map_location="cpu", weights_only=True, **options)
+    except DAMAGED as error:
+        other = re.search(r"Unsupported (?:global|class)[^\n]*|GLOBAL \S+", str(error))
+        if other:
+            raise ValueError(f"{path} has more in it than tensors, and is not read: {short(other[0])}") from error
+        reason = short((str(error) or type(error).__name__).splitlines()[0])
+        raise ValueError(f"{path} is damaged or incomplete, or no file of torch.save: {reason}") from error
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        return _optional("safetensors.torch").load_file(path)
+    except (_optional("safetensors").SafetensorError, *DAMAGED) as error:
+        raise ValueError(f"{path} is damaged, or no .safetensors file: {short(error)}") from error
+
+
+def matrix(state: State, name: str, said: str) -> tuple[int, int]:
+    """The shape of a weight from which the sizes of a model are read."""
+    shape = tuple(state[name].shape) if name in state else ()
+    if len(shape) != 2 or 0 in shape:
+        what = f"is {shape}, and must be a matrix" if name in state else "is missing"
+        raise ValueError(f"{said} has no weights of such a model: {name} {what}")
+    return shape
+
+
+def depth(state: State, prefix: str, said: str) -> int:
+    """The number of layers. Raises unless they are numbered from 0 on."""
+    found = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
+    if odd := sorted(found - set(map(str, range(len(found))))):
+        raise ValueError(
+            f"{said} has no weights of such a model: {short(prefix + odd[0])} is not one of {len(found)} layers"
+        )
+    return len(found)
+
+
+def load(make: Callable[[], Model], state: State, said: str) -> Model:
+    """The model that ``make`` makes, with exactly these weights, or one error that lists all that is wrong."""
+    with torch.device("meta"):  # nothing large is made before it is clear that they fit
+        model = make()
     wanted = model.state_dict()
     missing, unexpected = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     shapes = [
@@ -83,15 +141,12 @@ def check(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None
         if name in state and state[name].shape != x.shape
     ]
     problems = (("missing: ", missing), ("unexpected: ", unexpected), ("of another shape: ", shapes))
-    said = "; ".join(label + _some(names) for label, names in problems if names)
-    if said:
-        raise ValueError(f"{source} does not fit {type(model).__name__}: {said}")
-
-
-def load(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
-    """The weights into the model, or an error."""
-    check(model, state, source)
-    model.load_state_dict(dict(state))
+    wrong = "; ".join(label + ", ".join(names[:8]) for label, names in problems if names)
+    if wrong:
+        raise ValueError(f"{said} does not fit {type(model).__name__}: {short(wrong)}")
+    model.to_empty(device=torch.get_default_device())
+    model.load_state_dict(state)
+    return model
 
 
 def save(state: Mapping[str, Tensor], path: Path) -> None:
@@ -100,8 +155,3 @@ def save(state: Mapping[str, Tensor], path: Path) -> None:
         raise ValueError(f"{path} exists already: name another file, or remove it")
     alone = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in state.items()}
     write(path, _optional("safetensors.torch").save(alone))
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

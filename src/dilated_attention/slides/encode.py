@@ -126,7 +126,7 @@ def tile_bytes(model: SlideEncoder) -> int:
     """About how much one tile takes while it goes through a layer."""
     layer: Any = model.encoder.layers[0]
     size, width, inner = model.cls_token.element_size(), model.embed_dim, int(layer.ffn.fc1.out_features)
-    features = model.patch_embed.proj.in_features * (4 + size)  # as read, and in the model's dtype
+    features = int(model.patch_embed.proj.in_features) * (4 + size)  # as read, and in the model's dtype
     return features + 10 * size * width + (8 + 2 * size) * inner  # GELU is in float32
 
 

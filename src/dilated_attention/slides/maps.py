@@ -73,7 +73,7 @@ def spread(model: SlideEncoder, tiles: int, most: int = 16) -> tuple[Query, ...]
 
     They are fewer if their maps would take more than 32 MiB in the page.
     """
-    layers = model._layers()
+    layers = model.encoder.layers
     attention = layers[0].self_attn
     seen = sum(min(width, tiles) / rate**2 for width, rate in attention.pattern.branches)  # keys of a query, on average
     rows = int(MOST_BYTES / (len(layers) * attention.num_heads * (2 * seen + tiles / 8))) - 1
@@ -99,7 +99,7 @@ def collect(
     size = float(model.tile_size) if tile_size is None else tile_size  # type: ignore[arg-type]
     queries = spread(model, len(coords)) if queries is None else queries
     states = model._explained(tiles, coords, size)
-    found = [explain.attention_map(model._layers(), states, query, None, None) for query in queries]
+    found = [explain.attention_map(model.encoder.layers, states, query, None, None) for query in queries]
     parts = [torch.stack([part.float().cpu() for part in parts]) for parts in zip(*found, strict=True)]
     weights, on_cls, on_zeros = parts
     return Maps(name, coords.double().cpu(), size, tuple(queries), weights, on_zeros, on_cls, thumbnail)
