@@ -165,11 +165,11 @@ def test_parts_know_their_rows_in_packed_tensors(
     for block in plan(call, fold).blocks:
         view, queries = block.queries, block.queries.of(x, call.q_per_kv)
         packed = queries.reshape(view.samples, view.segments * view.rows, -1)
-        home = View(0, view.samples, 0, view.segments, view.rows, view.rows, 1, 0, packed.shape[2], 1, 0)
+        queries_of = View(0, view.samples, 0, view.segments, view.rows, view.rows, 1, 0, packed.shape[2], 1, 0)
         numbers = tuple(range(100, 100 + block.heads))
-        for part in block._replace(home=home, numbers=numbers).cut(rows, heads, batch):
-            assert part.home is not None
-            assert torch.equal(part.home.of(packed), part.queries.of(x, call.q_per_kv))
+        for part in block._replace(packed_queries=queries_of, numbers=numbers).cut(rows, heads, batch):
+            assert part.packed_queries is not None
+            assert torch.equal(part.packed_queries.of(packed), part.queries.of(x, call.q_per_kv))
             own = part._replace(numbers=()).head_numbers
             assert part.head_numbers == tuple(100 + block.head_numbers.index(head) for head in own)
 
@@ -201,13 +201,12 @@ def test_what_others_compute_is_left_out(call: Call, fold: bool, seed: int) -> N
         for branch, segment, _, head, _ in zeros
         if segment < call.start or min(segment + call.pattern.segment_lengths[branch], call.total) > last
     }
-    elsewhere = frozenset(pick.sample(sorted(shared), pick.randint(0, len(shared))))
-    work = plan(call, fold, elsewhere=elsewhere)
-    assert work.merges
-    assert work.bare == (0, call.kv_heads)
+    computed_remotely = frozenset(pick.sample(sorted(shared), pick.randint(0, len(shared))))
+    work = plan(call, fold, computed_remotely=computed_remotely)
+    assert not computed_remotely or (work.merges and work.bare == (0, call.kv_heads))
 
     def stays(row: Row) -> bool:
-        return (row[0], row[1], row[3] // call.q_per_kv) not in elsewhere
+        return (row[0], row[1], row[3] // call.q_per_kv) not in computed_remotely
 
     left, left_zeros = seen_through(call, work.blocks, fold)
     assert left == {pair: count for pair, count in pairs.items() if stays(pair[0])}
@@ -298,7 +297,7 @@ def test_what_a_plan_says_of_itself() -> None:
     for rule, merges in (("longnet", True), ("torchscale", True), ("head_groups", False)):  # several branches of a head
         call = call_of(DilatedPattern.of(rule, (16, 32), (1, 2)))
         assert plan(call).merges == merges
-        assert plan(call, visited=True).merges
+        assert plan(call, keys_follow=True).merges
         assert not plan(call_of(DilatedPattern.of(rule, (16,), (2,)), 2, 70)).merges
     for samples, tokens in ((0, 5), (5, 0), (0, 0)):
         assert plan(call_of(DilatedPattern.longnet([4], [2]), samples, tokens, 2)) == Plan((), (0, 0), False)

@@ -26,7 +26,7 @@ from dilated_attention.call import Call
 from dilated_attention.ring import packing
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.alltoall import bundles
-from dilated_attention.ring.circulate import Messages, traffic
+from dilated_attention.ring.circulate import traffic
 from dilated_attention.ring.packing import Field
 from tests.cases import EXCHANGES, Case
 from tests.drawn import drawn, few, shards_of, shared_segments_of
@@ -67,14 +67,14 @@ def test_every_head_of_a_channel_is_in_one_bundle(case: Case, apart: bool) -> No
     shards = shards_of(case)
     for shared in {shared for rank in range(case.ranks) for shared in shared_segments_of(case, rank)}:
         found = bundles((shared,), shards, apart)
-        assert sorted(head for one in found for head in one.shared.heads) == sorted(shared.heads)
+        assert sorted(head for one in found for head in one.segment.heads) == sorted(shared.heads)
         dealt = Counter(dict.fromkeys(shared.members, 0))
         for one in found:
-            dealt[one.target] += len(one.shared.heads)
-            assert not apart or len({offset for _, offset in one.shared.heads}) == 1
+            dealt[one.target] += len(one.segment.heads)
+            assert not apart or len({offset for _, offset in one.segment.heads}) == 1
             for member in shared.members:
                 piece = shared.piece(shards, member)
-                assert len({shared.rows(offset, piece) for _, offset in one.shared.heads}) == 1
+                assert len({shared.rows(offset, piece) for _, offset in one.segment.heads}) == 1
         assert set(dealt) == set(shared.members)
         assert max(dealt.values()) - min(dealt.values()) <= 1, "as even as can be"
 
@@ -92,20 +92,13 @@ def test_both_ends_of_every_message_agree(case: Case, exchange: str) -> None:
     for rank in range(case.ranks):
         mine = shared_segments_of(case, rank)
         plan = traffic(mine, exchange, case.is_causal, rank)
-
-        def rows(steps: tuple[Messages, ...], mine: Any = mine) -> dict[tuple[int, int], int]:
-            return {
-                (step, peer): sum(mine[part.shared].packed_rows(shards, part.owner) for part in parts)
-                for step, messages in enumerate(steps, 1)
-                for peer, parts in messages.items()
-            }
-
-        for kind, sends, receives in (
-            ("blocks", plan.sends, plan.receives),
-            ("sums", plan.sum_sends, plan.sum_receives),
-        ):
-            leaving |= {(kind, step, rank, peer): count for (step, peer), count in rows(sends).items()}
-            coming |= {(kind, step, peer, rank): count for (step, peer), count in rows(receives).items()}
+        for kind, steps in plan._asdict().items():
+            for number, step in enumerate(steps):
+                for peers, found, where in ((step.sends, leaving, (rank, None)), (step.receives, coming, (None, rank))):
+                    for peer, parts in peers.items():
+                        source, target = (peer if x is None else x for x in where)
+                        rows = sum(mine[part.segment].packed_rows(shards, part.owner) for part in parts)
+                        found[kind, number, source, target] = rows
     assert leaving == coming
 
 

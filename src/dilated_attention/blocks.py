@@ -74,7 +74,7 @@ class Block(NamedTuple):
     segment: int  # where the first segment begins in the sequence
     zeros: int = 0  # appended zero keys that each row attends to
     is_first: bool = False  # nothing was written to these rows before: write, do not merge
-    home: View | None = None  # the queries in a packed tensor of this rank's rows, where keys came from elsewhere
+    packed_queries: View | None = None  # in a tensor of this rank's rows alone, where keys are another rank's
     numbers: tuple[int, ...] = ()  # of the key/value heads, where the views are not of the call's own tensors
 
     @property
@@ -133,12 +133,12 @@ class Block(NamedTuple):
         segment = 0 if self.queries.segments == 1 else first % self.queries.segments
         shift = segment * self.queries.segment_step
         where = (first, stop - first, head, last - head)
-        home = self.home
-        if home is not None:
-            group = home.heads // self.heads  # it has query heads
-            home = home.part(first, stop - first, head * group, (last - head) * group)
+        packed = self.packed_queries
+        if packed is not None:
+            q_per_kv = packed.heads // self.heads
+            packed = packed.part(first, stop - first, head * q_per_kv, (last - head) * q_per_kv)
         return self._replace(
-            home=home,
+            packed_queries=packed,
             numbers=self.numbers[head:last],
             queries=self.queries.part(*where),
             keys=self.keys.part(*where),
@@ -165,20 +165,24 @@ def folds(*tensors: Tensor) -> bool:
     return all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
 
 
-Elsewhere = frozenset[tuple[int, int, int]]  # (branch, start of the segment, head) that other ranks compute
+SegmentHeads = frozenset[tuple[int, int, int]]  # (branch, start of the segment, head)
 
 
 @functools.lru_cache(maxsize=512)
 def plan(
-    call: Call, fold: bool = True, sample: int = 0, visited: bool = False, elsewhere: Elsewhere | None = None
+    call: Call,
+    fold: bool = True,
+    sample: int = 0,
+    keys_follow: bool = False,
+    computed_remotely: SegmentHeads = frozenset(),
 ) -> Plan:
     """The blocks of a call. ``fold`` as `folds` says; ``sample``: the first one that the blocks are of.
 
-    ``visited``: keys from elsewhere follow, to be merged. ``elsewhere``: what other ranks compute.
+    ``keys_follow``: keys from elsewhere follow, to be merged. ``computed_remotely``: what other ranks compute.
     """
     if not call.samples or not call.queries:
         return Plan((), (0, 0), False)
-    apart = elsewhere is not None or call.is_decode  # then blocks do not write every row, so all are merged
+    apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
     rates = call.pattern.dilation_rates
     blocks: list[Block] = []
     written: set[int] = set()
@@ -193,11 +197,11 @@ def plan(
                 here = [
                     one
                     for one in placed
-                    if (one[0] in fresh) == is_first and (branch, piece.segment, one[0]) not in (elsewhere or ())
+                    if (one[0] in fresh) == is_first and (branch, piece.segment, one[0]) not in computed_remotely
                 ]
                 blocks += _blocks(call, branch, here, piece, sample, fold, is_first)
         written.update(head for head, _ in placed)
-    merges = visited or apart or not all(block.is_first for block in blocks)
+    merges = keys_follow or apart or not all(block.is_first for block in blocks)
     return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
 
 

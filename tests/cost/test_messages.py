@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern
 from dilated_attention.call import Call
 from dilated_attention.ring.alltoall import bundles
-from dilated_attention.ring.circulate import Messages, traffic
+from dilated_attention.ring.circulate import Part, Step, traffic
 from dilated_attention.ring.cost import LINKS, MOST_HELD, RankCost, fastest_exchange
 from dilated_attention.ring.packing import Field, Fields, part_bytes
 from dilated_attention.ring.shards import Shards
@@ -68,21 +68,17 @@ def circulated(case: Case, rank: int, exchange: str) -> RankCost:
     mine, shards = shared_segments_of(case, rank), shards_of(case)
     plan = traffic(mine, exchange, case.is_causal, rank)
 
-    def count(messages: tuple[Messages, ...], some: Fields) -> list[int]:
-        """The bytes of each step."""
-        parts = ([part for one in step.values() for part in one] for step in messages)
-        return [
-            sum(part_bytes(some, case.samples * mine[x.shared].packed_rows(shards, x.owner)) for x in step)
-            for step in parts
-        ]
+    def size(messages: dict[int, list[Part]], some: Fields) -> int:
+        parts = [part for one in messages.values() for part in one]
+        return sum(part_bytes(some, case.samples * mine[x.segment].packed_rows(shards, x.owner)) for x in parts)
 
-    blocks, sums = fields(case)["blocks"], fields(case)["sums"]
-    sent, received = count(plan.sends, blocks), count(plan.receives, blocks)
-    sums_sent, sums_received = count(plan.sum_sends, sums), count(plan.sum_receives, sums)
-    hops = sum(a + b > 0 for a, b in zip(sent, received, strict=True))
-    sum_hops = sum(a + b > 0 for a, b in zip(sums_sent, sums_received, strict=True))
-    back = (sum(sent) + sum(sums_sent), sum(received) + sum(sums_received))
-    return RankCost(hops, sum(sent), sum(received), hops + sum_hops, *back)
+    def count(steps: tuple[Step, ...], some: Fields) -> list[int]:
+        """Hops, bytes sent and bytes received."""
+        sizes = [(size(step.sends, some), size(step.receives, some)) for step in steps]
+        return [sum(any(both) for both in sizes), sum(sent for sent, _ in sizes), sum(came for _, came in sizes)]
+
+    forward, sums = count(plan.blocks, fields(case)["blocks"]), count(plan.sums, fields(case)["sums"])
+    return RankCost(*forward, *(a + b for a, b in zip(forward, sums, strict=True)))
 
 
 def dealt(case: Case, rank: int) -> RankCost:
@@ -93,8 +89,8 @@ def dealt(case: Case, rank: int) -> RankCost:
         for name, outward in ((there, True), (back, False)):
             away = home = 0
             for bundle in dealt_out:
-                for member in bundle.shared.members:
-                    rows = case.samples * bundle.shared.packed_rows(shards, member)
+                for member in bundle.segment.members:
+                    rows = case.samples * bundle.segment.packed_rows(shards, member)
                     count = part_bytes(fields(case)[name], rows)
                     if rank == member and rank != bundle.target:
                         away += count
@@ -172,10 +168,10 @@ def computed(case: Case, exchange: str) -> list[int]:
     found, shards = [0] * case.ranks, shards_of(case)
     owner_of = [rank for rank, length in enumerate(case.lengths()) for _ in range(length)]
     dealt = {
-        (bundle.shared.branch, bundle.shared.start, head): bundle.target
+        (bundle.segment.branch, bundle.segment.start, head): bundle.target
         for rank in range(shards.ranks)
         for bundle in bundles(shared_segments_of(case, rank), shards, False)
-        for head, _ in bundle.shared.heads
+        for head, _ in bundle.segment.heads
     }
     for branch, start, head, tokens in segments(case):
         for index, token in enumerate(tokens):
@@ -219,9 +215,9 @@ def summed(case: Case, rank: int, exchange: str) -> int:
     def size(shared: int, owner: int) -> int:
         return part_bytes(sums, case.samples * mine[shared].packed_rows(shards, owner))
 
-    used = {x.shared for step in plan.receives for parts in step.values() for x in parts}
-    home = {x.shared for step in plan.sum_receives for parts in step.values() for x in parts if x.owner == rank}
-    made = [sum(size(*part) for parts in step.values() for part in parts) for step in plan.receives]
+    used = {x.segment for step in plan.blocks for parts in step.receives.values() for x in parts}
+    home = {x.segment for step in plan.sums for parts in step.receives.values() for x in parts if x.owner == rank}
+    made = [sum(size(*part) for parts in step.receives.values() for part in parts) for step in plan.blocks]
     dq = sum(size(shared, rank) // 2 * group_of(case) for shared in used | home)
     # those of a step, while the ones before are on their way or they themselves are joined to a message
     return dq + sum(size(shared, rank) for shared in home) + 2 * max(made, default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.distributed.group import LONGEST_TIMEOUT, Buffers
 from dilated_attention.ranks import pool
-from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.circulate import Circulation
 from dilated_attention.ring.run import attend
 from tests.threads import FakeRanks, FakeTransport, run_threads
 
@@ -37,11 +38,11 @@ def test_buffers_are_used_again_and_sizes_no_longer_used_are_let_go() -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
     keeps: list[bool] = []
-    forward = Exchange.forward
+    forward = Circulation.forward
 
-    def noted(self: Exchange, keep: bool):
-        keeps.append(keep)
-        return forward(self, keep)
+    def noted(self: Circulation, work: Any) -> Any:
+        keeps.append(self.keeps)
+        return forward(self, work)
 
     def rank(transport: FakeTransport) -> None:
         q = testing.make_qkv(1, 8, 2, 4, seed=transport.rank)[0].requires_grad_()
@@ -50,7 +51,7 @@ def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
         with torch.set_grad_enabled(grad):
             attend(Inputs(q, q, q), call, ranks)
 
-    with mock.patch.object(Exchange, "forward", noted):
+    with mock.patch.object(Circulation, "forward", noted):
         run_threads(2, rank)
     assert keeps == [grad] * 2
 

@@ -26,7 +26,7 @@ from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
 from dilated_attention.backends.tensors import on_device, readable, span, within, without_infinity
-from dilated_attention.blocks import Block, Elsewhere, Plan, folds, plan
+from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan
 from dilated_attention.call import ON_DEVICE, Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -75,10 +75,10 @@ class Work:
         *,
         backward: bool = False,
         ends: Tensor | None = None,
-        visited: bool = False,
-        elsewhere: Elsewhere | None = None,
+        keys_follow: bool = False,
+        computed_remotely: SegmentHeads = frozenset(),
     ) -> Work:
-        """``ends``: of all ranks, where there are several. ``visited`` and ``elsewhere`` as in `plan`."""
+        """``ends``: of all ranks, where there are several. ``keys_follow`` and ``computed_remotely`` as in `plan`."""
         q, k, v, padding, seed, positions, _ = inputs
         choice = choose(call, backward)
         limits: Limits = choice.module.limits(call)
@@ -95,7 +95,7 @@ class Work:
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
             k, v = (readable(x, call, limits) for x in (k, v))
         if positions is None and call.start != ON_DEVICE:
-            found = plan(call, folds(q, k, v), 0, visited, elsewhere)
+            found = plan(call, folds(q, k, v), 0, keys_follow, computed_remotely)
         else:
             found = _plan_of_positions(call, positions)
         return Work(call, q, k, v, padding, seed, choice, limits, found, ends, inputs.q.dtype)

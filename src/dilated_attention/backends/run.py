@@ -1,4 +1,4 @@
-"""A call on one device, each way: by a backend that takes it whole, or block by block."""
+"""A call, forward and backward: by a backend that takes it whole, or block by block, on one device or over ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,41 @@ from dilated_attention.backends.tensors import finished, finished_grads, no_auto
 from dilated_attention.call import Call
 
 
-def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+class OneDevice:
+    """What is done with the blocks of a call: on one device they are computed. Over ranks, `ring` has other ways."""
+
+    def work(self, call: Call, inputs: Inputs, backward: bool = False) -> Work:
+        return Work.of(call, inputs, backward=backward)
+
+    def forward(self, work: Work) -> tuple[Tensor, Tensor]:
+        return work.forward()
+
+    def backward(self, work: Work, results: Outputs) -> Gradients:
+        return work.backward(results)
+
+
+HERE = OneDevice()
+
+
+def forward(call: Call, inputs: Inputs, way: OneDevice = HERE) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     choice = choose(call)
     if choice.is_whole:
         found: tuple[Tensor, Tensor] = choice.module.forward_call(call, inputs)
         return found
     with no_autocast(call.device):
-        out, lse = Work.of(call, inputs).forward()
+        out, lse = way.forward(way.work(call, inputs))
     return finished(out, call, call.dtype), lse.contiguous().detach()
 
 
 def backward(
-    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    call: Call,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    way: OneDevice = HERE,
 ) -> Gradients:
     """The gradients of q, k and v from those of out and lse; None: nothing depends on it."""
     if not call.pattern.is_exact:
@@ -36,8 +58,8 @@ def backward(
         return found
     with no_autocast(call.device):
         inputs, results, bad = without_bad_rows(inputs, results)
-        work = Work.of(call, one_layout(inputs), backward=True)
-        grads = work.backward(work.results(results))
+        work = way.work(call, one_layout(inputs), backward=True)
+        grads = way.backward(work, work.results(results))
     return finished_grads(grads, inputs, call, bad)
 
 

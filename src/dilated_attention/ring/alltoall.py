@@ -3,15 +3,15 @@
 Where a segment lies on s ranks, each of them computes it whole for 1/s of the heads. So the work is even when causal
 too, and no sum over ranks ever travels. A rank gets no head of a branch where heads are fewer than ranks.
 
-Legend as in `blockwise` and `packing`; a bundle is some heads of a shared that one rank computes, with the same number
-of rows each: L rows in all, of which each member of the shared holds some.
+Legend as in `blockwise` and `packing`; a bundle is some heads of a shared segment that one rank computes, with the same
+number of rows each: L rows in all, of which each member of the segment holds some.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,118 +19,108 @@ from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.blocks import Block, View
-from dilated_attention.distributed.group import GroupTransport, Pending
+from dilated_attention.blocks import Block, SegmentHeads, View
 from dilated_attention.merge import add_zero_keys_, merge_
 from dilated_attention.ring import packing
-from dilated_attention.ring.packing import Expected, Fields, Travelling
+from dilated_attention.ring.packing import Fields
+from dilated_attention.ring.parallel import ParallelCall, own_tensors
 from dilated_attention.ring.routes import share
 from dilated_attention.ring.shards import Shards, SharedSegment
 
 
 class Bundle(NamedTuple):
-    shared: SharedSegment  # with the bundle's heads only
+    segment: SharedSegment  # with the bundle's heads only
     target: int  # the rank that computes it
 
 
-Segments = dict[Bundle, list[Tensor]]
-
-
 @functools.lru_cache(maxsize=256)
-def bundles(shared_segments: tuple[SharedSegment, ...], shards: Shards, apart: bool) -> tuple[Bundle, ...]:
-    """Every shared's heads dealt to its members; those with equally many rows everywhere are one bundle.
+def bundles(segments: tuple[SharedSegment, ...], shards: Shards, apart: bool) -> tuple[Bundle, ...]:
+    """Every segment's heads dealt to its members; those with equally many rows everywhere are one bundle.
 
     ``apart``: only heads of one offset are.
     """
     found = []
-    for shared in shared_segments:
-        pieces = [shared.piece(shards, member) for member in shared.members]
-        for index, member in enumerate(shared.members):
+    for segment in segments:
+        pieces = [segment.piece(shards, member) for member in segment.members]
+        for index, member in enumerate(segment.members):
             alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-            turn = (index - shared.branch) % len(shared.members)  # where heads are few, others in each branch
-            for at in share(len(shared.heads), len(shared.members), turn):
-                head, offset = shared.heads[at]
-                rows = (*(shared.rows(offset, piece) for piece in pieces), offset if apart else 0)
+            turn = (index - segment.branch) % len(segment.members)  # where heads are few, others in each branch
+            for at in share(len(segment.heads), len(segment.members), turn):
+                head, offset = segment.heads[at]
+                rows = (*(segment.rows(offset, piece) for piece in pieces), offset if apart else 0)
                 alike.setdefault(rows, []).append((head, offset))
-            found += [Bundle(replace(shared, heads=tuple(heads)), member) for heads in alike.values()]
+            found += [Bundle(replace(segment, heads=tuple(heads)), member) for heads in alike.values()]
     return tuple(found)
 
 
-@dataclass
-class AllToAll:
-    """One rank's part in the exchange of one call."""
-
-    work: Work
-    transport: GroupTransport
-    shards: Shards
-    shared_segments: tuple[SharedSegment, ...]
+class AllToAll(ParallelCall):
+    """Queries, keys and values go to the ranks that compute with them, and results come back."""
 
     def __post_init__(self) -> None:
-        work, call = self.work, self.work.call
-        self.rank, self.samples, self.group = self.transport.rank, call.samples, call.q_per_kv
+        super().__post_init__()
         # kernels that group heads want one padding for all of them
-        self.bundles = bundles(self.shared_segments, self.shards, work.padding is not None and call.q_per_kv > 1)
-        self.fields = Travelling.of(work.q.dtype, call.q_per_kv, work.q.shape[3], work.padding is not None)
+        self.bundles = bundles(self.segments, self.shards, self.call.has_padding and self.q_per_kv > 1)
+        self.mine = [bundle for bundle in self.bundles if bundle.target == self.rank]
 
-    def forward(self, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out, lse, and the q, k, v of the segments computed here if they are to be kept for the backward pass."""
-        posted = self.post("hop 1 of the forward alltoall", self.fields.inputs, self.input_tensors)
-        out, lse = self.work.forward()
-        kept: list[Tensor] = []
-        results: Segments = {}
-        for bundle, segment in self.segments(posted, self.fields.inputs).items():
-            results[bundle] = self.compute(bundle, Inputs(*segment))
-            kept += segment if keep else []
-        hop = "hop 2 of the forward alltoall"
-        for bundle, (part_lse, part) in self.send_back(hop, self.fields.results, results).items():
-            for block in self.blocks(bundle, self.group):
-                assert block.home is not None
-                here, here_lse = block.home.of(part), block.home.of(part_lse)
-                log_zeros = self.work.log_zero_keys(block)
+    def computed_remotely(self) -> SegmentHeads:
+        return frozenset(
+            (segment.branch, segment.start, head) for segment in self.segments for head, _ in segment.heads
+        )
+
+    def forward(self, work: Work) -> tuple[Tensor, Tensor]:
+        segments = self.there("hop 1 of the forward alltoall", self.fields.inputs, own_tensors(work))
+        next(segments)
+        out, lse = work.forward()
+        results = []
+        for bundle, segment in zip(self.mine, segments, strict=True):
+            results.append(self.compute(work, bundle, Inputs(*segment)))
+            self.kept += segment if self.keeps else []
+        home = self.back("hop 2 of the forward alltoall", self.fields.results, results)
+        for bundle, (part_lse, part) in zip(self.bundles, home, strict=True):
+            for block in self.blocks(bundle.segment, self.rank, self.q_per_kv):
+                assert block.packed_queries is not None
+                here, here_lse = block.packed_queries.of(part), block.packed_queries.of(part_lse)
+                log_zeros = work.log_zero_keys(block)
                 if log_zeros is not None:
                     here, here_lse = here.to(here_lse.dtype, copy=True), here_lse.clone()
                     add_zero_keys_(here, here_lse, log_zeros)
-                merge_(block.queries.of(out, self.group), block.queries.of(lse, self.group), here, here_lse)
-        return out, lse, kept
+                merge_(block.queries.of(out, self.q_per_kv), block.queries.of(lse, self.q_per_kv), here, here_lse)
+        return out, lse
 
-    def backward(self, results: Outputs, kept: list[Tensor] | None) -> Gradients:
-        """dq, dk, dv of this rank's rows. ``kept``: q, k, v of the segments computed here; None: they travel again."""
+    def backward(self, work: Work, results: Outputs) -> Gradients:
+        """q, k and v of the segments computed here were kept, or travel again."""
         tensors, fields = [results.lse, results.dout, results.out], self.fields.rows
         if results.dlse is not None:  # a column more
             tensors, fields = [results.dlse, *tensors], (fields[0], *fields)
-        of_rows = len(tensors)
-        if kept is None:
-            tensors, fields = [*tensors, *self.input_tensors], (*fields, *self.fields.inputs)
-        posted = self.post("hop 1 of the backward alltoall", fields, tensors)
-        grads = self.work.backward(results)
-        waiting = iter(kept or ())
-        computed: Segments = {}
-        for bundle, segment in self.segments(posted, fields).items():
+        of_rows, kept = len(tensors), iter(self.kept)
+        self.kept = []
+        if not self.keeps:
+            tensors, fields = [*tensors, *own_tensors(work)], (*fields, *self.fields.inputs)
+        segments = self.there("hop 1 of the backward alltoall", fields, tensors)
+        next(segments)
+        grads = work.backward(results)
+        computed = []
+        for bundle, segment in zip(self.mine, segments, strict=True):
             *dlse, lse, dout, out = segment[:of_rows]
-            sources = Inputs(*(segment[of_rows:] or [next(waiting) for _ in self.fields.inputs]))
-            if kept is not None and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
+            sources = Inputs(*(segment[of_rows:] or [next(kept) for _ in self.fields.inputs]))
+            if self.keeps and lse.device.type == "cpu":  # as `without_bad_rows` has made the rows of this rank
                 sources = sources._replace(q=sources.q.masked_fill((lse == torch.inf).unsqueeze(-1), 0.0))
-            here = Outputs(out, lse, dout, dlse[0] if dlse else None)
-            computed[bundle] = self.compute(bundle, sources, here)
-        home = self.send_back("hop 2 of the backward alltoall", self.fields.gradients, computed)
-        for bundle, packed in home.items():
-            for grad, part, group in zip(grads, packed, (self.group, 1, 1), strict=True):
-                for block in self.blocks(bundle, group):
-                    assert block.home is not None
-                    block.queries.of(grad, group).add_(block.home.of(part))
+            computed.append(self.compute(work, bundle, sources, Outputs(out, lse, dout, dlse[0] if dlse else None)))
+        home = self.back("hop 2 of the backward alltoall", self.fields.gradients, computed)
+        for bundle, packed in zip(self.bundles, home, strict=True):
+            self.add(grads, bundle.segment, packed)
         return grads
 
-    def compute(self, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
+    def compute(self, work: Work, bundle: Bundle, sources: Inputs, results: Outputs | None = None) -> list[Tensor]:
         """lse and out of a whole segment, (B, L, heads, ...), or with ``results`` its gradients, as they go home."""
-        shared, heads = bundle.shared, len(bundle.shared.heads)
-        rows = sources.q.shape[1]
+        segment, heads = bundle.segment, len(bundle.segment.heads)
+        rows, is_causal = sources.q.shape[1], self.call.is_causal
         view = View(0, self.samples, 0, 1, rows, rows, 1, 0, heads, 1, 0)
-        at = tuple(shared.start + offset for _, offset in shared.heads)
-        numbers = tuple(head for head, _ in shared.heads)
-        is_causal = self.work.call.is_causal
-        whole = Block(shared.branch, shared.dilation, view, view, is_causal, at, at, shared.start, numbers=numbers)
+        at = tuple(segment.start + offset for _, offset in segment.heads)
+        numbers = tuple(head for head, _ in segment.heads)
+        whole = Block(segment.branch, segment.dilation, view, view, is_causal, at, at, segment.start, numbers=numbers)
         found: list[Tensor] = []
-        for block, parts in self.work.each([whole], sources, results):
+        for block, parts in work.each([whole], sources, results):
             if block == whole:
                 found = list(parts)
                 continue
@@ -139,102 +129,79 @@ class AllToAll:
                 found = [part.new_empty(size) for part, size in zip(parts, sizes, strict=True)]
             for x, part in zip(found, parts, strict=True):
                 block.queries.of(x, part.shape[2] // block.heads).copy_(part)
-        dtype = self.work.q.dtype
+        dtype = work.q.dtype
         return [found[1], found[0].to(dtype)] if results is None else [x.to(dtype) for x in found]
 
-    @property
-    def input_tensors(self) -> list[Tensor]:
-        work = self.work
-        return [work.q, work.k, work.v, *([work.padding] if work.padding is not None else [])]
+    def blocks(
+        self, segment: SharedSegment, owner: int, q_per_kv: int, zeros: tuple[int, ...] = ()
+    ) -> tuple[Block, ...]:
+        """With zero keys: a segment is computed whole, but without them."""
+        zeros_of, tokens = self.call.pattern.zeros_in_segment, segment.stop - segment.start
+        zeros = tuple(zeros_of(segment.branch, tokens, offset, segment.sequence) for _, offset in segment.heads)
+        return super().blocks(segment, owner, q_per_kv, zeros)
 
-    def blocks(self, bundle: Bundle, group: int) -> tuple[Block, ...]:
-        """This rank's rows of a bundle, in place and packed."""
-        shared, pattern = bundle.shared, self.work.call.pattern
-        about = (shared.branch, shared.stop - shared.start)
-        zeros = tuple(pattern.zeros_in_segment(*about, offset, shared.sequence) for _, offset in shared.heads)
-        return packing.packed_blocks(shared, self.shards, self.rank, self.rank, self.samples, group, zeros)
+    # --- rows to whoever computes them, and results back --------------------------------------------------------
 
-    def rows(self, bundle: Bundle, member: int) -> int:
-        return self.samples * bundle.shared.packed_rows(self.shards, member)
+    def there(self, hop: str, fields: Fields, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """First nothing: this rank's rows are on their way. Then each whole segment that it computes: for each field
+        (B, L, heads of the bundle, ...)."""
+        outgoing = [(bundle.target, self.packed(bundle.segment, fields, tensors)) for bundle in self.bundles]
+        coming = [(member, bundle, member) for bundle in self.mine for member in bundle.segment.members]
+        arrive = self.post(hop, fields, outgoing, coming)
+        yield []
+        parts = iter(arrive())
+        for bundle in self.mine:
+            pieces = [self.by_head(bundle, next(parts), fields, member) for member in bundle.segment.members]
+            yield [torch.cat(some, 2).movedim(0, 2) for some in zip(*pieces, strict=True)]
 
-    # --- rows to whoever computes them --------------------------------------------------------------------------
-
-    def post(self, name: str, fields: Fields, tensors: Sequence[Tensor]) -> tuple[Pending, dict[Bundle, Tensor]]:
-        """Send this rank's rows to the ranks that compute them; also gives those that stay."""
-        me = self.rank
-        messages: dict[int, list[Tensor]] = {}
-        staying: dict[Bundle, Tensor] = {}
-        for bundle in self.bundles:
-            rows = self.rows(bundle, me)
-            part = torch.empty(packing.part_bytes(fields, rows), dtype=torch.uint8, device=self.work.q.device)
-            packing.pack(part, fields, rows, self.blocks(bundle, max(field.heads for field in fields)), tensors)
-            if bundle.target == me:
-                staying[bundle] = part
-            else:
-                messages.setdefault(bundle.target, []).append(part)
-        sends = {peer: packing.join(parts) for peer, parts in messages.items()}
-        sizes = packing.totals(self.expected(staying, fields))
-        return self.transport.post(name, sends, sizes, collective=True), staying
-
-    def expected(self, computed: Iterable[Bundle], fields: Fields) -> list[Expected]:
-        """What other members send for the bundles computed here."""
+    def back(self, hop: str, fields: Fields, results: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Results (B, L, heads, ...) of the segments computed here for those of this rank's rows, packed."""
+        outgoing = []
+        for bundle, tensors in zip(self.mine, results, strict=True):
+            segment, at = bundle.segment, 0
+            for member in segment.members:
+                count = segment.rows(segment.heads[0][1], segment.piece(self.shards, member))
+                part = self.empty(fields, self.rows(segment, member))
+                for place, x in zip(self.by_head(bundle, part, fields, member), tensors, strict=True):
+                    place.copy_(x[:, at : at + count].movedim(2, 0))
+                at += count
+                outgoing.append((member, part))
+        coming = [(bundle.target, bundle, self.rank) for bundle in self.bundles]
         return [
-            Expected(member, packing.part_bytes(fields, self.rows(bundle, member)))
-            for bundle in computed
-            for member in bundle.shared.members
-            if member != self.rank
+            packing.unpack(part, fields, self.rows(bundle.segment, self.rank))
+            for bundle, part in zip(self.bundles, self.post(hop, fields, outgoing, coming)(), strict=True)
         ]
-
-    def segments(self, posted: tuple[Pending, dict[Bundle, Tensor]], fields: Fields) -> Segments:
-        """The whole segments computed here: for each field (B, L, heads of the bundle, ...)."""
-        pending, staying = posted
-        messages = pending.wait()
-        parts = packing.split(messages, self.expected(staying, fields))
-        found: Segments = {}
-        for bundle, own in staying.items():
-            pieces = [
-                self.by_head(bundle, own if member == self.rank else next(parts), fields, member)
-                for member in bundle.shared.members
-            ]
-            whole = (torch.cat(some, 2) for some in zip(*pieces, strict=True))
-            found[bundle] = [x.movedim(0, 2) for x in whole]
-        self.transport.release(messages)
-        return found
 
     def by_head(self, bundle: Bundle, part: Tensor, fields: Fields, member: int) -> list[Tensor]:
         """A member's rows of each field as (heads, B, rows, ...)."""
-        tensors = packing.unpack(part, fields, self.rows(bundle, member))
-        heads = len(bundle.shared.heads)
+        tensors, heads = packing.unpack(part, fields, self.rows(bundle.segment, member)), len(bundle.segment.heads)
         return [
             x.view(heads * field.heads, self.samples, -1, *field.sizes)
             for x, field in zip(tensors, fields, strict=True)
         ]
 
-    # --- results home -------------------------------------------------------------------------------------------
-
-    def send_back(self, name: str, fields: Fields, results: Segments) -> Segments:
-        """Results (B, L, heads, ...) of the segments computed here for those of this rank's rows, packed."""
-        me, shards = self.rank, self.shards
-        found: Segments = {}
+    def post(
+        self,
+        hop: str,
+        fields: Fields,
+        outgoing: Iterable[tuple[int, Tensor]],
+        coming: Sequence[tuple[int, Bundle, int]],
+    ) -> Callable[[], list[Tensor]]:
+        """Send parts to these ranks. Then gives the parts that come: from whom, of which bundle, and whose rows."""
         messages: dict[int, list[Tensor]] = {}
-        for bundle, tensors in results.items():
-            offset, at = bundle.shared.heads[0][1], 0
-            for member in bundle.shared.members:
-                count = bundle.shared.rows(offset, bundle.shared.piece(shards, member))
-                rows = self.rows(bundle, member)
-                part = torch.empty(packing.part_bytes(fields, rows), dtype=torch.uint8, device=self.work.q.device)
-                for place, x in zip(self.by_head(bundle, part, fields, member), tensors, strict=True):
-                    place.copy_(x[:, at : at + count].movedim(2, 0))
-                at += count
-                if member == me:
-                    found[bundle] = packing.unpack(part, fields, rows)
-                else:
-                    messages.setdefault(member, []).append(part)
-        away = [bundle for bundle in self.bundles if bundle.target != me]
-        expected = [Expected(one.target, packing.part_bytes(fields, self.rows(one, me))) for one in away]
+        for peer, part in outgoing:
+            messages.setdefault(peer, []).append(part)
+        sizes: dict[int, list[int]] = {}
+        for peer, bundle, owner in coming:
+            sizes.setdefault(peer, []).append(packing.part_bytes(fields, self.rows(bundle.segment, owner)))
+        own, _ = messages.pop(self.rank, []), sizes.pop(self.rank, None)
         sends = {peer: packing.join(parts) for peer, parts in messages.items()}
-        arrived = self.transport.post(name, sends, packing.totals(expected), collective=True).wait()
-        for bundle, part in zip(away, packing.split(arrived, expected), strict=True):
-            found[bundle] = packing.unpack(part, fields, self.rows(bundle, me))
-        self.transport.release(arrived, reuse=False)
-        return found
+        pending = self.transport.post(hop, sends, {peer: sum(some) for peer, some in sizes.items()}, collective=True)
+
+        def arrive() -> list[Tensor]:
+            came = pending.wait()
+            self.transport.release(came, reuse=False)
+            parts = {peer: iter(torch.split(came[peer], some)) for peer, some in sizes.items()} | {self.rank: iter(own)}
+            return [next(parts[peer]) for peer, *_ in coming]
+
+        return arrive

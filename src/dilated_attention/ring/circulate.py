@@ -4,284 +4,213 @@ One loop for `ring` and `allgather`, which differ in their routes only. In step 
 while step t + 1 is on its way. In the backward pass a second message follows each block: the sum of its dK and dV so
 far, in float32, which the last user sends home.
 
-Legend as in `blockwise` and `packing`; a part is the rows of one shared that one owner holds.
+Legend as in `blockwise` and `packing`; a part is the rows of one shared segment that one owner holds.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
-from dilated_attention.backends.problem import Inputs, Outputs
+from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.blocks import Block
-from dilated_attention.distributed.group import GroupTransport, Pending
+from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
 from dilated_attention.ring import packing
-from dilated_attention.ring.packing import Expected, Fields, Travelling
+from dilated_attention.ring.packing import Fields
+from dilated_attention.ring.parallel import ParallelCall, own_tensors
 from dilated_attention.ring.routes import ROUTES, Route, Trip
-from dilated_attention.ring.shards import Shards, SharedSegment
+from dilated_attention.ring.shards import SharedSegment
 
 
 class Part(NamedTuple):
-    """The rows of one shared that one owner holds."""
+    """The rows of one shared segment that one owner holds."""
 
-    shared: int  # which of this rank's shared_segments
+    segment: int  # which of this rank's
     owner: int
 
 
-Messages = dict[int, tuple[Part, ...]]  # by the other rank
+class Step(NamedTuple):
+    """The parts that a rank sends and receives, by the other rank, in the order of its segments."""
+
+    sends: dict[int, list[Part]]
+    receives: dict[int, list[Part]]
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a rank sends and receives in each step (index 0 is step 1): blocks, and in the backward pass their sums."""
+class Traffic(NamedTuple):
+    """All messages of a rank, the same on both of their ends."""
 
-    sends: tuple[Messages, ...]
-    receives: tuple[Messages, ...]
-    sum_sends: tuple[Messages, ...]
-    sum_receives: tuple[Messages, ...]
-
-    @property
-    def steps(self) -> int:
-        return len(self.sends)
+    blocks: tuple[Step, ...]
+    sums: tuple[Step, ...]  # of the backward pass
 
 
 @functools.lru_cache(maxsize=256)
-def traffic(shared_segments: tuple[SharedSegment, ...], exchange: str, is_causal: bool, rank: int) -> Traffic:
-    """All messages of a rank, the same on both of their ends: parts in the order of the shared_segments."""
-    routes = [ROUTES[exchange](shared.members, is_causal, rank) for shared in shared_segments]
+def traffic(segments: tuple[SharedSegment, ...], exchange: str, is_causal: bool, rank: int) -> Traffic:
+    routes = [ROUTES[exchange](segment.members, is_causal, rank) for segment in segments]
     trips = [trip for route in routes for trip in (*route.arrivals, *route.departures, *route.returns)]
     # a collective takes part on every rank, also where it moves nothing
-    steps = max((trip.step for trip in trips), default=int(exchange == "allgather"))
+    count = max((trip.step for trip in trips), default=int(exchange == "allgather"))
 
-    def messages(trips: Callable[[Route], Iterable[Trip]], outgoing: bool) -> tuple[Messages, ...]:
-        found: list[dict[int, list[Part]]] = [{} for _ in range(steps)]
+    def steps(sent: Callable[[Route], Iterable[Trip]], received: Callable[[Route], Iterable[Trip]]) -> tuple[Step, ...]:
+        found = tuple(Step({}, {}) for _ in range(count))
         for index, route in enumerate(routes):
-            for trip in sorted(trips(route), key=lambda trip: (trip.step, trip.owner)):
-                other = trip.target if outgoing else trip.source
-                found[trip.step - 1].setdefault(other, []).append(Part(index, trip.owner))
-        return tuple({other: tuple(parts) for other, parts in step.items()} for step in found)
-
-    return Traffic(
-        messages(lambda route: route.departures, True),
-        messages(lambda route: route.arrivals, False),
-        messages(Route.sums_sent, True),
-        messages(Route.sums_received, False),
-    )
-
-
-@dataclass
-class Exchange:
-    """One rank's part in the exchange of one call."""
-
-    work: Work
-    transport: GroupTransport
-    shards: Shards
-    shared_segments: tuple[SharedSegment, ...]
-    name: str  # ring or allgather
-
-    def __post_init__(self) -> None:
-        work, call = self.work, self.work.call
-        self.rank, self.samples, self.group = self.transport.rank, call.samples, call.q_per_kv
-        self.traffic = traffic(self.shared_segments, self.name, call.is_causal, self.rank)
-        travelling = Travelling.of(work.k.dtype, call.q_per_kv, work.k.shape[3], work.padding is not None)
-        self.fields, self.sum_fields = travelling.blocks, travelling.sums
-
-    # --- forward ------------------------------------------------------------------------------------------------
-
-    def forward(self, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out, lse, and the received messages if they are to be kept for the backward pass."""
-        kept: list[Tensor] = []
-        state: list[Tensor] = []
-
-        def own() -> None:
-            state.extend(self.work.forward())
-
-        def visit(part: Part, packed: Tensor) -> None:
-            self.visit(state[0], state[1], part, packed)
-
-        for messages in self.circulate("forward", own, visit, keep):
-            if keep:
-                kept += [messages[peer] for peer in sorted(messages)]
-        return state[0], state[1], kept
-
-    def circulate(
-        self, direction: str, own: Callable[[], None], visit: Callable[[Part, Tensor], None], keep: bool = False
-    ) -> Iterable[dict[int, Tensor]]:
-        """Post a step, compute the one before; gives each step's messages after they were used."""
-        if not self.traffic.steps:
-            own()
-            return
-        pending = self.post(direction, 1, self.own_parts())
-        own()
-        passed_on: dict[int, Tensor] = {}
-        for step in range(1, self.traffic.steps + 1):
-            messages = pending.wait()
-            self.transport.release(passed_on, reuse=not keep)  # what came a step ago has now been sent on
-            passed_on = messages
-            parts = dict(self.parts(messages, self.traffic.receives[step - 1], self.fields))
-            if step < self.traffic.steps:
-                pending = self.post(direction, step + 1, parts)
-            with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {step}"):
-                for part in sorted(parts):
-                    visit(part, parts[part])
-            yield messages
-        self.transport.release(passed_on, reuse=not keep)
-
-    def post(self, direction: str, step: int, parts: dict[Part, Tensor]) -> Pending:
-        sends, receives = self.traffic.sends[step - 1], self.traffic.receives[step - 1]
-        return self._post(f"hop {step} of the {direction} {self.name}", sends, receives, parts, self.fields)
-
-    def _post(
-        self, hop: str, sends: Messages, receives: Messages, parts: dict[Part, Tensor], fields: Fields
-    ) -> Pending:
-        sizes = packing.totals(self.expected(receives, fields))
-        return self.transport.post(hop, _joined(sends, parts), sizes, collective=self.name == "allgather")
-
-    def own_parts(self) -> dict[Part, Tensor]:
-        """This rank's rows, packed, of each shared in which someone needs them."""
-        wanted = {part for step in self.traffic.sends[:1] for parts in step.values() for part in parts}
-        found = {}
-        tensors = [self.work.k, self.work.v]
-        if self.work.padding is not None:
-            tensors.append(self.work.padding)
-        for part in sorted(wanted):
-            packed = torch.empty(self.size(part, self.fields), dtype=torch.uint8, device=self.work.k.device)
-            packing.pack(packed, self.fields, self.rows(part), self.blocks(part, 1), tensors)
-            found[part] = packed
+            for trip in sorted(sent(route)):
+                found[trip.step - 1].sends.setdefault(trip.target, []).append(Part(index, trip.owner))
+            for trip in sorted(received(route)):
+                found[trip.step - 1].receives.setdefault(trip.source, []).append(Part(index, trip.owner))
         return found
 
-    def rows(self, part: Part) -> int:
-        return self.samples * self.shared_segments[part.shared].packed_rows(self.shards, part.owner)
+    blocks = steps(lambda route: route.departures, lambda route: route.arrivals)
+    return Traffic(blocks, steps(Route.sums_sent, Route.sums_received))
 
-    def size(self, part: Part, fields: Fields) -> int:
-        return packing.part_bytes(fields, self.rows(part))
 
-    def expected(self, messages: Messages, fields: Fields) -> list[Expected]:
-        return [Expected(peer, self.size(part, fields)) for peer, parts in messages.items() for part in parts]
+class Circulation(ParallelCall):
+    """Keys and values of other ranks come to this rank's queries."""
 
-    def parts(self, messages: dict[int, Tensor], receives: Messages, fields: Fields) -> list[tuple[Part, Tensor]]:
-        """What came, part by part."""
-        which = [part for parts in receives.values() for part in parts]
-        return list(zip(which, packing.split(messages, self.expected(receives, fields)), strict=True))
+    @property
+    def traffic(self) -> Traffic:
+        return traffic(self.segments, self.name, self.call.is_causal, self.rank)
 
-    def blocks(self, part: Part, group: int) -> tuple[Block, ...]:
-        """This rank's queries with the keys of a part."""
-        where = (self.shards, self.rank, part.owner, self.samples)
-        return packing.packed_blocks(self.shared_segments[part.shared], *where, group)
-
-    def sources(self, part: Part, packed: Tensor) -> Inputs:
-        return Inputs(self.work.q, *packing.unpack(packed, self.fields, self.rows(part)))
-
-    def visit(self, out: Tensor, lse: Tensor, part: Part, packed: Tensor) -> None:
-        """Merge what this rank's queries see in a part."""
-        blocks, sources = self.blocks(part, self.group), self.sources(part, packed)
-        for block, (seen, seen_lse) in self.work.each(blocks, sources):
-            merge_(block.queries.of(out, self.group), block.queries.of(lse, self.group), seen, seen_lse)
-
-    # --- backward -----------------------------------------------------------------------------------------------
-
-    def backward(self, results: Outputs, kept: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this rank's rows. ``kept``: the messages of the forward pass; None: they travel again.
-
-        What other ranks' rows add is summed in float32 for each shared, and added once: like one more branch.
-        """
-        grads: list[Tensor] = []
-        sums: dict[Part, Tensor] = {}
-        own_sums: dict[int, list[Tensor]] = {}  # by shared: dq, and when they have come home dk, dv
-        pending: Pending | None = None
-
-        def own() -> None:
-            grads.extend(self.work.backward(results))
-
-        def visit(part: Part, packed: Tensor) -> None:
-            dq = own_sums.setdefault(part.shared, [self.zeros(part.shared, self.group)])[0]
-            sums[part] = self.visit_backward(dq, results, part, packed)
-
-        steps = self.circulate("backward", own, visit) if kept is None else self.replay(kept, own, visit)
-        for step, _ in enumerate(steps, 1):
-            if pending is not None:
-                self.take_sums(step - 1, pending, sums, own_sums)
-            pending = self.post_sums(step, sums)
-        if pending is not None:
-            self.take_sums(self.traffic.steps, pending, sums, own_sums)
-        self.add_home(grads, own_sums)
-        return grads[0], grads[1], grads[2]
-
-    def zeros(self, shared: int, heads: int = 1) -> Tensor:
-        """A sum over this rank's rows of a shared, packed."""
-        rows = self.rows(Part(shared, self.rank)) * heads
-        return self.work.q.new_zeros(1, rows, 1, self.work.q.shape[3], dtype=self.sum_fields[0].dtype)
-
-    def add_home(self, grads: list[Tensor], own_sums: dict[int, list[Tensor]]) -> None:
-        for shared, packed in own_sums.items():
-            for grad, x, group in zip(grads, packed, (self.group, 1, 1), strict=False):
-                for block in self.blocks(Part(shared, self.rank), group):
-                    assert block.home is not None
-                    block.queries.of(grad, group).add_(block.home.of(x))
-
-    def replay(
-        self, kept: list[Tensor], own: Callable[[], None], visit: Callable[[Part, Tensor], None]
-    ) -> Iterable[dict[int, Tensor]]:
-        """As `circulate`, with the messages that were kept."""
-        waiting = iter(kept)
-        own()
-        for receives in self.traffic.receives:
-            messages = {peer: next(waiting) for peer in sorted(receives)}
-            parts = dict(self.parts(messages, receives, self.fields))
+    def forward(self, work: Work) -> tuple[Tensor, Tensor]:
+        steps = self.arriving("forward", work)
+        next(steps)
+        out, lse = work.forward()
+        for parts in steps:
             for part in sorted(parts):
-                visit(part, parts[part])
-            yield messages
+                for block, (seen, seen_lse) in work.each(self.blocks_of(part), self.sources(work, part, parts[part])):
+                    merge_(block.queries.of(out, self.q_per_kv), block.queries.of(lse, self.q_per_kv), seen, seen_lse)
+        return out, lse
 
-    def visit_backward(self, dq: Tensor, results: Outputs, part: Part, packed: Tensor) -> Tensor:
-        """Add to the shared's dq, packed; give the part's dK and dV, packed."""
-        sums = torch.empty(self.size(part, self.sum_fields), dtype=torch.uint8, device=packed.device)
-        dk_all, dv_all = packing.unpack(sums, self.sum_fields, self.rows(part))
-        blocks, sources = self.blocks(part, self.group), self.sources(part, packed)
-        for block, (dq_part, dk, dv) in self.work.each(blocks, sources, results):
-            assert block.home is not None
-            block.home.of(dq).add_(dq_part)
-            block.keys.of(dk_all).copy_(dk)
-            block.keys.of(dv_all).copy_(dv)
+    def backward(self, work: Work, results: Outputs) -> Gradients:
+        """What other ranks' rows add is summed in float32 for each segment, and added once: like one more branch."""
+        steps = self.replay() if self.keeps else self.arriving("backward", work)
+        next(steps)
+        grads = work.backward(results)
+        dtype, dim = self.fields.sums[0].dtype, work.q.shape[3]
+        totals = [
+            [
+                work.q.new_zeros(1, self.rows(segment, self.rank) * heads, 1, dim, dtype=dtype)
+                for heads in (self.q_per_kv, 1, 1)
+            ]
+            for segment in self.segments
+        ]
+        pending: Pending | None = None
+        for number, parts in enumerate(steps):
+            sums = {
+                part: self.gradients(work, results, part, parts[part], totals[part.segment][0])
+                for part in sorted(parts)
+            }
+            if pending is not None:
+                self.take_sums(number - 1, pending, totals, sums)
+            pending = self.post_sums(number, sums)
+            sums.clear()
+        if pending is not None:
+            self.take_sums(-1, pending, totals, {})
+        for segment, packed in zip(self.segments, totals, strict=True):
+            self.add(grads, segment, packed)
+        return grads
+
+    # --- blocks -------------------------------------------------------------------------------------------------
+
+    def arriving(self, direction: str, work: Work) -> Iterator[dict[Part, Tensor]]:
+        """First nothing: the first step is on its way. Then the parts of each step, with the next one on its way."""
+        steps, parts = self.traffic.blocks, self.own_parts(work)
+
+        def post(number: int) -> Pending:
+            return self.post(
+                f"hop {number + 1} of the {direction} {self.name}", steps[number], parts, self.fields.blocks
+            )
+
+        pending = post(0) if steps else None
+        yield {}
+        passed_on: dict[int, Tensor] = {}
+        for number, step in enumerate(steps):
+            assert pending is not None
+            messages = pending.wait()
+            self.transport.release(passed_on, reuse=not self.keeps)  # what came a step ago has now been sent on
+            passed_on = messages
+            self.kept += [messages[peer] for peer in sorted(messages) if self.keeps]
+            parts = dict(self.parts(messages, step, self.fields.blocks))
+            pending = post(number + 1) if number + 1 < len(steps) else None
+            with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {number + 1}"):
+                yield parts
+        self.transport.release(passed_on, reuse=not self.keeps)
+
+    def replay(self) -> Iterator[dict[Part, Tensor]]:
+        """As `arriving`, with the messages that were kept."""
+        waiting, self.kept = iter(self.kept), []
+        yield {}
+        for step in self.traffic.blocks:
+            messages = {peer: next(waiting) for peer in sorted(step.receives)}
+            yield dict(self.parts(messages, step, self.fields.blocks))
+
+    def own_parts(self, work: Work) -> dict[Part, Tensor]:
+        """This rank's rows, packed, of each segment in which someone needs them."""
+        wanted = {part for step in self.traffic.blocks[:1] for parts in step.sends.values() for part in parts}
+        tensors = own_tensors(work)[1:]
+        return {part: self.packed(self.segments[part.segment], self.fields.blocks, tensors) for part in sorted(wanted)}
+
+    def blocks_of(self, part: Part) -> tuple[Block, ...]:
+        return self.blocks(self.segments[part.segment], part.owner, self.q_per_kv)
+
+    def sources(self, work: Work, part: Part, packed: Tensor) -> Inputs:
+        return Inputs(work.q, *self.unpacked(part, packed, self.fields.blocks))
+
+    # --- sums of their gradients --------------------------------------------------------------------------------
+
+    def gradients(self, work: Work, results: Outputs, part: Part, packed: Tensor, dq: Tensor) -> Tensor:
+        """Add to the segment's dq, packed; give the part's dK and dV, packed."""
+        sums = self.empty(self.fields.sums, self.rows_of(part))
+        dk_all, dv_all = self.unpacked(part, sums, self.fields.sums)
+        for block, parts in work.each(self.blocks_of(part), self.sources(work, part, packed), results):
+            assert block.packed_queries is not None
+            block.packed_queries.of(dq).add_(parts[0])
+            block.keys.of(dk_all).copy_(parts[1])
+            block.keys.of(dv_all).copy_(parts[2])
         return sums
 
-    def post_sums(self, step: int, sums: dict[Part, Tensor]) -> Pending:
+    def post_sums(self, number: int, sums: dict[Part, Tensor]) -> Pending:
         """Send the sums of the blocks used in this step on, or home."""
-        sends, receives = self.traffic.sum_sends[step - 1], self.traffic.sum_receives[step - 1]
-        hop = f"hop {step} of the gradients' {self.name}"
-        pending = self._post(hop, sends, receives, sums, self.sum_fields)
-        for part in {part for parts in sends.values() for part in parts}:
-            del sums[part]
-        return pending
+        hop = f"hop {number + 1} of the gradients' {self.name}"
+        return self.post(hop, self.traffic.sums[number], sums, self.fields.sums)
 
-    def take_sums(
-        self, step: int, pending: Pending, sums: dict[Part, Tensor], own_sums: dict[int, list[Tensor]]
-    ) -> None:
+    def take_sums(self, number: int, pending: Pending, totals: list[list[Tensor]], sums: dict[Part, Tensor]) -> None:
         """Add what came after a step: to the sums of the next step's blocks, or to those of this rank's own rows."""
-        messages = pending.wait()
-        for part, packed in self.parts(messages, self.traffic.sum_receives[step - 1], self.sum_fields):
-            if part.owner == self.rank:
-                found = own_sums.setdefault(part.shared, [self.zeros(part.shared, self.group)])
-                if len(found) == 1:
-                    found += [self.zeros(part.shared), self.zeros(part.shared)]
-                totals = found[1:]
-            else:
-                totals = packing.unpack(sums[part], self.sum_fields, self.rows(part))
-            for total, more in zip(totals, packing.unpack(packed, self.sum_fields, self.rows(part)), strict=True):
+        messages, fields = pending.wait(), self.fields.sums
+        for part, packed in self.parts(messages, self.traffic.sums[number], fields):
+            is_home = part.owner == self.rank
+            before = totals[part.segment][1:] if is_home else self.unpacked(part, sums[part], fields)
+            for total, more in zip(before, self.unpacked(part, packed, fields), strict=True):
                 total.add_(more)
         self.transport.release(messages)
 
+    # --- messages -----------------------------------------------------------------------------------------------
 
-def _joined(messages: Messages, parts: dict[Part, Tensor]) -> dict[int, Tensor]:
-    """The bytes for each rank; equal messages are joined once."""
-    done: dict[tuple[Part, ...], Tensor] = {}
-    for some in messages.values():
-        if some not in done:
-            done[some] = packing.join([parts[part] for part in some])
-    return {peer: done[some] for peer, some in messages.items()}
+    def post(self, hop: str, step: Step, parts: Mapping[Part, Tensor], fields: Fields) -> Pending:
+        """Equal messages are joined once."""
+        joined = {some: packing.join([parts[part] for part in some]) for some in map(tuple, step.sends.values())}
+        sends = {peer: joined[tuple(some)] for peer, some in step.sends.items()}
+        sizes = {peer: sum(self.size(part, fields) for part in some) for peer, some in step.receives.items()}
+        return self.transport.post(hop, sends, sizes, collective=self.name == "allgather")
+
+    def parts(self, messages: Mapping[int, Tensor], step: Step, fields: Fields) -> list[tuple[Part, Tensor]]:
+        """What came, part by part."""
+        return [
+            found
+            for peer, some in step.receives.items()
+            for found in zip(some, torch.split(messages[peer], [self.size(part, fields) for part in some]), strict=True)
+        ]
+
+    def unpacked(self, part: Part, packed: Tensor, fields: Fields) -> list[Tensor]:
+        return packing.unpack(packed, fields, self.rows_of(part))
+
+    def size(self, part: Part, fields: Fields) -> int:
+        return packing.part_bytes(fields, self.rows_of(part))
+
+    def rows_of(self, part: Part) -> int:
+        return self.rows(self.segments[part.segment], part.owner)

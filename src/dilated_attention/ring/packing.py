@@ -1,16 +1,16 @@
-"""Rows of a shared as bytes: what a rank sends, and views of what it received.
+"""Rows of a segment as bytes: what a rank sends, and views of what it received.
 
 A packed field is (rows of all heads x B, ...): head after head, each (B, rows, ...). Fields follow one another in a
 part, widest numbers first; parts follow one another in a message. Where widths are mixed, a part ends on a multiple of
 16 bytes, so that every field is aligned.
 
-Legend: R rows of all heads that a rank owns in a shared, B samples, D head dim.
+Legend: R rows of all heads that a rank owns in a segment, B samples, D head dim.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,10 +49,10 @@ class Travelling(NamedTuple):
     gradients: Fields  # and back dq, dk, dv
 
     @classmethod
-    def of(cls, dtype: torch.dtype, group: int, head_dim: int, has_padding: bool) -> Travelling:
-        """``group`` query heads to a key/value head."""
+    def of(cls, dtype: torch.dtype, q_per_kv: int, head_dim: int, has_padding: bool) -> Travelling:
+        """``q_per_kv`` query heads to a key/value head."""
         exact, dim = accumulate_dtype(dtype), (head_dim,)
-        queries, keys, column = Field(dtype, group, dim), Field(dtype, 1, dim), Field(exact, group)
+        queries, keys, column = Field(dtype, q_per_kv, dim), Field(dtype, 1, dim), Field(exact, q_per_kv)
         padding = (Field(torch.bool),) if has_padding else ()
         sums = (Field(exact, 1, dim),) * 2
         inputs = (queries, keys, keys, *padding)
@@ -77,83 +77,57 @@ def unpack(part: Tensor, fields: Fields, rows: int) -> list[Tensor]:
     return found
 
 
-def pack(part: Tensor, fields: Fields, rows: int, blocks: Sequence[Block], tensors: Sequence[Tensor]) -> None:
-    """Fill a part with this rank's rows of (B, n, H, ...) tensors, one per field; ``blocks`` of its own rows."""
-    for packed, field, x in zip(unpack(part, fields, rows), fields, tensors, strict=True):
-        for block in blocks:
-            view = block.keys if field.heads == 1 or block.home is None else block.home
-            view.of(packed).copy_(block.queries.of(x, field.heads))
-
-
 @functools.lru_cache(maxsize=4096)
 def packed_blocks(
-    shared: SharedSegment, shards: Shards, rank: int, owner: int, samples: int, group: int, zeros: tuple[int, ...] = ()
+    segment: SharedSegment,
+    shards: Shards,
+    rank: int,
+    owner: int,
+    samples: int,
+    q_per_kv: int,
+    zeros: tuple[int, ...] = (),
 ) -> tuple[Block, ...]:
-    """A shared's heads in the fewest blocks: rows of ``rank`` in place as queries, those of ``owner`` packed as keys.
+    """The heads in the fewest blocks: rows of ``rank`` in place as queries, those of ``owner`` packed as keys.
 
-    ``home`` of a block has the rows of ``rank`` in a packed tensor of its own, ``group`` query heads per head.
+    ``packed_queries`` of a block are the queries in a packed tensor of their own, ``q_per_kv`` heads per head.
     """
-    mine, theirs = shared.piece(shards, rank), shared.piece(shards, owner)
+    mine, theirs = segment.piece(shards, rank), segment.piece(shards, owner)
     starts, rows = (0, 0), {}
     placed: list[Placed] = []  # head, first row here, and where the packed rows of both begin
     first_key = {}
-    for index, (head, offset) in enumerate(shared.heads):
-        counts = shared.rows(offset, theirs), shared.rows(offset, mine)
-        placed.append((head, shared.first_row(offset, mine), *starts))
-        first_key[head] = shared.first_row(offset, theirs)
+    for index, (head, offset) in enumerate(segment.heads):
+        counts = segment.rows(offset, theirs), segment.rows(offset, mine)
+        placed.append((head, segment.first_row(offset, mine), *starts))
+        first_key[head] = segment.first_row(offset, theirs)
         rows[head] = (*counts, zeros[index] if zeros else 0)
         starts = (starts[0] + counts[0], starts[1] + counts[1])
     here, found = shards.starts[rank], []
-    for run in head_runs(placed, rows.__getitem__, group):
+    for run in head_runs(placed, rows.__getitem__, q_per_kv):
         (head, at, their_start, my_start), (head_step, step, their_step, my_step) = run.first, run.steps
         their_count, my_count, filled = rows[head]
         heads = [head + i * head_step for i in range(run.heads)]
         length = mine[1] - mine[0]
         found.append(
             Block(
-                shared.branch,
-                shared.dilation,
-                View(0, samples, at - here, 1, length, my_count, shared.dilation, head, run.heads, head_step, step),
+                segment.branch,
+                segment.dilation,
+                View(0, samples, at - here, 1, length, my_count, segment.dilation, head, run.heads, head_step, step),
                 _packed(their_count, their_start, their_step, samples, run.heads, 1),
                 False,
                 tuple(at + i * step for i in range(run.heads)),
                 tuple(first_key[head] for head in heads),
-                shared.start,
+                segment.start,
                 zeros=filled,
-                home=_packed(my_count, my_start, my_step, samples, run.heads, group),
+                packed_queries=_packed(my_count, my_start, my_step, samples, run.heads, q_per_kv),
             )
         )
     return tuple(found)
 
 
-def _packed(rows: int, start: int, step: int, samples: int, heads: int, group: int) -> View:
+def _packed(rows: int, start: int, step: int, samples: int, heads: int, q_per_kv: int) -> View:
     """Rows in a packed tensor, (1, rows of all heads x samples, 1, ...): head after head, each (samples, rows)."""
-    per_head = (step if group == 1 else rows) * samples
-    return View(0, 1, start * samples * group, samples, rows, rows, 1, 0, heads * group, 0, per_head)
-
-
-class Expected(NamedTuple):
-    """A part to come: from whom, and how many bytes."""
-
-    peer: int
-    size: int
-
-
-def totals(expected: Iterable[Expected]) -> dict[int, int]:
-    """The bytes to come from each rank."""
-    found: dict[int, int] = {}
-    for peer, size in expected:
-        found[peer] = found.get(peer, 0) + size
-    return found
-
-
-def split(messages: Mapping[int, Tensor], expected: Iterable[Expected]) -> Iterator[Tensor]:
-    """The parts of messages, each rank's in the order in which they were expected."""
-    taken: dict[int, int] = {}
-    for peer, size in expected:
-        first = taken.get(peer, 0)
-        yield messages[peer][first : first + size]
-        taken[peer] = first + size
+    per_head = (step if q_per_kv == 1 else rows) * samples
+    return View(0, 1, start * samples * q_per_kv, samples, rows, rows, 1, 0, heads * q_per_kv, 0, per_head)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

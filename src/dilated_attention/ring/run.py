@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dilated_attention.backends import tensors
-from dilated_attention.backends.blockwise import MemoryCap, Work
+from dilated_attention.backends import run
+from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.problem import Inputs, Outputs
-from dilated_attention.call import Call, sample_ends
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.call import Call
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.derivatives import NOT_TWICE, is_mapped, once
 from dilated_attention.distributed.agreement import Agreement, ask, telling
@@ -31,9 +31,10 @@ from dilated_attention.distributed.group import Buffers, GroupTransport, Stats, 
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.resolve import check_sequences_end, check_total_length
 from dilated_attention.ring.alltoall import AllToAll
-from dilated_attention.ring.circulate import Exchange
+from dilated_attention.ring.circulate import Circulation
 from dilated_attention.ring.cost import fastest_exchange
-from dilated_attention.ring.shards import Shards, SharedSegment, crosses, shared_segments
+from dilated_attention.ring.parallel import ParallelCall
+from dilated_attention.ring.shards import Shards, crosses
 
 CALL, BACKWARD = "dilated_attention", "the backward of dilated_attention"
 FIRST_CALLS = 64  # that "first" checks, of each group: forward and backward count
@@ -102,70 +103,12 @@ class Ranks:
         return f"{self.parallel.exchange}, {'one device' if self.ring_size == 1 else ranks}"
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """One call over a group, as all ranks have agreed on it."""
-
-    call: Call  # with this rank's place in the sequence
-    parallel: ContextParallel
-    transport: GroupTransport
-    shards: Shards
-    exchange: str
-    wants_gradients: bool
-    number: int  # among the calls over the group, the same on all ranks
-
-    @property
-    def shared_segments(self) -> tuple[SharedSegment, ...]:
-        return shared_segments(self.call.pattern, self.shards, self.call.held, self.transport.rank)
-
-    def work(self, inputs: Inputs, ends: Tensor | None, backward: bool = False) -> Work:
-        elsewhere = None
-        if self.exchange == "alltoall":
-            elsewhere = frozenset(
-                (one.branch, one.start, head) for one in self.shared_segments for head, _ in one.heads
-            )
-        visited = bool(self.shared_segments)
-        return Work.of(self.call, inputs, backward=backward, ends=ends, visited=visited, elsewhere=elsewhere or None)
-
-    def ends(self, padding: Tensor | None) -> Tensor | None:
-        """Where each sample ends on the last rank that has some of it; only zero keys ask for it."""
-        if padding is None or not self.call.adds_zeros:
-            return None
-        here = sample_ends(padding, self.call.start)
-        if not here.numel():
-            return here
-        for other in self.transport.post_all("the ends of the samples", here.view(torch.uint8)).wait().values():
-            here = torch.maximum(here, other.view(torch.int64).to(self.call.device))
-        return here
-
-    def agree_on_backward(self, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
-        """All ranks are here; dlse, where some rank has one."""
-        if not _verifies(self.transport, self.parallel):
-            return torch.zeros_like(lse) if dlse is None and self.exchange == "alltoall" else dlse
-        fields = {
-            "the backward of": self.call.pattern,
-            "shape": tuple(lse.shape[::2]),
-            "exchange": self.exchange,
-            "the number of the call (all ranks must run their backward passes in one order)": self.number,
-        }
-        said = _ask(self.transport, BACKWARD, fields, lse.shape[1], flags=int(dlse is not None))
-        return torch.zeros_like(lse) if any(said.flags) and dlse is None else dlse
-
-    def exchanger(self, work: Work) -> Exchange | AllToAll | None:
-        """None where no rank has anything to send."""
-        if not crosses(self.call.pattern, self.shards) or not self.call.samples:
-            return None
-        if self.exchange == "alltoall":
-            return AllToAll(work, self.transport, self.shards, self.shared_segments)
-        return Exchange(work, self.transport, self.shards, self.shared_segments, self.exchange)
-
-
 def attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
-    run = _attend
+    attend_here = _attend
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
-        run = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
-    return run(inputs, call, ranks)
+        attend_here = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+    return attend_here(inputs, call, ranks)
 
 
 def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -187,10 +130,13 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
         # in the dtype that travels, and without what differs from rank to rank
         alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
         exchange = fastest_exchange(alike, shards, transport.backend)
+    kind = {"ring": Circulation, "allgather": Circulation, "alltoall": AllToAll}[exchange]
+    if not crosses(call.pattern, shards) or not call.samples:
+        kind = ParallelCall
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
-    agreed = Agreed(placed, parallel, transport, shards, exchange, fields["gradients"] == "wanted", seen.calls)
-    out, lse = _Parallel.apply(*inputs[:4], seed, agreed)  # type: ignore[no-untyped-call]
+    keeps = fields["gradients"] == "wanted" and parallel.use_checkpointing is False
+    out, lse = _Parallel.apply(*inputs[:4], seed, kind(placed, parallel, transport, shards, exchange, keeps))  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -305,49 +251,45 @@ def check_transforms(*gradients: Tensor | None) -> None:
         )
 
 
+def _agree_on_backward(way: ParallelCall, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
+    """All ranks are here; dlse, where some rank has one."""
+    if _verifies(way.transport, way.parallel):
+        fields = {
+            "the backward of": way.call.pattern,
+            "shape": tuple(lse.shape[::2]),
+            "exchange": way.name,
+            "the number of the call (all ranks must run their backward passes in one order)": way.transport.number,
+        }
+        said = _ask(way.transport, BACKWARD, fields, lse.shape[1], flags=int(dlse is not None))
+        is_wanted = any(said.flags)
+    else:
+        is_wanted = way.name == "alltoall"
+    return torch.zeros_like(lse) if is_wanted and dlse is None else dlse
+
+
 class _Parallel(torch.autograd.Function):
+    """A call over ranks as one node. Rows that are kept are saved tensors, which checkpoints drop and make again."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padding: Tensor | None,
-        seed: Tensor | None,
-        agreed: Agreed,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, way: ParallelCall
     ) -> tuple[Tensor, Tensor]:
-        call, inputs = agreed.call, Inputs(q, k, v, padding, seed)
-        with tensors.no_autocast(call.device), agreed.transport.closed_on_error():
-            ends = agreed.ends(padding)
-            work = agreed.work(inputs, ends)
-            exchanger = agreed.exchanger(work)
-            kept: list[Tensor] = []
-            if exchanger is None:
-                out, lse = work.forward()
-            else:
-                out, lse, kept = exchanger.forward(agreed.wants_gradients and not agreed.parallel.use_checkpointing)
-            out, lse = tensors.finished(out, call, call.dtype), lse.contiguous().detach()
-        ctx.save_for_backward(q, k, v, padding, seed, ends, out, lse, *kept)
-        ctx.agreed = agreed
+        inputs = Inputs(q, k, v, padding, seed)
+        with way.transport.closed_on_error():
+            out, lse = run.forward(way.call, inputs, way)
+        ctx.save_for_backward(q, k, v, padding, seed, out, lse, *way.kept)
+        ctx.way, way.kept = way, []
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
         return out, lse
 
     @staticmethod
     @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-        agreed: Agreed = ctx.agreed
-        with telling(functools.partial(_refuse, agreed.transport, agreed.parallel, BACKWARD)):
-            q, k, v, padding, seed, ends, out, lse, *kept = ctx.saved_tensors
+        way: ParallelCall = ctx.way
+        with telling(functools.partial(_refuse, way.transport, way.parallel, BACKWARD)):
+            q, k, v, padding, seed, out, lse, *way.kept = ctx.saved_tensors
             check_transforms(dout, dlse)
-        dlse = agreed.agree_on_backward(dlse, lse)
-        results = Outputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        with tensors.no_autocast(agreed.call.device), agreed.transport.closed_on_error():
-            inputs, results, bad = tensors.without_bad_rows(Inputs(q, k, v, padding, seed), results)
-            work = agreed.work(tensors.one_layout(inputs), ends, backward=True)
-            results = work.results(results)
-            exchanger = agreed.exchanger(work)
-            if exchanger is None:
-                grads = work.backward(results)
-            else:
-                grads = exchanger.backward(results, None if agreed.parallel.use_checkpointing else kept)
-            return (*tensors.finished_grads(grads, inputs, agreed.call, bad), None, None, None), (q, k, v)
+        dlse = _agree_on_backward(way, dlse, lse)
+        with way.transport.closed_on_error():
+            grads = run.backward(way.call, Inputs(q, k, v, padding, seed), out, lse, dout, dlse, way)
+        return (*grads, None, None, None), (q, k, v)

@@ -88,7 +88,7 @@ class Stream:
         """The tokens with their own keys alone, wherever in their segments they begin; its results are for merging."""
         call = self.part(branch)._replace(in_parts=True).of(q, k, None, 0)
         call = call._replace(start=before, key_start=before, total=before + q.shape[1])
-        return Work.of(call, Inputs(q, k, v), visited=True)
+        return Work.of(call, Inputs(q, k, v), keys_follow=True)
 
     def part(self, branch: int | None) -> Call:
         """The call of one branch, as if its heads ran nothing else; None: of all."""
