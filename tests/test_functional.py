@@ -320,7 +320,7 @@ def test_double_backward_says_what_to_do(backend: str, queries: int, linear: boo
 
 def test_double_backward_of_the_op_says_what_to_do() -> None:
     q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, 20, 4, 8))
-    out, _ = torch.ops.dilated_attention.forward(q, k, v, [None] * 4, *Call(PATTERN).packed(0))
+    out, _ = torch.ops.dilated_attention.forward(q, k, v, [None] * 4, *Call(PATTERN).packed())
     (grad,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         grad.square().sum().backward()
@@ -593,12 +593,20 @@ def op_arguments(name: str, layout: str = "contiguous") -> tuple[Any, ...]:
     positions = torch.tensor([2, 9]) if name == "few_on_device" else None
     packed = torch.tensor([0, 7, 9, 21]) if name == "packed" else None
     start = {"few": 5, "few_on_device": -1}.get(name, 0)
-    return q[:, :3] if name.startswith("few") else q, k, v, [mask, seed, positions, packed], *call.packed(start)
+    return (
+        q[:, :3] if name.startswith("few") else q,
+        k,
+        v,
+        [mask, seed, positions, packed],
+        *call._replace(start=start).packed(),
+    )
 
 
 @pytest.mark.parametrize(("name", "layout"), list(zip(OP_CASES, itertools.cycle(("transposed", "contiguous")))))
 def test_opcheck_forward(name: str, layout: str) -> None:
-    assert unpacked(*OP_CASES[name].packed(5)) == (OP_CASES[name], 5), "a call is read as it was written"
+    assert unpacked(*OP_CASES[name]._replace(start=5).packed()) == OP_CASES[name]._replace(start=5), (
+        "a call is read as it was written"
+    )
     q, k, v, *rest = op_arguments(name, layout)
     torch.library.opcheck(OPS.forward.default, (*leaves(q, k, v), *rest))
 
@@ -618,7 +626,7 @@ def test_opcheck_backward(name: str, which: tuple[bool, bool]) -> None:
 def test_the_backward_op_takes_any_strides(backend: str) -> None:
     """Hooks on saved tensors, and compilers, may hand out and lse back in another layout."""
     qkv, others = testing.make_qkv(3, 16, 4, 8, dtype=torch.float64), [None] * 4
-    packed = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed(0)
+    packed = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed()
     out, lse = OPS.forward(*qkv, others, *packed)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     expected = OPS.backward(dout, dlse, [*qkv, out, lse, *others], *packed)
@@ -631,7 +639,7 @@ def test_gradients_have_the_dtypes_of_the_inputs() -> None:
     """Autograd would convert them, and a compiler would not. Few queries may be of another dtype than the keys."""
     q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
     for keys in ((k, v), (k.float(), v.float())):
-        qkv, others, packed = (q[:, :2], *keys), [None] * 4, Call(TORCHSCALE).packed(5)
+        qkv, others, packed = (q[:, :2], *keys), [None] * 4, Call(TORCHSCALE, start=5).packed()
         out, lse = OPS.forward(*qkv, others, *packed)
         grads = OPS.backward(out, lse, [*qkv, out, lse, *others], *packed)
         assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, *(x.dtype for x in qkv)]

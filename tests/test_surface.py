@@ -59,7 +59,6 @@ LAYERS = [
     "distributed",
     "context_parallel",
     "resolve",
-    "ordinary",
     "ring",
     "functional",
     "_explain",

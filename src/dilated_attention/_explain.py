@@ -13,12 +13,11 @@ from torch import Tensor
 
 from dilated_attention.backends.choose import BACKENDS, Backend, choose, why_not
 from dilated_attention.blocks import plan
-from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call
-from dilated_attention.checks import check_flag, checked_probability, checked_scale
+from dilated_attention.call import ON_DEVICE, Call
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import check_backend, check_tensors, checked_sequences, checked_start, computed_dtype
+from dilated_attention.resolve import Options, borders_of, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +78,16 @@ def explain(
         runs: ...
     """
     ranks = 1 if group is None else ContextParallel.of(group).process_group().size()
-    check_flag("is_causal", is_causal)
-    check_flag("enable_gqa", enable_gqa)
-    check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, decodes=group is None)
-    check_backend(backend)
-    sequences, _ = checked_sequences(cu_seqlens, query, key, key_padding_mask, in_parts=ranks > 1)
-    start = checked_start(query, key, query_offset, is_alone=group is None)
-    query = query.to(computed_dtype(query))
-    scale = DEFAULT_SCALE if scale is None else checked_scale(scale)
-    asked = Call(
-        pattern, is_causal, scale, checked_probability(dropout_p), backend, sequences=sequences, in_parts=ranks > 1
+    options = Options(
+        pattern, is_causal, scale, dropout_p, enable_gqa, backend, decodes=group is None, in_parts=ranks > 1
+    )
+    call = resolve(
+        query, key, value, options, key_padding_mask, query_offset,
+        None if cu_seqlens is None else borders_of(cu_seqlens),
     )  # fmt: skip
-    call = asked.of(query, key, key_padding_mask, start)
     choice = choose(call)
     # positions that a tensor holds are not read: the last ones are used instead
-    placed = call._replace(start=call.keys - call.queries) if start == ON_DEVICE else call
+    placed = call._replace(start=call.keys - call.queries) if call.start == ON_DEVICE else call
     rows = plan(placed).row_counts() or {call.queries}
     return Explanation(cast(Backend, choice.name), choice.describe(rows), why_not(choice, call), _backward(call, rows))
 

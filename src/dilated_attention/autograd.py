@@ -21,11 +21,9 @@ from torch import Tensor
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
 from dilated_attention.call import (
-    DEFAULT_SCALE,
     Call,
     Settings,
     accumulate_dtype,
-    packed_text,
     read_sequences,
     settings,
     unpacked,
@@ -38,38 +36,22 @@ from dilated_attention.derivatives import (
     is_plain,
     refuse_second_derivative,
 )
-from dilated_attention.pattern import DilatedPattern
 
 INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
 
 
-def attend(inputs: Inputs, call: Call, start: int) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable. The call is without its tensors; ``start``: of the queries among the keys."""
-    q, k, v, padding = inputs[:4]
-    if not is_plain(q, k, v):
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-            out, lse = torch.ops.dilated_attention.forward(q, k, v, _others(inputs), *call.packed(start))
-            return out, lse
-        return Transformed.apply(*inputs, Direct(call.of(q, k, padding, start)))  # type: ignore[no-untyped-call, no-any-return]
-    return attend_plain(inputs, call.of(q, k, padding, start))
-
-
-def attend_plain(inputs: Inputs, whole: Call) -> tuple[Tensor, Tensor]:
-    """The same for tensors that nobody looks at, and a call with all that they tell."""
+def attend(inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable. Where a compiler looks on, the call may be without what its tensors tell."""
     q, k, v = inputs[:3]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return Attention.apply(*inputs, Direct(whole))  # type: ignore[no-untyped-call, no-any-return]
-    return run.forward(whole, inputs)
-
-
-def attend_traced(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The same where a compiler looks on, with nothing but these given."""
-    text = packed_text(pattern, is_causal, "auto")
-    out, lse = FORWARD(query, key, value, [], [0], DEFAULT_SCALE, 0.0, text)
-    return out, lse
+    if is_plain(q, k, v):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return Attention.apply(*inputs, Direct(call))  # type: ignore[no-untyped-call, no-any-return]
+        return run.forward(call, inputs)
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        out, lse = FORWARD(q, k, v, _others(inputs), *call.packed())
+        return out, lse
+    return Transformed.apply(*inputs, Direct(call))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _others(inputs: Inputs) -> list[Tensor | None]:
@@ -159,7 +141,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         if torch.is_grad_enabled() or not is_plain(dout, dlse):
             return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
         if is_batched(dout) or is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
-            way = Registered(None, way.call.packed(way.call.start))
+            way = Registered(None, way.call.packed())
     return (*way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse), *NO_GRADIENTS)
 
 
@@ -241,9 +223,9 @@ def _read(inputs: Inputs, packed: Sequence[Any]) -> Call:
     """The call of an op, from what it was given."""
     q, k, padding = inputs.q, inputs.k, inputs.padding
     if inputs.sequences is not None:
-        call, start = unpacked(*packed)
+        call = unpacked(*packed)
         call = call._replace(sequences=read_sequences(inputs.sequences, k.shape[1]))
-        return call.of(q, k, padding, start)
+        return call.of(q, k, padding, call.start)
     numbers, *others = packed
     dtype, device = q.dtype, q.device
     told = settings(dtype, device)
@@ -256,8 +238,8 @@ def _made(
     dtype: torch.dtype, device: torch.device, has_padding: bool, told: Settings,
 ) -> Call:  # fmt: skip
     """Made once, since short compiled steps notice what it costs."""
-    call, start = unpacked(numbers, scale, dropout_p, text)
-    return call.with_shapes(query, key, dtype, device, has_padding, start, told)
+    call = unpacked(numbers, scale, dropout_p, text)
+    return call.with_shapes(query, key, dtype, device, has_padding, call.start, told)
 
 
 def _below_autograd(op: Any, keyset: Any, *given: Any) -> Any:

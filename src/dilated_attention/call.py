@@ -156,20 +156,16 @@ class Call(NamedTuple):
             return self
         return self._replace(samples=samples, deterministic=deterministic, tf32=tf32)
 
-    def packed(self, start: int) -> tuple[list[int], float, float, str]:
+    def packed(self) -> tuple[list[int], float, float, str]:
         """All that the caller chose, as a registered op takes it; `unpacked` turns it back into a call.
 
         Numbers stay numbers: a compiler may hold symbols in their place.
         """
-        numbers = [start, self.first_head, self.total_heads, self.memory_cap]
+        numbers = [self.start, self.first_head, self.total_heads, self.memory_cap]
         if not (self.first_head or self.total_heads or self.memory_cap):
             del numbers[1:]
-        return numbers, self.scale, self.dropout_p, packed_text(self.pattern, self.is_causal, self.backend)
-
-
-def packed_text(pattern: DilatedPattern, is_causal: bool, backend: str) -> str:
-    """What of a call is no number, as a registered op takes it."""
-    return f"{pattern.text} {'causal' if is_causal else 'all'} {backend}"
+        text = f"{self.pattern.text} {'causal' if self.is_causal else 'all'} {self.backend}"
+        return numbers, self.scale, self.dropout_p, text
 
 
 def outside(name: str, at: int, queries: int, keys: int) -> str:
@@ -192,21 +188,14 @@ def read_sequences(given: Sequence[int] | Tensor, tokens: int | None, name: str 
     return borders if len(borders) > 2 or (tokens is None and len(borders) > 1) else ()
 
 
-def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> tuple[Call, int]:
-    """The call that `Call.packed` wrote, and its start."""
+def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> Call:
+    """The call that `Call.packed` wrote."""
     pattern, is_causal, backend = _read(text)
     start, first_head, total_heads, memory_cap = numbers if len(numbers) == 4 else (numbers[0], 0, 0, 0)
-    call = Call(
-        pattern,
-        is_causal,
-        scale,
-        dropout_p,
-        backend,
-        first_head=first_head,
-        total_heads=total_heads,
+    return Call(
+        pattern, is_causal, scale, dropout_p, backend, start=start, first_head=first_head, total_heads=total_heads,
         memory_cap=memory_cap,
-    )
-    return call, start
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)

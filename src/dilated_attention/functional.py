@@ -7,76 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling  # by name, like others here: a compiler checks each module on the way
 
-from dilated_attention.autograd import attend as attend_here
-from dilated_attention.autograd import attend_plain, attend_traced
-from dilated_attention.backends.choose import Backend, choose
+from dilated_attention import autograd
+from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.call import DEFAULT_SCALE, Call
-from dilated_attention.checks import check_flag, checked_probability, checked_scale
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.ordinary import facts_of, is_right, known_calls, remember
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import (
-    check_backend,
-    check_tensors,
-    check_total_length,
-    checked_heads,
-    checked_sequences,
-    checked_start,
-    computed_dtype,
-    warn_of_mistakes,
-)
+from dilated_attention.resolve import Options, borders_of, check_total_length, resolve, warn_of_mistakes
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Ranks
 
 
-@overload
-def dilated_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    key_padding_mask: Tensor | None = ...,
-    query_offset: int | Tensor | None = ...,
-    enable_gqa: bool = ...,
-    backend: Backend = ...,
-    return_lse: Literal[False] = ...,
-    group: Group | ContextParallel | None = ...,
-    heads: tuple[int, int] | None = ...,
-    cu_seqlens: Sequence[int] | Tensor | None = ...,
-) -> Tensor: ...
+class CallOptions(TypedDict, total=False):
+    """The options of `dilated_attention`, but ``return_lse``."""
+
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    key_padding_mask: Tensor | None
+    query_offset: int | Tensor | None
+    enable_gqa: bool
+    backend: Backend
+    group: Group | ContextParallel | None
+    heads: tuple[int, int] | None
+    cu_seqlens: Sequence[int] | Tensor | None
 
 
 @overload
 def dilated_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    key_padding_mask: Tensor | None = ...,
-    query_offset: int | Tensor | None = ...,
-    enable_gqa: bool = ...,
-    backend: Backend = ...,
-    return_lse: Literal[True],
-    group: Group | ContextParallel | None = ...,
-    heads: tuple[int, int] | None = ...,
-    cu_seqlens: Sequence[int] | Tensor | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, return_lse: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def dilated_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, return_lse: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def dilated_attention(
@@ -179,52 +152,33 @@ def attend(
 
     ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
     """
-    facts = None
-    if ranks is None and heads is None and key_padding_mask is None and query_offset is None and cu_seqlens is None:
-        if is_compiling():
-            if is_right(query, key, value, pattern, is_causal, scale, dropout_p, enable_gqa, backend):
-                return attend_traced(query, key, value, pattern, is_causal)
-        elif seed is None and backend == "auto":
-            facts = facts_of(query, key, value, pattern, is_causal, scale, dropout_p, enable_gqa)
-            known = known_calls.get(facts)  # which has no None
-            if known is not None:
-                seed = drawn_seed(query.device) if dropout_p > 0 else None
-                return attend_plain(Inputs(query, key, value, None, seed), known)
     alone = ranks is None or ranks.size == 1
     with ring.telling_ranks(ranks, query):
-        call = _checked(
-            query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
-            decodes=ranks is None, in_parts=not alone, warns=warns and alone,
-            memory_cap=0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number,
-        )  # fmt: skip
         if not alone:
             ring.check_transforms()
+        memory_cap = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
+        options = Options(
+            pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap
+        )
+        borders = None if cu_seqlens is None else borders_of(cu_seqlens)
+        call = resolve(query, key, value, options, key_padding_mask, query_offset, borders)
         if ranks is not None and alone:
             check_total_length(ranks.parallel.total_length, (query.shape[1],))
-        sequences, borders = checked_sequences(cu_seqlens, query, key, key_padding_mask, in_parts=not alone)
-        if sequences:  # asked first, as short calls notice what a copy costs
-            call = call._replace(sequences=sequences)
-        start = checked_start(query, key, query_offset, is_alone=ranks is None)
-        dtype = computed_dtype(query)
+        if warns and alone and (call.queries < call.heads or key_padding_mask is not None):
+            warn_of_mistakes(query, key, pattern, key_padding_mask)  # of a shard or its mask, neither says much
+        dtype = call.dtype
         if query.dtype is not dtype:
             query = query.to(dtype)
+        # decoding reads few rows of key and value: they stay as they are
         if query.shape[1] == key.shape[1] and not (key.dtype is value.dtype is dtype):
-            key, value = key.to(dtype), value.to(dtype)  # few queries need few rows of these: they stay as they are
-        if not is_compiling() and (backend != "auto" or not alone):
-            # a refusal must not leave other ranks waiting nor cost a draw of the seed, and a fake op does not refuse
-            named = call.of(query, key, key_padding_mask, start)
-            choose(named)
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-                choose(named, backward=True)
-        if dropout_p > 0 and seed is None:
+            key, value = key.to(dtype), value.to(dtype)
+        if call.drops and seed is None:
             seed = drawn_seed(query.device)
-        positions = query_offset if isinstance(query_offset, Tensor) else None
-        inputs = Inputs(query, key, value, key_padding_mask, seed, positions, borders)
-    if facts is not None:
-        remember(facts, call.of(query, key, None, start))
+    positions = query_offset if isinstance(query_offset, Tensor) else None
+    inputs = Inputs(query, key, value, key_padding_mask, seed, positions, borders)
     if ranks is None or alone:
-        return attend_here(inputs, call, start)
-    return ring.attend(inputs, call.of(query, key, key_padding_mask, start), ranks)
+        return autograd.attend(inputs, call)
+    return ring.attend(inputs, call, ranks)
 
 
 def drawn_seed(device: torch.device) -> Tensor:
@@ -234,40 +188,3 @@ def drawn_seed(device: torch.device) -> Tensor:
 def telling(group: Group | ContextParallel | None, x: object) -> AbstractContextManager[None]:
     """An error in here reaches the other ranks of a group, if there is one: they would wait for this rank."""
     return ring.telling_ranks(Ranks.of(group), x)
-
-
-def _checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    key_padding_mask: Tensor | None,
-    enable_gqa: bool,
-    backend: Backend,
-    heads: tuple[int, int] | None,
-    *,
-    decodes: bool,
-    in_parts: bool,
-    memory_cap: int,
-    warns: bool,
-) -> Call:
-    """All that can be wrong with a call, before any work."""
-    check_flag("is_causal", is_causal)
-    check_flag("enable_gqa", enable_gqa)
-    check_tensors(query, key, value, pattern, key_padding_mask, enable_gqa, whole=heads is None, decodes=decodes)
-    first, total = (0, 0) if heads is None else checked_heads(heads, key.shape[2])
-    if heads is not None:
-        pattern.check_heads(total * (query.shape[2] // key.shape[2]), total)
-    scale = DEFAULT_SCALE if scale is None else checked_scale(scale)
-    check_backend(backend)
-    if not pattern.is_exact and (in_parts or dropout_p):
-        raise ValueError("mixing_gradient='detached' works only on one device and without dropout: use 'exact'")
-    if warns:  # on one device: a shard or its mask may well be short, or empty
-        warn_of_mistakes(query, key, pattern, key_padding_mask)
-    return Call(
-        pattern, is_causal, scale, checked_probability(dropout_p), backend, first_head=first, total_heads=total,
-        in_parts=in_parts, memory_cap=memory_cap,
-    )  # fmt: skip

@@ -1,23 +1,159 @@
-"""What can be wrong with a call, found before any work: each check raises one line that says what to do.
+"""One door: what a call is, checked once and remembered. Each error is one line that says what to do.
+
+All that is not a number in a tensor makes up a call's signature. A signature that passed the checks leads straight to
+its `Call`: a short call would take longer to check than to compute. A compiler sees the checks themselves, since it
+guards what they looked at.
 
 Legend: query (B, N, H, D); key, value (B, N, Hk, D). Decoding: query has fewer rows than key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from dilated_attention.backends.choose import NAMES, Backend
-from dilated_attention.call import ON_DEVICE, outside, read_sequences
-from dilated_attention.checks import is_int, warn
+from dilated_attention.backends.choose import NAMES, Backend, choose
+from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, outside, read_sequences, settings
+from dilated_attention.checks import check_flag, checked_probability, checked_scale, is_int, warn
 from dilated_attention.derivatives import NO_FORWARD_MODE, is_plain
 from dilated_attention.pattern import DilatedPattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+MOST_KNOWN = 1024
+known_calls: dict[Hashable, Call] = {}  # calls that passed every check, by their signatures
+
+
+class Options(NamedTuple):
+    """What a caller chooses beside tensors, as in `dilated_attention`, and how the call is to run."""
+
+    pattern: DilatedPattern
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    enable_gqa: bool = False
+    backend: Backend = "auto"
+    heads: tuple[int, int] | None = None
+    decodes: bool = True  # query may have fewer rows than key: not over a group
+    in_parts: bool = False  # over several ranks
+    memory_cap: int = 0
+
+
+def resolve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    mask: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Call:
+    """The call, or the error that it raises. ``cu_seqlens`` is on the host: see `borders_of`."""
+    if is_compiling():
+        return _checked(query, key, value, options, mask, offset, cu_seqlens, None, False)
+    numbers = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    is_named = options.backend != "auto" or options.in_parts  # else some backend can always run
+    wants_grad = (
+        is_named and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, key, value))
+    )
+    signature = _signature(query, key, value, options, mask, offset, numbers, wants_grad)
+    try:
+        call = known_calls.get(signature)  # no call is known by None
+    except TypeError:  # something cannot be hashed, and the checks say what
+        call = signature = None
+    if call is None:
+        call = _checked(query, key, value, options, mask, offset, cu_seqlens, numbers, wants_grad)
+        if signature is not None:
+            if len(known_calls) >= MOST_KNOWN:
+                known_calls.clear()
+            known_calls[signature] = call
+    return call
+
+
+def _signature(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, mask: Tensor | None, offset: int | Tensor | None,
+    numbers: tuple[int, ...] | None, wants_grad: bool,
+) -> Hashable:  # fmt: skip
+    """All that the checks look at, or None where they look at more.
+
+    The types of options are part of it, since True equals 1.0 and would be taken for it.
+    """
+    if options.heads is not None or forward_ad._current_level >= 0:
+        return None
+    for x in (query, key, value):
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+            return None
+    dtype, device = query.dtype, query.device
+    _, is_causal, scale, dropout_p, enable_gqa, *_ = options
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    facts = (
+        *(options, type(is_causal), type(scale), type(dropout_p), type(enable_gqa)),
+        *(numbers, wants_grad, autocast, settings(dtype, device)),
+        *(query.shape, key.shape, value.shape, dtype, key.dtype, value.dtype, device, key.device, value.device),
+    )
+    if mask is None and offset is None:
+        return facts
+    mask_facts = (mask.shape, mask.dtype, mask.device, mask.layout) if isinstance(mask, Tensor) else mask
+    if isinstance(offset, Tensor):
+        return *facts, mask_facts, (offset.shape, offset.dtype, offset.device)
+    return *facts, mask_facts, type(offset), offset
+
+
+# --- the checks -------------------------------------------------------------------------------------------------
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, mask: Tensor | None, offset: int | Tensor | None,
+    cu_seqlens: Tensor | None, numbers: tuple[int, ...] | None, wants_grad: bool,
+) -> Call:  # fmt: skip
+    """All that can be wrong with a call, before any work."""
+    pattern, heads, first, total = options.pattern, options.heads, 0, 0
+    scale, dropout_p = check_options(options)
+    check_tensors(query, key, value, mask, options)
+    if heads is None:
+        pattern.check_heads(query.shape[2], key.shape[2])
+    else:
+        first, total = checked_heads(heads, key.shape[2])
+        pattern.check_heads(total * (query.shape[2] // key.shape[2]), total)
+        pattern.check_heads(query.shape[2], key.shape[2], whole=False)
+    if cu_seqlens is not None:
+        check_packed(query, key, mask)
+    start, dtype = checked_start(query, key, offset, is_alone=options.decodes), computed_dtype(query)
+    sequences = () if numbers is None else read_sequences(numbers, None if options.in_parts else key.shape[1])
+    call = Call(
+        pattern, options.is_causal, scale, dropout_p, options.backend, dtype=dtype, start=start, first_head=first,
+        total_heads=total, sequences=sequences, in_parts=options.in_parts, memory_cap=options.memory_cap,
+    )  # fmt: skip
+    if is_compiling():  # shapes may be symbols: the op sees the tensors when it runs
+        return call
+    told = settings(dtype, query.device)
+    call = call.with_shapes(query.shape, key.shape, dtype, query.device, mask is not None, start, told)
+    if options.backend != "auto" or options.in_parts:  # a refusal must not leave other ranks waiting nor cost a seed
+        choose(call)
+        if wants_grad:
+            choose(call, backward=True)
+    return call
+
+
+def check_options(options: Options) -> tuple[float, float]:
+    """Raise if something is wrong with what is chosen; return scale and dropout_p as numbers."""
+    pattern = options.pattern
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
+    check_flag("is_causal", options.is_causal)
+    check_flag("enable_gqa", options.enable_gqa)
+    if options.backend not in NAMES:
+        raise ValueError(f"unknown backend {options.backend!r}: use one of {', '.join(NAMES)}")
+    scale = DEFAULT_SCALE if options.scale is None else checked_scale(options.scale)
+    dropout_p = checked_probability(options.dropout_p)
+    if not pattern.is_exact and (options.in_parts or dropout_p):
+        raise ValueError("mixing_gradient='detached' works only on one device and without dropout: use 'exact'")
+    return scale, dropout_p
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:
@@ -28,21 +164,8 @@ def computed_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if x.dtype in DTYPES and x.dtype != torch.float64 else x.dtype
 
 
-def check_tensors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    key_padding_mask: Tensor | None,
-    enable_gqa: bool,
-    *,
-    whole: bool = True,
-    decodes: bool = False,
-) -> None:
-    """``whole``: these are all heads; ``decodes``: query may have fewer rows than key."""
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
-    duals = not torch.compiler.is_compiling() and forward_ad._current_level >= 0  # inside of forward_ad.dual_level()
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> None:
+    duals = not is_compiling() and forward_ad._current_level >= 0  # inside of forward_ad.dual_level()
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -69,20 +192,19 @@ def check_tensors(
         raise ValueError(f"key and value must have one shape, got {tuple(k_shape)} and {tuple(value.shape)}")
     samples, tokens, heads, head_dim = q_shape
     key_samples, key_tokens, key_heads, key_dim = k_shape
-    if tokens > key_tokens or (tokens < key_tokens and not decodes):
-        wanted = "no more queries than keys" if decodes else "equal lengths"
+    if tokens > key_tokens or (tokens < key_tokens and not options.decodes):
+        wanted = "no more queries than keys" if options.decodes else "equal lengths"
         raise ValueError(
             f"query has {tokens} tokens and key {key_tokens}: dilated attention is self-attention and needs {wanted}"
         )
     if samples != key_samples or head_dim != key_dim:
         raise ValueError(f"query and key must agree in batch and head_dim, got {tuple(q_shape)} and {tuple(k_shape)}")
-    if heads != key_heads and not enable_gqa:
+    if heads != key_heads and not options.enable_gqa:
         raise ValueError(f"query has {heads} heads and key {key_heads}: make them equal, or set enable_gqa=True")
     if head_dim < 1:
         raise ValueError("head_dim must be 1 or more, got 0")
-    pattern.check_heads(heads, key_heads, whole=whole)
-    if key_padding_mask is not None:
-        check_padding_mask(key_padding_mask, key)
+    if mask is not None:
+        check_padding_mask(mask, key)
 
 
 def check_layout(name: str, x: Tensor) -> None:
@@ -100,31 +222,6 @@ def check_padding_mask(mask: Tensor, key: Tensor) -> None:
         raise ValueError(f"key_padding_mask must be (batch, tokens) = {tuple(key.shape[:2])}, got {tuple(mask.shape)}")
     if mask.device != key.device:
         raise ValueError(f"key_padding_mask is on {mask.device} and query on {key.device}: move it")
-
-
-def warn_of_mistakes(query: Tensor, key: Tensor, pattern: DilatedPattern, mask: Tensor | None) -> None:
-    """Warn of what is exact, and probably not meant. Nothing is read that the host would have to wait for."""
-    if torch.compiler.is_compiling():
-        return
-    _, tokens, heads, _ = shape = tuple(query.shape)
-    if heads > tokens == key.shape[1] > 1 and tokens < min(pattern.segment_lengths):
-        warn(
-            f"query has shape {shape}, read as (batch, tokens, heads, head_dim): it has more heads than tokens, and "
-            "every segment is longer than the sequence. If it is (batch, heads, tokens, head_dim), pass "
-            "query.transpose(1, 2)"
-        )
-    if mask is None or mask.device.type != "cpu" or not mask.numel() or not is_plain(mask):
-        return
-    if bool(mask.all()):
-        warn(
-            "key_padding_mask ignores every key of every sample, so all outputs are 0: True = ignore, as in "
-            "nn.MultiheadAttention; pass ~mask if True means keep"
-        )
-
-
-def check_backend(backend: Backend) -> None:
-    if backend not in NAMES:
-        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(NAMES)}")
 
 
 def checked_heads(heads: tuple[int, int], key_heads: int) -> tuple[int, int]:
@@ -164,12 +261,8 @@ def checked_start(query: Tensor, key: Tensor, offset: int | Tensor | None, *, is
     return offset
 
 
-def checked_sequences(
-    given: Sequence[int] | Tensor | None, query: Tensor, key: Tensor, mask: Tensor | None, *, in_parts: bool
-) -> tuple[tuple[int, ...], Tensor | None]:
-    """``cu_seqlens`` as a call holds them, and as registered ops read them. A compiler sees no numbers: ops check."""
-    if given is None:
-        return (), None
+def check_packed(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+    """``cu_seqlens`` is given."""
     if query.shape[1] != key.shape[1]:
         raise ValueError(
             f"cu_seqlens needs as many queries as keys, got {query.shape[1]} queries and {key.shape[1]} keys: leave "
@@ -179,10 +272,6 @@ def checked_sequences(
         raise ValueError(f"cu_seqlens is for one row, (1, tokens, heads, head_dim), got a batch of {query.shape[0]}")
     if mask is not None:
         raise ValueError("cu_seqlens takes no key_padding_mask: leave ignored tokens out of the packed row instead")
-    tensor = borders_of(given)
-    if torch.compiler.is_compiling():
-        return (), tensor
-    return read_sequences(tensor, None if in_parts else key.shape[1]), tensor
 
 
 def borders_of(given: Sequence[int] | Tensor, name: str = "cu_seqlens") -> Tensor:
@@ -212,4 +301,24 @@ def check_total_length(total: int | None, lengths: tuple[int, ...]) -> None:
         raise ValueError(
             f"the ranks have {', '.join(map(str, lengths))} tokens, {sum(lengths)} in all, and total_length is "
             f"{total}: {whole}cut each tensor once, with shard_sequence()"
+        )
+
+
+def warn_of_mistakes(query: Tensor, key: Tensor, pattern: DilatedPattern, mask: Tensor | None) -> None:
+    """Warn of what is exact, and probably not meant. Nothing is read that the host would have to wait for."""
+    if is_compiling():
+        return
+    _, tokens, heads, _ = shape = tuple(query.shape)
+    if heads > tokens == key.shape[1] > 1 and tokens < min(pattern.segment_lengths):
+        warn(
+            f"query has shape {shape}, read as (batch, tokens, heads, head_dim): it has more heads than tokens, and "
+            "every segment is longer than the sequence. If it is (batch, heads, tokens, head_dim), pass "
+            "query.transpose(1, 2)"
+        )
+    if mask is None or mask.device.type != "cpu" or not mask.numel() or not is_plain(mask):
+        return
+    if bool(mask.all()):
+        warn(
+            "key_padding_mask ignores every key of every sample, so all outputs are 0: True = ignore, as in "
+            "nn.MultiheadAttention; pass ~mask if True means keep"
         )

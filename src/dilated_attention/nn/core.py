@@ -13,7 +13,7 @@ from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern, Rule
-from dilated_attention.resolve import check_backend
+from dilated_attention.resolve import Options, check_options
 from dilated_attention.ring.run import Ranks
 
 
@@ -36,7 +36,7 @@ class Core(nn.Module):
         self.pattern = _pattern(segment_lengths, dilation_rates, pattern, rule)
         self.dropout = checked_probability(dropout, "dropout")
         self.backend: Backend = backend
-        check_backend(self.backend)
+        check_options(Options(self.pattern, backend=backend))
 
     def _attend(
         self,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.choose import Backend, choose
-from dilated_attention.call import DEFAULT_SCALE, Call
-from dilated_attention.checks import check_int, checked_scale
+from dilated_attention.call import Call
+from dilated_attention.checks import check_int
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import check_backend, check_tensors, computed_dtype
+from dilated_attention.resolve import Options, check_options, resolve
 from dilated_attention.streaming.buffered import BufferedStream
 from dilated_attention.streaming.causal import CausalStream
 from dilated_attention.streaming.stream import Stream
@@ -68,28 +68,23 @@ def stream(
         >>> [out.shape[1] for out in da.stream(chunks, pattern, is_causal=True)]
         [256, 256, 256, 256]
     """
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
+    options = Options(pattern, is_causal, scale, enable_gqa=enable_gqa, backend=backend, decodes=False)
+    check_options(options)
     if not isinstance(chunks, Iterable):
         raise TypeError(f"chunks must be an iterable of (query, key, value), got {type(chunks).__name__}")
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    check_backend(backend)
-    scale = None if scale is None else checked_scale(scale)
     max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes)
     num_tokens = None if num_tokens is None else check_int("num_tokens", num_tokens)
-    asked = Call(pattern, is_causal, DEFAULT_SCALE if scale is None else scale, backend=backend)
-    return _outputs(iter(chunks), asked, enable_gqa, max_bytes, num_tokens)
+    return _outputs(iter(chunks), options, max_bytes, num_tokens)
 
 
 def _outputs(
-    chunks: Iterator[Chunk], asked: Call, enable_gqa: bool, max_bytes: int | None, num_tokens: int | None
+    chunks: Iterator[Chunk], options: Options, max_bytes: int | None, num_tokens: int | None
 ) -> Iterator[Tensor]:
     outputs, index, tokens = OutputQueue(), 0, 0
     work: Stream | None = None
     for chunk in chunks:
-        query, key, value = _checked(index, chunk, asked.pattern, enable_gqa)
-        call, tokens = asked.of(query[:, :0], key[:, :0], None, 0), tokens + query.shape[1]
+        call, (query, key, value) = _checked(index, chunk, options)
+        call, tokens = call._replace(queries=0, keys=0, total=0), tokens + query.shape[1]
         with any_mode():
             if work is None:
                 work = _begun(call, outputs, max_bytes, num_tokens)
@@ -113,13 +108,7 @@ def _outputs(
 def _begun(call: Call, outputs: OutputQueue, max_bytes: int | None, num_tokens: int | None) -> Stream:
     work = (CausalStream if call.is_causal else BufferedStream)(call, outputs.deliver, max_bytes, num_tokens)
     if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
-        try:
-            choose(call._replace(in_parts=True))
-        except ValueError as error:
-            raise ValueError(
-                f"backend {call.backend!r} takes whole segments only, but a causal stream, and one of the rule "
-                "torchscale, also has parts of segments: use backend='auto', which uses our kernels where they can run"
-            ) from error
+        choose(call._replace(in_parts=True))  # a backend that takes whole calls only says so
     return work
 
 
@@ -129,8 +118,8 @@ def _kind(call: Call) -> str:
     return f"batch {call.samples}, {heads}, {call.dtype} on {call.device}"
 
 
-def _checked(index: int, chunk: Chunk, pattern: DilatedPattern, enable_gqa: bool) -> Chunk:
-    """The chunk in the dtype that is computed in, or an error that names it."""
+def _checked(index: int, chunk: Chunk, options: Options) -> tuple[Call, Chunk]:
+    """The call, and the chunk in the dtype that is computed in, or an error that names it."""
     if not isinstance(chunk, tuple | list) or len(chunk) != 3:
         got = f"{len(chunk)} entries" if isinstance(chunk, tuple | list) else type(chunk).__name__
         raise TypeError(
@@ -139,7 +128,7 @@ def _checked(index: int, chunk: Chunk, pattern: DilatedPattern, enable_gqa: bool
         )
     query, key, value = chunk
     try:
-        check_tensors(query, key, value, pattern, None, enable_gqa)
+        call = resolve(query, key, value, options)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise type(error)(f"chunk {index}: {error}") from error
     if torch.is_grad_enabled() and any(x.requires_grad for x in chunk):
@@ -147,8 +136,8 @@ def _checked(index: int, chunk: Chunk, pattern: DilatedPattern, enable_gqa: bool
             f"chunk {index} requires grad, and stream() computes no gradients: iterate under torch.no_grad(), "
             "detach() what the chunks hold, or train with dilated_attention()"
         )
-    query, key, value = (x.to(computed_dtype(x)) for x in chunk)
-    return query, key, value
+    query, key, value = (x.to(call.dtype) for x in chunk)
+    return call, (query, key, value)
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class Stream:
             with no_autocast(q.device):
                 out, lse = self.work(q, k, v, before, branch).forward()
             return out[..., : self.call.head_dim], lse
-        return autograd.attend(Inputs(q, k, v), self.part(branch), 0)
+        return autograd.attend(Inputs(q, k, v), self.part(branch).of(q, k, None, 0))
 
     def work(self, q: Tensor, k: Tensor, v: Tensor, before: int, branch: int | None = None) -> Work:
         """The tokens with their own keys alone, wherever in their segments they begin; its results are for merging."""

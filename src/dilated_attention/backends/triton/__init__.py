@@ -36,7 +36,7 @@ def unsupported(call: Call, backward: bool) -> list[str]:
     if not INSTALLED:
         reasons.append("triton is not installed: it comes with torch's CUDA builds")
     if call.in_parts:
-        reasons.append("it takes whole calls on one device, not the blocks that ranks exchange")
+        reasons.append("it takes whole calls on one device, not the parts that ranks exchange and streams are cut into")
     if call.memory_cap:
         reasons.append("it takes calls whole, and a cap on memory asks for parts")
     if call.dtype is torch.float64:

@@ -1,8 +1,11 @@
-"""The short way of ordinary calls changes nothing: what was right before a call is wrong after it as well."""
+"""One door: what passed the checks is not checked again, and what is wrong is refused however it is asked for."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,25 +14,57 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dilated_attention as da
-from dilated_attention import functional, ordinary, testing
+from dilated_attention import resolve, testing
 
 PATTERN = da.DilatedPattern.longnet([8, 16], [1, 2])
 
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
-    ordinary.known_calls.clear()
+    resolve.known_calls.clear()
 
 
-def facts(*qkv: torch.Tensor, **given: Any) -> Any:
-    return ordinary.facts_of(*qkv, PATTERN, False, given.get("scale"), 0.0, False)
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each call that is checked from now on."""
+    found, check = [], resolve._checked
+    monkeypatch.setattr(resolve, "_checked", lambda *given: (found.append(True), check(*given))[1])
+    return found
 
 
-def test_a_second_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = testing.make_qkv(1, 20, 4, 8)
-    first = da.dilated_attention(*qkv, PATTERN)
-    monkeypatch.setattr(functional, "_checked", lambda *_, **__: pytest.fail("it was checked"))
-    assert torch.equal(da.dilated_attention(*qkv, PATTERN), first)
+def test_an_equal_call_is_not_checked_again_and_another_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, found = testing.make_qkv(1, 20, 4, 8), checked(monkeypatch)
+    mask, offset = torch.zeros(1, 20, dtype=torch.bool), torch.tensor([3])
+    calls: list[Callable[..., Any]] = [
+        da.dilated_attention,
+        partial(da.dilated_attention, scale=0.5),
+        partial(da.dilated_attention, key_padding_mask=mask),
+        partial(da.dilated_attention, cu_seqlens=[0, 5, 20]),
+        partial(da.dilated_attention, cu_seqlens=[0, 6, 20]),
+        lambda q, k, v, pattern: da.dilated_attention(q[:, :2], k, v, pattern, query_offset=4),
+        lambda q, k, v, pattern: da.dilated_attention(q[:, :2], k, v, pattern, query_offset=offset),
+        lambda *given: _under(sdpa_kernel(SDPBackend.MATH), *given),
+        lambda *given: _under(torch.autocast("cpu", torch.bfloat16), *given),
+        lambda *given: _under(deterministic(), *given),
+    ]
+    first = [call(*qkv, PATTERN) for call in calls]
+    assert len(found) == len(calls)
+    assert all(torch.equal(call(*qkv, PATTERN), before) for call, before in zip(calls, first, strict=True))
+    assert len(found) == len(calls)
+    assert first[8].dtype is torch.bfloat16
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _under(context: Any, *given: Any) -> torch.Tensor:
+    with context:
+        return da.dilated_attention(*given)
 
 
 @pytest.mark.parametrize(
@@ -60,26 +95,12 @@ def test_other_tensors_are_checked() -> None:
         da.dilated_attention(forward_ad.make_dual(q, q), k, v, PATTERN)
 
 
-def test_settings_of_torch_are_among_the_facts() -> None:
-    qkv = testing.make_qkv(1, 20, 4, 8)
-    before = facts(*qkv)
-    with sdpa_kernel(SDPBackend.MATH):
-        assert facts(*qkv) != before
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert facts(*qkv) != before
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert facts(*qkv) == before != facts(*qkv, scale=0.5)
-
-
-def test_autocast_is_noticed() -> None:
-    qkv = testing.make_qkv(1, 20, 4, 8)
-    da.dilated_attention(*qkv, PATTERN)
+def test_mixed_dtypes_are_refused_after_autocast_took_them() -> None:
+    q, k, v = testing.make_qkv(1, 20, 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        assert da.dilated_attention(*qkv, PATTERN).dtype is torch.bfloat16
-        mixed = (qkv[0].bfloat16(), *qkv[1:])
-        assert facts(*mixed) is None, "a cast is to be made"
+        da.dilated_attention(q.bfloat16(), k, v, PATTERN)
+    with pytest.raises(ValueError, match="one dtype"):
+        da.dilated_attention(q.bfloat16(), k, v, PATTERN)
 
 
 def test_a_warning_comes_each_time() -> None:
@@ -92,10 +113,10 @@ def test_a_warning_comes_each_time() -> None:
 
 
 def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordinary, "MOST_KNOWN", 3)
+    monkeypatch.setattr(resolve, "MOST_KNOWN", 3)
     for tokens in range(20, 28):
         da.dilated_attention(*testing.make_qkv(1, tokens, 4, 8), PATTERN)
-        assert 0 < len(ordinary.known_calls) <= 3
+        assert 0 < len(resolve.known_calls) <= 3
 
 
 def test_gradients_are_wanted_or_not() -> None:
@@ -119,15 +140,6 @@ WRONG = {  # arguments of a compiled call, and what the error says
 
 
 @pytest.mark.parametrize("which", WRONG)
-def test_no_wrong_call_is_right(which: str) -> None:
-    """Asked of it directly: a compiler may leave such a call before it asks."""
-    defaults = {"is_causal": False, "scale": None, "dropout_p": 0.0, "enable_gqa": False, "backend": "auto"}
-    given = dict(zip(("query", "key", "value"), testing.make_qkv(1, 20, 4, 8), strict=True)) | defaults
-    assert ordinary.is_right(pattern=PATTERN, **given)
-    assert not ordinary.is_right(pattern=PATTERN, **{**given, **WRONG[which][0]})
-
-
-@pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_compiled_call_says_what_is_wrong(which: str) -> None:
     torch._dynamo.reset()
     given, message = WRONG[which]
@@ -146,4 +158,33 @@ def test_a_compiler_sees_little() -> None:
     )  # fmt: skip
     attend(*testing.make_qkv(1, 20, 4, 8))
     ours = {guard.name for guard in seen if "dilated_attention" in guard.name or "PATTERN" in guard.name}
-    assert 0 < len(ours) <= 40, sorted(ours)
+    assert 0 < len(ours) <= 80, sorted(ours)
+
+
+DETACHED = da.DilatedPattern.torchscale([8, 16], [1, 2], mixing_gradient="detached")
+REFUSED = [
+    ({"is_causal": 1}, "is_causal"),
+    ({"enable_gqa": "no"}, "enable_gqa"),
+    ({"scale": -1.0}, "scale"),
+    ({"backend": "best"}, "backend"),
+    ({"pattern": [8, 16]}, "pattern"),
+    ({"dropout_p": 2.0}, "dropout_p"),
+    ({"pattern": DETACHED, "dropout_p": 0.1}, "detached"),
+    ({"query_offset": 3}, "query_offset"),
+    ({"cu_seqlens": [0, 5]}, "cu_seqlens"),
+    ({"key_padding_mask": torch.zeros(1, 19, dtype=torch.bool)}, "key_padding_mask"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED)
+def test_explain_and_stream_raise_what_the_call_raises(wrong: dict[str, Any], message: str) -> None:
+    qkv, given = testing.make_qkv(1, 20, 4, 8), {"pattern": PATTERN, **wrong}
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        da.dilated_attention(*qkv, **given)
+    with pytest.raises(raised.type, match=message) as told:
+        da.explain(*qkv, **given)
+    assert str(told.value) == str(raised.value)
+    if not given.keys() & {"dropout_p", "query_offset", "cu_seqlens", "key_padding_mask"}:
+        with pytest.raises(raised.type, match=message) as streamed:
+            da.stream([qkv], **given)
+        assert str(streamed.value) == str(raised.value)
