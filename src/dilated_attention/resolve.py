@@ -147,13 +147,17 @@ def check_options(options: Options) -> tuple[float, float]:
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
     check_flag("is_causal", options.is_causal)
     check_flag("enable_gqa", options.enable_gqa)
-    if options.backend not in NAMES:
-        raise ValueError(f"unknown backend {options.backend!r}: use one of {', '.join(NAMES)}")
+    check_backend(options.backend)
     scale = DEFAULT_SCALE if options.scale is None else checked_scale(options.scale)
     dropout_p = checked_probability(options.dropout_p)
     if not pattern.is_exact and (options.in_parts or dropout_p):
         raise ValueError("mixing_gradient='detached' works only on one device and without dropout: use 'exact'")
     return scale, dropout_p
+
+
+def check_backend(backend: Backend) -> None:
+    if backend not in NAMES:
+        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(NAMES)}")
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:
