@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def test_a_single_wrong_number_is_noticed(dtype: torch.dtype, name: str) -> None
     wrong = rounded[name].clone()
     wrong[(0, 3) + (0,) * (wrong.dim() - 2)] += {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 0.5)
     with pytest.raises(AssertionError, match=f"{name} is off by"):
-        testing.assert_exact(replace(testing.Results(**rounded), **{name: wrong}), expected, plain)
+        testing.assert_exact(testing.Results(**rounded)._replace(**{name: wrong}), expected, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,16 +1,16 @@
 """Holding any implementation against the oracle: input makers, one way to run, one rule for tolerances.
 
-The rule: float64 within 1e-12 and float32 within 5e-6 of max(1, max|reference|); lower precision at most twice
-(gradients three times) the error of plain PyTorch in the same dtype, which is at least that of rounding once.
-Legend as in `functional`.
+An error is max|got - expected| / max(1, max|expected|). In float64 it may be 1e-12 and in float32 5e-6, or, if that is
+more, what rounding the scores gives: eps · max|lse| · sqrt(head_dim), as a score is a sum of head_dim products and the
+largest scores are about as large as lse. In lower precision it may be twice (of gradients three times) the error of
+plain PyTorch in the same dtype, which is at least that of rounding once. Legend as in `functional`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,18 +22,8 @@ from dilated_attention.pattern import DilatedPattern
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
-@dataclass(frozen=True)
-class Results:
-    """Holds what one forward and backward pass gives: out, lse, and the gradients of query, key and value.
-
-    lse is None where an implementation does not return it.
-
-    Examples:
-        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
-        >>> found = testing.oracle((q, k, v), da.DilatedPattern.longnet([4, 16], [1, 4]), torch.ones_like(q))
-        >>> [name for name, _ in found.items()]
-        ['out', 'lse', 'dq', 'dk', 'dv']
-    """
+class Results(NamedTuple):
+    """Holds what one forward and backward pass gives: out, lse (None if it is not returned), and the gradients."""
 
     out: Tensor
     lse: Tensor | None
@@ -43,8 +33,10 @@ class Results:
 
     def items(self) -> list[tuple[str, Tensor]]:
         """The (name, tensor) pairs, without lse if it is None."""
-        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [(name, value) for name, value in named if value is not None]
+        return [(name, value) for name, value in self._asdict().items() if value is not None]
+
+
+Named = Results | dict[str, Tensor]
 
 
 def make_qkv(
@@ -70,40 +62,28 @@ def make_qkv(
         torch.Size([2, 100, 2, 16])
     """
     generator = torch.Generator(device).manual_seed(seed)
-    kv_heads = heads if kv_heads is None else kv_heads
+    counts = [heads, *[heads if kv_heads is None else kv_heads] * 2]
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    def made(h: int) -> Tensor:
+        shape = {
+            "transposed": (samples, h, tokens, head_dim), "expanded": (1, tokens, 1, head_dim),
+            "odd": (samples, tokens, h, 2 * head_dim + 1),
+        }.get(layout, (samples, tokens, h, head_dim))  # fmt: skip
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
+        if layout == "transposed":
+            return x.transpose(1, 2)
+        return x[..., 1::2] if layout == "odd" else x.expand(samples, -1, h, -1)
 
-    counts = [heads, kv_heads, kv_heads]
-    if layout == "contiguous":
-        q, k, v = (normal(samples, tokens, h, head_dim) for h in counts)
-    elif layout == "fused":
-        q, k, v = torch.split(normal(samples, tokens, sum(counts), head_dim), counts, dim=2)
-    elif layout == "transposed":  # stored as (B, H, N, D)
-        q, k, v = (normal(samples, h, tokens, head_dim).transpose(1, 2) for h in counts)
-    elif layout == "expanded":  # one sample and one head seen many times
-        q, k, v = (normal(1, tokens, 1, head_dim).expand(samples, -1, h, -1) for h in counts)
-    elif layout == "odd":  # last dimension strided, start not aligned
-        q, k, v = (normal(samples, tokens, h, 2 * head_dim + 1)[..., 1::2] for h in counts)
-    else:
+    if layout not in ("contiguous", "fused", "transposed", "expanded", "odd"):
         raise ValueError(f"unknown layout {layout!r}")
+    q, k, v = torch.split(made(sum(counts)), counts, dim=2) if layout == "fused" else map(made, counts)
     return q, k, v
 
 
 def run(attention: Callable[..., Any], qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None = None) -> Results:
-    """Runs ``attention(query, key, value)`` and its backward pass.
+    """Runs ``attention(query, key, value)``, which returns out or (out, lse), and its backward pass.
 
-    Args:
-        attention: returns out, or (out, lse).
-        qkv: query, key and value.
-        dout, dlse: the gradients of out (B, N, H, D) and lse (B, N, H). Where lse is -inf, dlse counts as 0.
-
-    Examples:
-        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
-        >>> attention = da.DilatedAttention([4, 16], [1, 4])
-        >>> testing.run(attention, (q, k, v), torch.ones_like(q)).dq.shape
-        torch.Size([1, 16, 4, 8])
+    ``dout`` and ``dlse`` are the gradients of out (B, N, H, D) and lse (B, N, H). Where lse is -inf, dlse counts as 0.
     """
     leaves = [x.detach().requires_grad_() for x in qkv]
     result = attention(*leaves)
@@ -112,8 +92,7 @@ def run(attention: Callable[..., Any], qkv: tuple[Tensor, ...], dout: Tensor, dl
     if lse is not None and dlse is not None:
         outputs.append(lse)
         grads.append(dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0))
-    dq, dk, dv = torch.autograd.grad(outputs, leaves, grads)
-    return Results(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)
+    return Results(out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(outputs, leaves, grads))
 
 
 def oracle(
@@ -128,72 +107,60 @@ def oracle(
     """Computes the reference results in float64; with dtype=None those of plain PyTorch in the inputs' own dtype.
 
     ``options`` are those of `reference.attention`, such as is_causal; the other arguments are those of `run`.
-
-    Examples:
-        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
-        >>> expected = testing.oracle((q, k, v), da.DilatedPattern.longnet([4, 16], [1, 4]), torch.ones_like(q))
-        >>> expected.out.dtype
-        torch.float64
     """
     qkv = tuple(x if dtype is None else x.to(dtype) for x in qkv)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.attention(query, key, value, pattern, dtype=None, **options)
-
-    return run(attention, qkv, dout, dlse)
+    return run(lambda q, k, v: reference.attention(q, k, v, pattern, dtype=None, **options), qkv, dout, dlse)
 
 
 def error(got: Tensor, expected: Tensor) -> float:
     """max|got - expected| / max(1, max|expected|); infinities must agree, and NaN anywhere is infinite."""
     if got.shape != expected.shape or not torch.equal(got.isinf(), expected.isinf()):
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    got, expected = (x.double().masked_fill(x.isinf(), 0.0) for x in (got, expected))
-    value = ((got - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
-    return float("inf") if value != value else value
+        return math.inf
+    value = _size((got.double() - expected.double()).masked_fill(expected.isinf(), 0.0)) / max(1.0, _size(expected))
+    return math.inf if math.isnan(value) else value
+
+
+def _size(x: Tensor) -> float:
+    """The largest of the numbers that are not infinite, without its sign."""
+    return x.double().masked_fill(x.isinf(), 0.0).abs().max().item() if x.numel() else 0.0
 
 
 def errors(got: Results, expected: Results) -> dict[str, float]:
     """Computes max|got - expected| / max(1, max|expected|) of each result, by its name.
 
     It is infinite if shapes or infinities differ, or if there is a NaN.
-
-    Examples:
-        >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
-        >>> found = testing.run(da.DilatedAttention([4, 16], [1, 4]), (q, k, v), torch.ones_like(q))
-        >>> testing.errors(found, found)
-        {'out': 0.0, 'dq': 0.0, 'dk': 0.0, 'dv': 0.0}
     """
-    wanted = dict(expected.items())
-    return {name: error(value, wanted[name]) for name, value in got.items()}
+    return {name: error(value, getattr(expected, name)) for name, value in got.items()}
 
 
-def limits(expected: Results, plain: Results | None, dtype: torch.dtype) -> dict[str, float]:
-    """The largest error allowed for each result, by the rule at the top of this file."""
-    if dtype in TOLERANCE:
-        return {name: TOLERANCE[dtype] for name, _ in expected.items()}
-    assert plain is not None, f"{dtype} needs the results of plain PyTorch to compare with"
-    wanted = dict(expected.items())
-    return {
-        name: (3 if name in ("dq", "dk", "dv") else 2) * plain_error(value, wanted[name], dtype)
-        for name, value in plain.items()
-    }
+def limits(expected: Named, plain: Named | None, dtype: torch.dtype) -> dict[str, float]:
+    """The largest error allowed for each result, by the rule at the top; the larger one where ``plain`` is given, too.
+
+    A dict has the results of any other function, such as a module: "out", and gradients, whose names begin with "d".
+    """
+    assert plain is not None or dtype in TOLERANCE, f"{dtype} needs the results of plain PyTorch to compare with"
+    wanted, floor = dict(expected.items()), TOLERANCE.get(dtype, 0.0)
+    scores = _size(wanted["lse"]) if "lse" in wanted and floor else 0.0
+    found = dict.fromkeys(wanted, max(floor, torch.finfo(dtype).eps * scores * math.sqrt(wanted["out"].shape[-1])))
+    found["lse"] = floor  # relative to its own size
+    for name, value in plain.items() if plain else ():
+        times = 3 if name.startswith("d") else 2
+        found[name] = max(found[name], times * plain_error(value, wanted[name], dtype))
+    return found
 
 
 def plain_error(plain: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     """The error of plain PyTorch, or that of rounding the largest value once if it is larger or if plain overflows."""
-    largest = expected.masked_fill(expected.isinf(), 0.0).abs().max().item() if expected.numel() else 0.0
-    once = torch.finfo(dtype).eps / 2 * min(1.0, largest)
-    found = error(plain, expected)
+    once, found = torch.finfo(dtype).eps / 2 * min(1.0, _size(expected)), error(plain, expected)
     return max(found, once) if found < math.inf else once
 
 
 def assert_exact(got: Results, expected: Results, plain: Results | None = None) -> None:
     """Raises AssertionError, which names every result that is too far from the oracle's.
 
-    The limits are 1e-12 in float64 and 5e-6 in float32, times max(1, max|expected|). In half precision ``plain`` is
-    needed, the results of plain PyTorch in the same dtype: the limits are twice its error, for gradients three times.
+    The limits are 1e-12 in float64 and 5e-6 in float32, times max(1, max|expected|), and more where scores are large.
+    In half precision ``plain`` is needed, the results of plain PyTorch in the same dtype: the limits are twice its
+    error, for gradients three times.
 
     Examples:
         >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
@@ -201,46 +168,32 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
         >>> expected = testing.oracle((q, k, v), da.DilatedPattern.head_groups([4, 16], [1, 4]), torch.ones_like(q))
         >>> testing.assert_exact(got, expected)
     """
-    allowed = limits(expected, plain, got.out.dtype)
-    found = errors(got, expected)
-    wrong = [f"{name} is off by {found[name]:.2e}, allowed {allowed[name]:.2e}" for name in found
-             if not found[name] <= allowed[name]]  # fmt: skip
-    assert not wrong, "; ".join(wrong)
+    allowed, found = limits(expected, plain, got.out.dtype), errors(got, expected)
+    wrong = [name for name in found if not found[name] <= allowed[name]]
+    assert not wrong, "; ".join(f"{name} is off by {found[name]:.2e}, allowed {allowed[name]:.2e}" for name in wrong)
 
 
 def check(
-    qkv: tuple[Tensor, ...],
-    pattern: DilatedPattern,
-    *,
-    lse_gradient: bool = True,
-    seed: int = 0,
-    backend: str = "auto",
-    **options: Any,
+    qkv: tuple[Tensor, ...], pattern: DilatedPattern, *, lse_gradient: bool = True, seed: int = 0, **options: Any
 ) -> None:
-    """Compares `dilated_attention` on these inputs with the oracle: out, lse and the gradients.
+    """Compares `dilated_attention` on query, key and value with the oracle: out, lse and the gradients.
 
-    It returns nothing. It raises AssertionError, with the errors and limits, if one is too far off: see `assert_exact`.
+    It raises AssertionError, with the errors and limits, if one is too far off: see `assert_exact`.
 
     Args:
-        qkv: query, key and value.
-        pattern: the :class:`DilatedPattern`.
+        qkv, pattern: as for `dilated_attention`.
         lse_gradient: whether lse has a gradient, too.
         seed: for the random gradients of out and lse.
-        backend: of `dilated_attention`.
-        options: is_causal, scale, key_padding_mask, query_offset or cu_seqlens.
+        options: backend, is_causal, scale, key_padding_mask, query_offset or cu_seqlens.
 
     Examples:
         >>> testing.check(testing.make_qkv(1, 100, 4, 8), da.DilatedPattern.longnet([16, 64], [1, 4]), is_causal=True)
     """
-    query = qkv[0]
+    query, given = qkv[0], {"enable_gqa": True, "return_lse": True, **options}
     generator = torch.Generator(query.device).manual_seed(seed)
     dout = torch.randn(query.shape, generator=generator, device=query.device).to(query.dtype)
     dlse = torch.randn(query.shape[:3], generator=generator, device=query.device) if lse_gradient else None
-    fixed: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": backend}
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return dilated_attention(query, key, value, pattern, **fixed, **options)
-
-    got = run(attention, qkv, dout, dlse)
+    got = run(lambda q, k, v: dilated_attention(q, k, v, pattern, **given), qkv, dout, dlse)
+    options.pop("backend", None)
     plain = None if query.dtype in TOLERANCE else oracle(qkv, pattern, dout, dlse, dtype=None, **options)
     assert_exact(got, oracle(qkv, pattern, dout, dlse, **options), plain)

@@ -6,6 +6,7 @@ characters in its texts are escaped, so that no name can move the cursor of a te
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ DIRECTIONS = ("forward", "forward_backward")
 Record = dict[str, Any]
 Check = Callable[[Any], str]  # what a value must be; "" where it is
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+DEEPEST = 50  # lists and objects inside one another; those of a results file are nested six times
 HUGE = 1e300  # JSON has whole numbers that no float can hold
 
 
@@ -97,19 +99,16 @@ WHOLE: dict[str, Any] = {
 def load(path: Path, whole: bool = False) -> Record:
     """A results file, or the one in a folder. ``whole``: with all that a report is made of."""
     try:
-        return _loaded(path, whole)
-    except RecursionError:  # in reading it, or in looking through it
-        raise ValueError(f"{path} is not a results file: its values are nested too deeply") from None
-
-
-def _loaded(path: Path, whole: bool) -> Record:
-    try:
         file = path / "results.json" if path.is_dir() else path
-        found = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        is_deep = _depth(text) > DEEPEST  # how deep Python can read differs between versions and machines
+        found = None if is_deep else json.loads(text)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # neither UTF-8 nor JSON
         raise ValueError(f"{file} is not a results file, because it is not JSON: {error}") from error
+    if is_deep:
+        raise ValueError(f"{file} is not a results file: its values are nested too deeply")
     if not isinstance(found, dict) or "schema" not in found:
         raise ValueError(f"{file} is not a results file: it has no schema; `dilated-attention bench` writes one")
     if found["schema"] != SCHEMA:
@@ -130,6 +129,12 @@ def _loaded(path: Path, whole: bool) -> Record:
         _check_tables(file, found)
     checked: Record = _escaped(found)
     return checked
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested in JSON, those in strings left out."""
+    marks = (mark[0] for mark in re.finditer(r'(?s)"(?:[^"\\]|\\.)*"?|[][{}]', text))
+    return max(itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(mark, 0) for mark in marks), default=0)
 
 
 def _wrong(value: Any, spec: Any, place: str) -> str:
