@@ -21,23 +21,24 @@ SLIDES = ("gigapath_tiny_50", "gigapath_tiny_1500", "gigapath_grid_1100")
 
 
 def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Config, state dict, and the other tensors."""
+    """Config, state dict, and the other tensors, in float64: what is compared has no rounding but the released one."""
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     state = {key.removeprefix("sd."): x for key, x in tensors.items() if key.startswith("sd.")}
-    return config, state, {key: x for key, x in tensors.items() if not key.startswith("sd.")}
+    rest = {key: x for key, x in tensors.items() if not key.startswith("sd.")}
+    return config, state, {key: x.double() if x.is_floating_point() else x for key, x in rest.items()}
 
 
 def slide_encoder(name: str, global_pool: bool = False, **options: Any) -> tuple[SlideEncoder, dict[str, Tensor]]:
-    """The model of a golden file in eval mode, and its inputs and outputs."""
+    """The model of a golden file in eval mode and float64, and its inputs and outputs."""
     config, state, tensors = golden(name)
     model = SlideEncoder(
         config["in_chans"], config["embed_dim"], config["depth"], config["heads"],
         slide_ngrids=config["slide_ngrids"], max_wsi_size=config["max_wsi_size"], global_pool=global_pool, **options,
     )  # fmt: skip
     model.load_state_dict(state)
-    return model.eval(), tensors
+    return model.double().eval(), tensors
 
 
 def small(**options: Any) -> SlideEncoder:

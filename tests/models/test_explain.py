@@ -72,7 +72,7 @@ def test_the_weights_give_the_output() -> None:
     x = encoder.encoder.layers[0].self_attn_layer_norm(encoder._explained(data["x"], data["coords"], None)[0])
     q, k, v = encoder.encoder.layers[0].self_attn.project(x)
     out = dilated_attention(q, k, v, encoder.encoder.layers[0].self_attn.pattern)
-    torch.testing.assert_close(torch.einsum("hn,nhd->hd", joined(found), v[0]), out[0, 1024], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.einsum("hn,nhd->hd", joined(found), v[0]), out[0, 1024], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("query", "global_pool"), [(None, False), (None, True), ("mean", False), (5, True)])

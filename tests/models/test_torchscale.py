@@ -14,14 +14,14 @@ from dilated_attention.models.layers import XPos
 from dilated_attention.models.torchscale import LongNetDecoder, LongNetEncoder, longvit_encoder
 from tests.models.golden import golden
 
-CLOSE = {"atol": 1e-5, "rtol": 0.0}
+CLOSE = {"atol": 1e-5, "rtol": 0.0}  # the released code runs in float32
 
 
 def converted(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     config, state, data = golden(name)
     cls = LongNetDecoder if config["kind"] == "decoder" else LongNetEncoder
     sizes = {key: config[key] for key in ("segment_lengths", "dilation_rates")}
-    return cls.from_torchscale(state, num_heads=config["heads"], **sizes, **options), data
+    return cls.from_torchscale(state, num_heads=config["heads"], **sizes, **options).double(), data
 
 
 @pytest.mark.parametrize("name", ["torchscale_encoder", "torchscale_decoder", "torchscale_decoder_xpos"])
@@ -49,10 +49,10 @@ def test_positions_and_norms_of_embeddings() -> None:
     table, norm = torch.randn(152, 32), {"weight": torch.randn(32), "bias": torch.randn(32)}
     state = state | {"embed_positions.weight": table} | {f"layernorm_embedding.{k}": x for k, x in norm.items()}
     sizes: Any = {"num_heads": 4, "segment_lengths": [16, 64, 256], "dilation_rates": [1, 2, 4]}
-    model = LongNetEncoder.from_torchscale(state, scale_embedding=True, **sizes)
+    model = LongNetEncoder.from_torchscale(state, scale_embedding=True, **sizes).double()
     plain, _ = converted("torchscale_encoder")
     x = math.sqrt(32) * plain.embed_tokens(data["tokens"]) + table[2:]
-    wanted = plain(embeddings=torch.nn.functional.layer_norm(x, (32,), norm["weight"], norm["bias"]))
+    wanted = plain(embeddings=torch.nn.functional.layer_norm(x, (32,), *(norm[k].double() for k in norm)))
     torch.testing.assert_close(model(data["tokens"]), wanted, **CLOSE)
     with pytest.raises(ValueError, match="for 150 tokens, got 151"):
         model(torch.zeros(1, 151, dtype=torch.long))
