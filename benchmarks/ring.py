@@ -124,7 +124,7 @@ def main() -> None:
         result = {"ranks": ranks, **{name: getattr(options, name) for name in shown}, **row}
         result["planned_received_mib"] = cost.exchanges[options.exchange].bytes_received_max / MIB if ranks > 1 else 0
         file = options.out / "ring.json"
-        before = json.loads(file.read_text())["runs"] if file.exists() else []
+        before = json.loads(file.read_text("utf-8"))["runs"] if file.exists() else []
         found = {**result, "machine": machine.describe(device, options.commit)}
         machine.write_json(file, {"runs": [*before, found]})
         print(json.dumps(result), flush=True)

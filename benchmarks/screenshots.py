@@ -43,7 +43,7 @@ def browser() -> Iterator[webdriver.Chrome]:
     driver = shutil.which("chromedriver")
     if program() is None or driver is None:
         raise SystemExit(f"needs chromedriver and one of {', '.join(BROWSERS)} on the PATH: install chromium-driver")
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # a browser may write after its end
         options = webdriver.ChromeOptions()
         options.binary_location = str(program())
         for flag in (*QUIET, f"--user-data-dir={profile}"):

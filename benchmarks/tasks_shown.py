@@ -22,7 +22,7 @@ TOKENS = "datum.value >= 1024 ? datum.value / 1024 + 'k' : datum.value"
 def read(folder: Path, task: str) -> tuple[list[Result], dict[str, float]]:
     """The runs that have come to their end, in the order of COLOURS, and the baselines."""
     files = {name: folder / f"{task}-{name}.json" for name in (*COLOURS, "baselines")}
-    there = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    there = {name: json.loads(file.read_text("utf-8")) for name, file in files.items() if file.exists()}
     there = {name: one for name, one in there.items() if one["complete"]}
     last = there.pop("baselines", {"bits": {}})
     return list(there.values()), last["bits"]

@@ -55,7 +55,7 @@ def main() -> None:
                 turn["machine"]["commit"] = options.commits[name == "new"]
             found["turns"].append(turn)
             found["ratios"] = ratios(found["turns"])
-            (options.out / "turns.json").write_text(json.dumps(found, indent=1) + "\n")
+            (options.out / "turns.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     for case, ratio in found["ratios"].items():
         print(f"{case:60s} {ratio['old']:9.4f} {ratio['new']:9.4f}  x {ratio['ratio']:.3f}")
 

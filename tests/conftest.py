@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,13 @@ from dilated_attention.backends.triton import nesting
 from dilated_attention.backends.triton.cache import CACHE
 from tests.cases import INTERPRETED
 from tests.triton_kernels.interpreter import quicken
+
+# What would change what is printed or where it is written, here and in every process that a test starts.
+for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+os.environ |= {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1", "TZ": "UTC", "LOGNAME": "tests"}
+time.tzset()
+os.umask(0o022)
 
 # Tensors this small gain nothing from threads, and on a busy machine each wait for them takes milliseconds.
 torch.set_num_threads(1)

@@ -72,7 +72,9 @@ def device_name(device: torch.device) -> str:
 
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    found = _model_name(info.read_text() if info.exists() else "") or _model_name(_output("lscpu") or "")  # ARM's
+    found = _model_name(info.read_text("utf-8") if info.exists() else "") or _model_name(
+        _output("lscpu") or ""
+    )  # ARM's
     return found or platform.processor() or platform.machine()
 
 
@@ -99,7 +101,7 @@ def _git(*arguments: str) -> str | None:
 def _output(*command: str) -> str | None:
     """What a program said; None where there is none, or it failed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=20)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -150,11 +152,11 @@ def _cpu_seconds() -> tuple[float, float] | None:
     total = Path("/proc/stat")
     if not total.exists():
         return None
-    user, nice, system, _, _, irq, soft, steal = (int(x) for x in total.read_text().split()[1:9])
+    user, nice, system, _, _, irq, soft, steal = (int(x) for x in total.read_text("utf-8").split()[1:9])
     ours = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has just ended
-            fields = file.read_text().rpartition(")")[2].split()  # a name may hold spaces
+            fields = file.read_text("utf-8").rpartition(")")[2].split()  # a name may hold spaces
             if int(fields[2]) == os.getpgrp():
                 ours += sum(int(x) for x in fields[11:15])  # its own time, and that of its children that ended
     tick = os.sysconf("SC_CLK_TCK")

@@ -58,7 +58,7 @@ LIKE = {32: 64, 48: 64, 96: 128}  # where the choice of backend was not measured
 
 @functools.cache
 def measured() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("measured.json").read_text())
+    found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("measured.json").read_text("utf-8"))
     return found
 
 
