@@ -195,7 +195,7 @@ def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
 )  # fmt: skip
 def test_the_name_of_a_cpu(monkeypatch: pytest.MonkeyPatch, file: str, program: str | None, expected: str) -> None:
     monkeypatch.setattr(Path, "exists", lambda _: True)
-    monkeypatch.setattr(Path, "read_text", lambda _: file)
+    monkeypatch.setattr(Path, "read_text", lambda *_: file)
     monkeypatch.setattr(machine, "_output", lambda *_: program)
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(platform, "machine", lambda: "some machine")
