@@ -189,7 +189,7 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
         _tell(outcome, seconds_text(time.monotonic() - start), is_whole=False)
         reason = f"cannot write {stopped.filename or job.out}: {stopped.strerror or stopped}"
         raise arguments.Refused(reason) from stopped
-    rows = work.write_table(job, outcome.slides, table)
+    rows = work.write_table(job, outcome, table)
     _tell(outcome, seconds_text(time.monotonic() - start), is_whole=not code)
     screen.print(f"written: {table}, slides: {rows:,}", soft_wrap=True)
     return code or int(bool(outcome.failed))

@@ -26,96 +26,85 @@ def save(maps: Maps, file: Path, *, query: int = 0, layer: int = -1, head: int |
     For a picture, ``query`` is an index into ``maps.queries`` (not a tile), ``layer`` counts from 0 or from the end,
     and ``head`` None is the mean of all heads.
     """
-    ending = file.suffix.lower()
+    charts.write(file, content(maps, file.suffix.lower(), query, layer, head))
+
+
+def content(maps: Maps, ending: str, query: int = 0, layer: int = -1, head: int | None = None) -> bytes:
     if ending not in ENDINGS:
-        raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
+        raise ValueError(f"cannot save maps as {ending!r}: give a name that ends in {', '.join(ENDINGS)}")
     if ending == ".html":
-        charts.write(file, charts.plain(page(maps)).encode())
-    else:
-        charts.write(file, charts.drawn(picture(maps, query, layer, head), ending))
+        return str(charts.plain(page(maps))).encode()
+    return charts.drawn(picture(maps, query, layer, head), ending)
 
 
 def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, Any]:
     """One map as a Vega-Lite specification."""
-    for name, index, size in zip(("query", "layer", "head"), (query, layer, head), maps.weights.shape, strict=False):
-        chosen(name, index, size)
-    rows = maps.weights[query, layer]
-    weights = rows.mean(0) if head is None else rows[head]
+    for name, index, count in zip(("query", "layer", "head"), (query, layer, head), maps.weights.shape, strict=False):
+        chosen(name, index, count)
+    weights, zero, cls = (  # of one head, or the mean of all
+        part[query, layer].mean(0) if head is None else part[query, layer, head]
+        for part in (maps.weights, maps.zero_share, maps.cls_share)
+    )
     left, top, width, height = maps.frame
     scale = LONGEST / max(width, height)
+    size = {"width": round(width * scale), "height": round(height * scale)}
     x, y = maps.coords.T.tolist()
-    columns = {"x": x, "y": y, "weight": weights.tolist()}
-    axis = {"axis": {"grid": False, "format": ",d", "tickCount": 5}}
-    across = {"scale": {"domain": [left, left + width], "nice": False, "zero": False}, **axis}
-    down = {"scale": {"domain": [top, top + height], "nice": False, "zero": False, "reverse": True}, **axis}
-    shade = {"scheme": "inferno", "type": "sqrt", "domain": [0, max(weights.max().item(), 1e-30)]}
+
+    def axis(name: str, first: float, length: float, **more: Any) -> dict[str, Any]:
+        domain = {"domain": [first, first + length], "nice": False, "zero": False, **more}
+        return {
+            "field": name, "type": "quantitative", "title": f"{name} in pixels", "scale": domain,
+            "axis": {"grid": False, "format": ",d", "tickCount": 5},
+        }  # fmt: skip
+
+    places = {"x": axis("x", left, width), "y": axis("y", top, height, reverse=True)}
+    shade = {"scheme": "inferno", "type": "sqrt", "domain": [0, max(maps.weights[query, layer].max().item(), 1e-30)]}
+    weight = {"field": "weight", "type": "quantitative", "scale": shade, "legend": {"format": ".2~g"}}
     tiles = {
-        "data": {"values": [columns]},
+        "data": {"values": [{"x": x, "y": y, "weight": weights.tolist()}]},
         "transform": [
             {"flatten": ["x", "y", "weight"]},
-            {"calculate": f"datum.x + {maps.tile_size}", "as": "x2"},
-            {"calculate": f"datum.y + {maps.tile_size}", "as": "y2"},
+            *({"calculate": f"datum.{axis} + {maps.tile_size}", "as": f"{axis}2"} for axis in "xy"),
         ],
         "mark": {"type": "rect", "clip": True, "opacity": 0.6 if maps.thumbnail else 1.0},
-        "encoding": {
-            "x": {"field": "x", "type": "quantitative", "title": "x in pixels", **across},
-            "y": {"field": "y", "type": "quantitative", "title": "y in pixels", **down},
-            "x2": {"field": "x2"},
-            "y2": {"field": "y2"},
-            "color": {"field": "weight", "type": "quantitative", "scale": shade, "legend": {"format": ".2~g"}},
-        },
+        "encoding": {**places, "x2": {"field": "x2"}, "y2": {"field": "y2"}, "color": weight},
     }
-    below = [_background(maps, across, down, scale)] if maps.thumbnail else []
+    below = {
+        "data": {"values": [{"x": left, "y": top, "url": maps.thumbnail.url() if maps.thumbnail else ""}]},
+        "mark": {"type": "image", "align": "left", "baseline": "top", **size, "aspect": False},
+        "encoding": {**places, "url": {"field": "url", "type": "nominal"}},
+    }
     named = "the class token" if maps.queries[query] == "cls" else f"tile {maps.queries[query]:,}"
-    shares = (maps.zero_share[query, layer], maps.cls_share[query, layer])
-    zero, cls = ((share.mean() if head is None else share[head]).item() for share in shares)
-    number = layer % maps.weights.shape[1]
-    about = f"layer {number}, {'mean of all heads' if head is None else f'head {head}'}, query: {named}"
+    about = f"layer {layer % maps.weights.shape[1]}, {'mean of all heads' if head is None else f'head {head}'}"
     rest = f"on tiles {1 - zero - cls:.3g}, on the class token {cls:.3g}, on zero keys {zero:.3g}"
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": {"text": maps.name, "subtitle": [about, rest], "anchor": "start"},
-        "width": round(width * scale),
-        "height": round(height * scale),
+        "title": {"text": maps.name, "subtitle": [f"{about}, query: {named}", rest], "anchor": "start"},
+        **size,
         "view": {"stroke": None, "fill": "#f5f6f8"},
-        "layer": [*below, tiles],
-    }
-
-
-def _background(maps: Maps, across: dict[str, Any], down: dict[str, Any], scale: float) -> dict[str, Any]:
-    assert maps.thumbnail is not None
-    left, top, width, height = maps.frame
-    size = {"width": round(width * scale), "height": round(height * scale), "aspect": False}
-    return {
-        "data": {"values": [{"x": left, "y": top, "url": maps.thumbnail.url()}]},
-        "mark": {"type": "image", "align": "left", "baseline": "top", **size},
-        "encoding": {
-            "x": {"field": "x", "type": "quantitative", **across},
-            "y": {"field": "y", "type": "quantitative", **down},
-            "url": {"field": "url", "type": "nominal"},
-        },
+        "layer": [below, tiles] if maps.thumbnail else [tiles],
     }
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the maps of slides as they are encoded: a .png and a .html beside each result."""
+    """Draws the maps of slides as they are encoded: a .png and a .html beside each result."""
 
     thumbnails: Path | None = None
 
-    def __call__(self, model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor, out: Path) -> dict[str, Any]:
-        """Writes the .png and .html; returns arrays for the .h5 file: weights of the class token, and coordinates."""
-        tiles = tiles.to(model.cls_token.device)
-        thumbnail = self._thumbnail(slide)
-        maps = collect(model, tiles, coords, tile_size=slide.tile_size, name=slide.name, thumbnail=thumbnail)
-        for ending in ENDINGS:
-            save(maps, out / f"{slide.name}{ending}")
+    def __call__(
+        self, model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Arrays for the .h5 file, weights of the class token and coordinates; and the files beside it."""
+        maps = collect(
+            model, tiles.to(model.cls_token.device), coords, tile_size=slide.tile_size, name=slide.name,
+            thumbnail=self._thumbnail(slide),
+        )  # fmt: skip
         parts = {
-            "attention": maps.weights[0],
-            "attention_cls": maps.cls_share[0],
-            "attention_zeros": maps.zero_share[0],
-        }
-        return {name: part.numpy() for name, part in parts.items()} | {"coords": coords.numpy()}
+            "attention": maps.weights[0], "attention_cls": maps.cls_share[0], "attention_zeros": maps.zero_share[0],
+            "coords": coords,
+        }  # fmt: skip
+        return {name: x.numpy() for name, x in parts.items()}, {ending: content(maps, ending) for ending in ENDINGS}
 
     def _thumbnail(self, slide: Slide) -> Thumbnail | None:
         if self.thumbnails is None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import hashlib
 import io
 import json
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import dilated_attention
 from dilated_attention import charts
@@ -28,9 +31,12 @@ from dilated_attention.slides import files
 from dilated_attention.slides.files import BadFile, Slide
 
 EMBEDDING = "features"
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what no other slide could be written after
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet computes, if a text begins with it
 Read = tuple[Slide, Tensor, Tensor]  # with its tiles and coordinates
 Batch = list[tuple[Slide, tuple[Tensor, Tensor] | BadFile]]  # tiles and coordinates, or what is wrong with the file
-Also = Callable[[SlideEncoder, Slide, Tensor, Tensor, Path], dict[str, Any]]
+Files = dict[str, bytes]  # by their endings
+Also = Callable[[SlideEncoder, Slide, Tensor, Tensor], tuple[dict[str, Any], Files]]
 Watch = Callable[[int, int, float, float], None]  # slides and tiles done, share of the tiles, seconds since the start
 
 
@@ -41,8 +47,8 @@ class Job:
     key: str  # of the weights and the options
     layer: int | None = None  # the embedding after so many layers; None: after all, and the last LayerNorm
     budget: int = 2**32  # bytes
-    also: Also | None = None  # makes more arrays for a result
-    beside: tuple[str, ...] = ()  # endings of the files that it writes beside a result
+    also: Also | None = None  # makes more arrays for a result, and files beside it
+    beside: tuple[str, ...] = ()  # the endings of these files
 
     def result(self, slide: Slide) -> Path:
         return self.out / f"{slide.name}.h5"
@@ -57,10 +63,6 @@ class Outcome:
     kept: list[Slide] = field(default_factory=list)  # from an earlier run
     failed: dict[Path, str] = field(default_factory=dict)  # why
     warned: list[str] = field(default_factory=list)
-
-    @property
-    def slides(self) -> list[Slide]:
-        return sorted([*self.kept, *self.encoded], key=lambda slide: slide.name)
 
 
 def hashed(*parts: object) -> str:
@@ -90,33 +92,37 @@ def run(job: Job, paths: Sequence[Path], outcome: Outcome, *, tile_size: float |
 
 
 def _is_there(job: Job, slide: Slide) -> bool:
-    found = files.written(job.result(slide), ())
-    if found is None or "key" not in found[1]:
-        if job.result(slide).exists():
-            raise BadFile(f"{job.result(slide)} exists and is not a result of this command: name another --out")
-        return False
-    whole = all(job.result(slide).with_suffix(ending).exists() for ending in job.beside)
-    return whole and bool(found[1]["key"] == job.slide_key(slide))
+    """Whether all of a result is there. Raises rather than replace a file that is none of ours."""
+    result = job.result(slide)
+    arrays, about = files.written(result, [EMBEDDING])
+    ours = [".h5", *about.get("beside", "").split()] if "key" in about else []
+    there = [ending for ending in (".h5", *job.beside) if result.with_suffix(ending).exists()]
+    if others := [result.with_suffix(ending) for ending in there if ending not in ours]:
+        raise BadFile(f"{others[0]} exists and is not a result of this command: name another --out")
+    return EMBEDDING in arrays and len(there) > len(job.beside) and bool(about["key"] == job.slide_key(slide))
 
 
 @contextlib.contextmanager
 def _reported(path: Path, outcome: Outcome) -> Iterator[None]:
-    """Around one file: what is wrong with it is written down, and the others go on."""
+    """Around one slide: what is wrong with it is written down in one line, and the others go on."""
     try:
-        yield
-    except (BadFile, torch.OutOfMemoryError) as error:
-        outcome.failed[path] = " ".join(str(error).split())
+        with _memory():
+            yield
+    except (BadFile, OSError) as error:
+        if isinstance(error, OSError) and error.errno in DISK:
+            raise
+        outcome.failed[path] = textwrap.shorten(str(error), 300, placeholder=" ...")
 
 
 @contextlib.contextmanager
 def _memory() -> Iterator[None]:
-    """On a CPU, torch tells of too little memory by another error."""
+    """Too little memory is a reason to leave a slide out. On a CPU, torch tells of it by a RuntimeError."""
     try:
         yield
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):
-            raise
-        raise torch.OutOfMemoryError(str(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise BadFile(str(error) or "it does not fit in memory") from error
+        raise
 
 
 # --- batches ----------------------------------------------------------------------------------------------------
@@ -134,32 +140,31 @@ def batches(slides: Sequence[Slide], per_tile: int, budget: int) -> list[list[Sl
     """Slides of similar length together, the longest first, since what does not fit then shows at once."""
     found: list[list[Slide]] = []
     for slide in sorted(slides, key=lambda slide: (-slide.tiles, slide.name)):
-        if found and (len(found[-1]) + 1) * found[-1][0].tiles * per_tile <= budget:
-            found[-1].append(slide)
-        else:
-            found.append([slide])
+        if not found or (len(found[-1]) + 1) * found[-1][0].tiles * per_tile > budget:
+            found.append([])
+        found[-1].append(slide)
     return found
 
 
 def _read_ahead(planned: Sequence[list[Slide]]) -> Iterator[Batch]:
     """Each batch with its tiles, or what is wrong with them; the next one is read meanwhile."""
-
-    def read(batch: list[Slide]) -> Batch:
-        return [(slide, _read_one(slide)) for slide in batch]
-
+    now = None
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(read, planned[0]) if planned else None
-        for following in [*planned[1:], None]:
-            now, coming = coming, reader.submit(read, following) if following else None
+        for batch in [*planned, None]:
+            coming = None if batch is None else reader.submit(_read, batch)
             if now is not None:
                 yield now.result()
+            now = coming
 
 
-def _read_one(slide: Slide) -> tuple[Tensor, Tensor] | BadFile:
-    try:
-        return files.read(slide)
-    except BadFile as error:
-        return error
+def _read(batch: list[Slide]) -> Batch:
+    found: Batch = []
+    for slide in batch:
+        try:
+            found.append((slide, files.read(slide)))
+        except BadFile as error:
+            found.append((slide, error))
+    return found
 
 
 # --- one batch --------------------------------------------------------------------------------------------------
@@ -172,39 +177,31 @@ def _finish(job: Job, batch: Batch, outcome: Outcome) -> None:
         with _reported(slide.path, outcome):
             if isinstance(content, BadFile):
                 raise content
-            outcome.warned += [
-                f"{slide.path}: {text}" for text in files.check_places(slide, content[1], job.model.slide_ngrids)
-            ]
+            for text in files.check_places(slide, content[1], job.model.slide_ngrids):
+                outcome.warned.append(f"{slide.path}: {text}")
             good.append((slide, *content))
     embeddings: list[Tensor] | None = None
     if len(good) > 1:
-        with contextlib.suppress(torch.OutOfMemoryError), _memory():
+        with contextlib.suppress(BadFile), _memory():
             embeddings = embed(job.model, good, job.layer)
-    for index, one in enumerate(good):
-        with _reported(one[0].path, outcome), _memory():
-            embedding = embeddings[index] if embeddings else embed(job.model, [one], job.layer)[0]
+    for index, (slide, tiles, coords) in enumerate(good):
+        with _reported(slide.path, outcome):
+            embedding = (embeddings or embed(job.model, [good[index]], job.layer))[index if embeddings else 0]
             if not bool(embedding.isfinite().all()):
-                raise BadFile(f"its embedding is not finite: features as large as {one[1].abs().max():g} overflow")
-            arrays = {EMBEDDING: embedding.float().numpy()}
-            if job.also is not None:
-                arrays |= job.also(job.model, *one, job.out)
-            files.write(job.result(one[0]), arrays, _attributes(job, one[0]))
-            outcome.encoded.append(one[0])
+                raise BadFile(f"its embedding is not finite: features as large as {tiles.abs().max():g} overflow")
+            arrays, beside = ({}, {}) if job.also is None else job.also(job.model, slide, tiles, coords)
+            _write(job, slide, {EMBEDDING: embedding.float().numpy(), **arrays}, beside)
+            outcome.encoded.append(slide)
 
 
 @torch.inference_mode()
 def embed(model: SlideEncoder, slides: Sequence[Read], layer: int | None) -> list[Tensor]:
     """The embeddings, on the host. Slides are packed: none depends on the others."""
-    device = model.cls_token.device
-    longest = max(slide.tiles for slide, _, _ in slides)
-    padded = [torch.nn.functional.pad(tiles, (0, 0, 0, longest - len(tiles))) for _, tiles, _ in slides]
-    places = [torch.nn.functional.pad(coords, (0, 0, 0, longest - len(coords))) for _, _, coords in slides]
     lengths = torch.tensor([slide.tiles for slide, _, _ in slides])
-    mask = torch.arange(longest) >= lengths[:, None]
-    dtype = model.cls_token.dtype
+    mask = torch.arange(int(lengths.max())) >= lengths[:, None]
     found = model(
-        torch.stack([tiles.to(device, dtype) for tiles in padded]),
-        torch.stack(places),
+        pad_sequence([tiles.to(model.cls_token) for _, tiles, _ in slides], batch_first=True),
+        pad_sequence([coords for _, _, coords in slides], batch_first=True),
         all_layer_embed=layer is not None,
         padding_mask=mask if bool(mask.any()) else None,
         tile_size=[slide.tile_size for slide, _, _ in slides],
@@ -212,31 +209,36 @@ def embed(model: SlideEncoder, slides: Sequence[Read], layer: int | None) -> lis
     return [*found.cpu()]
 
 
-def _attributes(job: Job, slide: Slide) -> dict[str, Any]:
-    return {
-        "key": job.slide_key(slide), "slide": slide.name, "tiles": slide.tiles, "tile_size": slide.tile_size,
-        "layer": "last" if job.layer is None else job.layer, "pool": "mean" if job.model.global_pool else "class token",
-        "dtype": str(job.model.cls_token.dtype).removeprefix("torch."),
-        "version": dilated_attention.__version__,
+def _write(job: Job, slide: Slide, arrays: dict[str, Any], beside: Files) -> None:
+    """The result first: it says which files beside it are ours, also if this is interrupted."""
+    before = files.written(job.result(slide), ())[1].get("beside", "").split()
+    attributes = {
+        "key": job.slide_key(slide), "slide": charts.plain(slide.name), "tiles": slide.tiles,
+        "tile_size": slide.tile_size, "layer": "last" if job.layer is None else job.layer,
+        "pool": "mean" if job.model.global_pool else "class token", "beside": " ".join({*before, *beside}),
+        "dtype": str(job.model.cls_token.dtype).removeprefix("torch."), "version": dilated_attention.__version__,
     }  # fmt: skip
+    files.write(job.result(slide), arrays, attributes)
+    for ending, content in beside.items():
+        charts.write(job.result(slide).with_suffix(ending), content)
 
 
 # --- the table --------------------------------------------------------------------------------------------------
 
 
-def write_table(job: Job, slides: Sequence[Slide], file: Path) -> int:
+def write_table(job: Job, outcome: Outcome, file: Path) -> int:
     """One row per slide: its name, tiles and embedding, as .csv. Returns the number of rows."""
-    rows: list[Mapping[str, Any]] = []
-    for slide in slides:
-        found = files.written(job.result(slide), [EMBEDDING])
-        if found is None:
-            raise ValueError(f"{job.result(slide)} was removed before {file} was written: run the command again")
-        values = found[0][EMBEDDING].tolist()
-        numbers = {f"e{index}": value for index, value in enumerate(values)}
-        rows.append({"slide": slide.name, "file": str(slide.path), "tiles": slide.tiles, **numbers})
+    rows: list[list[Any]] = []
+    for slide in sorted([*outcome.kept, *outcome.encoded], key=lambda slide: slide.name):
+        with _reported(slide.path, outcome):
+            arrays, _ = files.written(job.result(slide), [EMBEDDING])
+            if EMBEDDING not in arrays:
+                raise BadFile(f"{job.result(slide)} was removed or replaced before {file} was written: run this again")
+            texts = (charts.plain(str(text)) for text in (slide.name, slide.path))
+            names = (f"'{text}" if text.startswith(FORMULA) else text for text in texts)
+            rows.append([*names, slide.tiles, *arrays[EMBEDDING].tolist()])
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["slide", "file", "tiles"])
-    writer.writeheader()
-    writer.writerows(rows)
+    numbers = range(len(rows[0]) - 3 if rows else 0)
+    csv.writer(text).writerows([["slide", "file", "tiles", *(f"e{number}" for number in numbers)], *rows])
     charts.write(file, text.getvalue().encode())
     return len(rows)

@@ -64,9 +64,14 @@ def h5py() -> Any:
     return charts.library("h5py", "feature files need", "slides")
 
 
+def stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def look(path: Path, tile_size: float | None = None) -> Slide:
     """The slide in a file. ``tile_size``: in pixels, for files that do not say."""
-    with _reading(), _opened(path) as file:
+    with _opened(path) as file:
         features, coords = _datasets(file)
         shape = features.shape[1:] if len(features.shape) == 3 and features.shape[0] == 1 else features.shape
         if len(shape) != 2 or features.dtype.kind != "f":
@@ -78,41 +83,40 @@ def look(path: Path, tile_size: float | None = None) -> Slide:
         if not shape[0]:
             raise BadFile("it has no tiles")
         attributes = {**file.attrs, **features.attrs, **coords.attrs}
-        size, pixels = _scale(attributes, tile_size)
-        status = path.stat()
-        stamp = (status.st_size, status.st_mtime_ns)
-        said = {name: positions.plain(x) for name, x in attributes.items()}
-        return Slide(path, shape[0], shape[1], size, pixels, said, stamp)
+        said = {name: positions.plain(value) for name, value in attributes.items()}
+        return Slide(path, shape[0], shape[1], *_scale(said, tile_size), said, stamp(path))
 
 
 def read(slide: Slide) -> tuple[Tensor, Tensor]:
     """The features, (L, C) in the dtype of the file, and the coordinates in pixels, (L, 2) float64."""
-    with _reading(), _opened(slide.path) as file:
+    with _opened(slide.path) as file:
+        if stamp(slide.path) != slide.stamp:
+            raise BadFile("it changed while this command was running")
         features, coords = _datasets(file)
         array = features[()]
         kind = "float64" if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")  # torch has no others
-        tiles, places = torch.from_numpy(array.astype(kind, copy=False)), torch.from_numpy(coords[()].astype("float64"))
-    tiles, places = tiles.view(-1, slide.channels), places.view(-1, 2)
-    if slide.pixels != 1:  # µm: a tile on the border of a cell belongs to it, however its place was rounded
-        cells = places * (slide.pixels / slide.tile_size)
-        near = cells.round()
-        places = torch.where((cells - near).abs() < 1e-4, near, cells) * slide.tile_size
-    if tiles.shape[0] != slide.tiles or len(places) != slide.tiles:
-        raise BadFile("it changed while this command was running")
-    wrong = (~tiles.isfinite().all(1)).nonzero()
-    if len(wrong):
-        raise BadFile(f"{len(wrong)} of {len(tiles)} tiles have NaN or infinite features, the first is {int(wrong[0])}")
-    return tiles, places
+        tiles = torch.from_numpy(array.astype(kind, copy=False)).view(-1, slide.channels)
+        places = torch.from_numpy(coords[()].astype("float64")).view(-1, 2)
+        if slide.pixels != 1:  # µm: a tile on the border of a cell belongs to it, however its place was rounded
+            cells = places * (slide.pixels / slide.tile_size)
+            near = cells.round()
+            places = torch.where((cells - near).abs() < 1e-4, near, cells) * slide.tile_size
+        wrong = (~tiles.isfinite().all(1)).nonzero()
+        if len(wrong):
+            raise BadFile(
+                f"{len(wrong)} of {len(tiles)} tiles have NaN or infinite features, the first is {int(wrong[0])}"
+            )
+        return tiles, places
 
 
 def check_width(slide: Slide, channels: int) -> None:
     """Raise if the features are those of another encoder than the weights take."""
-    if slide.channels != channels:
-        stated = next((slide.attributes[name] for name in ("extractor", "encoder") if name in slide.attributes), None)
-        ours = f"the file says {stated}" if stated else _looks(slide.channels)
-        raise BadFile(
-            f"its tiles have {slide.channels} features ({ours}); the weights take {channels} ({_looks(channels)})"
-        )
+    if slide.channels == channels:
+        return
+    stated = slide.attributes.get("extractor", slide.attributes.get("encoder"))
+    theirs, wanted = (f"looks like {ENCODERS.get(width, 'an unknown encoder')}" for width in (slide.channels, channels))
+    said = f"the file says {stated}" if stated else theirs
+    raise BadFile(f"its tiles have {slide.channels} features ({said}); the weights take {channels} ({wanted})")
 
 
 def check_places(slide: Slide, coords: Tensor, slide_ngrids: int) -> list[str]:
@@ -139,36 +143,28 @@ def write(path: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any]) 
     charts.write(path, content.getvalue())
 
 
-def written(path: Path, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The arrays of these names in a result, and its attributes; None where there is no such file."""
-    if not path.is_file():
-        return None
+def written(path: Path, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of these names in a result, and its attributes; none where there is no such file."""
     try:
-        with _reading(), _opened(path) as file:
+        with _opened(path) as file:
             arrays = {name: file[name][()] for name in names if name in file}
             return arrays, {name: positions.plain(value) for name, value in file.attrs.items()}
     except BadFile:
-        return None  # not one of ours
+        return {}, {}  # not one of ours
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Whatever h5py says of a file that is damaged or odd is a reason to leave it out."""
+def _opened(path: Path) -> Iterator[Any]:
+    """The file. Whatever h5py, numpy or torch say of one that is odd, damaged or too large is what is wrong with it."""
+    if not path.is_file():  # a pipe would wait for its other end
+        raise BadFile("it is not a file" if path.exists() else "there is no such file")
     try:
-        yield
+        with h5py().File(path, "r") as file:
+            yield file
     except BadFile:
         raise
     except (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError, MemoryError) as error:
-        raise BadFile(f"it cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return h5py().File(path, "r")
-    except FileNotFoundError as error:
-        raise BadFile("there is no such file") from error
-    except OSError as error:
-        raise BadFile(f"it cannot be read as HDF5: {str(error).splitlines()[0]}") from error
+        raise BadFile(f"it cannot be read as HDF5: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
 def _datasets(file: Any) -> tuple[Any, Any]:
@@ -184,12 +180,12 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
     """The side of a tile in pixels, and the pixels per unit of the coordinates."""
     microns = positions.unit_of(attributes) in positions.MICRONS
     names = ("tile_size_um", "tile_size_px") if microns else ("patch_size_level0", "tile_size_px", "tile_size")
-    said = {name: positions.plain(attributes[name]) for name in names if attributes.get(name) is not None}
+    said = {name: attributes[name] for name in names if attributes.get(name) is not None}
     for name, value in said.items():
         if not isinstance(value, int | float):
             raise BadFile(f"its {name} is {value!r}, and must be a number")
-    if not all(math.isfinite(value) and value > 0 for value in said.values()):
-        raise BadFile(f"its tile size is {said}: it must be positive")
+        if not 0 < value < math.inf:
+            raise BadFile(f"its {name} is {value}: it must be positive")
     if microns and len(said) < 2:
         raise BadFile("its coordinates are in µm: to convert them, it needs both tile_size_um and tile_size_px")
     if not said:
@@ -200,7 +196,3 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
             f"it says that its tiles are {size:g} pixels wide, and --tile-size is {tile_size:g}: leave --tile-size out"
         )
     return size, size / said["tile_size_um"] if microns else 1.0
-
-
-def _looks(channels: int) -> str:
-    return f"looks like {ENCODERS[channels]}" if channels in ENCODERS else "from an unknown encoder"

@@ -1,0 +1,157 @@
+"""Many slides: one that cannot be encoded, whatever is wrong with it, takes none of the others with it."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+
+from dilated_attention.models import SlideEncoder
+from dilated_attention.slides import draw, encode, files
+from tests.slides import feature_files
+
+TILES, COORDS = feature_files.content(7, 6)
+Encoded = Callable[..., encode.Outcome]
+
+
+@pytest.fixture
+def encoded(tmp_path: Path) -> Encoded:
+    """Encodes the files in a folder, each in a batch of its own; ``maps``: with attention maps."""
+    torch.manual_seed(0)
+    model = SlideEncoder(6, 32, 1, 4, global_pool=True).eval()
+
+    def run(maps: bool = False, key: str = "a") -> encode.Outcome:
+        also, beside = (draw.Writer(), draw.ENDINGS) if maps else (None, ())
+        job = encode.Job(model, tmp_path / "out", key, None, 1, also, beside)
+        outcome = encode.Outcome()
+        encode.run(job, sorted((tmp_path / "in").iterdir()), outcome, tile_size=None, watch=lambda *_: None)
+        encode.write_table(job, outcome, tmp_path / "out/table.csv")
+        return outcome
+
+    return run
+
+
+def slide(folder: Path, name: str, **attributes: Any) -> Path:
+    return feature_files.trident(folder / "in" / f"{name}.h5", TILES, COORDS, **attributes)
+
+
+def rows(folder: Path) -> list[list[str]]:
+    with (folder / "out/table.csv").open(newline="", encoding="utf-8") as stream:
+        return list(csv.reader(stream))[1:]
+
+
+def test_any_name(encoded: Encoded, tmp_path: Path) -> None:
+    """Those that a spreadsheet would compute, that XML cannot hold, and that are not UTF-8."""
+    names = ["=1+1", "+1", "-1", "@a", "\tb", "a\x01\x1b", "caf\udce9", "plain"]
+    for name in names:
+        slide(tmp_path, name)
+    outcome = encoded(maps=True)
+    assert (len(outcome.encoded), outcome.failed) == (8, {})
+    assert {row[0] for row in rows(tmp_path)} == {
+        "'=1+1", "'+1", "'-1", "'@a", "'\tb", "a\ufffd\ufffd", "caf\ufffd", "plain"
+    }  # fmt: skip
+    assert all((tmp_path / "out" / f"{name}{ending}").exists() for name in names for ending in (".h5", *draw.ENDINGS))
+    assert len(encoded(maps=True).kept) == 8
+
+
+def unwritten(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("features", (10**11, 1536), "f4")
+        file.create_dataset("coords", (10**11, 2), "i4")
+
+
+def test_what_is_wrong_with_one_slide(encoded: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("good", "changed", "memory", "allocator", "also good"):
+        slide(tmp_path, name)
+    slide(tmp_path, "wordy", patch_size_level0="w" * 16_000)
+    slide(tmp_path, "n" * 252)  # as a page it would have a longer name than there may be
+    os.mkfifo(tmp_path / "in/pipe.h5")
+    (tmp_path / "in/folder.h5").mkdir()
+    unwritten(tmp_path / "in/huge.h5")
+    monkeypatch.setattr(files, "check_width", lambda *_: None)
+    look, check = files.look, files.check_places
+
+    def looked(path: Path, *given: Any) -> files.Slide:
+        found = look(path, *given)
+        if path.stem == "changed":
+            feature_files.trident(path, *feature_files.content(7, 5))
+        return found
+
+    def checked(one: files.Slide, *given: Any) -> list[str]:
+        if one.name == "memory":
+            raise MemoryError
+        if one.name == "allocator":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return check(one, *given)
+
+    monkeypatch.setattr(files, "look", looked)
+    monkeypatch.setattr(files, "check_places", checked)
+    outcome = encoded(maps=True)
+    assert {one.name for one in outcome.encoded} == {"good", "also good"} == {row[0] for row in rows(tmp_path)}
+    said = {path.stem[:9]: reason for path, reason in outcome.failed.items()}
+    for name, why in {
+        "changed": "it changed while this command was running", "memory": "it does not fit in memory",
+        "allocator": "can't allocate memory", "wordy": "its patch_size_level0 is ...", "n" * 9: "File name too long",
+        "pipe": "it is not a file", "folder": "it is not a file", "huge": "Unable to allocate",
+    }.items():  # fmt: skip
+        assert why in said.pop(name)
+    assert not said
+    assert all(len(reason) <= 300 and "\n" not in reason for reason in outcome.failed.values())
+
+
+def test_pictures_of_others_are_not_replaced(encoded: Encoded, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        slide(tmp_path, name)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/one.png").write_bytes(b"a photograph")
+    for maps in (True, False, True):  # with the result of a run without maps beside it, too
+        outcome = encoded(maps)
+        assert [path.stem for path in outcome.failed] == (["one"] if maps else [])
+        assert (tmp_path / "out/one.png").read_bytes() == b"a photograph"
+    (tmp_path / "out/one.png").unlink()
+    for maps in (True, False, True):  # our own may be
+        assert encoded(maps, key=f"{maps}").failed == {}
+
+
+def test_pictures_that_were_not_finished_are_ours(
+    encoded: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide(tmp_path, "one")
+    write = encode.charts.write
+
+    def stopped(file: Path, content: bytes) -> None:
+        if file.suffix == ".html":
+            raise KeyboardInterrupt
+        write(file, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode.charts, "write", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            encoded(maps=True)
+    assert len(encoded(maps=True).encoded) == 1
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: h5py.File(file, "r+").__delitem__("features")])
+def test_a_result_that_is_gone_when_the_table_is_written(
+    encoded: Encoded, tmp_path: Path, damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        slide(tmp_path, name)
+    write_table = encode.write_table
+
+    def later(*given: Any) -> int:
+        damage(tmp_path / "out/one.h5")
+        return write_table(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "write_table", later)
+        (reason,) = encoded().failed.values()
+    assert "one.h5 was removed or replaced before " in reason
+    assert [row[0] for row in rows(tmp_path)] == ["two"]
+    assert [one.name for one in encoded().encoded] == ["one"], "it is made again"
