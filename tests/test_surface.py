@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import dilated_attention
+from dilated_attention import compat
 
 PACKAGE = Path(dilated_attention.__file__).parent
 NAME = "dilated_attention"
@@ -25,14 +26,8 @@ PUBLIC = [
     "DilatedAttentionWarning",
     "DilatedPattern",
     "Explanation",
-    "ImprovedDilatedAttention",
-    "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
-    "RingAdvancedDistributedDilatedAttention",
-    "RingAttentionV2Simple",
     "RingDilatedAttention",
-    "RingDilatedAttentionProduction",
-    "RingDilatedAttentionV2Collective",
     "RingMultiheadDilatedAttention",
     "dilated_attention",
     "explain",
@@ -67,6 +62,7 @@ LAYERS = [
     "testing",
     "ranks",
     "nn",
+    "compat",
     "charts",
     "models",
     "slides",
@@ -93,6 +89,15 @@ def test_the_public_names_are_these() -> None:
 
 def test_only_the_public_names_are_shown() -> None:
     assert dir(dilated_attention) == PUBLIC
+
+
+def test_the_old_names_still_import() -> None:
+    """Those of compat: in no list of names, and the same objects."""
+    for name in compat.__all__:
+        assert getattr(dilated_attention, name) is getattr(compat, name)
+        assert name not in {*dir(dilated_attention), *dilated_attention.__all__, *dilated_attention.nn.__all__}
+    assert sorted(compat.__all__) == sorted(dilated_attention._OLD)
+    assert len(compat.__all__) == 6
 
 
 def test_the_public_names_are_documented() -> None:

@@ -13,14 +13,8 @@ __all__ = [
     "DilatedAttentionWarning",
     "DilatedPattern",
     "Explanation",
-    "ImprovedDilatedAttention",
-    "ImprovedMultiheadDilatedAttention",
     "MultiheadDilatedAttention",
-    "RingAdvancedDistributedDilatedAttention",
-    "RingAttentionV2Simple",
     "RingDilatedAttention",
-    "RingDilatedAttentionProduction",
-    "RingDilatedAttentionV2Collective",
     "RingMultiheadDilatedAttention",
     "dilated_attention",
     "explain",
@@ -31,6 +25,11 @@ __all__ = [
     "shard_sequence",
     "stream",
 ]
+# of dilated_attention.compat: they can be imported from here, and are not shown
+_OLD = (
+    "ImprovedDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingAdvancedDistributedDilatedAttention",
+    "RingAttentionV2Simple", "RingDilatedAttentionProduction", "RingDilatedAttentionV2Collective",
+)  # fmt: skip
 
 
 def _is_own_command() -> bool:
@@ -44,20 +43,22 @@ def _is_own_command() -> bool:
 if TYPE_CHECKING or not _is_own_command():
     from dilated_attention._explain import Explanation, explain
     from dilated_attention.checks import DilatedAttentionWarning
+    from dilated_attention.compat import (  # noqa: F401
+        ImprovedDilatedAttention,
+        ImprovedMultiheadDilatedAttention,
+        RingAdvancedDistributedDilatedAttention,
+        RingAttentionV2Simple,
+        RingDilatedAttentionProduction,
+        RingDilatedAttentionV2Collective,
+    )
     from dilated_attention.context_parallel import ContextParallel
     from dilated_attention.distributed.group import CommunicationError
     from dilated_attention.distributed.sequence import gather_sequence, local_positions, sequence_mean, shard_sequence
     from dilated_attention.functional import dilated_attention
     from dilated_attention.nn import (
         DilatedAttention,
-        ImprovedDilatedAttention,
-        ImprovedMultiheadDilatedAttention,
         MultiheadDilatedAttention,
-        RingAdvancedDistributedDilatedAttention,
-        RingAttentionV2Simple,
         RingDilatedAttention,
-        RingDilatedAttentionProduction,
-        RingDilatedAttentionV2Collective,
         RingMultiheadDilatedAttention,
     )
     from dilated_attention.pattern import DilatedPattern
@@ -66,11 +67,11 @@ if TYPE_CHECKING or not _is_own_command():
 else:
     _HOMES = (
         "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "checks", "ring.cost",
-        "distributed.group", "distributed.sequence",
+        "distributed.group", "distributed.sequence", "compat",
     )  # fmt: skip
 
     def __getattr__(name: str) -> object:
-        if name in __all__:
+        if name in (*__all__, *_OLD):
             for home in _HOMES:
                 found = vars(importlib.import_module(f"{__name__}.{home}")).get(name)
                 if found is not None:

@@ -33,9 +33,9 @@ import dilated_attention
 from dilated_attention import ContextParallel, DilatedPattern, RingMultiheadDilatedAttention, testing
 from dilated_attention.backends import sdpa
 from dilated_attention.call import Heads
+from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
 from dilated_attention.distributed.group import CommunicationError, GroupTransport
 from dilated_attention.distributed.sequence import gather_sequence, sequence_mean
-from dilated_attention.nn import RingAdvancedDistributedDilatedAttention
 from dilated_attention.ranks import Outcome, pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dilated_attention as da
 from dilated_attention import (
     DilatedAttention,
     DilatedAttentionWarning,
     DilatedPattern,
     ImprovedDilatedAttention,
+    compat,
     dilated_attention,
     testing,
 )
@@ -154,14 +156,14 @@ def test_errors(cls: Any) -> None:
         module(query, key, value, False, torch.zeros(1, 8, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", sorted({*modules.__all__} - {ON_A_MESH}))
+@pytest.mark.parametrize("name", sorted({*modules.__all__, *compat.__all__} - {ON_A_MESH}))
 def test_no_keyword_is_taken_in_silence(name: str) -> None:
     """Unknown ones are refused by name; tests/nn/test_mesh.py has the class on a mesh."""
     lists = () if name == "RingAttentionV2Simple" else (LENGTHS, RATES)
     shape, unknown = ((8, 2), ("softmax_scale",)) if "Multihead" in name else ((), ("embed_dim",))
     for word in ("nonsense", "backends", "Rule", "scale", *unknown):
         with pytest.raises(TypeError, match=rf"unexpected keyword argument '{word}'"):
-            getattr(modules, name)(*shape, *lists, **{word: 0.5})
+            getattr(da, name)(*shape, *lists, **{word: 0.5})
 
 
 @pytest.mark.parametrize(
@@ -170,8 +172,8 @@ def test_no_keyword_is_taken_in_silence(name: str) -> None:
         DilatedAttention,
         ImprovedDilatedAttention,
         modules.RingDilatedAttention,
-        modules.RingDilatedAttentionV2Collective,
-        modules.RingDilatedAttentionProduction,
+        compat.RingDilatedAttentionV2Collective,
+        compat.RingDilatedAttentionProduction,
     ],
 )
 def test_modules_without_projections_honour_a_scale(cls: Any) -> None:

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import ContextParallel, MultiheadDilatedAttention, sequence_mean, shard_sequence
+from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
 from dilated_attention.context_parallel import ROUTES
-from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 from tests.over_ranks import changed, raised

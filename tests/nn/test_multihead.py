@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention import dilated_attention, reference
-from dilated_attention.nn import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
+from dilated_attention.compat import ImprovedMultiheadDilatedAttention
+from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.testing import error
 
 CLASSES = [MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention]

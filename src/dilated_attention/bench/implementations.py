@@ -20,16 +20,18 @@ from dilated_attention.bench.run import oracle
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import Implementation, Subject
 from dilated_attention.call import Call
+from dilated_attention.compat import (
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    RingAttentionV2Simple,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2Collective,
+)
 from dilated_attention.functional import dilated_attention
 from dilated_attention.nn import (
     DilatedAttention,
-    ImprovedDilatedAttention,
-    ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
-    RingAttentionV2Simple,
     RingDilatedAttention,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2Collective,
     RingMultiheadDilatedAttention,
 )
 from dilated_attention.pattern import RULES, DilatedPattern

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention.bench import multihead
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import Build, Implementation, Subject
+from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
 from dilated_attention.distributed.sequence import shard_sequence
-from dilated_attention.nn import MultiheadDilatedAttention, RingAdvancedDistributedDilatedAttention
+from dilated_attention.nn import MultiheadDilatedAttention
 
 
 def spread(one: Implementation, ranks: int) -> Implementation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TypedDict
 
 from torch import Tensor, nn
 
@@ -13,8 +14,19 @@ from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern, Rule
-from dilated_attention.resolve import Options, check_options
+from dilated_attention.resolve import Options as CallOptions
+from dilated_attention.resolve import check_options
 from dilated_attention.ring.run import Ranks
+
+Lengths = Iterable[int] | None  # one entry per branch; None: a pattern says it
+
+
+class Options(TypedDict, total=False):
+    """The keywords that every module takes."""
+
+    pattern: DilatedPattern | None
+    rule: Rule | None
+    backend: Backend
 
 
 class Core(nn.Module):
@@ -25,18 +37,19 @@ class Core(nn.Module):
 
     def __init__(
         self,
-        segment_lengths: Iterable[int] | None,
-        dilation_rates: Iterable[int] | None,
+        segment_lengths: Lengths,
+        dilation_rates: Lengths,
         dropout: float,
-        pattern: DilatedPattern | None,
-        rule: Rule | None,
-        backend: Backend,
+        *,
+        pattern: DilatedPattern | None = None,
+        rule: Rule | None = None,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         self.pattern = _pattern(segment_lengths, dilation_rates, pattern, rule)
         self.dropout = checked_probability(dropout, "dropout")
         self.backend: Backend = backend
-        check_options(Options(self.pattern, backend=backend))
+        check_options(CallOptions(self.pattern, backend=backend))
 
     def _attend(
         self,
@@ -59,20 +72,15 @@ class Core(nn.Module):
         return f"{self.pattern}, dropout={self.dropout}, backend={self.backend!r}{ranks}"
 
 
-def _pattern(
-    segment_lengths: Iterable[int] | None,
-    dilation_rates: Iterable[int] | None,
-    pattern: DilatedPattern | None,
-    rule: Rule | None,
-) -> DilatedPattern:
+def _pattern(lengths: Lengths, rates: Lengths, pattern: DilatedPattern | None, rule: Rule | None) -> DilatedPattern:
     """The pattern given, or that of the two lists."""
     if pattern is None:
-        if segment_lengths is None or dilation_rates is None:
+        if lengths is None or rates is None:
             raise ValueError("no pattern: give segment_lengths and dilation_rates, or pattern=")
-        return DilatedPattern.of(rule or "head_groups", segment_lengths, dilation_rates)
+        return DilatedPattern.of(rule or "head_groups", lengths, rates)
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
-    if segment_lengths is not None or dilation_rates is not None:
+    if lengths is not None or rates is not None:
         raise ValueError(f"pattern={pattern} and a list of lengths or rates were given: give the lists or the pattern")
     if rule not in (None, pattern.rule):
         raise ValueError(f"rule={rule!r} and pattern={pattern} were both given: leave rule out")

@@ -1,12 +1,28 @@
 """The multihead module on a mesh of ranks: samples, the sequence and the heads are each split along one named axis.
 
+Each rank passes its samples (data axis) and its shard of their tokens (sequence axis). Ranks along the heads axis pass
+the same tensor. The result is laid out in the same way. An axis that the mesh does not have counts as size 1.
+
+Along the heads axis the parameters are DTensors. The projections of q, k and v and the output weight are split by
+heads; the others are replicated. Their gradients need nothing from the caller. Along the data and sequence axes
+parameters must be equal, and their gradients averaged over both axes, as DDP and FSDP2 do: for example,
+``fully_shard(attention, mesh=mesh["data", "sequence"])``, and the loss by ``sequence_mean(..., mesh["sequence"])``.
+
+The state dict has the keys and whole shapes of MultiheadDilatedAttention. A checkpoint of torch.distributed.checkpoint
+loads on a mesh of any shape; for a plain state dict there is
+``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
+
+Dropout drops the same pairs as on one device: the first rank along the sequence and heads axes draws the seed. Seed
+ranks along the data axis differently. If one rank's arguments are wrong, ranks with other heads raise at once if the
+mesh's groups have gloo for the CPU; otherwise they wait for the timeout of their collectives.
+
 Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v here (B, n, H / T, D).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -19,44 +35,21 @@ from dilated_attention import functional
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import ask, together
 from dilated_attention.distributed.group import GroupTransport, wire_device
-from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
+from dilated_attention.nn.core import Lengths
+from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared, each
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 
 
-class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
-    """Computes :class:`MultiheadDilatedAttention` over a ``DeviceMesh`` whose axes split samples, tokens and heads.
-
-    Each rank passes its samples (data axis) and its shard of their tokens (sequence axis). Ranks along the heads axis
-    pass the same tensor. The result is laid out in the same way. An axis that the mesh does not have counts as size 1.
-
-    Along the heads axis the parameters are DTensors. The projections of q, k and v and the output weight are split by
-    heads; the others are replicated. Their gradients need nothing from you. Along the data and sequence axes parameters
-    must be equal: seed all ranks alike, or load one checkpoint. Average their gradients over both axes, as DDP and
-    FSDP2 do, and compute the loss with ``sequence_mean(..., mesh["sequence"])``. For example,
-    ``fully_shard(attention, mesh=mesh["data", "sequence"])`` replicates along data, and shards along sequence.
-
-    The state dict has the keys and whole shapes of :class:`MultiheadDilatedAttention`. A checkpoint of
-    torch.distributed.checkpoint loads on a mesh of any shape. To load a plain state dict, call
-    ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
-
-    Dropout drops the same pairs as on one device: the first rank along the sequence and heads axes draws the seed. Seed
-    ranks along the data axis differently. If one rank's arguments are wrong, ranks with other heads raise at once if
-    the mesh's groups have gloo for the CPU; otherwise they wait for the timeout of their collectives.
+class MeshAttention(RingMultiheadDilatedAttention):
+    """Computes MultiheadDilatedAttention over a ``DeviceMesh`` whose axes split samples, tokens and heads.
 
     Args:
         mesh: required. A DeviceMesh that has some or all of the three axes that the next arguments name, and no others.
         data, sequence, heads: the names of these axes in the mesh. ``num_heads``, and ``num_kv_heads`` if given, must
             be a multiple of the size of the heads axis.
-        parallel: a :class:`ContextParallel` without a group, for the sequence axis; its exchange is "auto" by default.
-        use_checkpointing: see :class:`ContextParallel`.
-        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm: see
-            :class:`MultiheadDilatedAttention`, which also has all further keywords.
-
-    Examples:
-        >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("sequence", "heads"))
-        >>> attention = da.RingAdvancedDistributedDilatedAttention(64, 4, [64, 256], [1, 4], mesh)
-        >>> attention(da.shard_sequence(torch.randn(2, 256, 64), mesh["sequence"]))[0].shape[-1]
-        64
+        parallel: a ContextParallel without a group, for the sequence axis; its exchange is "auto" by default.
+        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, options: see
+            MultiheadDilatedAttention.
     """
 
     exchange = "auto"
@@ -65,8 +58,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         mesh: DeviceMesh | None = None,
         dropout: float = 0.0,
         bias: bool = True,
@@ -80,7 +73,11 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         **options: Unpack[MultiheadOptions],
     ) -> None:
         mesh = _checked(mesh, data, sequence, heads)
-        how, axes = _options(parallel), mesh.mesh_dim_names or ()
+        if not isinstance(parallel, ContextParallel | None):
+            raise TypeError(f"parallel must be a ContextParallel, got {type(parallel).__name__}")
+        how, axes = parallel or ContextParallel(), mesh.mesh_dim_names or ()
+        if how.group is not None:
+            raise ValueError("parallel has a group, and the ranks are those of the mesh's axes: leave the group out")
         # without a sequence axis every rank is on its own, whatever default group there is
         group, ring_size = (replace(how, group=mesh[sequence]), None) if sequence in axes else (how, 1)
         super().__init__(
@@ -91,39 +88,28 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         if self.split is not None:
             self.split.parallelize(self)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws the weights as on one device, and then splits them.
-
-        If each rank drew its own part with the same seed, all parts would be equal.
-        """
-        if not hasattr(self.out_proj.weight, "device_mesh"):  # no DTensor
-            super().reset_parameters()
+    def _draw(self, weight: Any, gain: float) -> None:
+        """Draws a weight as on one device, and then splits it: parts drawn with one seed would all be equal."""
+        if not hasattr(weight, "device_mesh"):  # no DTensor
+            super()._draw(weight, gain)
             return
         from torch.distributed.tensor import distribute_tensor
 
-        bias, norm, weight = self.out_proj.bias is not None, isinstance(self.norm, nn.LayerNorm), self.out_proj.weight
-        whole = MultiheadDilatedAttention(
-            self.embed_dim, self.num_heads, pattern=self.pattern, bias=bias, layer_norm=norm,
-            gamma_init=self.gamma_init, device="meta", dtype=weight.dtype, num_kv_heads=self.num_kv_heads,
-        ).to_empty(device=weight.device)  # fmt: skip
-        whole.reset_parameters()
-        mine: Any
-        for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
-            mine.copy_(distribute_tensor(drawn, mine.device_mesh, mine.placements))
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        super()._draw(whole, gain)
+        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
 
-    def _prepared_here(self, query: Tensor, *given: Any) -> Prepared:
+    def _prepared_here(self, *given: Any) -> Prepared:
         if self.split is None:
-            return super()._prepared_here(query, *given)
+            return super()._prepared_here(*given)
         with together(functools.partial(self.split.say, self.out_proj.weight.device, self.ranks.parallel.timeout)):
-            return super()._prepared_here(query, *given)
+            return super()._prepared_here(*given)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.split is None:
-            return super()._project(query, key, value)
-        # each tensor once: what q, k and v send back to the same one is then added up before it is summed over ranks
-        whole = {id(x): self.split.replicated(x) for x in (query, key, value)}
-        return super()._project(whole[id(query)], whole[id(key)], whole[id(value)])
+        if self.split is not None:
+            # each tensor once: what q, k and v send back to the same one is added up before it is summed over ranks
+            query, key, value = each(self.split.replicated, query, key, value)
+        return super()._project(query, key, value)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *given: Any, **more: Any) -> Tensor:
         if self.split is not None:
@@ -185,14 +171,6 @@ class _Split:
         projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
         output = RowwiseParallel(input_layouts=Replicate() if whole else Shard(-1))
         parallelize_module(module, self.mesh, {**projections, "out_proj": output})
-
-
-def _options(parallel: ContextParallel | None) -> ContextParallel:
-    if not isinstance(parallel, ContextParallel | None):
-        raise TypeError(f"parallel must be a ContextParallel, got {type(parallel).__name__}")
-    if parallel is not None and parallel.group is not None:
-        raise ValueError("parallel has a group, and the ranks are those of the mesh's axes: leave the group out")
-    return parallel or ContextParallel()
 
 
 def _checked(mesh: DeviceMesh | None, data: str, sequence: str, heads: str) -> DeviceMesh:

@@ -6,18 +6,15 @@ Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypedDict
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_flag, check_int, checked_scale
-from dilated_attention.nn.core import Core
+from dilated_attention.nn.core import Core, Lengths, Options
 from dilated_attention.nn.masks import check_causal_mask, ignored
-from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.resolve import DTYPES, check_layout
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -34,12 +31,9 @@ class _NoPackedWeight:
         raise TypeError("dilated attention has no in_proj_weight: use q_proj, k_proj and v_proj, or qkv_proj")
 
 
-class MultiheadOptions(TypedDict, total=False):
+class MultiheadOptions(Options, total=False):
     """What modules over ranks hand on to `MultiheadDilatedAttention`."""
 
-    pattern: DilatedPattern | None
-    rule: Rule | None
-    backend: Backend
     layer_norm_eps: float
     gamma_init: float
     device: torch.device | str | int | None
@@ -71,7 +65,7 @@ class MultiheadDilatedAttention(Core):
         num_kv_heads: key and value heads, each of which serves ``num_heads // num_kv_heads`` query heads in a row;
             as many as ``num_heads`` by default.
         batch_first: False: tokens are (N, B, E) instead of (B, N, E).
-        pattern, rule, backend: see :class:`DilatedAttention`.
+        options: see :class:`DilatedAttention`.
 
     Examples:
         >>> attention = da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4], num_kv_heads=2)
@@ -92,8 +86,8 @@ class MultiheadDilatedAttention(Core):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Iterable[int] | None = None,
-        dilation_rates: Iterable[int] | None = None,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -104,11 +98,9 @@ class MultiheadDilatedAttention(Core):
         *,
         num_kv_heads: int | None = None,
         batch_first: bool = True,
-        pattern: DilatedPattern | None = None,
-        rule: Rule | None = None,
-        backend: Backend = "auto",
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, dropout, pattern, rule, backend)
+        super().__init__(segment_lengths, dilation_rates, dropout, **options)
         self.embed_dim = check_int("embed_dim", embed_dim)
         self.num_heads = check_int("num_heads", num_heads)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
@@ -143,11 +135,14 @@ class MultiheadDilatedAttention(Core):
         query, key, value = self._inputs()
         output = (self.out_proj.weight, self.out_proj.bias)
         for (weight, bias), gain in ((query, 1.0), (key, 1.0), (value, self.gamma_init), (output, self.gamma_init)):
-            nn.init.xavier_normal_(weight, gain=gain)
+            self._draw(weight, gain)
             if bias is not None:
                 nn.init.zeros_(bias)
         if isinstance(self.norm, nn.LayerNorm):
             self.norm.reset_parameters()
+
+    def _draw(self, weight: Tensor, gain: float) -> None:
+        nn.init.xavier_normal_(weight, gain=gain)
 
     def forward(
         self,
@@ -221,13 +216,14 @@ class MultiheadDilatedAttention(Core):
         if need_weights:
             raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
         self._check_tokens(query, key, value)
-        tokens = query.shape[:-1] if self.batch_first or query.dim() == 2 else (query.shape[1], query.shape[0])
+        is_turned = query.dim() == 3 and not self.batch_first
+        tokens = (query.shape[1], query.shape[0]) if is_turned else tuple(query.shape[:-1])
         if attn_mask is not None:
             samples = 1 if query.dim() == 2 else tokens[0]
             check_causal_mask(attn_mask, is_causal, tokens[-1], samples * self.num_heads)
-        padding = None if mask is None else ignored(mask, tuple(tokens))
-        if query.dim() == 3 and not self.batch_first:
-            query, key, value = _swapped(query, key, value)
+        padding = None if mask is None else ignored(mask, tokens)
+        if is_turned:
+            query, key, value = each(_turned, query, key, value)
         q, k, v = self._project(query, key, value)
         if query.dim() == 2:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -235,7 +231,6 @@ class MultiheadDilatedAttention(Core):
         return q, k, v, padding
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        layout = "batch, tokens" if self.batch_first else "tokens, batch"
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -245,56 +240,26 @@ class MultiheadDilatedAttention(Core):
                     "built with enable_nested_tensor=False"
                 )
             check_layout(name, x)
-            if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != self.embed_dim:
-                beside = "" if x is query else f" and query {tuple(query.shape)}"
+            if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:
+                layout = "batch, tokens" if self.batch_first else "tokens, batch"
                 raise ValueError(
-                    f"query, key and value must all be ({layout}, {self.embed_dim}) or all (tokens, "
-                    f"{self.embed_dim}), got {name} {tuple(x.shape)}{beside}"
-                )
-            if x.shape != query.shape:
-                raise ValueError(
-                    f"{name} is {tuple(x.shape)} and query {tuple(query.shape)}: dilated attention is self-attention "
+                    f"query, key and value must all be ({layout}, {self.embed_dim}) or all (tokens, {self.embed_dim}), "
+                    f"got {name} {tuple(x.shape)} and query {tuple(query.shape)}: dilated attention is self-attention "
                     "and needs equal lengths; to decode, project q, k and v and call dilated_attention()"
                 )
 
 
-class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """Computes the same as :class:`MultiheadDilatedAttention`, with one projection for q, k and v.
-
-    The weights are one matrix, ``qkv_proj``. If query, key and value are the same tensor, one matrix product projects
-    them; else three do. Arguments are those of :class:`MultiheadDilatedAttention`. Either class loads the state dict of
-    the other, alone or as part of a bigger model.
-
-    Examples:
-        >>> fused = da.ImprovedMultiheadDilatedAttention(64, 4, [64, 256], [1, 4])
-        >>> fused.load_state_dict(da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4]).state_dict())
-        <All keys matched successfully>
-        >>> fused(torch.randn(2, 256, 64))[0].shape
-        torch.Size([2, 256, 64])
-    """
-
-    def _add_projections(self, factory: dict[str, Any]) -> None:
-        self.qkv_proj = nn.Linear(self.embed_dim, sum(self._widths()), **factory)
-
-    def _inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
-        weights = torch.split(self.qkv_proj.weight, self._widths())
-        biases = (None,) * 3 if self.qkv_proj.bias is None else torch.split(self.qkv_proj.bias, self._widths())
-        return tuple(zip(weights, biases, strict=True))
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if key is query and value is query:
-            q, k, v = torch.split(self.qkv_proj(query), self._widths(), dim=-1)
-        else:
-            q, k, v = (F.linear(x, *third) for x, third in zip((query, key, value), self._inputs(), strict=True))
-        return self._heads(q), self._heads(k), self._heads(v)
+def each(
+    change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All three changed; what was one tensor stays one, as a fused projection asks."""
+    q = change(query)
+    k = q if key is query else change(key)
+    return q, k, q if value is query else k if value is key else change(value)
 
 
-def _swapped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, N, E) from (N, B, E); what was one tensor stays one, as a fused projection asks."""
-    q = query.transpose(0, 1)
-    k = q if key is query else key.transpose(0, 1)
-    v = q if value is query else k if value is key else value.transpose(0, 1)
-    return q, k, v
+def _turned(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
 
 
 def _refit(module: MultiheadDilatedAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -303,7 +268,7 @@ def _refit(module: MultiheadDilatedAttention, state_dict: dict[str, Any], prefix
     An incomplete set, or both at once, is left as it is, so that load_state_dict names what is wrong. So are the names
     of nn.MultiheadAttention where key and value have fewer heads than it.
     """
-    fused = isinstance(module, ImprovedMultiheadDilatedAttention)
+    fused = hasattr(module, _FUSED)
     if module.num_kv_heads == module.num_heads:
         theirs = {f"in_proj_{kind}": f"{_FUSED}.{kind}" for kind in ("weight", "bias")}
         theirs |= {f"{name}_weight": f"{name}.weight" for name in _SEPARATE}

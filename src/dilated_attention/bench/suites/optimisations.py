@@ -23,7 +23,8 @@ from dilated_attention.bench.runners import rank_milliseconds
 from dilated_attention.bench.session import PATTERNS, Session, Step
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.subject import BOTH, FORWARD, Build
-from dilated_attention.nn import MultiheadDilatedAttention, RingDilatedAttentionProduction
+from dilated_attention.compat import RingDilatedAttentionProduction
+from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.ranks import pool
 from dilated_attention.ring import alltoall, circulate, packing, shards
 from dilated_attention.units import bytes_text

@@ -1,0 +1,162 @@
+"""The classes of an older family, for code that uses their names: see the page on migration. New code needs none.
+
+They have the constructors of that family, and what they compute is computed elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dilated_attention.backends.blockwise import MemoryCap
+from dilated_attention.backends.choose import Backend
+from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, checked_probability, warn
+from dilated_attention.context_parallel import ContextParallel
+from dilated_attention.distributed.group import Buffers
+from dilated_attention.distributed.sequence import Group
+from dilated_attention.nn.attention import DilatedAttention
+from dilated_attention.nn.core import Lengths, Options
+from dilated_attention.nn.mesh import MeshAttention
+from dilated_attention.nn.multihead import MultiheadDilatedAttention
+from dilated_attention.nn.ring import RingDilatedAttention
+from dilated_attention.pattern import Rule
+
+__all__ = [
+    "ImprovedDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
+    "RingAdvancedDistributedDilatedAttention",
+    "RingAttentionV2Simple",
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2Collective",
+]
+
+
+class ImprovedDilatedAttention(DilatedAttention):
+    """Is DilatedAttention with other argument names.
+
+    ``use_tf32`` sets nothing: True or False warns where it differs from PyTorch's own setting.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
+        dropout: float = 0.0,
+        use_tf32: bool | None = None,
+        *,
+        softmax_scale: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        dropout = checked_probability(dropout, "dropout")
+        super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
+        self.use_tf32 = use_tf32
+        if use_tf32 is not None:
+            check_flag("use_tf32", use_tf32)
+            if use_tf32 != (torch.backends.cuda.matmul.fp32_precision == "tf32"):
+                wanted = "tf32" if use_tf32 else "ieee"
+                warn(
+                    f"use_tf32={use_tf32} sets nothing, and torch's setting differs: for all float32 products of the "
+                    f"process, set torch.backends.cuda.matmul.fp32_precision = {wanted!r}"
+                )
+
+    def extra_repr(self) -> str:
+        shown = "" if self.use_tf32 is None else f", use_tf32={self.use_tf32}"
+        return f"{super().extra_repr()}{shown}"
+
+
+class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """Is MultiheadDilatedAttention with the projections of q, k and v in one matrix, ``qkv_proj``.
+
+    Either class loads the state dict of the other.
+    """
+
+    def _add_projections(self, factory: dict[str, Any]) -> None:
+        self.qkv_proj = nn.Linear(self.embed_dim, sum(self._widths()), **factory)
+
+    def _inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        weights, bias = torch.split(self.qkv_proj.weight, self._widths()), self.qkv_proj.bias
+        biases = (None,) * 3 if bias is None else torch.split(bias, self._widths())
+        return tuple(zip(weights, biases, strict=True))
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if key is query and value is query:
+            q, k, v = torch.split(self.qkv_proj(query), self._widths(), dim=-1)
+        else:
+            q, k, v = (F.linear(x, *third) for x, third in zip((query, key, value), self._inputs(), strict=True))
+        return self._heads(q), self._heads(k), self._heads(v)
+
+
+class RingAttentionV2Simple(RingDilatedAttention):
+    """Is RingDilatedAttention with one segment of rate 1, dense attention, and the backend "eager".
+
+    ``rule`` has no effect, as one segment is the same under all rules.
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        *,
+        rule: Rule = "head_groups",
+        backend: Backend = "eager",
+        group: Group | ContextParallel | None = None,
+    ) -> None:
+        super().__init__([MAX_NUMBER], [1], dropout, rule=rule, backend=backend, group=group)
+
+
+class RingDilatedAttentionV2Collective(RingDilatedAttention):
+    """Is RingDilatedAttention with the exchange "allgather": all key and value rows arrive in one step.
+
+    On NCCL it is one collective; on gloo a batch of messages, so that an error can name a missing rank.
+    """
+
+    exchange = "allgather"
+
+
+class RingOptions(Options, total=False):
+    """The keywords of RingDilatedAttention."""
+
+    group: Group | ContextParallel | None
+    softmax_scale: float | None
+
+
+class RingDilatedAttentionProduction(RingDilatedAttention):
+    """Is RingDilatedAttention with a cap on memory, second tries when memory runs out, kept buffers, and statistics.
+
+    ``max_workspace_bytes`` caps the results of one block: larger blocks are computed some heads at a time.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Lengths = None,
+        dilation_rates: Lengths = None,
+        dropout: float = 0.0,
+        ring_size: int | None = None,
+        use_checkpointing: bool | None = None,
+        max_workspace_bytes: int | None = None,
+        **options: Unpack[RingOptions],
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, dropout, ring_size, use_checkpointing, **options)
+        if max_workspace_bytes is not None:
+            max_workspace_bytes = check_int("max_workspace_bytes", max_workspace_bytes)
+        self.ranks.memory_cap, self.ranks.buffers = MemoryCap(max_workspace_bytes), Buffers()
+
+    def stats(self) -> dict[str, float]:
+        """Returns statistics of all calls of this module on this rank, with their backward passes.
+
+        hops: steps in which it sent or received; bytes_sent, bytes_received; seconds_waited for other ranks;
+        peak_bytes: the most bytes of received messages held at the same time; retries: blocks that ran out of memory
+        and were tried again.
+        """
+        stats, cap = self.ranks.stats, self.ranks.memory_cap
+        counted = {x: getattr(stats, x) for x in ("hops", "bytes_sent", "bytes_received", "seconds_waited")}
+        return {**counted, "peak_bytes": stats.peak_buffer_bytes, "retries": 0 if cap is None else cap.retries}
+
+
+class RingAdvancedDistributedDilatedAttention(MeshAttention):
+    """Is MultiheadDilatedAttention over a ``DeviceMesh`` whose axes split samples, tokens and heads.
+
+    Without a heads axis RingMultiheadDilatedAttention does the same.
+    """
