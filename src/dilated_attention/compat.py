@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention.backends.blockwise import MemoryCap
-from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, checked_probability, warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import Buffers
@@ -22,7 +21,6 @@ from dilated_attention.nn.core import Lengths, Options
 from dilated_attention.nn.mesh import MeshAttention
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingDilatedAttention
-from dilated_attention.pattern import Rule
 
 __all__ = [
     "ImprovedDilatedAttention",
@@ -39,6 +37,8 @@ class ImprovedDilatedAttention(DilatedAttention):
 
     ``use_tf32`` sets nothing: True or False warns where it differs from PyTorch's own setting.
     """
+
+    shown = (*DilatedAttention.shown, "use_tf32")
 
     def __init__(
         self,
@@ -61,10 +61,6 @@ class ImprovedDilatedAttention(DilatedAttention):
                     f"use_tf32={use_tf32} sets nothing, and torch's setting differs: for all float32 products of the "
                     f"process, set torch.backends.cuda.matmul.fp32_precision = {wanted!r}"
                 )
-
-    def extra_repr(self) -> str:
-        shown = "" if self.use_tf32 is None else f", use_tf32={self.use_tf32}"
-        return f"{super().extra_repr()}{shown}"
 
 
 class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
@@ -89,21 +85,22 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         return self._heads(q), self._heads(k), self._heads(v)
 
 
+class RingOptions(Options, total=False):
+    """The keywords of RingDilatedAttention."""
+
+    group: Group | ContextParallel | None
+    softmax_scale: float | None
+
+
 class RingAttentionV2Simple(RingDilatedAttention):
     """Is RingDilatedAttention with one segment of rate 1, dense attention, and the backend "eager".
 
     ``rule`` has no effect, as one segment is the same under all rules.
     """
 
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        rule: Rule = "head_groups",
-        backend: Backend = "eager",
-        group: Group | ContextParallel | None = None,
-    ) -> None:
-        super().__init__([MAX_NUMBER], [1], dropout, rule=rule, backend=backend, group=group)
+    def __init__(self, dropout: float = 0.0, **options: Unpack[RingOptions]) -> None:
+        options.setdefault("backend", "eager")
+        super().__init__([MAX_NUMBER], [1], dropout, **options)
 
 
 class RingDilatedAttentionV2Collective(RingDilatedAttention):
@@ -113,13 +110,6 @@ class RingDilatedAttentionV2Collective(RingDilatedAttention):
     """
 
     exchange = "allgather"
-
-
-class RingOptions(Options, total=False):
-    """The keywords of RingDilatedAttention."""
-
-    group: Group | ContextParallel | None
-    softmax_scale: float | None
 
 
 class RingDilatedAttentionProduction(RingDilatedAttention):

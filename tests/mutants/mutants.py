@@ -645,9 +645,9 @@ MUTANTS = [
     M("loaded-thirds-share-memory", "Three projections loaded with assign=True share one storage.",
       "nn/multihead.py", "(third.clone() for third in", "(third for third in"),
     M("heads-of-the-first-rank", "Every rank of a heads axis runs the pattern of the first heads.",
-      "nn/mesh.py", "self.first = mesh.get_local_rank() * (num_heads // mesh.size())", "self.first = 0"),
+      "nn/mesh.py", "mesh.get_local_rank() * share", "0"),
     M("seed-of-each-heads-rank", "Ranks with other heads of the same tokens drop by seeds of their own.",
-      "nn/mesh.py", "dist.broadcast(first, group=self.group, group_src=0)", "pass",
+      "nn/mesh.py", "dist.broadcast(first, group=group, group_src=0)", "pass",
       tests=(f"{MESH}::test_dropout_is_that_of_one_device",)),
     # --- what matters on a CUDA device ---------------------------------------------------------------------------
     M("eager-sums-in-half", "The eager backend rounds its result to half precision before it is merged.",

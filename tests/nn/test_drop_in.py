@@ -107,7 +107,7 @@ def test_wrong_layouts_and_heads_are_refused() -> None:
     shapes = r"must all be \(tokens, batch, 24\) or all \(tokens, 24\), got query \(13, 3, 2"
     for inputs, mask, kind, match in (
         (x[..., 1:], None, ValueError, shapes),
-        (x, torch.zeros(N, B, dtype=torch.bool), ValueError, r"must be \(3, 13\) like the tokens, got \(13, 3\)"),
+        (x, torch.zeros(N, B, dtype=torch.bool), ValueError, r"must be \(batch, tokens\) = \(3, 13\), got \(13, 3\)"),
         (x, [[False] * N] * B, TypeError, "key_padding_mask must be a tensor, got list"),
     ):
         with pytest.raises(kind, match=match):

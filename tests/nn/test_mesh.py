@@ -364,7 +364,7 @@ def parameters() -> None:
         twin = copy.deepcopy(many)
         assert torch.equal(twin(batch().float())[0], many(batch().float())[0])
         assert all(a is not b for a, b in zip(twin.parameters(), many.parameters(), strict=True))
-        assert ("heads over 2 ranks" in repr(many)) == (axes["heads"] == 2)
+        assert ("held_heads=(" in repr(many)) == (axes["heads"] == 2)
 
 
 def test_parameters_are_those_of_one_device() -> None:

@@ -504,16 +504,16 @@ def test_errors_of_the_call(cls: Any) -> None:
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ((x, x, x), {"need_weights": True}, ValueError, "need_weights must be False, got True"),
         ((x,), {"attn_mask": causal}, ValueError, r"attn_mask must be None unless .* pass is_causal=True"),
-        ((x, x[:, :8]), {}, ValueError, r"key is \(2, 8, 20\) and query \(2, 9, 20\): .* equal lengths; to decode, "),
-        ((x[..., 1:],), {}, ValueError, r"must all be .* got query \(2, 9, 19\)$"),
+        ((x, x[:, :8]), {}, ValueError, r"got key \(2, 8, 20\) and query \(2, 9, 20\): .* equal lengths; to decode, "),
+        ((x[..., 1:],), {}, ValueError, r"must all be .* got query \(2, 9, 19\)"),
         ((x.numpy(),), {}, TypeError, "query must be a tensor, got ndarray"),
         ((x, x[0]), {}, ValueError, r"must all be .* got key \(9, 20\) and query \(2, 9, 20\)"),
         ((x[None],), {}, ValueError, r"must all be .* got query \(1, 2, 9, 20\)"),
         ((x,), {"key_padding_mask": wrong_mask}, ValueError, f"{only} -1000000000.0"),
         ((x,), {"key_padding_mask": as_float(mask).masked_fill(mask, torch.nan)}, ValueError, f"{only} nan"),
         ((x,), {"key_padding_mask": mask.long()}, TypeError, r"key_padding_mask must be bool .* got torch.int64"),
-        ((x,), {"key_padding_mask": mask[:, :8]}, ValueError, r"must be \(2, 9\) like the tokens, got \(2, 8\)"),
-        ((x[0],), {"key_padding_mask": mask}, ValueError, r"must be \(9,\) like the tokens, got \(2, 9\)"),
+        ((x,), {"key_padding_mask": mask[:, :8]}, ValueError, r"must be \(batch, tokens\) = \(2, 9\), got \(2, 8\)"),
+        ((x[0],), {"key_padding_mask": mask}, ValueError, r"must be \(batch, tokens\) = \(1, 9\), got \(1, 2, 9\)"),
     ]
     for inputs, options, kind, match in wrong:
         with pytest.raises(kind, match=match):

@@ -30,6 +30,8 @@ class DilatedAttention(Core):
         torch.Size([2, 256, 4, 16])
     """
 
+    shown = ("softmax_scale", *Core.shown)
+
     def __init__(
         self,
         segment_lengths: Lengths = None,
@@ -57,7 +59,3 @@ class DilatedAttention(Core):
         (B, N) bool, True = ignore this key.
         """
         return self._attend(query, key, value, is_causal, key_padding_mask)
-
-    def extra_repr(self) -> str:
-        scale = "" if self.softmax_scale is None else f"softmax_scale={self.softmax_scale}, "
-        return f"{scale}{super().extra_repr()}"

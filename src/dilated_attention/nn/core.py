@@ -34,6 +34,8 @@ class Core(nn.Module):
 
     softmax_scale: float | None = None  # 1/sqrt(D), which only the tensors know
     ranks: Ranks | None = None  # None: one device
+    held_heads: tuple[int, int] | None = None  # of key and value: the first one here, and how many there are; None: all
+    shown: tuple[str, ...] = ("dropout", "backend")  # by repr(), beside the pattern and the ranks
 
     def __init__(
         self,
@@ -51,25 +53,21 @@ class Core(nn.Module):
         self.backend: Backend = backend
         check_options(CallOptions(self.pattern, backend=backend))
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool,
-        key_padding_mask: Tensor | None,
-        heads: tuple[int, int] | None = None,
-        seed: Tensor | None = None,
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
         out, _ = functional.attend(
-            q, k, v, self.pattern, is_causal, self.softmax_scale, self.dropout if self.training else 0.0,
-            key_padding_mask, True, self.backend, heads, None if self.ranks is None else self.ranks.for_call(), seed,
+            q, k, v, self.pattern, is_causal, self.softmax_scale, dropout, key_padding_mask, True, self.backend,
+            self.held_heads, None if self.ranks is None else self.ranks.for_call(), self._seed(q) if dropout else None,
         )  # fmt: skip
         return out
 
+    def _seed(self, x: Tensor) -> Tensor | None:
+        """What dropout follows; None: it is drawn from torch's generator."""
+        return None
+
     def extra_repr(self) -> str:
-        ranks = "" if self.ranks is None else f", {self.ranks}"
-        return f"{self.pattern}, dropout={self.dropout}, backend={self.backend!r}{ranks}"
+        ranks = [] if self.ranks is None else [str(self.ranks)]
+        return ", ".join([str(self.pattern), *(f"{x}={getattr(self, x)!r}" for x in self.shown), *ranks])
 
 
 def _pattern(lengths: Lengths, rates: Lengths, pattern: DilatedPattern | None, rule: Rule | None) -> DilatedPattern:
@@ -101,10 +99,10 @@ def module_ranks(
             f"{only} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}: leave exchange "
             "out, or call dilated_attention(), which takes every exchange"
         )
-    if None not in (kept := (use_checkpointing, parallel.use_checkpointing)) and kept[0] != kept[1]:
-        raise ValueError(f"use_checkpointing is {kept[0]!r}, and {kept[1]!r} in ContextParallel: give it once")
-    use_checkpointing = next((x for x in kept if x is not None), True)
-    parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=use_checkpointing)
+    given = [x for x in (use_checkpointing, parallel.use_checkpointing, True) if x is not None]
+    if len(given) == 3 and given[0] != given[1]:
+        raise ValueError(f"use_checkpointing is {given[0]!r}, and {given[1]!r} in ContextParallel: give it once")
+    parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=given[0])
     ranks = Ranks(parallel, None if ring_size is None else check_int("ring_size", ring_size))
     ranks.for_call()  # errors now rather than in the first step
     return ranks

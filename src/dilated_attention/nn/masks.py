@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dilated_attention.resolve import check_layout
+from dilated_attention.derivatives import is_plain
+from dilated_attention.resolve import check_layout, check_padding_mask
 
 MOST_CHECKED = 4096  # tokens of an attn_mask whose values are looked at
 
 
-def ignored(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A padding mask as bool; nn.TransformerEncoderLayer hands over a float one."""
-    wanted = "key_padding_mask must be bool with True = ignore this key, or float of 0 (keep) and -inf (ignore) only"
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
-    check_layout("key_padding_mask", mask)
-    if mask.shape != shape:
-        raise ValueError(f"key_padding_mask must be {shape} like the tokens, got {tuple(mask.shape)}")
-    if mask.dtype == torch.bool:
-        return mask
-    if not mask.is_floating_point():
-        raise TypeError(f"{wanted}, got {mask.dtype}")
-    found = mask == -torch.inf
-    known = found | (mask == 0)
-    if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
-        torch._assert_async(known.all(), wanted)
-        return found
-    known, mask = unmapped(known), unmapped(mask)
-    if not known.all():
-        raise ValueError(f"{wanted}, got {mask[~known][0].item()}")
-    return found
+def ignored(mask: Tensor, x: Tensor) -> Tensor:
+    """The padding mask of tokens (B, N, E) as bool; nn.TransformerEncoderLayer hands over a float one."""
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        check_layout("key_padding_mask", mask)
+        wanted = "key_padding_mask must be bool, True = ignore this key, or float of 0 (keep) and -inf (ignore) only"
+        is_ignored = mask == -torch.inf
+        known = is_ignored | (mask == 0)
+        if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
+            torch._assert_async(known.all(), wanted)
+        elif not unmapped(known).all():
+            raise ValueError(f"{wanted}, got {unmapped(mask)[~unmapped(known)][0].item()}")
+        mask = is_ignored
+    check_padding_mask(mask, x)
+    return mask
 
 
 def unmapped(x: Tensor) -> Tensor:
@@ -57,11 +51,10 @@ def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> 
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or float, got {mask.dtype}")
-    has_values = not torch.compiler.is_compiling() and type(mask) in (Tensor, nn.Parameter)
-    if not has_values or mask.device.type != "cpu" or tokens > MOST_CHECKED:
+    if not is_plain(mask) or mask.device.type != "cpu" or tokens > MOST_CHECKED:
         return  # the caller's word is taken: there is no value yet, or the host would wait for it
     later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    right = mask == later if mask.dtype == torch.bool else torch.where(later, mask == -torch.inf, mask == 0)
+    right = mask == (later if mask.dtype == torch.bool else torch.zeros(later.shape).masked_fill(later, -torch.inf))
     if not right.all():
         raise ValueError(
             "attn_mask is not the causal mask (True or -inf above the diagonal, False or 0 elsewhere), and "

@@ -36,7 +36,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import ask, together
 from dilated_attention.distributed.group import GroupTransport, wire_device
 from dilated_attention.nn.core import Lengths
-from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared, each
+from dilated_attention.nn.multihead import MultiheadOptions, Prepared, each
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 
 
@@ -53,6 +53,7 @@ class MeshAttention(RingMultiheadDilatedAttention):
     """
 
     exchange = "auto"
+    shown = (*RingMultiheadDilatedAttention.shown, "held_heads")
 
     def __init__(
         self,
@@ -84,9 +85,35 @@ class MeshAttention(RingMultiheadDilatedAttention):
             embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, ring_size,
             use_checkpointing, group=group, **options,
         )  # fmt: skip
-        self.split = _Split(mesh[heads], self.num_kv_heads) if heads in axes and mesh[heads].size() > 1 else None
-        if self.split is not None:
-            self.split.parallelize(self)
+        self.over_heads: ContextParallel | None = None
+        if heads in axes and mesh[heads].size() > 1:
+            self._split(mesh[heads])
+
+    def _split(self, mesh: DeviceMesh) -> None:
+        """Split the parameters. The norm, which is over all heads, runs whole on every rank, so it is gathered for."""
+        # not at the top: it takes long
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        share, rest = divmod(self.num_kv_heads, mesh.size())
+        if rest:
+            raise ValueError(
+                f"{self.num_kv_heads} key/value heads cannot be divided evenly among the {mesh.size()} ranks of the "
+                "heads axis: make num_heads and num_kv_heads multiples of its size, or make that axis smaller"
+            )
+        self.held_heads = mesh.get_local_rank() * share, self.num_kv_heads
+        self.over_heads = ContextParallel(mesh)  # which a copy of the module shares: a group cannot be copied
+
+        def gathered(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+            heads = DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
+            return heads.redistribute(placements=[Replicate()])
+
+        is_whole = isinstance(self.norm, nn.LayerNorm)
+        if is_whole:
+            distribute_module(self.norm, mesh, input_fn=gathered)
+        projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        output = RowwiseParallel(input_layouts=Replicate() if is_whole else Shard(-1))
+        parallelize_module(self, mesh, {**projections, "out_proj": output})
 
     def _draw(self, weight: Any, gain: float) -> None:
         """Draws a weight as on one device, and then splits it: parts drawn with one seed would all be equal."""
@@ -100,77 +127,36 @@ class MeshAttention(RingMultiheadDilatedAttention):
         weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
 
     def _prepared_here(self, *given: Any) -> Prepared:
-        if self.split is None:
+        if self.over_heads is None:
             return super()._prepared_here(*given)
-        with together(functools.partial(self.split.say, self.out_proj.weight.device, self.ranks.parallel.timeout)):
+        with together(self._say):  # ranks with other heads of the same tokens
             return super()._prepared_here(*given)
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.split is not None:
-            # each tensor once: what q, k and v send back to the same one is added up before it is summed over ranks
-            query, key, value = each(self.split.replicated, query, key, value)
-        return super()._project(query, key, value)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *given: Any, **more: Any) -> Tensor:
-        if self.split is not None:
-            seed = self.split.seed(q.device) if self.training and self.dropout > 0 else None
-            more = {"heads": (self.split.first, self.num_kv_heads), "seed": seed}
-        return super()._attend(q, k, v, *given, **more)
-
-    def extra_repr(self) -> str:
-        split = "" if self.split is None else f", heads over {self.split.mesh.size()} ranks"
-        return f"{super().extra_repr()}{split}"
-
-
-class _Split:
-    """The heads of a module over the ranks of a 1-D mesh."""
-
-    def __init__(self, mesh: DeviceMesh, num_heads: int) -> None:
-        """num_heads: those of key and value."""
-        if num_heads % mesh.size():
-            raise ValueError(
-                f"{num_heads} key/value heads cannot be divided evenly among the {mesh.size()} ranks of the heads "
-                "axis: make num_heads and num_kv_heads multiples of its size, or make that axis smaller"
-            )
-        self.mesh, self.group = mesh, mesh.get_group()
-        self.first = mesh.get_local_rank() * (num_heads // mesh.size())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Split:
-        """A copy of a module runs over the same ranks: a process group cannot be copied."""
-        return self
-
-    def replicated(self, x: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate  # not at the top: it takes long
-
-        return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-
-    def say(self, device: torch.device, timeout: float, fields: Mapping[str, object]) -> None:
-        """Raise if another rank with other heads of the same tokens has an error; only where the host can tell them."""
-        transport = GroupTransport(self.group, device, timeout)
+    def _say(self, fields: Mapping[str, object]) -> None:
+        assert self.over_heads is not None
+        group, timeout = self.over_heads.process_group(), self.ranks.parallel.timeout
+        transport = GroupTransport(group, self.out_proj.weight.device, timeout)
         if transport.agrees_on_host:
             ask(transport, "dilated_attention over heads", fields)
 
-    def seed(self, device: torch.device) -> Tensor:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.over_heads is not None:
+            from torch.distributed.tensor import DTensor, Replicate
+
+            # each tensor once: what q, k and v send back to the same one is added up before it is summed over ranks
+            how: dict[str, Any] = {"device_mesh": self.over_heads.group, "placements": [Replicate()]}
+            whole = functools.partial(DTensor.from_local, **how, run_check=False)
+            query, key, value = each(whole, query, key, value)
+        return super()._project(query, key, value)
+
+    def _seed(self, x: Tensor) -> Tensor | None:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""
-        first = functional.drawn_seed(device).to(wire_device(self.group, device))
-        dist.broadcast(first, group=self.group, group_src=0)
-        return first.to(device)
-
-    def parallelize(self, module: MultiheadDilatedAttention) -> None:
-        """Split the parameters. The norm, which is over all heads, runs whole on every rank, so it is gathered for."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        def gathered(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
-            heads = DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
-            return heads.redistribute(placements=[Replicate()])
-
-        whole = isinstance(module.norm, nn.LayerNorm)
-        if whole:
-            distribute_module(module.norm, self.mesh, input_fn=gathered)
-        projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-        output = RowwiseParallel(input_layouts=Replicate() if whole else Shard(-1))
-        parallelize_module(module, self.mesh, {**projections, "out_proj": output})
+        if self.over_heads is None:
+            return None
+        group = self.over_heads.process_group()
+        first = functional.drawn_seed(x.device).to(wire_device(group, x.device))
+        dist.broadcast(first, group=group, group_src=0)
+        return first.to(x.device)
 
 
 def _checked(mesh: DeviceMesh | None, data: str, sequence: str, heads: str) -> DeviceMesh:

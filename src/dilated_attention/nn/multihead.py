@@ -81,6 +81,7 @@ class MultiheadDilatedAttention(Core):
     in_proj_bias = None
     _qkv_same_embed_dim = False
     in_proj_weight = _NoPackedWeight()  # the only one that an encoder built before self_attn was replaced looks at
+    shown = ("embed_dim", "num_heads", "num_kv_heads", "batch_first", "gamma_init", *Core.shown)
 
     def __init__(
         self,
@@ -176,14 +177,6 @@ class MultiheadDilatedAttention(Core):
             return out.squeeze(0), None
         return out if self.batch_first else out.transpose(0, 1), None
 
-    def extra_repr(self) -> str:
-        shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
-        layout = "" if self.batch_first else ", batch_first=False"
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{shared}{layout}, {super().extra_repr()}, "
-            f"gamma_init={self.gamma_init}"
-        )
-
     def _widths(self) -> list[int]:
         """Of q, k and v, all heads of a token together."""
         return [self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
@@ -216,19 +209,15 @@ class MultiheadDilatedAttention(Core):
         if need_weights:
             raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
         self._check_tokens(query, key, value)
-        is_turned = query.dim() == 3 and not self.batch_first
-        tokens = (query.shape[1], query.shape[0]) if is_turned else tuple(query.shape[:-1])
-        if attn_mask is not None:
-            samples = 1 if query.dim() == 2 else tokens[0]
-            check_causal_mask(attn_mask, is_causal, tokens[-1], samples * self.num_heads)
-        padding = None if mask is None else ignored(mask, tokens)
-        if is_turned:
-            query, key, value = each(_turned, query, key, value)
-        q, k, v = self._project(query, key, value)
         if query.dim() == 2:
-            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-            padding = None if padding is None else padding.unsqueeze(0)
-        return q, k, v, padding
+            query, key, value = each(lambda x: x.unsqueeze(0), query, key, value)
+            mask = mask.unsqueeze(0) if isinstance(mask, Tensor) else mask
+        elif not self.batch_first:
+            query, key, value = each(lambda x: x.transpose(0, 1), query, key, value)
+        if attn_mask is not None:
+            check_causal_mask(attn_mask, is_causal, query.shape[1], len(query) * self.num_heads)
+        padding = None if mask is None else ignored(mask, query)
+        return *self._project(query, key, value), padding
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -258,30 +247,24 @@ def each(
     return q, k, q if value is query else k if value is key else change(value)
 
 
-def _turned(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)
-
-
 def _refit(module: MultiheadDilatedAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a state dict is loaded: rename what nn.MultiheadAttention calls otherwise, fuse or cut the projections.
 
     An incomplete set, or both at once, is left as it is, so that load_state_dict names what is wrong. So are the names
     of nn.MultiheadAttention where key and value have fewer heads than it.
     """
-    fused = hasattr(module, _FUSED)
-    if module.num_kv_heads == module.num_heads:
-        theirs = {f"in_proj_{kind}": f"{_FUSED}.{kind}" for kind in ("weight", "bias")}
-        theirs |= {f"{name}_weight": f"{name}.weight" for name in _SEPARATE}
-        for name, ours in theirs.items():
-            if prefix + name in state_dict and prefix + ours not in state_dict:
-                state_dict[prefix + ours] = state_dict.pop(prefix + name)
+    is_fused, widths = hasattr(module, _FUSED), module._widths()
     for kind in ("weight", "bias"):
-        parts = [f"{prefix}{name}.{kind}" for name in _SEPARATE]
-        whole = f"{prefix}{_FUSED}.{kind}"
+        parts, whole = [f"{prefix}{name}.{kind}" for name in _SEPARATE], f"{prefix}{_FUSED}.{kind}"
+        if module.num_kv_heads == module.num_heads:
+            theirs = [f"{prefix}in_proj_{kind}", *(f"{prefix}{name}_{kind}" for name in _SEPARATE)]
+            for name, ours in zip(theirs, [whole, *parts], strict=True):
+                if name in state_dict and ours not in state_dict:
+                    state_dict[ours] = state_dict.pop(name)
         present = [name in state_dict for name in parts]
-        if fused and all(present) and whole not in state_dict:
+        if is_fused and all(present) and whole not in state_dict:
             state_dict[whole] = torch.cat([state_dict.pop(name) for name in parts])
-        elif not fused and whole in state_dict and not any(present) and len(state_dict[whole]) == sum(module._widths()):
+        elif not is_fused and whole in state_dict and not any(present) and len(state_dict[whole]) == sum(widths):
             # copies, not views: load_state_dict(assign=True) would keep all three in one storage
-            thirds = (third.clone() for third in state_dict.pop(whole).split(module._widths()))
+            thirds = (third.clone() for third in state_dict.pop(whole).split(widths))
             state_dict.update(zip(parts, thirds, strict=True))
