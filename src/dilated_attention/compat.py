@@ -17,7 +17,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import Lengths, Options
+from dilated_attention.nn.core import Lengths, ModuleOptions
 from dilated_attention.nn.mesh import MeshAttention
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingDilatedAttention
@@ -48,7 +48,7 @@ class ImprovedDilatedAttention(DilatedAttention):
         use_tf32: bool | None = None,
         *,
         softmax_scale: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
@@ -85,7 +85,7 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         return self._heads(q), self._heads(k), self._heads(v)
 
 
-class RingOptions(Options, total=False):
+class RingOptions(ModuleOptions, total=False):
     """The keywords of RingDilatedAttention."""
 
     group: Group | ContextParallel | None

@@ -7,7 +7,7 @@ from typing import Unpack
 from torch import Tensor
 
 from dilated_attention.checks import checked_probability, checked_scale
-from dilated_attention.nn.core import Core, Lengths, Options
+from dilated_attention.nn.core import Core, Lengths, ModuleOptions
 
 
 class DilatedAttention(Core):
@@ -38,7 +38,7 @@ class DilatedAttention(Core):
         dilation_rates: Lengths = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        **options: Unpack[Options],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         dropout = checked_probability(attention_dropout, "attention_dropout")
         super().__init__(segment_lengths, dilation_rates, dropout, **options)

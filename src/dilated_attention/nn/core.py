@@ -14,14 +14,13 @@ from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern, Rule
-from dilated_attention.resolve import Options as CallOptions
-from dilated_attention.resolve import check_options
+from dilated_attention.resolve import Options, check_options
 from dilated_attention.ring.run import Ranks
 
 Lengths = Iterable[int] | None  # one entry per branch; None: a pattern says it
 
 
-class Options(TypedDict, total=False):
+class ModuleOptions(TypedDict, total=False):
     """The keywords that every module takes."""
 
     pattern: DilatedPattern | None
@@ -51,7 +50,7 @@ class Core(nn.Module):
         self.pattern = _pattern(segment_lengths, dilation_rates, pattern, rule)
         self.dropout = checked_probability(dropout, "dropout")
         self.backend: Backend = backend
-        check_options(CallOptions(self.pattern, backend=backend))
+        check_options(Options(self.pattern, backend=backend))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention.checks import check_flag, check_int, checked_scale
-from dilated_attention.nn.core import Core, Lengths, Options
+from dilated_attention.nn.core import Core, Lengths, ModuleOptions
 from dilated_attention.nn.masks import check_causal_mask, ignored
 from dilated_attention.resolve import DTYPES, check_layout
 
@@ -31,7 +31,7 @@ class _NoPackedWeight:
         raise TypeError("dilated attention has no in_proj_weight: use q_proj, k_proj and v_proj, or qkv_proj")
 
 
-class MultiheadOptions(Options, total=False):
+class MultiheadOptions(ModuleOptions, total=False):
     """What modules over ranks hand on to `MultiheadDilatedAttention`."""
 
     layer_norm_eps: float
@@ -99,7 +99,7 @@ class MultiheadDilatedAttention(Core):
         *,
         num_kv_heads: int | None = None,
         batch_first: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout, **options)
         self.embed_dim = check_int("embed_dim", embed_dim)

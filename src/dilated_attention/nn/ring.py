@@ -11,7 +11,7 @@ from dilated_attention.checks import checked_probability
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import Lengths, Options, module_ranks
+from dilated_attention.nn.core import Lengths, ModuleOptions, module_ranks
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
 from dilated_attention.ring.run import Ranks, telling_ranks
 
@@ -53,7 +53,7 @@ class RingDilatedAttention(DilatedAttention):
         *,
         group: Group | ContextParallel | None = None,
         softmax_scale: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         dropout = checked_probability(dropout, "dropout")
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
