@@ -46,7 +46,6 @@ LAYERS = [
     "pattern",
     "dropout",
     "merge",
-    "derivatives",
     "call",
     "blocks",
     "backends",

@@ -11,34 +11,32 @@ Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
-from dilated_attention.call import (
-    Call,
-    Settings,
-    accumulate_dtype,
-    read_sequences,
-    settings,
-    unpacked,
-)
-from dilated_attention.derivatives import (
-    NO_FORWARD_MODE,
-    NOT_COMPILED,
-    NOT_TWICE,
-    is_batched,
-    is_plain,
-    refuse_second_derivative,
-)
+from dilated_attention.call import Call, Settings, accumulate_dtype, read_sequences, settings, unpacked
 
 INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
+NOT_TWICE = (
+    "dilated_attention cannot be differentiated twice: its backward has no derivative. "
+    "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
+)
+NOT_COMPILED = (
+    "dilated_attention does not go through torch.func inside of torch.compile: leave one of the two out. torch.func "
+    "works without torch.compile, and backward() works in compiled code"
+)
+NO_FORWARD_MODE = (
+    "dilated_attention has no forward-mode derivative: use backward(), or for short sequences "
+    "dilated_attention.reference.attention()"
+)
 
 
 def attend(inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
@@ -46,12 +44,12 @@ def attend(inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
     if is_plain(q, k, v):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return Attention.apply(*inputs, Direct(call))  # type: ignore[no-untyped-call, no-any-return]
+            return _apply_plain(*inputs, Direct(call))  # type: ignore[no-any-return]
         return run.forward(call, inputs)
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         out, lse = FORWARD(q, k, v, _others(inputs), *call.packed())
         return out, lse
-    return Transformed.apply(*inputs, Direct(call))  # type: ignore[no-untyped-call, no-any-return]
+    return Attention.apply(*inputs, Direct(call))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _others(inputs: Inputs) -> list[Tensor | None]:
@@ -94,27 +92,15 @@ class Attention(torch.autograd.Function):
     """The node: keeps q, k, v, out and lse, and no more."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
-        _keep(ctx, given, found)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, dout, dlse)
-
-
-class Transformed(torch.autograd.Function):
-    """The same node where torch.func looks on; torch takes far longer to apply one that it can transform."""
-
-    @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = given[INPUTS].forward(Inputs(*given[:INPUTS]))
-        return found
+        out, lse = given[INPUTS].forward(Inputs(*given[:INPUTS]))
+        return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _keep(ctx, inputs, output)
+        ctx.save_for_backward(*inputs[:INPUTS], *output)
+        ctx.way = inputs[INPUTS]
+        ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -126,13 +112,12 @@ class Transformed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        return _mapped(Transformed, info.batch_size, in_dims, given)
+        return _mapped(Attention, info.batch_size, in_dims, given)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:INPUTS], *output)
-    ctx.way = inputs[INPUTS]
-    ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
+# What Function.apply comes to outside of torch.func. It would first look up the signature of forward, which takes as
+# long as a short call's kernels.
+_apply_plain: Any = super(torch.autograd.Function, Attention).apply
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -190,6 +175,66 @@ def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, .
         )
         found = tuple(x.unflatten(0, (count, -1)) for x in results)
     return found, (0,) * len(found)
+
+
+# --- derivatives that are refused -------------------------------------------------------------------------------------
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """No compiler, dispatch mode or functorch transform is active, and no tensor is a subclass or without data."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        return False
+    for x in tensors:  # noqa: SIM110 - a generator would take longer than the rest
+        if x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
+            return False
+    return True
+
+
+def is_mapped(*gradients: Tensor | None) -> bool:
+    """Whether a backward pass is asked for many gradients at once: by torch.func, or with is_grads_batched=True."""
+    return torch._C._are_functorch_transforms_active() or any(is_batched(x) for x in gradients)
+
+
+def is_batched(x: Tensor | None) -> bool:
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def refuse_second_derivative(grads: tuple[Any, ...], *others: Tensor | None, why: str = NOT_TWICE) -> Any:
+    """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
+    return _Refusing.apply(why, len(grads), *grads, *others)  # type: ignore[no-untyped-call]
+
+
+def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a backward that has no derivative: whoever differentiates its result gets an error that says ``why``.
+
+    Such a backward returns the gradients, and the inputs of its forward that they depend on. torch's
+    `once_differentiable` looks at incoming gradients alone. That of a sum is a constant: a second derivative would be
+    left out without an error.
+    """
+
+    def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *grads: Tensor) -> Any:
+            with torch.no_grad():
+                found, inputs = backward(ctx, *grads)
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return found
+            return refuse_second_derivative(found, *grads, *inputs, why=why)
+
+        return run
+
+    return decorated
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, why: str, count: int, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.why = why
+        return tuple(None if x is None else x.view_as(x) for x in inputs[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(ctx.why)
 
 
 # --- the registered ops -------------------------------------------------------------------------------------------
@@ -255,7 +300,7 @@ def _autograd_forward(
         _refuse_transforms()
     way, inputs = Registered(keyset, packed), Inputs(query, key, value, *others)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return Attention.apply(*inputs, way)  # type: ignore[no-untyped-call, no-any-return]
+        return _apply_plain(*inputs, way)  # type: ignore[no-any-return]
     if is_plain(query, key, value):
         return _forward(query, key, value, others, *packed)
     return way.forward(inputs)

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.choose import NAMES, Backend, choose
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, outside, read_sequences, settings
 from dilated_attention.checks import check_flag, checked_probability, checked_scale, is_int, warn
-from dilated_attention.derivatives import NO_FORWARD_MODE, is_plain
 from dilated_attention.pattern import DilatedPattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.autograd import once
 from dilated_attention.backends.losses import losses_
 from dilated_attention.call import accumulate_dtype, read_sequences
 from dilated_attention.checks import check_int
-from dilated_attention.derivatives import once
 from dilated_attention.resolve import borders_of, computed_dtype
 
 IGNORED = -100  # as in PyTorch

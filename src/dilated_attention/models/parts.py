@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention.autograd import once
 from dilated_attention.call import accumulate_dtype
-from dilated_attention.derivatives import once
 
 AT_ONCE = 1 << 16  # tokens
 NOT_TWICE = "a long row with checkpointing cannot be differentiated twice: set model.checkpointing = False"

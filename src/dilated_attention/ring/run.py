@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dilated_attention.autograd import NOT_TWICE, is_mapped, once
 from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import MemoryCap
 from dilated_attention.backends.choose import choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.derivatives import NOT_TWICE, is_mapped, once
 from dilated_attention.distributed.agreement import Agreement, ask, telling
 from dilated_attention.distributed.group import Buffers, GroupTransport, Stats, telling_device
 from dilated_attention.distributed.sequence import Group
