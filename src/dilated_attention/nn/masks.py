@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention.derivatives import is_plain
+from dilated_attention.autograd import is_plain
 from dilated_attention.resolve import check_layout, check_padding_mask
 
 MOST_CHECKED = 4096  # tokens of an attn_mask whose values are looked at
