@@ -31,14 +31,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dilated_attention import DilatedPattern, dilated_attention
-from dilated_attention.backends.triton import configs
-from dilated_attention.backends.triton.configs import DEFAULTS, KERNELS, TileConfig
+from dilated_attention.backends.triton import dispatch
+from dilated_attention.backends.triton.dispatch import DEFAULTS, KERNELS, TileConfig
 from dilated_attention.bench import machine, run
 from dilated_attention.call import Call
 from dilated_attention.testing import Results, error, limits, make_qkv
 from dilated_attention.testing import run as results_of
 
-MEASURED = Path(configs.__file__).with_name("measured.json")
+MEASURED = Path(dispatch.__file__).with_name("measured.json")
 LOG2E = 1.4426950408889634
 CHECK_TOKENS, SHORT_TOKENS, SHORT_HEADS = 1 << 15, 1 << 13, 8  # short: as case C of the suite kernels
 NEAR = 1.04  # times the best
@@ -115,8 +115,8 @@ class Place(NamedTuple):
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def name(self) -> str:
-        """As `configs` names the device."""
-        return configs.device_class(torch.device(self.device)) if self.device == "cuda" else self.device
+        """As `dispatch` names the device."""
+        return dispatch.device_class(torch.device(self.device))
 
     def time(self, calls: dict[Any, run.Call], seconds: float) -> dict[Any, float]:
         """Median milliseconds, all calls in turn."""
@@ -130,12 +130,12 @@ class Setting(NamedTuple):
 
     size: int  # head dim
     causal: bool
-    form: str  # as of `nesting.measured_as`
+    form: str  # as of `dispatch.measured_as`
     short: bool = False
 
     def key(self, kernel: str) -> str:
-        """As `configs` names a kernel or a direction of this setting."""
-        return configs.key(kernel, *self)
+        """As `dispatch` names a kernel or a direction of this setting."""
+        return dispatch.key(kernel, *self)
 
     def tokens(self) -> int:
         return SHORT_TOKENS if self.short else SHAPES[self.size].tokens
@@ -214,20 +214,15 @@ class Problem(NamedTuple):
 
         q, k, v, dout = self.inputs
         found = self.results
-        (nests,) = nesting.steps(self.call)
-        last = (nests, self.call, config, False, whole_call.fills(nests, 0))
-        if kernel == "forward":
-            tensors = (q, k, v, found["out"], found["lse"])
-            made = launch.forward(*map(launch.Layout.of, tensors), *last)
-            tensors += (q, q, q)
-        elif kernel == "dq":
-            before, after = (q, k, v, self.out, self.lse, dout), (found["dq"], found["stats"])
-            made = launch.backward_dq(*map(launch.Layout.of, before), None, *map(launch.Layout.of, after), *last)
-            tensors = (*before, q, *after, q, q)
-        else:
-            tensors = (q, k, v, dout, self.stats, found["dk"], found["dv"])
-            made = launch.backward_dkdv(*map(launch.Layout.of, tensors), *last)
-            tensors += (q, q)
+        (nests,) = nesting.launches(self.call)
+        tensors = {
+            "forward": (q, k, v, found["out"], found["lse"], q, q, q),
+            "dq": (q, k, v, dout, self.out, self.lse, q, found["dq"], found["stats"], q, q),
+            "dkdv": (q, k, v, dout, self.stats, found["dk"], found["dv"], q, q),
+        }[kernel]
+        strides = tuple(x.stride() for x in tensors[: 3 if kernel == "forward" else 4])
+        fills = whole_call.fills(nests, 0)
+        made = launch.prepare(kernel, self.call, strides, nests, config, q.dtype, False, fills)
 
         def start() -> dict[str, Tensor]:
             made(*tensors)
@@ -451,8 +446,7 @@ class Tuning:
     def use_tiles(self) -> None:
         """Let the public function run here with the tiles found so far, as it will once they are written."""
         found = read(self.file).get(self.place.name(), {}).get("tiles", {})
-        configs.measured().setdefault(self.place.name(), {}).setdefault("tiles", {}).update(found)
-        configs.config.cache_clear()
+        dispatch.measured().setdefault(self.place.name(), {}).setdefault("tiles", {}).update(found)
 
 
 def main(arguments: list[str] | None = None) -> int:

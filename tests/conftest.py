@@ -90,5 +90,7 @@ def always_nested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(nesting, "TILE", 1)
         CACHE.clear()
+        nesting.groups.cache_clear()
         yield
     CACHE.clear()
+    nesting.groups.cache_clear()

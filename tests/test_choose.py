@@ -12,8 +12,8 @@ import torch
 
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, sdpa, triton
-from dilated_attention.backends.triton import configs, nesting
-from dilated_attention.backends.triton.configs import TileConfig
+from dilated_attention.backends.triton import dispatch, nesting
+from dilated_attention.backends.triton.dispatch import TileConfig
 from dilated_attention.call import Call
 from tests import test_triton_gpu
 
@@ -42,27 +42,22 @@ def preferred(call: Call) -> bool:
     return triton.preference(call, False)[0]
 
 
-def clear() -> None:
-    for cached in (configs.device_class, configs.config, choose.choose):
-        cached.cache_clear()
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
     """Say which compute capability the device has; no device is needed."""
-    clear()
+    choose.choose.cache_clear()
     yield lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    clear()
+    choose.choose.cache_clear()
 
 
 @pytest.fixture
 def h200(device: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "INSTALLED", True)
+    monkeypatch.setattr(dispatch, "INSTALLED", True)
     device(9, 0)
 
 
 def give_table(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
-    monkeypatch.setattr(configs, "measured", lambda: {"9.0": rows})
+    monkeypatch.setattr(dispatch, "measured", lambda: {"9.0": rows})
 
 
 def test_packed_sequences_are_as_long_as_one_of_them(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +114,7 @@ def test_every_reason_is_a_sentence(
 
 
 def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "INSTALLED", False)
+    monkeypatch.setattr(dispatch, "INSTALLED", False)
     reasons = triton.unsupported(call_for(in_parts=True, dtype=torch.float64, head_dim=300), False)
     assert len(reasons) == 4
     assert "triton is not installed" in reasons[0]
@@ -155,7 +150,7 @@ def test_old_devices(
 def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with dropout, and before a seed is drawn."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    clear()
+    choose.choose.cache_clear()
     qkv = testing.make_qkv(1, 20, 2, 8)
     before = torch.get_rng_state()
     for p in (0.0, 0.5):
@@ -174,49 +169,54 @@ def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("first", "rows", "expected"), [(65536, 65535, False), (65536, 65536, True), (None, 1 << 30, False), (1, 1, True)]
+    ("first", "rows", "expected"), [(65536, 65535, True), (65536, 65536, False), (None, 1 << 30, True), (1, 1, False)]
 )
 def test_thresholds(h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, rows: int, expected: bool) -> None:
     give_table(monkeypatch, library_from={"forward 128 causal": first})
-    assert configs.prefers_library(CUDA, 100, True, "", False, rows) is expected
-    assert preferred(call_for(rows, form="", head_dim=100, is_causal=True)) is not expected
-    call = {"head_dim": 128, "causal": True, "form": "", "rows": rows, "backward": False}
-    for other in ({"head_dim": 64}, {"causal": False}, {"form": "nested"}, {"backward": True}, {"head_dim": 200}):
-        assert configs.prefers_library(CUDA, **{**call, **other}) is None  # not measured
+    asked = call_for(rows, form="", head_dim=100, is_causal=True)
+    assert preferred(asked) is expected
+    for other in ({"head_dim": 64}, {"is_causal": False}, {"pattern": FORMS["nested"]}, {"head_dim": 200}):
+        assert "was not measured" in triton.preference(asked._replace(**other), False)[1]
+    assert "was not measured" in triton.preference(asked, True)[1]
 
 
-@pytest.mark.parametrize("form", ["dense", "apart"])
-def test_a_form_may_be_measured_by_itself(h200: None, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """And has what holds for several branches in one launch where it was not."""
-    call = {"head_dim": 64, "causal": False, "rows": 4096, "backward": False}
-    give_table(monkeypatch, library_from={"forward 64": None, f"forward 64 {form}": 4096})
-    assert configs.prefers_library(CUDA, **call, form=form) is True
-    assert configs.prefers_library(CUDA, **call, form="") is False
-    asked = call_for(4096, form=form)
-    assert not preferred(asked)
-    assert "from 4,096 rows on" in triton.preference(asked, False)[1]
-    give_table(monkeypatch, library_from={"forward 64": 1})
-    assert configs.prefers_library(CUDA, **call, form=form) is True
-    for head_dim in (24, 40):  # nor a smaller head dim
-        assert configs.prefers_library(CUDA, **{**call, "head_dim": head_dim}, form=form) is True
-    assert configs.prefers_library(CUDA, **{**call, "head_dim": 80}, form=form) is None
-    give_table(monkeypatch, library_from={"forward 128": 1, "forward 48": 4097})
-    assert configs.prefers_library(CUDA, **{**call, "head_dim": 80}, form=form) is True
-    assert configs.prefers_library(CUDA, **{**call, "head_dim": 40}, form=form) is False  # its own comes first
+MEASURED_FROM: list[
+    tuple[dict[str, int | None], str, int, int | None]
+] = [  # the table, form, head dim; rows that are found
+    ({"forward 64": None, "forward 64 dense": 4096, "forward 64 apart": 4096}, "dense", 64, 4096),
+    ({"forward 64": None, "forward 64 dense": 4096, "forward 64 apart": 4096}, "apart", 64, 4096),
+    ({"forward 64": None, "forward 64 dense": 4096, "forward 64 apart": 4096}, "", 64, 0),
+    ({"forward 64": 7}, "dense", 64, 7),  # what holds for several branches in one launch
+    ({"forward 64": 7}, "nested", 64, None),
+    ({"forward 64": 7}, "apart", 24, 7),  # nor was a smaller head dim measured
+    ({"forward 64": 7}, "apart", 80, None),
+    ({"forward 128": 7, "forward 48": 9}, "dense", 80, 7),
+    ({"forward 128": 7, "forward 48": 9}, "dense", 40, 9),  # its own comes first
+    ({"forward 64 apart": None, "forward 64 apart thin": 9}, "apart thin", 64, 9),
+    ({"forward 64 apart": None, "forward 64 apart thin": 9}, "apart thin", 48, 0),  # another head dim is no guide to it
+    ({"forward 64 apart": 9}, "apart thin", 64, 9),
+    ({"forward 64 apart": 9}, "apart thin", 48, 9),
+    ({"forward 64 apart thin": 9}, "apart", 64, None),
+]
 
 
-def test_rows_with_few_keys_are_measured_by_themselves(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In launches apart. They have what holds for others where they were not; another head dim is no guide to them."""
+@pytest.mark.parametrize(("table", "form", "head_dim", "expected"), MEASURED_FROM)
+def test_what_was_not_measured_has_what_holds_for_others(
+    h200: None, monkeypatch: pytest.MonkeyPatch, table: dict[str, Any], form: str, head_dim: int, expected: int | None
+) -> None:
+    give_table(monkeypatch, library_from=table)
+    assert dispatch.library_from(call_for(head_dim=head_dim), form, False) == expected
+
+
+def test_rows_with_few_keys_are_a_form_of_their_own() -> None:
+    """In launches apart."""
     thin, thick = (DilatedPattern.torchscale([w, 2 * w, 4 * w], [1, 2, 4]) for w in (1024, 2048))  # 1,792 keys; 3,584
-    give_table(monkeypatch, library_from={"forward 64 apart": None, "forward 64 apart thin": 4096})
-    assert not preferred(call_for(4096, pattern=thin))
-    assert preferred(call_for(4095, pattern=thin))
-    assert preferred(call_for(4096, pattern=thick))
-    assert preferred(call_for(4096, pattern=DilatedPattern.longnet([1024, 2048], [1, 2])))  # nested
-    assert preferred(call_for(4096, pattern=thin, head_dim=48))
-    give_table(monkeypatch, library_from={"forward 64 apart": 4096})
-    assert not preferred(call_for(4096, pattern=thin))
-    assert not preferred(call_for(4096, pattern=thin, head_dim=48))
+    nested = DilatedPattern.longnet([1024, 2048], [1, 2])
+    assert [dispatch.measured_as(call_for(pattern=x)) for x in (thin, thick, nested)] == [
+        "apart thin",
+        "apart",
+        "nested",
+    ]
 
 
 def test_torchscale_with_few_keys_takes_the_faster_kernels(h200: None) -> None:
@@ -236,14 +236,14 @@ def test_torchscale_with_few_keys_takes_the_faster_kernels(h200: None) -> None:
 def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> None:
     patterns = (((16,), (1,)), ((16,), (2,)), ((16, 40), (1, 2)), ((512, 1024), (1, 2)))
     for (lengths, rates), form in zip(patterns, expected, strict=True):
-        pattern = DilatedPattern(rule, lengths, rates)
-        assert nesting.form_of(pattern, False) == form
+        asked = call_for(pattern=DilatedPattern(rule, lengths, rates))
+        assert dispatch.form_of(asked, alone=False) == form
         # each branch draws anew
-        assert nesting.form_of(pattern, False, alone=True) == ("apart" if form == "nested" else form)
+        assert dispatch.form_of(asked, alone=True) == ("apart" if form == "nested" else form)
 
 
 def test_every_measured_tile_is_tested() -> None:
-    for capability, found in configs.measured().items():
+    for capability, found in dispatch.measured().items():
         tested = {
             config
             for tiles in test_triton_gpu.make_tiles()
@@ -251,12 +251,12 @@ def test_every_measured_tile_is_tested() -> None:
             for config in tiles.configs
         }
         assert {TileConfig(*numbers) for numbers in found["tiles"].values()} <= tested
-        flags = itertools.product(configs.KERNELS, configs.SMALL, *[(False, True)] * 2, test_triton_gpu.KINDS)
+        flags = itertools.product(dispatch.KERNELS, dispatch.SMALL, *[(False, True)] * 2, test_triton_gpu.KINDS)
         assert set(found["tiles"]) <= {test_triton_gpu.measured_key(*each) for each in flags}
 
 
 def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "measured", lambda: {})
+    monkeypatch.setattr(dispatch, "measured", dict)
     assert preferred(call_for())
     assert not preferred(call_for(form=""))
     assert not preferred(call_for(head_dim=65))  # tiles that fit everywhere are small for it
@@ -300,7 +300,7 @@ def test_in_the_interpreter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked = call_for(device=torch.device("cpu"))
     assert preferred(asked)
-    assert configs.prefers_library(torch.device("cpu"), 64, False, "nested", True, 4096) is None
+    assert "was not measured" in triton.preference(asked, True)[1]
 
 
 def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,29 +333,29 @@ def test_the_tile_of_a_call(h200: None, device: Callable[[int, int], None], monk
              "dq 64 causal dense": [128, 64, 4, 3]}  # fmt: skip
     give_table(monkeypatch, tiles=tiles)
 
-    def tile(dim: int = 56, dtype: torch.dtype = torch.bfloat16, on: torch.device = CUDA, **given: Any) -> TileConfig:
-        call = {"causal": False, "form": "", "short": False, **given}
-        return configs.config("dq", on, dtype, dim, **call)
+    def tile(form: str = "", short: bool = False, **given: Any) -> TileConfig:
+        asked = call_for(8192 if short else dispatch.FEW_ROWS, **{"head_dim": 56, "is_causal": True, **given})
+        return dispatch.config("dq", asked, form)
 
-    assert tile(causal=True) == TileConfig(64, 64, 4, 3)
-    assert tile(causal=True, short=True) == TileConfig(32, 64, 4, 2)
-    assert tile(form="nested", short=True) == TileConfig(128, 64, 8, 2)  # short ones were not measured apart
-    assert tile(causal=True, form="dense") == TileConfig(128, 64, 4, 3)
-    assert tile(causal=True, form="dense", short=True) == TileConfig(32, 64, 4, 2)
-    assert tile(causal=True, form="apart") == TileConfig(64, 64, 4, 3)  # nor those of one branch a launch
-    assert tile(causal=True, form="nested") == configs.DEFAULTS["dq", 64]
-    assert tile(65, causal=True) == configs.DEFAULTS["dq", 96]
-    assert tile(dtype=torch.float32, causal=True) == configs.WITHOUT_TENSOR_CORES[64]
-    assert tile(on=torch.device("cpu"), causal=True) == configs.SMALL[64]
-    for capability, expected in (((8, 6), configs.DEFAULTS["dq", 64]), ((7, 5), configs.SMALL[64])):
-        configs.config.cache_clear()
-        configs.device_class.cache_clear()
+    assert tile() == TileConfig(64, 64, 4, 3)
+    assert tile(short=True) == TileConfig(32, 64, 4, 2)
+    assert tile("nested", short=True, is_causal=False) == TileConfig(
+        128, 64, 8, 2
+    )  # short ones were not measured apart
+    assert tile("dense") == TileConfig(128, 64, 4, 3)
+    assert tile("dense", short=True) == TileConfig(32, 64, 4, 2)
+    assert tile("apart") == TileConfig(64, 64, 4, 3)  # nor those of one branch a launch
+    assert tile("nested") == dispatch.DEFAULTS["dq", 64]
+    assert tile(head_dim=65) == dispatch.DEFAULTS["dq", 96]
+    assert tile(dtype=torch.float32) == dispatch.WITHOUT_TENSOR_CORES[64]
+    assert tile(device=torch.device("cpu")) == dispatch.SMALL[64]
+    for capability, expected in (((8, 6), dispatch.DEFAULTS["dq", 64]), ((7, 5), dispatch.SMALL[64])):
         device(*capability)
-        assert tile(causal=True) == expected
+        assert tile() == expected
 
 
 @pytest.mark.parametrize(("rates", "rows"), [((1,), 32), ((2,), 64), ((1, 2), 128)])
-def test_calls_run_with_the_tile_that_explain_tells(
+def test_the_tile_that_explain_tells(
     h200: None, monkeypatch: pytest.MonkeyPatch, rates: tuple[int, ...], rows: int
 ) -> None:
     keys = {"dense": 32, "": 64, "nested": 128}
@@ -363,11 +363,8 @@ def test_calls_run_with_the_tile_that_explain_tells(
     give_table(monkeypatch, tiles=tiles, library_from={})
     pattern = DilatedPattern.longnet([2048 * rate for rate in rates], rates)
     asked = call_for(1 << 20, pattern=pattern, backend="triton")
-    launches = nesting.launches(pattern, asked.held, False, False)
-    assert nesting.config("forward", asked, launches[0]) == TileConfig(rows, 64, 4, 3)
     assert triton.kernels(asked, False) == (f"tiles of {rows} queries x 64 keys",)
     give_table(monkeypatch, tiles={**tiles, "forward 64 nested short": [16, 32, 4, 3]}, library_from={})
-    configs.config.cache_clear()
     for count, short in ((199_999, True), (200_000, False)):
         (said,) = triton.kernels(asked._replace(queries=count, keys=count, total=count), False)
         assert (said == "tiles of 16 queries x 32 keys") == (short and len(rates) == 2)
@@ -382,19 +379,19 @@ def is_sane(tile: TileConfig) -> bool:
 
 def test_every_head_dim_has_a_sane_tile() -> None:
     edges = {1: 32, 32: 32, 33: 48, 48: 48, 49: 64, 64: 64, 65: 96, 96: 96, 97: 128, 128: 128, 129: 256, 256: 256}
-    assert {dim: configs.head_dim_class(dim) for dim in edges} == edges
-    assert set(configs.WITHOUT_TENSOR_CORES) == set(configs.SMALL)
-    assert set(configs.DEFAULTS) == set(itertools.product(configs.KERNELS, configs.SMALL))
-    assert max(configs.SMALL) == triton.LARGEST_HEAD_DIM
-    for tiles in (configs.DEFAULTS, configs.SMALL, configs.WITHOUT_TENSOR_CORES):
+    assert {dim: dispatch.head_dim_class(dim) for dim in edges} == edges
+    assert set(dispatch.WITHOUT_TENSOR_CORES) == set(dispatch.SMALL)
+    assert set(dispatch.DEFAULTS) == set(itertools.product(dispatch.KERNELS, dispatch.SMALL))
+    assert max(dispatch.SMALL) == 256
+    for tiles in (dispatch.DEFAULTS, dispatch.SMALL, dispatch.WITHOUT_TENSOR_CORES):
         assert all(is_sane(tile) for tile in tiles.values())
 
 
-@pytest.mark.parametrize("name", configs.measured())
+@pytest.mark.parametrize("name", dispatch.measured())
 def test_what_was_measured_can_be_read(name: str) -> None:
     """A key with a slip of the pen would never be found, and nobody would know."""
     assert re.fullmatch(r"\d+\.\d+", name)
-    rows = configs.measured()[name]
+    rows = dispatch.measured()[name]
     assert set(rows) == {"tiles", "library_from", "measured"}
     about = rows["measured"]
     for part in ("tiles", "library_from"):
@@ -409,18 +406,17 @@ def test_what_was_measured_can_be_read(name: str) -> None:
         assert first is None or str(first) in about["library_from"][key]["ms"]
 
 
-@pytest.mark.parametrize("name", configs.measured())
+@pytest.mark.parametrize("name", dispatch.measured())
 def test_what_was_measured_is_found(name: str, device: Callable[[int, int], None]) -> None:
     major, minor = name.split(".")
     device(int(major), int(minor))
-    for key, numbers in configs.measured()[name]["tiles"].items():
-        kernel, dim, *kind = key.split()
-        form = " ".join(word for word in kind if word not in ("causal", "short"))
-        call = {"causal": "causal" in kind, "form": form, "short": "short" in kind}
-        assert configs.config(kernel, CUDA, torch.bfloat16, int(dim), **call) == TileConfig(*numbers)
-    for key, first in configs.measured()[name]["library_from"].items():
-        kernel, dim, *kind = key.split()
-        call = {"causal": "causal" in kind, "form": " ".join(word for word in kind if word != "causal")}
-        for rows, expected in ((first or 2, first is not None), ((first or 2) - 1, False)):
-            found = configs.prefers_library(CUDA, int(dim), **call, rows=rows, backward=kernel == "backward")
-            assert found is expected
+    for part in ("tiles", "library_from"):
+        for key, value in dispatch.measured()[name][part].items():
+            what, dim, *kind = key.split()
+            form = " ".join(word for word in kind if word not in ("causal", "short"))
+            rows = 8192 if "short" in kind else dispatch.FEW_ROWS
+            asked = call_for(rows, head_dim=int(dim), is_causal="causal" in kind)
+            if part == "tiles":
+                assert dispatch.config(what, asked, form) == TileConfig(*value)
+            else:
+                assert dispatch.library_from(asked, form, what == "backward") == (value or 0)

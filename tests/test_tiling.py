@@ -5,7 +5,6 @@ Legend: own, other: the sizes of the tiles of a program's own rows and of the ro
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import random
@@ -22,17 +21,16 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends.triton import tiling as tilings
-from dilated_attention.backends.triton.nesting import MOST_TILES, form_of, launches
-from dilated_attention.backends.triton.table import Section, table
-from dilated_attention.backends.triton.tiling import Nest, Run, Tile, Tiling, are_nested, tiling
-from dilated_attention.call import Heads
+from dilated_attention.backends.triton.dispatch import form_of
+from dilated_attention.backends.triton.nesting import MOST_TILES, launches
+from dilated_attention.backends.triton.table import Demand, Section, Table, make_table, table
+from dilated_attention.backends.triton.tiling import Nest, Nests, Run, Tile, Tiling, are_nested, tiling
+from dilated_attention.call import Call, Heads
 from dilated_attention.pattern import RULES
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 SEES = ("all", "earlier", "later")
 SIZES = ((3, 5), (16, 2), (1, 8), (64, 32))
-
-unshared = inspect.unwrap(table)  # made anew at every call
 
 Numbers = tuple[int, ...]
 Met = dict[int, Counter[int]]  # for each row how often it meets others
@@ -182,36 +180,23 @@ def test_any_table(seed: int) -> None:
 
 @pytest.mark.parametrize("sees", SEES)
 @pytest.mark.parametrize("name", TABLES)
-def test_offsets_at_once_are_as_one_by_one(name: str, sees: str) -> None:
-    """Each has equally many tiles: programs find their tile by that."""
+def test_several_at_once_are_as_one_by_one(name: str, sees: str) -> None:
+    """Offsets, each of which has equally many tiles, as programs find their tile by that; and lengths."""
     widths, rates = TABLES[name]
-    offsets = tuple(range(rates[-1]))
-    for length in lengths(widths):
-        found, runs = tiling(widths, rates, offsets, (length,), 4, 3, sees), 0
-        alone = [plain_tiling(widths, rates, offset, length, 4, 3, sees) for offset in offsets]
-        assert len({len(one.tiles) for one in alone}) == 1
-        for offset, one in zip(offsets, alone, strict=True):
-            tiles = named(found, offset).tiles
-            assert [t._replace(run=t.run - runs, edge_run=t.edge_run - runs) for t in tiles] == list(one.tiles)
+    last, every = rates[-1] - 1, tuple(lengths(widths))
+    asked = [(tuple(range(rates[-1])), (length,)) for length in every]
+    for offsets, some in [*asked, ((last,), every)]:
+        found = tiling(widths, rates, offsets, some, 4, 3, sees)
+        alone = [plain_tiling(widths, rates, o, length, 4, 3, sees) for o in offsets for length in some]
+        counts = [len(one.tiles) for one in alone]
+        assert counts == found.counts.tolist() * len(offsets)
+        tiles, runs = [Tile(*numbers) for numbers in found.tiles.tolist()], 0
+        for one, end in zip(alone, itertools.accumulate(counts), strict=True):
+            here = tiles[end - len(one.tiles) : end]
+            assert tuple(t._replace(run=t.run - runs, edge_run=t.edge_run - runs) for t in here) == one.tiles
             runs += len(one.runs)
         assert named(found).runs == tuple(run for one in alone for run in one.runs)
         assert found.ragged == any(one.ragged for one in alone)
-
-
-@pytest.mark.parametrize("sees", SEES)
-@pytest.mark.parametrize("name", TABLES)
-def test_lengths_at_once_are_as_one_by_one(name: str, sees: str) -> None:
-    widths, rates = TABLES[name]
-    several, runs, tiles = tuple(lengths(widths)), 0, 0
-    found = tiling(widths, rates, (rates[-1] - 1,), several, 4, 3, sees)
-    whole = named(found)
-    for length, count in zip(several, found.counts, strict=True):
-        one = plain_tiling(widths, rates, rates[-1] - 1, length, 4, 3, sees)
-        here = whole.tiles[tiles : tiles + count]
-        assert tuple(t._replace(run=t.run - runs, edge_run=t.edge_run - runs) for t in here) == one.tiles
-        assert whole.runs[runs : runs + len(one.runs)] == one.runs
-        tiles, runs = tiles + count, runs + len(one.runs)
-    assert (tiles, runs) == (len(whole.tiles), len(whole.runs))
 
 
 @pytest.mark.parametrize("rate", [2, 3, 7, 50])
@@ -252,6 +237,14 @@ def test_are_nested(widths: Numbers, rates: Numbers, expected: bool) -> None:
     assert are_nested(widths, rates) is expected
 
 
+def call_of(pattern: DilatedPattern, heads: Heads, is_causal: bool = False, alone: bool = False) -> Call:
+    """``alone``: with dropout."""
+    first, held, total = heads
+    return Call(
+        pattern, is_causal, dropout_p=float(alone), heads=held, kv_heads=held, first_head=first, total_heads=total
+    )
+
+
 EIGHTS, TRIPLE = (8, 16, 32), (1, 2, 4)
 PAPER = (2048, 4096, 8192, 16384, 32768)
 GROUPS = [[("0", (0, 0, 0)), ("1", (1, 1)), ("2", (2, 2))]]
@@ -283,8 +276,8 @@ GROUPS = [[("0", (0, 0, 0)), ("1", (1, 1)), ("2", (2, 2))]]
 def test_what_is_launched_together(
     rule: str, widths: Numbers, rates: Numbers, heads: Numbers, alone: bool, expected: list[list[tuple[str, Numbers]]]
 ) -> None:
-    pattern = DilatedPattern(rule, widths, rates)
-    found = launches(pattern, Heads(*heads), False, alone)
+    call = call_of(DilatedPattern(rule, widths, rates), Heads(*heads), alone=alone)
+    found = launches(call)
     assert [[nest.offsets for nest in nests] for nests in found] == [[offsets for _, offsets in x] for x in expected]
     for nests, tables_of_launch in zip(found, expected, strict=True):
         head = 0
@@ -293,7 +286,7 @@ def test_what_is_launched_together(
             assert (nest.branch, nest.head) == (int(branches[0]), head)
             head += len(offsets)
     if not alone:
-        assert (form_of(pattern, False) == "nested") == any(len(nest.widths) > 1 for nests in found for nest in nests)
+        assert (form_of(call, alone) == "nested") == any(len(nest.widths) > 1 for nests in found for nest in nests)
 
 
 def pairs_of_tiles(widths: Numbers, rates: Numbers, length: int, is_causal: bool) -> int:
@@ -317,11 +310,11 @@ def test_branches_share_a_table_where_that_is_less_work(widths: Numbers, rates: 
     """Rows that take part in many branches are few in a segment, and fill their tiles badly where it is short."""
     together = pairs_of_tiles(widths, rates, widths[-1], is_causal)
     apart = sum(pairs_of_tiles((w,), (r,), widths[-1], is_causal) for w, r in zip(widths, rates, strict=True))
-    pattern = DilatedPattern.longnet(widths, rates)
-    taken = launches(pattern, Heads(0, 1, 1), is_causal, False)
+    call = call_of(DilatedPattern.longnet(widths, rates), Heads(0, 1, 1), is_causal)
+    taken = launches(call)
     done = sum(pairs_of_tiles(c.widths, c.rates, widths[-1], is_causal) for (c,) in taken)
     assert done <= min(together, apart) * 1.05
-    assert (form_of(pattern, is_causal) == "nested") == any(len(nest.widths) > 1 for (nest,) in taken)
+    assert (form_of(call, alone=False) == "nested") == any(len(nest.widths) > 1 for (nest,) in taken)
 
 
 def counted(
@@ -330,7 +323,7 @@ def counted(
     """What all launches of a call count, by (head, row); period after period, then the tail."""
     own, other = 4, 3
     total: dict[tuple[int, int], Counter[int]] = {}
-    for nests in launches(pattern, heads, sees != "all", alone):
+    for nests in launches(call_of(pattern, heads, sees != "all", alone)):
         written = set()
         for nest, (here, offset) in ((c, item) for c in nests for item in enumerate(c.offsets, c.head)):
             width = min(nest.widths[-1], tokens)
@@ -369,10 +362,28 @@ def test_all_launches_together_are_the_pattern(name: str, rule: str, sees: str, 
 
 # --- tables and what is kept of them ----------------------------------------------------------------------------
 
+CPU = torch.device("cpu")
+
+
+def demand(nests: Nests, **given: Any) -> Demand:
+    like = Demand(nests, 1, (0, 53), group=1, own=4, other=3, sees="all", widest_stride=64, device=CPU)
+    return like._replace(**given)
+
+
+def nested(widths: list[int], rates: list[int], heads: int = 5) -> Nests:
+    (nests,) = launches(call_of(DilatedPattern.longnet(widths, rates), Heads(0, heads, heads), True))
+    return nests
+
+
+def same(found: Table, expected: Table) -> None:
+    for name, x in vars(found).items():
+        y = getattr(expected, name)
+        assert torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y
+
 
 def test_the_longest_periods_of_packed_sequences_come_first() -> None:
     """So that all processors have work up to the end."""
-    found = unshared((Nest(0, (8,), (1,), 0, (0, 0)),), 1, (0, 5, 25, 32), 1, 4, 3, "all", 64, torch.device("cpu"))
+    found = make_table(demand((Nest(0, (8,), (1,), 0, (0, 0)),), borders=(0, 5, 25, 32)))
     padded, count = found.sections[:2].tolist()
     records = found.sections[4 + padded :][: count * len(Section._fields)].reshape(count, -1)
     assert records[:, Section._fields.index("length")].tolist() == [8, 7, 5, 4]
@@ -385,8 +396,8 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(
     monkeypatch: pytest.MonkeyPatch, few: int, sees: str
 ) -> None:
     """By numpy, or on the device by torch."""
-    (nests,) = launches(DilatedPattern.longnet([24, 48], [1, 2]), Heads(0, 5, 5), True, False)
-    expected = vars(unshared(nests, 1, (0, 53), 1, 4, 3, sees, 64, torch.device("cpu")))
+    asked = demand(nested([24, 48], [1, 2]), sees=sees)
+    expected = make_table(asked)
     makers: list[Any] = []
     make = tilings._tables
 
@@ -398,25 +409,19 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(
     monkeypatch.setattr(tilings, "FEW", few)
     for at_once, parts in ((1 << 22, 1), (1, 2)):
         monkeypatch.setattr(tilings, "AT_ONCE", at_once)
-        found = vars(unshared(nests, 1, (0, 53), 1, 4, 3, sees, 64, torch.device("cpu")))
+        same(make_table(asked), expected)
         assert makers == [torch if few == 0 else np] * parts  # for the tail: a period's are kept
         makers.clear()
-        for name, x in found.items():
-            assert torch.equal(x, expected[name]) if isinstance(x, torch.Tensor) else x == expected[name]
-        assert found["tiles"].dtype == expected["tiles"].dtype
 
 
+@pytest.mark.usefixtures("always_nested")
 def test_tables_are_made_on_the_cpu_whatever_the_default_device() -> None:
-    # no other test has these lengths: what is kept of a period is not there yet
-    (nests,) = launches(DilatedPattern.head_groups([26, 52], [1, 4]), Heads(0, 5, 5), True, False)
-    arguments = (nests, 2, (0, 57), 1, 4, 3)
     for sees in SEES:
+        asked = demand(nested([26, 52], [1, 2]), samples=2, borders=(0, 57), sees=sees)  # lengths of no other test
         with torch.device("meta"):
-            found = unshared(*arguments, sees, 64, torch.device("cpu"))
-        expected = unshared(*arguments, sees, 64, torch.device("cpu"))
-        for name in ("sections", "tiles", "runs"):
-            assert getattr(found, name).device.type == "cpu"
-            assert torch.equal(getattr(found, name), getattr(expected, name))
+            found = make_table(asked)
+        assert {x.device.type for x in (found.sections, found.tiles, found.runs)} == {"cpu"}
+        same(found, make_table(asked))
 
 
 @pytest.mark.parametrize("capturing", [False, True])
@@ -428,17 +433,15 @@ def test_a_table_that_cannot_be_made_while_a_graph_is_captured(
 
     monkeypatch.setattr(torch.cuda, "Stream", refused)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    (nests,) = launches(DilatedPattern.longnet([24], [1]), Heads(0, 1, 1), True, False)
     told = "make the same call before, outside of the graph" if capturing else "^operation not permitted"
     with pytest.raises(RuntimeError, match=told):
-        unshared(nests, 1, (0, 24), 1, 4, 3, "all", 64, torch.device("cuda", 99))  # a device that has no stream yet
+        table(demand(nested([24], [1]), device=torch.device("cuda", 99)))  # a device that has no stream yet
 
 
 def test_launches_that_need_the_same_table_share_it() -> None:
-    (nests,) = launches(DilatedPattern.head_groups([24, 48], [1, 4]), Heads(0, 5, 5), True, False)
-    arguments = (nests, 2, (0, 53), 1, 4, 3, "all", 64, torch.device("cpu"))
-    found = table(*arguments)
-    assert table(*arguments) is found
+    asked = demand(nested([24], [4]))
+    found = table(asked)
+    assert table(asked._replace(samples=1)) is found
     gone = weakref.ref(found)
     del found
     assert gone() is None  # nobody needs it any more
@@ -448,8 +451,7 @@ def test_launches_that_need_the_same_table_share_it() -> None:
 @pytest.mark.parametrize("sees", SEES)
 def test_a_table_joins_its_parts(sees: str) -> None:
     """Tiles of a later offset or stretch point at its own runs, which keep their numbers."""
-    (nests,) = launches(DilatedPattern.longnet([24, 48], [1, 2]), Heads(0, 2, 2), True, False)
-    found = table(nests, 3, (0, 53), 2, 4, 3, sees, 64, torch.device("cpu"))
+    found = table(demand(nested([24, 48], [1, 2], heads=2), samples=3, group=2, sees=sees))
     tiles, runs = found.tiles.view(-1)[: len(found.tiles) // 7 * 7].view(-1, 7), found.runs.view(-1)
     at = run_at = 0
     for length, offset in itertools.product((48, 5), (0, 1)):
@@ -476,8 +478,8 @@ def test_a_table_joins_its_parts(sees: str) -> None:
     ],
 )
 def test_a_table_is_as_wide_as_it_must_be(tokens: int, stride: int, dtype: torch.dtype) -> None:
-    (nests,) = launches(DilatedPattern.longnet([2048], [4]), Heads(0, 2, 2), False, False)
-    found = table(nests, 1, (0, tokens), 1, 64, 32, "all", stride, torch.device("cpu"))
+    asked = demand(nested([2048], [4], heads=2), borders=(0, tokens), own=64, other=32, widest_stride=stride)
+    found = table(asked)
     assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.backends.triton import configs
-from dilated_attention.backends.triton.configs import TileConfig
+from dilated_attention.backends.triton import dispatch
+from dilated_attention.backends.triton.dispatch import TileConfig
 from dilated_attention.bench import probes
 from dilated_attention.call import Call
 from dilated_attention.testing import Results
@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
     head_dim: int
     is_causal: bool
     nested: bool
-    configs: tuple[TileConfig, ...]  # in the order of configs.KERNELS
+    configs: tuple[TileConfig, ...]  # in the order of dispatch.KERNELS
     capability: str | None = None
     masked: bool = False
     kind: str = ""
@@ -77,22 +77,22 @@ KINDS = ("", "short", "dense", "apart")
 def make_tiles() -> list[Tiles]:
     found = []
     for flags in itertools.product((False, True), (False, True)):
-        for size, dtype in itertools.product(configs.SMALL, ("bf16", "fp16")):
-            defaults = tuple(configs.DEFAULTS[kernel, size] for kernel in configs.KERNELS)
+        for size, dtype in itertools.product(dispatch.SMALL, ("bf16", "fp16")):
+            defaults = tuple(dispatch.DEFAULTS[kernel, size] for kernel in dispatch.KERNELS)
             found.append(Tiles("defaults", dtype, size, *flags, defaults))
-        for size, config in configs.SMALL.items():
+        for size, config in dispatch.SMALL.items():
             found.append(Tiles("small", "fp16", size, *flags, (config,) * 3))
-        for size, config in configs.WITHOUT_TENSOR_CORES.items():
+        for size, config in dispatch.WITHOUT_TENSOR_CORES.items():
             found.append(Tiles("without_tensor_cores", "fp32", size, *flags, (config,) * 3))
-        for capability, size, kind in itertools.product(configs.measured(), configs.SMALL, KINDS):
-            tiles = configs.measured()[capability]["tiles"]
+        for capability, size, kind in itertools.product(dispatch.measured(), dispatch.SMALL, KINDS):
+            tiles = dispatch.measured()[capability]["tiles"]
             keys = {
                 kernel: [measured_key(kernel, size, *flags, given) for given in (kind, "")]
-                for kernel in configs.KERNELS
+                for kernel in dispatch.KERNELS
             }
             if any(first in tiles for first, _ in keys.values()):
                 chosen = tuple(
-                    TileConfig(*tiles.get(first, tiles.get(second, configs.DEFAULTS[kernel, size])))
+                    TileConfig(*tiles.get(first, tiles.get(second, dispatch.DEFAULTS[kernel, size])))
                     for kernel, (first, second) in keys.items()
                 )
                 name = f"measured_on_{capability}"
@@ -104,13 +104,13 @@ def make_tiles() -> list[Tiles]:
 @pytest.mark.parametrize("tiles", make_tiles(), ids=lambda tiles: tiles.id)
 def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tiles are compiled wrongly on some devices: none is picked that was not seen to be right."""
-    if tiles.capability is not None and tiles.capability != configs.device_class(torch.device(DEVICE)):
+    if tiles.capability is not None and tiles.capability != dispatch.device_class(torch.device(DEVICE)):
         pytest.skip(f"measured on {tiles.capability}")
 
     def picked(kernel: str, *_: Any) -> TileConfig:
-        return tiles.configs[configs.KERNELS.index(kernel)]
+        return tiles.configs[dispatch.KERNELS.index(kernel)]
 
-    monkeypatch.setattr("dilated_attention.backends.triton.configs.config", picked)
+    monkeypatch.setattr("dilated_attention.backends.triton.dispatch.config", picked)
     pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
     if not tiles.nested:  # several sections in one launch
         pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked

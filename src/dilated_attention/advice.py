@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from dilated_attention.backends.choose import choose
-from dilated_attention.backends.triton import configs, nesting
+from dilated_attention.backends.triton import dispatch, nesting
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule
@@ -86,7 +86,7 @@ class Workload:
 
     def need_on_a_gpu(self, cost: PlanCost) -> Need | None:
         """What our kernels would take, if there is no GPU here to ask which ones it runs; None: they would not run."""
-        never = self.ranks > 1 or self.dtype is torch.float64 or self.head_dim > max(configs.SMALL)
+        never = self.ranks > 1 or self.dtype is torch.float64 or self.head_dim > max(dispatch.SMALL)
         if never or torch.cuda.is_available():
             return None
         forward, backward = map(round, self._ours(cost))
@@ -97,7 +97,7 @@ class Workload:
         call, memory = self._call(cost.pattern), cost.memory
         share = nesting.heads_at_once(call) / call.kv_heads  # the results of some heads wait at a time
         waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
-        forward = memory.saved + (waiting if len(nesting.steps(call)) > 1 else 0)
+        forward = memory.saved + (waiting if len(nesting.launches(call)) > 1 else 0)
         return forward, memory.saved + _gradients(memory) + 2 * memory.lse  # two numbers per row, from launch to launch
 
     def _call(self, pattern: DilatedPattern) -> Call:

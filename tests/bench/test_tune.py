@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.backends.triton import configs
-from dilated_attention.backends.triton.nesting import form_of, is_short, launches, measured_as
-from dilated_attention.call import Call, Heads
+from dilated_attention import DilatedPattern
+from dilated_attention.backends.triton import dispatch
+from dilated_attention.backends.triton.dispatch import form_of, is_short, measured_as
+from dilated_attention.backends.triton.nesting import launches
+from dilated_attention.call import Call
 from tests.triton_kernels.runner import run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/tune.py"
@@ -65,9 +67,9 @@ def test_who_runs_out_of_memory_loses_and_equals_are_ours(tune: ModuleType) -> N
     assert tune.library_from({8192: {"sdpa": 1.0}}) == 8192
 
 
-@pytest.mark.parametrize("device", configs.measured())
+@pytest.mark.parametrize("device", dispatch.measured())
 def test_the_choice_is_what_follows_from_the_times(tune: ModuleType, device: str) -> None:
-    entry = configs.measured()[device]
+    entry = dispatch.measured()[device]
     for key, first in entry["library_from"].items():
         times = {int(rows): both for rows, both in entry["measured"]["library_from"][key]["ms"].items()}
         assert tune.library_from(times) == first, key
@@ -127,10 +129,9 @@ def test_what_is_refused(
 
 
 def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`configs` finds for each kind of call what was written for it, and the record of the runs does no harm."""
+    """`dispatch` finds for each kind of call what was written for it, and the record of the runs does no harm."""
     entry: dict[str, Any] = {"tiles": {}, "library_from": {}, "measured": {"runs": {}}}
-    monkeypatch.setattr(configs, "measured", lambda: {"9.0": entry})
-    monkeypatch.setattr(configs, "device_class", lambda _: "9.0")
+    monkeypatch.setattr(dispatch, "measured_on", lambda _: entry)
     forms = (*tune.RULES, "dense")
     kinds = [tune.Setting(*x) for x in product(tune.SHAPES, (False, True), forms, (False, True))]
     asked = list(product(kinds, tune.KERNELS))
@@ -139,22 +140,25 @@ def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytes
     for number, (kind, way) in enumerate(product(kinds, tune.DIRECTIONS)):
         if not kind.short:
             entry["library_from"][kind.key(way)] = number
-    configs.config.cache_clear()
+
+    def call(kind: Any) -> Call:
+        plain = Call(
+            DilatedPattern.longnet([1], [1]), kind.causal, head_dim=kind.size, dtype=torch.bfloat16, device=GPU
+        )
+        return plain._replace(samples=1, heads=1, queries=1 if kind.short else dispatch.FEW_ROWS)
+
     for number, (kind, kernel) in enumerate(asked):
-        found = configs.config(kernel, GPU, torch.bfloat16, *kind)
+        found = dispatch.config(kernel, call(kind), kind.form)
         assert found.rows == number
     for number, (kind, way) in enumerate(product(kinds, tune.DIRECTIONS)):
         if not kind.short:
-            ask = (GPU, kind.size, kind.causal, kind.form, way == "backward")
-            assert configs.prefers_library(*ask, number)
-            assert not configs.prefers_library(*ask, number - 1)
-    configs.config.cache_clear()
+            assert dispatch.library_from(call(kind), kind.form, way == "backward") == number
 
 
 def test_the_candidates_have_all_that_is_in_use(tune: ModuleType) -> None:
     for key, tile in json.loads(tune.MEASURED.read_text())["9.0"]["tiles"].items():
         kernel, size = key.split()[:2]
-        assert configs.TileConfig(*tile) in tune.candidates(kernel, int(size)), key
+        assert dispatch.TileConfig(*tile) in tune.candidates(kernel, int(size)), key
     for kernel, size in tune.CANDIDATES:
         found = tune.candidates(kernel, size)
         assert 6 <= len(found) == len(set(found)) <= 10
@@ -174,10 +178,9 @@ def test_patterns_are_what_their_keys_say(tune: ModuleType, scale: int) -> None:
     for kind in (tune.Setting(*x) for x in product(tune.SHAPES, (False, True), (*tune.RULES, "dense"), (False, True))):
         for tokens in {kind.tokens(), min(kind.tokens(), tune.CHECK_TOKENS), *tune.LENGTHS}:
             pattern = kind.pattern(tokens, scale)
-            made = launches(pattern, Heads(0, kind.heads(), kind.heads()), kind.causal, False)
-            assert (len(made) > 1) == kind.form.startswith("apart")
-            assert form_of(pattern, kind.causal) == kind.form.removesuffix(" thin")
-            call = Call(pattern, kind.causal, head_dim=kind.size, dtype=torch.bfloat16)
+            call = Call(pattern, kind.causal, head_dim=kind.size, dtype=torch.bfloat16, kv_heads=kind.heads())
+            assert (len(launches(call)) > 1) == kind.form.startswith("apart")
+            assert form_of(call, alone=False) == kind.form.removesuffix(" thin")
             if scale == 1 and tokens >= tune.LENGTHS[-2]:  # shorter ones have room for few branches
                 assert measured_as(call) == kind.form
         assert is_short(Call(pattern, samples=1, queries=kind.tokens(), heads=kind.heads())) == kind.short

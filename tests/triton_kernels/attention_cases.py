@@ -9,7 +9,6 @@ The interpreter takes milliseconds a tile, so heads, samples and tiles are few h
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import threading
 import time
@@ -24,9 +23,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, functional, testing
-from dilated_attention.backends.triton import launch, nesting
+from dilated_attention.backends.triton import dispatch, launch, table
 from dilated_attention.backends.triton.cache import CACHE
-from dilated_attention.backends.triton.configs import TileConfig
+from dilated_attention.backends.triton.dispatch import TileConfig
 from dilated_attention.backends.triton.whole_call import Prepared
 from dilated_attention.testing import Results
 from tests.cases import INTERPRETED
@@ -231,13 +230,13 @@ def test_nothing_to_do() -> None:
 
 def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to half precision in between, five branches would have twice the error."""
-    start, seen = launch.forward, []
+    prepare, seen = launch.prepare, []
 
-    def forward(*args: Any, **kwargs: Any) -> launch.Launch:
-        seen.append(inspect.signature(start).bind(*args, **kwargs).arguments["out"].dtype)
-        return start(*args, **kwargs)
+    def prepared(*given: Any) -> launch.Launch:
+        seen.append(given[5])
+        return prepare(*given)
 
-    monkeypatch.setattr(launch, "forward", forward)
+    monkeypatch.setattr(launch, "prepare", prepared)
     for widths in ([16], [16, 30]):
         out = dilated_attention(
             *make(20, 1, dtype=HALF), DilatedPattern.longnet(widths, [1] * len(widths)), backend="triton"
@@ -252,7 +251,7 @@ def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (32, 16), (16, 64), (64, 64)])
 def test_tile_sizes(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    monkeypatch.setattr(nesting, "config", lambda *_: used.append(1) or TileConfig(rows, keys, 4, 1))
+    monkeypatch.setattr(dispatch, "config", lambda *_: used.append(1) or TileConfig(rows, keys, 4, 1))
     check(make(70, 1), DilatedPattern.longnet([66, 132], [1, 2]), is_causal=rows != keys)
     assert len(used) >= 3  # forward, and the two of the backward pass; a GPU is asked about more than once
 
@@ -262,10 +261,9 @@ def test_tables_in_64_bits(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> 
     """As for tensors so large that no test can hold them."""
     make_table, seen = launch.table, []
 
-    def wide(*args: Any, **kwargs: Any) -> launch.Table:
-        bound = inspect.signature(make_table).bind(*args, **kwargs)
-        assert make_table(*args, **kwargs).tiles.dtype is torch.int32
-        found = make_table(**{**bound.arguments, "widest_stride": 2**31})
+    def wide(demand: table.Demand) -> launch.Table:
+        assert make_table(demand).tiles.dtype is torch.int32
+        found = make_table(demand._replace(widest_stride=2**31))
         seen.append(found.tiles.dtype)
         return found
 
@@ -283,18 +281,14 @@ class Shifted:
         self.kernel, self.calls = launch.forward_kernel, 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(*args: Any, **kwargs: Any) -> Any:
+        def start(*args: Any, **options: Any) -> Any:
             self.calls += 1
-            return self.kernel[grid](*args, **{**kwargs, "SHIFTED": True})
+            return self.kernel[grid](*args[:-1], args[-1]._replace(SHIFTED=True), **options)
 
         return start
 
-    def warmup(self, *args: Any, **kwargs: Any) -> Any:
-        return self.kernel.warmup(*args, **{**kwargs, "SHIFTED": True})
-
-    @property
-    def params(self) -> Any:
-        return self.kernel.params
+    def warmup(self, *args: Any, **options: Any) -> Any:
+        return self.kernel.warmup(*args[:-1], args[-1]._replace(SHIFTED=True), **options)
 
 
 WHOLE = {  # one launch
@@ -313,7 +307,7 @@ WHOLE = {  # one launch
 def test_without_a_running_maximum(name: str, is_causal: bool, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights relative to the row's own key; where one is beyond 2^100 the tile starts over with the maximum."""
     shifted = Shifted()
-    monkeypatch.setattr(launch, "forward_kernel", shifted)
+    monkeypatch.setitem(launch.KERNELS, "forward", (shifted, launch.KERNELS["forward"][1]))
     q, k, v = make(60)
     q[:, 30:50] *= size
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * math.log2(math.e)
@@ -328,8 +322,8 @@ def test_without_a_running_maximum(name: str, is_causal: bool, size: float, monk
 
 def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, made = DilatedPattern.longnet([16], [1]), []
-    prepare = launch.forward
-    monkeypatch.setattr(launch, "forward", lambda *x: made.append(1) or prepare(*x))
+    prepare = launch.prepare
+    monkeypatch.setattr(launch, "prepare", lambda *x: made.append(1) or prepare(*x))
     device = make(1)[0].device
 
     def call(tokens: int) -> Tensor:

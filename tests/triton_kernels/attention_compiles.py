@@ -13,8 +13,8 @@ import torch
 from triton.runtime import driver
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends.triton import configs, launch
-from dilated_attention.backends.triton.configs import TileConfig
+from dilated_attention.backends.triton import dispatch, launch
+from dilated_attention.backends.triton.dispatch import TileConfig
 from dilated_attention.backends.triton.nesting import launches
 from dilated_attention.call import Call
 from tests.triton_kernels.decode_compiles import Compiled, Driver, asked_for
@@ -46,24 +46,17 @@ def compiled(
 ) -> Any:
     """The kernel that such a call would launch; grouped heads, and a gradient of lse."""
     driver.set_active(Driver(capability))
-    made = Compiled(getattr(launch, f"{kernel}_kernel"))
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, f"{kernel}_kernel", made)
-        q, out, dout, dq = (torch.empty(samples, tokens, 4, dim, dtype=dtype) for _ in range(4))
-        k, v, dk, dv = (torch.empty(samples, tokens, 2, dim, dtype=dtype) for _ in range(4))
-        lse, stats = torch.empty(samples, tokens, 4), torch.empty(samples, 4, tokens, 2)
-        padding, seed = torch.zeros(samples, tokens, dtype=torch.bool), torch.tensor(1)
-        call = Call(pattern, is_causal, 0.1, 0.1 if drops else 0.0).of(q, k, padding if masked else None, 0)
-        nests = launches(pattern, call.held, is_causal, drops)[0]
-        last = (nests, call, config, again, nests[0].rates[0] > 1)
-        tensors: tuple[torch.Tensor, ...]
-        if kernel == "forward":
-            tensors, rest, prepare = (q, k, v, out, lse), (padding, seed, seed), launch.forward
-        elif kernel == "dq":
-            tensors, rest, prepare = (q, k, v, out, lse, dout, lse, dq, stats), (padding, seed), launch.backward_dq
-        else:
-            tensors, rest, prepare = (q, k, v, dout, stats, dk, dv), (padding, seed), launch.backward_dkdv
-        prepare(*map(launch.Layout.of, tensors), *last)(*tensors, *rest)
+    function, names = launch.KERNELS[kernel]
+    made = Compiled(function)
+    monkeypatch.setitem(launch.KERNELS, kernel, (made, names))
+    q, k = torch.empty(samples, tokens, 4, dim, dtype=dtype), torch.empty(samples, tokens, 2, dim, dtype=dtype)
+    padding = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
+    call = Call(pattern, is_causal, 0.1, 0.1 if drops else 0.0).of(q, k, padding, 0)
+    strides = tuple(x.stride() for x in (q, k, k, q)[: 3 if kernel == "forward" else 4])
+    (nests, *_), fills = launches(call), pattern.dilation_rates[0] > 1
+    prepared = launch.prepare(kernel, call, strides, nests, config, dtype, again, fills, kernel == "dq")
+    prepared(*(torch.empty(16, dtype=dtype) for dtype in prepared.dtypes))
+    monkeypatch.setitem(launch.KERNELS, kernel, (function, names))
     (found,) = made.made
     return found
 
@@ -75,7 +68,7 @@ def check(capability: int, found: Any, *, tensor_cores: bool = True) -> None:
         assert "mma" in found.asm["ptx"]
 
 
-MEASURED = [(key, TileConfig(*tile)) for key, tile in configs.measured()["9.0"]["tiles"].items()]
+MEASURED = [(key, TileConfig(*tile)) for key, tile in dispatch.measured()["9.0"]["tiles"].items()]
 
 
 def size(item: tuple[str, TileConfig]) -> int:
@@ -85,7 +78,7 @@ def size(item: tuple[str, TileConfig]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("kernel", dispatch.KERNELS)
 def test_the_largest_measured(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """A GPU runs them all, in test_triton_gpu."""
     key, tile = max((item for item in MEASURED if item[0].startswith(f"{kernel} ")), key=size)
@@ -94,15 +87,15 @@ def test_the_largest_measured(monkeypatch: pytest.MonkeyPatch, kernel: str) -> N
     check(90, compiled(monkeypatch, 90, kernel, int(dim), BRAIN, tile, pattern, is_causal="causal" in kind))
 
 
-@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("kernel", dispatch.KERNELS)
 def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """On the newer devices with the least shared memory."""
     options: dict[str, Any] = {"is_causal": kernel != "forward", "masked": True, "drops": True, "again": True}
-    check(86, compiled(monkeypatch, 86, kernel, 128, HALF, configs.DEFAULTS[kernel, 128], ZEROS, **options))
+    check(86, compiled(monkeypatch, 86, kernel, 128, HALF, dispatch.DEFAULTS[kernel, 128], ZEROS, **options))
 
 
 def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, configs.SMALL[64], SINGLE), tensor_cores=False)
+    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, dispatch.SMALL[64], SINGLE), tensor_cores=False)
 
 
 def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +103,7 @@ def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ".maxnreg 128" in found.asm["ptx"]
 
 
-@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("kernel", dispatch.KERNELS)
 def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """A kernel for each kind of call, not for each length, batch or pattern: slides are of all lengths."""
     asked = asked_for(monkeypatch)
@@ -122,7 +115,7 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kern
     ):
         pattern = DilatedPattern.head_groups(widths, [1, 2])
         given: dict[str, Any] = {"tokens": tokens, "samples": samples, "is_causal": kernel == "dq"}
-        compiled(monkeypatch, 89, kernel, 64, BRAIN, configs.SMALL[64], pattern, **given)
+        compiled(monkeypatch, 89, kernel, 64, BRAIN, dispatch.SMALL[64], pattern, **given)
     keys = asked[f"{kernel}_kernel"]
     assert len(keys) == 4
     assert len(set(keys)) == 1
@@ -142,15 +135,17 @@ def test_own_tiles_that_are_not_full_need_no_other_kernel(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", configs.KERNELS)
-@pytest.mark.parametrize("dim", configs.SMALL)
+@pytest.mark.parametrize("kernel", dispatch.KERNELS)
+@pytest.mark.parametrize("dim", dispatch.SMALL)
 @pytest.mark.parametrize("capability", [75, 86])
 def test_defaults(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, kernel: str) -> None:
-    tile = configs.DEFAULTS[kernel, dim] if capability >= 80 else configs.SMALL[dim]
+    tile = dispatch.DEFAULTS[kernel, dim] if capability >= 80 else dispatch.SMALL[dim]
     everything = {"masked": True, "drops": True, "again": True}
     for options in ({"pattern": NESTED, "is_causal": True}, {"pattern": SINGLE, **everything}):
         found = compiled(monkeypatch, capability, kernel, dim, HALF, tile, **options)
         check(capability, found, tensor_cores=capability >= 80)
-    exact = compiled(monkeypatch, capability, kernel, dim, FULL, configs.WITHOUT_TENSOR_CORES[dim], SINGLE, masked=True)
+    exact = compiled(
+        monkeypatch, capability, kernel, dim, FULL, dispatch.WITHOUT_TENSOR_CORES[dim], SINGLE, masked=True
+    )
     if (capability, dim) != (75, 256):  # too large by a KiB, and refused
         check(capability, exact, tensor_cores=False)

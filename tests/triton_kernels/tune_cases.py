@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dilated_attention.backends.triton import launch
-from dilated_attention.backends.triton.configs import TileConfig
+from dilated_attention.backends.triton.dispatch import TileConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--device", "cpu", "--scale", "32768", "--seconds", "0", "--commit", "abc"]
@@ -75,7 +75,7 @@ def test_what_is_off_is_never_picked(
     capsys: pytest.CaptureFixture[str],
     wrong: tuple[Any, ...],
 ) -> None:
-    right = launch.backward_dkdv
+    right = launch.prepare
 
     def sometimes_wrong(*given: Any) -> Any:
         made = right(*given)
@@ -87,7 +87,7 @@ def test_what_is_off_is_never_picked(
 
         return start
 
-    monkeypatch.setattr(launch, "backward_dkdv", sometimes_wrong)
+    monkeypatch.setattr(launch, "prepare", sometimes_wrong)
     file = tmp_path / "tune.json"
     code = tune.main([*SMALL, "--jobs", "1", "--only", "tiles dkdv 64 causal nested short", "--out", str(file)])
     said = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_what_is_off_is_never_picked(
 def test_rows_left_unwritten_are_off(tune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     job = tune.Job(tune.Place("cpu", 32768), tune.Setting(64, False, "nested"), "dq", TileConfig(*GOOD))
     assert tune.check(job) is None
-    monkeypatch.setattr(launch, "backward_dq", lambda *_: lambda *_: None)  # what the launch before it left is right
+    monkeypatch.setattr(launch, "prepare", lambda *_: lambda *_: None)  # what the launch before it left is right
     assert "off: dq by inf" in tune.check(job)
 
 

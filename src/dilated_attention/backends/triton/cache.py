@@ -23,7 +23,6 @@ class LaunchCache:
         # what was dropped since the device was last waited for: another thread may still use it
         self._dropped: dict[torch.device, list[Any]] = {}
         self._making = threading.Lock()
-        self._clear_too: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -74,12 +73,6 @@ class LaunchCache:
         with self._making:
             for kept in (self._kept, self._bytes, self._dropped, self.pinned, self.compiled):
                 kept.clear()
-            for clear in self._clear_too:
-                clear()
-
-    def clears(self, *others: Callable[[], None]) -> None:
-        """Let `clear` call these as well."""
-        self._clear_too += others
 
 
 CACHE = LaunchCache(most_bytes=128 << 20)

@@ -62,7 +62,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
             q, k, v, mask, positions, ends, parts, part_lse,
             call.start if positions is None else 0, queries, tokens, c.splits, kv_heads, call.first_head,
             call.scale, step,
-            *q.stride(), *k.stride(), *v.stride(), *mask_strides,
+            *mask_strides, q.stride(), k.stride(), v.stride(),
             PATTERN=sum(branches, ()), BRANCHES=len(branches), GROUP=group, D=dim,
             BD=block_dim, BM=c.rows, BN=c.keys, SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal,
             ZEROS=call.adds_zeros, num_warps=c.warps, num_stages=c.stages,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.triton.tiles import LN2, LOG2E
+from dilated_attention.backends.triton.tiles import LN2, LOG2E, row_at
 
 
 @triton.jit
@@ -77,6 +77,12 @@ def zeros_of_branch(position, end, head, PATTERN: tl.constexpr, AT: tl.constexpr
 
 
 @triton.jit
+def rows_at(X, strides, sample, token, head, column):
+    """Pointers to rows of X (B, N, H, D)."""
+    return row_at(X, strides, sample, token, head)[:, None] + column[None, :] * strides[3]
+
+
+@triton.jit
 def rescaled(acc, top, sums, new_top):
     """The softmax so far with another maximum; a row that has seen nothing has sum 0: exp2(-inf - 0), never NaN."""
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -88,8 +94,7 @@ def rescaled(acc, top, sums, new_top):
 def decode_kernel(
     Q, K, V, Padding, Positions, Ends, Out, Lse,
     first, queries, tokens, splits, kv_heads, first_head, scale, positions_step,
-    q_sample, q_token, q_head, q_dim, k_sample, k_token, k_head, k_dim, v_sample, v_token, v_head, v_dim,
-    padding_sample, padding_token,
+    padding_sample, padding_token, q_strides, k_strides, v_strides,
     PATTERN: tl.constexpr, BRANCHES: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, ONE: tl.constexpr, CAUSAL: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -109,10 +114,8 @@ def decode_kernel(
     here = query < queries
     inside = here & (position >= 0) & (position < tokens)
     column = tl.arange(0, BD).to(tl.int64)
-    q_rows = Q + sample * q_sample + query.to(tl.int64) * q_token + query_head * q_head
-    q = tl.load(q_rows[:, None] + column[None, :] * q_dim, mask=here[:, None] & (column < D)[None, :], other=0.0)
-    K += sample * k_sample + kv_head * k_head
-    V += sample * v_sample + kv_head * v_head
+    own = rows_at(Q, q_strides, sample, query.to(tl.int64), query_head, column)
+    q = tl.load(own, mask=here[:, None] & (column < D)[None, :], other=0.0)
 
     # --- its share of the key tiles that these rows meet
     head = kv_head + first_head
@@ -140,8 +143,8 @@ def decode_kernel(
             seen = seen & (ignored == 0)
         # what is not seen may be anything, NaN too: it is not loaded, and its scores are selected
         loaded = seen[:, None] & (column < D)[None, :]
-        k = tl.load(K + at[:, None] * k_token + column[None, :] * k_dim, mask=loaded, other=0.0).to(q.dtype)
-        v = tl.load(V + at[:, None] * v_token + column[None, :] * v_dim, mask=loaded, other=0.0).to(q.dtype)
+        k = tl.load(rows_at(K, k_strides, sample, at, kv_head, column), mask=loaded, other=0.0).to(q.dtype)
+        v = tl.load(rows_at(V, v_strides, sample, at, kv_head, column), mask=loaded, other=0.0).to(q.dtype)
         takes_part = inside  # a single query meets no tile of a branch that it is not in
         if not ONE:
             mine = position - segment
@@ -187,23 +190,20 @@ def combine_kernel(Parts, PartLse, Out, Lse, splits, D: tl.constexpr, BD: tl.con
     """The parts of one row put together: Parts (rows, splits, D), PartLse (rows, splits), Out (rows, D), Lse (rows)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
-    top = float("-inf")
-    for first in range(0, splits, BS):
-        part = first + tl.arange(0, BS)
-        lse = tl.load(PartLse + row * splits + part, mask=part < splits, other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = 0.0
+    top, total = float("-inf"), 0.0
     acc = tl.zeros((BD,), tl.float32)
     for first in range(0, splits, BS):
         part = first + tl.arange(0, BS)
         lse = tl.load(PartLse + row * splits + part, mask=part < splits, other=float("-inf"))
         written = (lse != float("-inf"))[:, None] & (column < D)[None, :]
         out = tl.load(Parts + (row * splits + part)[:, None] * D + column[None, :], mask=written, other=0.0)
-        weight = tl.exp2((lse - safe) * LOG2E)
-        total += tl.sum(weight, 0)
-        acc += tl.sum(weight[:, None] * out, 0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale, weight = tl.exp2((top - safe) * LOG2E), tl.exp2((lse - safe) * LOG2E)
+        total = total * rescale + tl.sum(weight, 0)
+        acc = acc * rescale + tl.sum(weight[:, None] * out, 0)
+        top = new_top
     some = total != 0
     total = tl.where(some, total, 1.0)
     tl.store(Out + row * D + column, (acc / total).to(Out.dtype.element_ty), mask=column < D)
-    tl.store(Lse + row, tl.where(some, safe + tl.log2(total) * LN2, float("-inf")))
+    tl.store(Lse + row, tl.where(some, top + tl.log2(total) * LN2, float("-inf")))

@@ -1,7 +1,7 @@
 """Rows of a tile in one or two parts of columns: loaded, stored, multiplied.
 
 Triton's tensors have powers of two of columns. Rows of 48 numbers are a part of 32 and one of 16: as one part they
-would cost what 64 cost. A tile's rows are a tuple of (R, BD) and, unless BE is 0, (R, BE).
+would cost what 64 cost. A tile's rows are a tuple of (R, BD) and, unless BE is 0, (R, BE). C: `tiles.Constants`.
 """
 
 # ruff: noqa: RET505 -- without an else, Triton 3.6 compiles what follows a return too
@@ -28,23 +28,20 @@ def load_columns(rows, valid, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.co
 
 
 @triton.jit
-def load_rows(
-    base, steps, stride, valid, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
+def load_rows(base, steps, stride, valid, C: tl.constexpr, MASKED: tl.constexpr):
     """The rows at ``base``, in parts; rows that are not valid, and columns beyond D, are 0.
 
-    ALIGNED: rows begin at multiples of 16 bytes. Triton knows so by itself only where 16 divides all strides: with a
-    head dim of 24 it would load number by number.
+    C.ALIGNED: Triton knows so by itself only where 16 divides all strides: with a head dim of 24 it would load number
+    by number.
     """
     rows = base + steps * stride
-    if ALIGNED:
+    if C.ALIGNED:
         rows = tl.multiple_of(rows, 16)
-    first = load_columns(rows, valid, 0, BD, D, MASKED)
-    if BE == 0:
+    first = load_columns(rows, valid, 0, C.BD, C.D, MASKED)
+    if C.BE == 0:
         return (first,)
     else:
-        return first, load_columns(rows, valid, BD, BE, D, MASKED)
+        return first, load_columns(rows, valid, C.BD, C.BE, C.D, MASKED)
 
 
 @triton.jit
@@ -113,20 +110,20 @@ def row_products(x, y):
 
 
 @triton.jit
-def products(x, y, PRECISION: tl.constexpr):
+def products(x, y, C: tl.constexpr):
     """(R, C): all rows of x times all rows of y."""
-    found = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    found = tl.dot(x[0], tl.trans(y[0]), input_precision=C.PRECISION)
     if len(x) == 2:
-        found = tl.dot(x[1], tl.trans(y[1]), found, input_precision=PRECISION)
+        found = tl.dot(x[1], tl.trans(y[1]), found, input_precision=C.PRECISION)
     return found
 
 
 @triton.jit
-def add_sums(acc, weights, x, PRECISION: tl.constexpr):
+def add_sums(acc, weights, x, C: tl.constexpr):
     """acc plus, for each of its rows, the rows of x summed by weights (R, C)."""
     weights = weights.to(x[0].dtype)
-    first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
+    first = tl.dot(weights, x[0], acc[0], input_precision=C.PRECISION)
     if len(x) == 1:
         return (first,)
     else:
-        return first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION)
+        return first, tl.dot(weights, x[1], acc[1], input_precision=C.PRECISION)

@@ -10,19 +10,31 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, stacked, tensor_on, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
-P = ParamSpec("P")
 LANES = 128  # sections that a program looks at together, where sequences are packed
+
+
+class Demand(NamedTuple):
+    """What a launch needs a table for. Launches that differ in other things, such as the scale, share one."""
+
+    nests: Nests
+    samples: int
+    borders: tuple[int, ...]
+    group: int  # programs for each tile of a key/value head: its query heads, or 1
+    own: int
+    other: int
+    sees: str
+    widest_stride: int
+    device: torch.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,44 +51,24 @@ class Table:
     ragged: bool  # whether any tile is not full
 
 
-def _shared(make: Callable[P, Table]) -> Callable[P, Table]:
-    """What was made before and is still in use, and else a new one."""
-    used: WeakValueDictionary[tuple[Any, ...], Table] = WeakValueDictionary()
-
-    @functools.wraps(make)
-    def found_or_made(*args: P.args, **kwargs: P.kwargs) -> Table:
-        key = (args, tuple(kwargs.items()))
-        found = used.get(key)
-        if found is None:
-            found = used[key] = make(*args, **kwargs)
-        return found
-
-    return found_or_made
+_used: WeakValueDictionary[Demand, Table] = WeakValueDictionary()
 
 
-@_shared
-def table(
-    nests: Nests,
-    samples: int,
-    borders: tuple[int, ...],
-    group: int,
-    own: int,
-    other: int,
-    sees: str,
-    widest_stride: int,
-    device: torch.device,
-) -> Table:
-    """``group`` programs for each tile of a key/value head: its query heads, or 1.
+def table(demand: Demand) -> Table:
+    """A table that was made before and is still in use, or else a new one."""
+    found = _used.get(demand)
+    if found is None:
+        found = _used[demand] = make_table(demand)
+    return found
 
-    Launches that differ in other things, such as the scale, share one.
-    """
-    given = (nests, samples, borders, group, own, other, sees, widest_stride, device)
-    if device.type != "cuda":
-        return _made(*given)
+
+def make_table(demand: Demand) -> Table:
+    if demand.device.type != "cuda":
+        return _made(demand)
     # By another thread: while torch.compile(mode="reduce-overhead") tries a graph, all that this one allocates lies in
     # the graph's memory, and must be gone with it. A table is there for longer than this call.
     try:
-        return another_thread().submit(_made_beside, *given).result()
+        return another_thread().submit(_made_beside, demand).result()
     except RuntimeError as error:
         if not torch.cuda.is_current_stream_capturing():
             raise
@@ -86,11 +78,11 @@ def table(
         ) from error
 
 
-def _made_beside(*given: Any) -> Table:
+def _made_beside(demand: Demand) -> Table:
     """On the stream of tables."""
-    stream = stream_of_tables(given[-1])
+    stream = stream_of_tables(demand.device)
     with torch.cuda.stream(stream):
-        found = _made(*given)
+        found = _made(demand)
     stream.synchronize()
     return found
 
@@ -107,17 +99,8 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _made(
-    nests: Nests,
-    samples: int,
-    borders: tuple[int, ...],
-    group: int,
-    own: int,
-    other: int,
-    sees: str,
-    widest_stride: int,
-    device: torch.device,
-) -> Table:
+def _made(demand: Demand) -> Table:
+    nests, samples, borders, group, own, other, _, widest_stride, device = demand
     rows: list[Array] = []
     variants: list[int] = []
     parts: list[Tiling] = []
@@ -125,7 +108,7 @@ def _made(
     for nest in nests:
         offsets = tuple(sorted(set(nest.offsets)))
         stretches, lengths, which = _stretches(nest.widths[-1], borders)
-        tile, tiles, apart = _placed(parts, nest, offsets, lengths, (own, other, sees), device)[:, which]
+        tile, tiles, apart = _placed(parts, nest, offsets, lengths, demand)[:, which]
         many = samples * len(nest.offsets) * group * stretches.periods * tiles
         firsts = programs + many.cumsum() - many
         about = (nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0])
@@ -205,15 +188,14 @@ def _placed(
     nest: Nest,
     offsets: tuple[int, ...],
     lengths: tuple[int, ...],
-    how: tuple[int, int, str],
-    device: torch.device,
+    demand: Demand,
 ) -> Array:
     """Of each length: the first tile, tiles, and tiles from one offset to the next. What it needs is added to parts."""
     found = np.empty((3, len(lengths)), np.int64)
     tails = len(lengths) - (lengths[-1] == nest.widths[-1])  # which seldom come again, unlike a period
-    for make, where, some in ((_period, CPU, slice(tails, None)), (tiling, device, slice(tails))):
+    for make, where, some in ((_period, CPU, slice(tails, None)), (tiling, demand.device, slice(tails))):
         if lengths[some]:
-            part = make(nest.widths, nest.rates, offsets, lengths[some], *how, where)
+            part = make(nest.widths, nest.rates, offsets, lengths[some], demand.own, demand.other, demand.sees, where)
             found[0, some] = sum(len(one.tiles) for one in parts) + part.counts.cumsum() - part.counts
             found[1, some], found[2, some] = part.counts, part.counts.sum()
             parts.append(part)
@@ -248,4 +230,3 @@ def _joined(
 
 
 _period = functools.lru_cache(maxsize=64)(tiling)
-CACHE.clears(_period.cache_clear, _stretches.cache_clear)

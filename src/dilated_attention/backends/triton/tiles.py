@@ -5,6 +5,8 @@ Legend: positions count tokens from the start of a period; R rows of a tile.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,9 +20,33 @@ FIRST_RUN, PLAIN, EDGES_MET, EDGE_RUN = (tl.constexpr(field) for field in range(
 RUN = tl.constexpr(5)  # of `tiling.Run`, the count as the bits of its log2
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# numbers of the length that 16 divides or does not: kernels are not compiled anew for that. (The strides of rows change
-# with it too, but are multiples of 16 for all common head dims, and long accesses need to know.)
-ANY_LENGTH = ("padding_sample", "lse_sample", "dlse_sample", "stats_sample", "stats_head")
+# numbers that kernels are not compiled anew for, as they change from call to call
+NUMBERS = ["tokens", "heads", "group", "first_head", "scale", "plain_scale", "threshold", "factor"]
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for; what a kernel does not use is None."""
+
+    SECTIONS: Any  # of the table; 0: sequences are packed, and the table says how many
+    D: Any
+    BD: Any  # columns of the first part of a row, as of `rows`
+    BE: Any  # and of the second
+    BM: Any  # queries of a tile
+    BN: Any  # keys of a tile
+    CAUSAL: Any
+    PADDING: Any
+    DROPOUT: Any
+    SINGLE: Any  # whether all whole tiles that a program meets are one run
+    PASSES: Any  # 2: some tiles are to be masked, after the whole ones; 1: none
+    RAGGED: Any  # whether some of them have rows too many
+    PRECISION: Any  # of products in float32
+    ALIGNED: Any  # whether all rows begin at multiples of 16 bytes
+    AGAIN: Any  # whether results join those of earlier launches
+    FILLS: Any  # whether rows between those of a tile are written too (nests of one branch only)
+    ZEROS: Any = None  # forward: whether zero keys are appended
+    SHIFTED: Any = None  # forward: whether it does without a running maximum, where it can
+    HAS_DLSE: Any = None  # dq
+    GROUPED: Any = None  # dkdv: whether a key/value head has several query heads
 
 
 @triton.jit
@@ -42,20 +68,26 @@ def find_section(index, sections, SECTIONS: tl.constexpr):
 
 
 @triton.jit
-def task(sections, group, SECTIONS: tl.constexpr):
+def task(sections, tiles, group, SECTIONS: tl.constexpr):
     """This program's section, tile, head, first token of the period and sample; ``group`` heads to a kv head."""
     index = tl.program_id(0)
     record, variants = find_section(index, sections, SECTIONS)
     index -= tl.load(record).to(tl.int32)
-    periods, tiles = tl.load(record + PERIODS).to(tl.int32), tl.load(record + TILES).to(tl.int32)
+    periods, many = tl.load(record + PERIODS).to(tl.int32), tl.load(record + TILES).to(tl.int32)
     heads = tl.load(record + HEADS).to(tl.int32) * group
-    tile, index = index % tiles, index // tiles
+    tile, index = index % many, index // many
     head, index = index % heads, index // heads
     variant = tl.load(variants + tl.load(record + VARIANT) + head // group)  # which offset a head has
     tile = tl.load(record + FIRST_TILE) + variant * tl.load(record + APART) + tile
     head += tl.load(record + HEAD).to(tl.int32) * group
     start = tl.load(record + START).to(tl.int64) + (index % periods) * tl.load(record + LENGTH).to(tl.int64)
-    return record, tile, head.to(tl.int64), start, (index // periods).to(tl.int64)
+    return record, tiles + tile * TILE, head.to(tl.int64), start, (index // periods).to(tl.int64)
+
+
+@triton.jit
+def row_at(X, strides, sample, token, head):
+    """Pointer to a row of X (B, N, H, D)."""
+    return X + (sample * strides[0] + token * strides[1] + head * strides[2])
 
 
 @triton.jit
@@ -70,9 +102,8 @@ def fill_gaps(first, stride, base, step, stop, value, BM: tl.constexpr, D: tl.co
     offset = base % step
     position = base + row_steps(BM, step)
     columns = tl.arange(0, COLUMNS)
-    for phase in range(
-        0, tl.minimum(step, stop)
-    ):  # of one branch, whose segment ends at stop: a rate may be far larger
+    # of one branch, whose segment ends at stop: a rate may be far larger
+    for phase in range(0, tl.minimum(step, stop)):
         shift = phase - offset
         pointers = first + shift.to(tl.int64) * stride + (row_steps(BM, step) * stride)[:, None] + columns[None, :]
         filling = tl.full((BM, COLUMNS), value, first.dtype.element_ty)
@@ -88,22 +119,35 @@ def load_run(entry):
 
 
 @triton.jit
-def next_tile(
-    entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_, size: tl.constexpr, SINGLE: tl.constexpr
-):
-    """The tile after this one, of the same run or the next one (whose numbers end in _), and the run after that.
+def first_run(runs, tile, EDGE: tl.constexpr):
+    """How many tiles a tile meets, where their first run is written, that run and the one after it.
+
+    EDGE: those to be masked, else the whole ones.
+    """
+    entry = runs + tl.load(tile + (EDGE_RUN if EDGE else FIRST_RUN)) * RUN
+    return tl.load(tile + (EDGES_MET if EDGE else PLAIN)), entry, load_run(entry), load_run(entry + RUN)
+
+
+@triton.jit
+def next_tile(entry, run, after, size: tl.constexpr, SINGLE: tl.constexpr):
+    """The tile after this one, of the same run or the next one, and the run after that.
 
     There is no branch, and what is loaded here is used one tile later: nothing waits.
     """
+    base, step, stop, left, bias = run
     base += size * step
     if not SINGLE:
         left -= 1
         over = left == 0
-        base, step, stop = tl.where(over, base_, base), tl.where(over, step_, step), tl.where(over, stop_, stop)
-        left, bias = tl.where(over, left_, left), tl.where(over, bias_, bias)
+        base, step, stop = (
+            tl.where(over, after[0], base),
+            tl.where(over, after[1], step),
+            tl.where(over, after[2], stop),
+        )
+        left, bias = tl.where(over, after[3], left), tl.where(over, after[4], bias)
         entry += tl.where(over, RUN, 0)
-        base_, step_, stop_, left_, bias_ = load_run(entry + RUN)
-    return entry, base, step, stop, left, bias, base_, step_, stop_, left_, bias_
+        after = load_run(entry + RUN)
+    return entry, (base, step, stop, left, bias), after
 
 
 @triton.jit

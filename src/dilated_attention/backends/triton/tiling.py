@@ -24,8 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.triton.cache import CACHE
-
 CPU = torch.device("cpu")  # named everywhere: torch.set_default_device may say otherwise
 FEW = 1 << 19  # places: those of more are looked through on the device
 AT_ONCE = 1 << 24  # places, each of which takes some ten integers
@@ -272,6 +270,3 @@ def _cut(
         begin[1:] = [xp.stack([low, whole[:kinds]], 1).reshape(-1, *top.shape[1:]), whole[kinds:]]
         end[1:] = [xp.stack([full, top], 1).reshape(-1, *top.shape[1:]), high[kinds:]]
     return xp.concatenate(begin), xp.concatenate(end)
-
-
-CACHE.clears(_columns.cache_clear)

@@ -7,7 +7,6 @@ Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.backends.triton import fuse, launch, nesting
+from dilated_attention.backends.triton import dispatch, fuse, launch, nesting
 from dilated_attention.backends.triton.cache import CACHE
-from dilated_attention.backends.triton.launch import Launch, Layout
+from dilated_attention.backends.triton.launch import Launch, Strides
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call, sample_ends
 
@@ -33,23 +32,28 @@ class Prepared(NamedTuple):
         return sum(launch.nbytes for launch in self.launches)
 
 
-def forward(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Tensor, Tensor]:
-    """``trains``: whether our kernels will be asked for the backward pass; asked of calls that are new."""
-    out, lse = _unrounded(call, inputs, trains)
+def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    out, lse = _unrounded(call, inputs)
     return out if out.dtype is call.dtype else out.to(call.dtype), lse
 
 
-def _unrounded(call: Call, inputs: Inputs, trains: Callable[[], bool]) -> tuple[Tensor, Tensor]:
+def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> tuple[Tensor, Tensor]:
     """The results, out maybe in float32."""
     q, k, v = _readable(*inputs[:3])
     if not call.rows:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    prepared = CACHE.find((call.device, call, q.stride(), k.stride(), v.stride()))
+    strides = q.stride(), k.stride(), v.stride()
+    prepared = CACHE.find((call.device, call, strides, False))
     if prepared is None:
         most = nesting.heads_at_once(call)
         if most < call.kv_heads:
             return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), most)
-        prepared = _prepared(call, (q, k, v), call.device.type == "cuda" and trains())
+        prepared = _prepared(call, strides)
+        together = prepared.launches
+        trains = not is_part and any(x.requires_grad for x in inputs[:3])
+        if trains and call.device.type == "cuda" and dispatch.preference(call, True)[0]:
+            together += _prepared(call, (*strides, torch.empty(q.shape, device="meta").stride())).launches
+        _compile(together)
     padding = ends = None
     if inputs.padding is not None:
         padding = inputs.padding.contiguous()
@@ -76,7 +80,7 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, most: int) -> tuple[Tensor
         part = call._replace(
             heads=held * call.q_per_kv, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
         )
-        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, lambda: False))
+        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, is_part=True))
     return out, lse
 
 
@@ -88,44 +92,43 @@ def _put(out: Tensor, lse: Tensor, found: Tensor, found_lse: Tensor) -> None:
 
 def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     q, k, v, dout = _readable(*inputs[:3], results.dout)
-    dlse = None if results.dlse is None else results.dlse.resolve_neg()
     if not call.rows:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    given = (q, k, v, dout) if dlse is None else (q, k, v, dout, dlse)
-    prepared = CACHE.find((call.device, call, *(x.stride() for x in given)))
+    strides, has_dlse = tuple(x.stride() for x in (q, k, v, dout)), results.dlse is not None
+    prepared = CACHE.find((call.device, call, strides, has_dlse))
     if prepared is None:
-        prepared = _kept(call, _prepare_backward, *map(Layout.of, given))
+        prepared = _prepared(call, strides, has_dlse)
         _compile(prepared.launches)
-    dq, dk, dv = _empty_like(q, q.dtype), _empty_like(k, k.dtype), _empty_like(v, v.dtype)
-    stats = torch.empty(_stats_shape(call), dtype=torch.float32, device=q.device)
+    dq, dk, dv = (_empty_like(x, x.dtype) for x in (q, k, v))
+    stats = torch.empty((call.samples, call.heads, call.queries, 2), dtype=torch.float32, device=q.device)
     if prepared.blank:
         for grad in (dq, dk, dv):
             grad.zero_()
     out, lse = results.out.contiguous(), results.lse.contiguous()
-    padding = q if inputs.padding is None else inputs.padding.contiguous()
-    dlse, seed = q if dlse is None else dlse, q if inputs.seed is None else inputs.seed
+    dlse = q if results.dlse is None else results.dlse.resolve_neg().contiguous()
+    given = (q if inputs.padding is None else inputs.padding.contiguous(), q if inputs.seed is None else inputs.seed)
     for for_dq, for_dkdv in zip(prepared.launches[::2], prepared.launches[1::2], strict=True):
-        for_dq(q, k, v, out, lse, dout, dlse, dq, stats, padding, seed)
-        for_dkdv(q, k, v, dout, stats, dk, dv, padding, seed)
+        for_dq(q, k, v, dout, out, lse, dlse, dq, stats, *given)
+        for_dkdv(q, k, v, dout, stats, dk, dv, *given)
     return dq, dk, dv
 
 
-def _kept(call: Call, prepare: Callable[..., Prepared], *layouts: Layout) -> Prepared:
-    """What is prepared for a call on tensors of these layouts, kept from now on."""
-    key = (call.device, call, *(x.strides for x in layouts))
-    found: Prepared = CACHE.get(key, lambda: prepare(call, *layouts))
-    return found
+def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
+    """The launches of a call on tensors of these strides, kept from now on: backward if dout is one of them."""
 
+    def prepare() -> Prepared:
+        todo, made = nesting.launches(call), []
+        names, dtype = ["dq", "dkdv"], call.dtype
+        if len(strides) == 3:
+            names, dtype = ["forward"], torch.float32 if len(todo) > 1 else call.dtype
+        for index, nests in enumerate(todo):
+            form = "nested" if len(nests[0].widths) > 1 else dispatch.form_of(call, alone=True)
+            for name in names:
+                tile, flags = dispatch.config(name, call, form), (index > 0, fills(nests, index), has_dlse)
+                made.append(launch.prepare(name, call, strides, nests, tile, dtype, *flags))
+        return Prepared(tuple(made), dtype, _has_gaps(todo[0]) and not fills(todo[0], 0))
 
-def _prepared(call: Call, qkv: tuple[Tensor, ...], trains: bool) -> Prepared:
-    """The forward pass of a call that is new, and the backward pass if it ``trains``: all kernels compile at once."""
-    layouts = [Layout.of(x) for x in qkv]
-    found = _kept(call, _prepare_forward, *layouts)
-    together = found.launches
-    if trains:
-        dout = Layout.contiguous(qkv[0].shape, qkv[0].dtype)
-        together += _kept(call, _prepare_backward, *layouts, dout).launches
-    _compile(together)
+    found: Prepared = CACHE.get((call.device, call, strides, has_dlse), prepare)
     return found
 
 
@@ -140,34 +143,6 @@ def _compile(launches: tuple[Launch, ...]) -> None:
     CACHE.compiled.update(new)
 
 
-def _prepare_forward(call: Call, q: Layout, k: Layout, v: Layout) -> Prepared:
-    todo = nesting.steps(call)
-    dtype = torch.float32 if len(todo) > 1 else q.dtype
-    out, lse = Layout.contiguous(q.shape, dtype), Layout.contiguous(q.shape[:3], torch.float32)
-    made = []
-    for index, nests in enumerate(todo):
-        tile = nesting.config("forward", call, nests)
-        made.append(launch.forward(q, k, v, out, lse, nests, call, tile, index > 0, fills(nests, index)))
-    return Prepared(tuple(made), dtype, _must_be_blank(todo))
-
-
-def _prepare_backward(
-    call: Call, q: Layout, k: Layout, v: Layout, dout: Layout, dlse: Layout | None = None
-) -> Prepared:
-    """Two launches per step: for dq, and for dk and dv."""
-    out, dq, dk, dv = (Layout.contiguous(x.shape, x.dtype) for x in (q, q, k, v))
-    lse = Layout.contiguous(q.shape[:3], torch.float32)
-    stats = Layout.contiguous(_stats_shape(call), torch.float32)
-    todo, made = nesting.steps(call), []
-    for index, nests in enumerate(todo):
-        how = (index > 0, fills(nests, index))
-        tile = nesting.config("dq", call, nests)
-        made.append(launch.backward_dq(q, k, v, out, lse, dout, dlse, dq, stats, nests, call, tile, *how))
-        tile = nesting.config("dkdv", call, nests)
-        made.append(launch.backward_dkdv(q, k, v, dout, stats, dk, dv, nests, call, tile, *how))
-    return Prepared(tuple(made), q.dtype, _must_be_blank(todo))
-
-
 def _has_gaps(nests: Nests) -> bool:
     return any(nest.rates[0] > 1 for nest in nests)
 
@@ -175,14 +150,6 @@ def _has_gaps(nests: Nests) -> bool:
 def fills(nests: Nests, index: int) -> bool:
     """Whether a launch also writes the rows between its own: the first one does, where each nest is one branch."""
     return index == 0 and _has_gaps(nests) and all(len(nest.rates) == 1 for nest in nests)
-
-
-def _must_be_blank(todo: tuple[Nests, ...]) -> bool:
-    return _has_gaps(todo[0]) and not fills(todo[0], 0)
-
-
-def _stats_shape(call: Call) -> tuple[int, ...]:
-    return call.samples, call.heads, call.queries, 2
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
