@@ -42,7 +42,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
@@ -53,7 +52,7 @@ from dilated_attention.bench.page import page
 from dilated_attention.bench.report import table
 from dilated_attention.bench.suites import ALL
 from dilated_attention.cli import main
-from dilated_attention.cli.app import app
+from dilated_attention.cli.app import parsers
 from dilated_attention.ranks import pool
 
 ROOT = Path(__file__).parents[1]
@@ -261,9 +260,9 @@ def check_command(program: str, *words: str) -> None:
             assert word.startswith("."), f"pip installs this package from its folder here, got {word}"
             assert {*re.findall(r"\w+", word)} <= {*project["optional-dependencies"]}, f"no such extra: {word}"
     elif program == "dilated-attention":
-        commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-        assert words[0] in commands, f"no command {words[0]}"
-        commands[words[0]].make_context(words[0], [*words[1:]])  # reads the options as in a run, and stops there
+        for command, *given in map(str.split, " ".join(words).split(" | dilated-attention ")):
+            assert command in parsers(), f"no command {command}"
+            parsers()[command].parse_intermixed_args(given)  # reads the options as in a run, and stops there
     else:
         assert program in ("python", "torchrun"), f"no check for {program}"
         options = get_args_parser().parse_args(words)

@@ -68,3 +68,9 @@ def _plain(number: float, digits: int = DIGITS) -> str:
     """Without zeros at the end: 2 MiB, not 2.00 MiB."""
     text = number_text(number, digits)
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def flops_text(flops: float) -> str:
+    """Operations with a prefix: 1.2 TFLOP."""
+    power = min(8, int(math.log10(flops)) // 3) if flops >= 1 else 0
+    return f"{number_text(flops / 1000**power)} {' kMGTPEZY'[power].strip()}FLOP"

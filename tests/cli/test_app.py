@@ -1,9 +1,10 @@
-"""The command itself: help, version, and one line for whatever is wrong."""
+"""The command itself: help, version, completion, and one line for whatever is wrong."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 
 import dilated_attention
 from dilated_attention.cli import main
+from dilated_attention.cli.app import parsers
 
-COMMANDS = ("bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "convert")
+COMMANDS = ("bench", "report", "compare", "show", "suggest", "plan", "doctor", "encode", "convert", "completion")
 NO_UNICODE = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+SCRIPT = "import sys; from dilated_attention.cli import main; sys.exit(main())"  # what pip installs as the command
 
 
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,43 +33,54 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_without_a_command_it_helps(run: Any) -> None:
+    assert [*parsers()] == [*COMMANDS]
     for arguments in ((), ("-h",), ("--help",)):
         code, out, err = run(*arguments)
         assert (code, err) == (0, "")
-        assert out.startswith("Usage: dilated-attention")
+        assert out.startswith("usage: dilated-attention")
         assert all(re.search(rf"^  {name} .*[^.]\.$", out, re.MULTILINE) for name in COMMANDS), out
-        assert "..." not in out.replace("[ARGS]...", ""), "a command's line is cut"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_helps_with_an_example(run: Any, command: str) -> None:
+def test_every_command_helps_with_an_example(
+    run: Any, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run(command, "-h")
     assert (code, err) == (0, "")
-    assert f"Usage: dilated-attention {command}" in out
-    assert f"Example: dilated-attention {command}" in out
-    assert "╭" not in out
+    assert f"usage: dilated-attention {command}" in out
+    assert re.search(rf"\nExample: .*dilated-attention {command}", out)
+    assert "\x1b" not in out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = run(command, "-h").out
+    assert "\x1b[36m--help\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(command, "-h").out == out
 
 
-# what pip installs as the command
-SCRIPT = "import sys; from dilated_attention.cli import main; sys.exit(main())"
-
-
-def test_help_comes_without_torch(tmp_path: Path) -> None:
+def test_help_comes_without_torch_and_without_what_is_not_installed(tmp_path: Path) -> None:
     script = tmp_path / "dilated-attention"
-    script.write_text(SCRIPT)
-    for words in ([str(script)], ["-m", "dilated_attention"]):
-        done = process(*words, "--help", PYTHONPROFILEIMPORTTIME="1")  # prints what it imports on stderr
-        assert done.returncode == 0, done.stderr
-        assert "Usage: dilated-attention" in done.stdout
-        assert "dilated_attention.cli.app" in done.stderr
-        assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), words
     script.write_text(
-        "import sys\nfrom dilated_attention.cli import main\nfor command in sys.argv[1:]:\n"
+        "import sys\nfor name in ('rich', 'altair'): sys.modules[name] = None\n"
+        "from dilated_attention.cli import main\nfor command in sys.argv[1:]:\n"
         "    assert main([command, '--help']) == 0\n    assert 'torch' not in sys.modules, command"
     )
     done = process(str(script), *COMMANDS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage: dilated-attention ") == len(COMMANDS)
+    assert done.stdout.count("usage: dilated-attention ") == len(COMMANDS)
+    done = process("-m", "dilated_attention", "--help", PYTHONPROFILEIMPORTTIME="1")  # tells its imports on stderr
+    assert "usage: dilated-attention" in done.stdout
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_a_shell_completes_commands_and_options(run: Any) -> None:
+    words = "COMP_WORDS=(dilated-attention plan --la); COMP_CWORD=2; _dilated_attention; echo ${COMPREPLY[@]}"
+    more = words.replace("plan --la", "comp").replace("CWORD=2", "CWORD=1")
+    script = f"{run('completion').out}\n{words}\n{more}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["--latency", "compare", "completion"], done.stderr
 
 
 def test_every_other_program_gets_all_names_and_the_ops_at_once() -> None:
@@ -120,7 +134,7 @@ def test_a_fault_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("deep inside")
 
-    monkeypatch.setattr("dilated_attention.cli.plan.print_table", broken)
+    monkeypatch.setattr("dilated_attention.cli.output.print_table", broken)
     with pytest.raises(ValueError, match="deep inside"):
         main(["plan", "-n", "8", "-w", "4", "-r", "1"])
 
@@ -128,15 +142,14 @@ def test_a_fault_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("missing", "code", "message"),
     [
-        ("typer", 2, 'error: this needs typer: pip install ".[bench]" from a clone\n'),
         ("rich", 2, 'error: this needs rich: pip install ".[bench]" from a clone\n'),
-        ("dilated_attention.cli.plan", 1, "Traceback"),  # nothing that could be installed
+        ("dilated_attention.units", 1, "Traceback"),  # nothing that could be installed
     ],
 )
 def test_without_what_it_needs_it_says_what_to_install(missing: str, code: int, message: str, tmp_path: Path) -> None:
     script = tmp_path / "dilated-attention"
     script.write_text(f"import sys; sys.modules[{missing!r}] = None; {SCRIPT}")
-    done = process(str(script), "-h")
+    done = process(str(script), "suggest", "64k")
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(message)
 

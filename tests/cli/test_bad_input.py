@@ -15,37 +15,43 @@ from tests.cli.conftest import Refused
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/cpu/results.json"
 SHOW, PLAN, LARGE = "show -n 8k -w 2k,4k -r 1,2", "plan -n 4096 -w 1k -r 1", "-n 1M -w 2k,16k -r 1,8"
 LINES = [
-    ("nonsense", "No such command 'nonsense' (see dilated-attention --help)"),
-    ("--nonsense", "No such option: --nonsense"),
-    ("plan --zzz", "No such option: --zzz (see dilated-attention plan --help)"),
-    ("plan", "Missing option '-n' / '--tokens' (see dilated-attention plan --help)"),
-    ("plan -n", "'-n' requires an argument"),
-    (f"{PLAN} stray", "Got unexpected extra argument"),
-    (f"{PLAN} --heads few", "Invalid value for '--heads'"),
-    (f"{PLAN} --head-dim 0", "Invalid value for '--head-dim'"),
-    (f"{PLAN} --batch -3", "Invalid value for '--batch'"),
+    ("nonsense", "no such command: 'nonsense' (see dilated-attention --help)"),
+    ("sugest", "did you mean 'suggest'?"),
+    ("--nonsense", "unrecognized arguments: --nonsense"),
+    ("plan --zzz", "unrecognized arguments: --zzz (see dilated-attention plan --help)"),
+    ("plan", "missing -n/--tokens, -w/--segment-lengths, -r/--dilation-rates (see dilated-attention plan --help)"),
+    ("plan -n", "-n/--tokens: expected one argument"),
+    (f"{PLAN} stray", "stray holds nothing that `suggest --json` wrote (FileNotFoundError"),
+    (f"{PLAN} / stray", "unrecognized arguments: stray"),
+    ("suggest x", "argument -n/--tokens: 'x' is not a whole number"),
+    ("suggest", "missing -n/--tokens (see dilated-attention suggest --help)"),
+    (f"{PLAN} --heads few", "--heads: 'few' is not a whole number"),
+    (f"{PLAN} --head-dim 0", "--head-dim: '0' is not"),
+    (f"{PLAN} --batch -3", "--batch: '-3' is not"),
     (f"{PLAN} --dtype int8", "--dtype must be one of"),
-    (f"{PLAN} --memory lots", "'--memory': 'lots' is not a size"),
+    (f"{PLAN} --memory lots", "--memory: 'lots' is not a size"),
     (f"{PLAN} --memory 80", "a size of a byte or more with its unit"),
-    (f"{PLAN} --bandwidth 0GB/s", "'--bandwidth': '0GB/s' is not bytes per second"),
+    (f"{PLAN} --bandwidth 0GB/s", "--bandwidth: '0GB/s' is not bytes per second"),
     (f"{PLAN} --bandwidth 50", "50GB/s"),
-    (f"{PLAN} --latency soon", "'--latency': 'soon' is not a time"),
+    (f"{PLAN} --latency soon", "--latency: 'soon' is not a time"),
     (f"{PLAN} --latency 10", "a time with its unit"),
-    (f"{PLAN} --ranks 0", "'--ranks': '0' is not a whole number"),
+    (f"{PLAN} --ranks 0", "--ranks: '0' is not a whole number"),
     (f"plan {LARGE} --ranks 1e9", "at most 131,072 ranks"),
     ("plan -n 1B -w 2k,1B -r 1,524288 --ranks 131072 --heads 16384", "at most 67,108,864 heads of all ranks"),
     ("suggest -n 1M --heads 16384 --ranks 131072 --memory 80GB", "at most 67,108,864 heads of all ranks"),
     (f"{PLAN} --flops-per-second 400", "400T or 4e14, of 1M or more"),
     (f"encode {'x' * 300}.h5 --weights a --pool mean --out embeddings", "File name too long"),
+    ("encode nothere --weights a --pool mean", "there is no file or folder nothere"),
+    ("encode tests --pool mean", "required: --weights"),
     (f"{PLAN} --rule short", "unknown rule 'short': use one of longnet"),
     (f"{PLAN} --heads 12 --kv-heads 5", "12 query heads cannot be shared evenly by 5"),
     ("plan -n 4k -w 2048,4096 -r 1", "segment_lengths has 2 entries and dilation_rates 1"),
     ("plan -n 4k -w 1k,2k -r 1,2 --rule head_groups --heads 1", "2 branches and 1 key/value heads"),
-    ("plan -n 4k -w 1k -r 0", "'-r' / '--dilation-rates': '0' is not a whole number"),
+    ("plan -n 4k -w 1k -r 0", "-r/--dilation-rates: '0' is not a whole number"),
     ("plan -n 4k -w 2^60 -r 1", "at most 2**48"),
     ("plan -w 2^48 -r 1 -n 2^48 --head-dim 999999", "more than 2**62 bytes are not counted"),
     (f"{SHOW} --query 8192", "there is no query 8192 among 8192 tokens"),
-    (f"{SHOW} --query -1", "'--query': '-1' is not a whole number"),
+    (f"{SHOW} --query -1", "--query: '-1' is not a whole number"),
     (f"{SHOW} --head 8", "there is no head 8 among 8"),
     (f"{SHOW} --window 4k:2k", "give a first token and a later end"),
     (f"{SHOW} --rule head_groups --heads 1", "2 branches and 1 key/value heads"),
@@ -56,18 +62,18 @@ LINES = [
     (f"{SHOW} --colour red -o a.svg", "unknown colour 'red'"),
     (f"{SHOW} -o pattern.pdf", ".html, .svg, .png"),
     (f"{SHOW} -o \x1b[2Jx.gif", "must end in .html"),
-    (f"{SHOW} -o {'x' * 300}.png", "name another with -o"),
+    (f"{SHOW} -o {'x' * 300}.png", "File name too long"),
     (f"{SHOW} -o /dev/null/pattern.svg", "there is no folder /dev/null"),
     (f"{SHOW} -o nothere/pattern.svg", "there is no folder nothere"),
     (f"{SHOW} --exchange ring", "--exchange"),
-    ("suggest -n 0", "'-n' / '--tokens': '0' is not a whole number"),
+    ("suggest -n 0", "-n/--tokens: '0' is not a whole number"),
     ("suggest -n 2^60", "tokens must be at most 2**48"),
     ("suggest -n 5 --causal=maybe", "--causal"),
     ("suggest -n 1k --rule x", "unknown rule 'x'"),
     ("suggest -n 1k --heads 0", "--heads"),
-    ("suggest -n 1M --heads 1000000", "--heads"),
+    ("suggest -n 1M --heads 1000000", "--heads: at most 16,384 heads"),
     ("suggest -n 1M --ranks 1e6", "at most 131,072 ranks"),
-    ("suggest -n 1k --memory -1GB", "'-1GB' is not a size of a byte or more"),
+    ("suggest -n 1k --memory -1GB", "--memory: expected one argument"),
     ("bench --suite fast", "unknown suite 'fast': use one or more of quick, copies"),
     ("bench --suite quick,", "unknown suite '': use one or more of"),
     ("bench --device tpu", "--device must be cpu, cuda"),
@@ -75,8 +81,8 @@ LINES = [
     ("bench --dtype int8", "--dtype must be one of float64"),
     ("bench --seconds 0", "--seconds must be more than 0"),
     ("bench --seconds nan", "--seconds must be more than 0"),
-    ("compare one.json", "Missing argument 'AFTER'"),
-    ("compare a b --threshold much", "Invalid value for '--threshold'"),
+    ("compare one.json", "required: AFTER"),
+    ("compare a b --threshold much", "--threshold: invalid float value: 'much'"),
     ("compare \x1b[2Jnothere nothere", "cannot read"),
 ]
 
@@ -88,12 +94,6 @@ def test_arguments(refused: Refused, line: str, match: str, tmp_path: Path, monk
     assert match in said
     assert not any(ord(letter) < 32 for letter in said[:-1]), "a control character"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("tokens", ["1,000,000", "1B", "1b", "64k", "1_000_000"])
-def test_numbers_as_people_write_them(capsys: pytest.CaptureFixture[str], tokens: str) -> None:
-    assert main(["suggest", "-n", tokens]) == 0
-    assert "pattern = DilatedPattern" in capsys.readouterr().out
 
 
 def changed(place: list[Any], value: Any) -> str:

@@ -74,6 +74,14 @@ def test_options_reach_the_run(run: Any, fake: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_json(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
+    fake(complete)
+    code, out, err = run("bench", "--out", tmp_path, "--json")
+    assert (code, json.loads(out)) == (0, results)
+    assert f"written: {tmp_path / 'index.html'}" in err
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_a_second_run_keeps_the_first_and_says_what_changed(
     run: Any, fake: Any, results: Results, tmp_path: Path
 ) -> None:
@@ -101,24 +109,23 @@ def test_a_busy_machine_is_told(run: Any, fake: Any, results: Results, tmp_path:
     assert "too busy to trust these times: other work took 46% of its cores" in run("bench", "--out", tmp_path).out
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_typer_or_rich_it_still_measures(missing: str, tmp_path: Path) -> None:
-    """As on a machine that has PyTorch alone: results.json is written, and a report can be made elsewhere."""
+def test_with_pytorch_alone_it_still_measures(tmp_path: Path) -> None:
+    """Results.json is written, and a report can be made elsewhere."""
     code = (
-        f"import sys\nfor name in ({missing!r}, 'altair', 'jinja2'): sys.modules[name] = None\n"
+        "import sys\nfor name in ('rich', 'altair', 'jinja2'): sys.modules[name] = None\n"
         "from dilated_attention.bench import suites\nfrom dilated_attention.cli import main\n"
         "suites.run = lambda names, *_, save, **more: save({'machine': dict(dirty=False, commit='abc', device='CPU', "
         "threads=1, load=0, versions={}), 'answer': ','.join(names), 'checks': [], 'measurements': []})\n"
         "code = main(sys.argv[1:])\nassert code == 0, code\n"
         "for wrong in (['--seconds', 'nan'], ['--out', '/dev/null/x'], ['--suite', 'fast']):\n"
-        "    try: main(['bench', *wrong])\n    except SystemExit as error: assert error.code == 2\nsys.exit(2)"
+        "    assert main(['bench', *wrong]) == 2\n"
     )
     suites = ("--suite", "copies,ring", "--suite", "decode")
     command = [sys.executable, "-c", code, "bench", *suites, "--out", str(tmp_path), "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "copies,ring,decode" in done.stdout
     assert json.loads((tmp_path / "results.json").read_text())["answer"] == "copies,ring,decode"
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "error: " in line]
     for line, says in zip(told, ("--seconds must be", "/dev/null", "fast"), strict=True):
         assert says in line

@@ -43,9 +43,13 @@ def test_nothing_changed(run: Any, files: Any) -> None:
 def test_slower_and_faster(run: Any, files: Any) -> None:
     code, out, _ = run("compare", *files(lambda after: times(after, 2)))
     assert code == 1
+    assert "quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32\n" in out
     row = next(line for line in out.splitlines() if line.startswith("longnet, sdpa"))
-    assert "slower: quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32: longnet, sdpa, forward, 2.00 times\n" in out
-    assert row.split()[3:] == ["1.23", "2.47", "2.00", "1.50–2.67", "1.00", "slower"]
+    assert row.split()[2:] == ["forward", "1.23", "2.47", "2.00", "1.50–2.67", "1.00", "slower"]
+    assert not any(line.endswith("same") for line in out.splitlines())
+    code, out, _ = run("compare", *files(lambda after: times(after, 2)), "--json")
+    told = json.loads(out)
+    assert (code, [one["ratio"] for one in told["changes"] if one["verdict"] == "slower"]) == (1, [2.0])
     code, out, _ = run("compare", *files(lambda after: times(after, 0.5)))
     assert code == 0
     assert "1 faster" in out
@@ -59,8 +63,8 @@ def test_wrong_and_right(run: Any, files: Any) -> None:
 
     code, out, _ = run("compare", *files(change))
     assert code == 1
-    assert "longnet, sdpa, float32 became wrong: exact, now wrong" in out
-    assert "gather [padded], float32 is right: wrong gradients, now exact" in out
+    assert "longnet, sdpa (float32) became wrong: exact, now wrong" in out
+    assert "gather [padded] (float32) is right: wrong gradients, now exact" in out
 
 
 def test_where_they_come_from_is_said_first(run: Any, files: Any) -> None:
@@ -76,13 +80,13 @@ def test_where_they_come_from_is_said_first(run: Any, files: Any) -> None:
 def test_what_is_in_one_file_only(run: Any, files: Any) -> None:
     code, out, _ = run("compare", *files(lambda after: after["measurements"].pop(0)))
     assert code == 0
-    assert "only before: 1 measurements\n    quick: longnet, sdpa\n" in out
+    assert "only before: quick: longnet, sdpa, 1 measurements\n" in out
 
 
 def test_nothing_in_common(run: Any, files: Any) -> None:
     code, out, _ = run("compare", *files(lambda after: after["measurements"].clear()))
     assert code == 0
-    assert "quick: longnet, sdpa, 2 times" in out
+    assert "only before: quick: longnet, sdpa, 2 measurements\n" in out
     assert out.rstrip().endswith("nothing in common")
 
 

@@ -66,7 +66,7 @@ def test_one_device_sends_nothing(run: Any) -> None:
 
 def test_what_fits(run: Any) -> None:
     """It is judged with the speeds that were asked for: where hops are dear, another exchange is best."""
-    line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--memory")
+    line = ("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--heads", 12, "--memory")
     workload = Workload(2**20, 12, 64, ranks=8)
     need = workload.need(workload.cost(SAME), "alltoall").training
     assert f"training fits: it needs {bytes_text(need)} of 80 GiB" in run(*line, "80GiB").out

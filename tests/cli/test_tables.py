@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -29,19 +30,17 @@ def test_measurements(results: Results) -> None:
     assert "quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32" in text
     ours = line(text, "longnet, sdpa ")
     assert "1.2 (1.11–1.48)" in ours
-    assert "46 (41.1–54.8)" in ours
-    assert "8.58 MiB" in ours
+    assert "3.81 MiB" in ours
     assert ours.rstrip().endswith("exact")
-    ring = line(text, "RingDilatedAttention, 2 ranks")
-    assert "346 (once)" in ring
-    assert "out of memory" in ring
+    assert re.search(r"longnet, sdpa +forward \+ backward +46 \(41.1–54.8\) +8.58 MiB +exact", text)
+    assert "346 (once)" in line(text, "RingDilatedAttention, 2 ranks")
+    assert re.search(r"RingDilatedAttention, 2 ranks +forward \+ backward +out of memory +– +exact", text)
 
 
 def test_what_is_wrong_has_no_time_and_says_why(results: Results) -> None:
     text = printed(results)
-    other = line(text, "gather [padded]")
-    assert other.split()[-4:] == ["2.86", "MiB", "wrong", "gradients"]
-    assert " wrong  " in other
+    assert re.search(r"gather \[padded\] +forward +7.0 \S+ +2.86 MiB +wrong gradients", text)
+    assert re.search(r"gather \[padded\] +forward \+ backward +wrong +– +wrong gradients", text)
     said = (
         "gather [padded] (float32): wrong gradients: dq off by 2.5e-01, allowed 5.0e-06; dk off by inf, allowed 5.0e-06"
     )

@@ -1,7 +1,4 @@
-"""The command `dilated-attention`. Here is its door: whatever the user got wrong ends here, in one line and code 2.
-
-What needs typer or rich is imported only when a command runs, so that this package says what to install without them.
-"""
+"""The command `dilated-attention`. Here is its door: whatever the user got wrong ends here, in one line and code 2."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dilated_attention.bench.results import escaped
 from dilated_attention.cli.arguments import Refused
 
 # what the extras `bench`, `models` and `slides` install
-OPTIONAL = ("typer", "rich", "altair", "vl_convert", "jinja2", "safetensors", "huggingface_hub", "h5py")
+OPTIONAL = ("rich", "altair", "vl_convert", "jinja2", "safetensors", "huggingface_hub", "h5py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,18 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from dilated_attention.cli.app import run
 
-        return run(arguments)
+        return run(sys.argv[1:] if arguments is None else arguments)
     except Refused as error:
         return _refuse(str(error))
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in OPTIONAL:
             raise
-        given = list(sys.argv[1:] if arguments is None else arguments)
-        if name in ("typer", "rich") and given[:1] == ["bench"]:  # a benchmark needs PyTorch alone
-            from dilated_attention.bench.plain import main as plain_bench
-
-            return plain_bench(given[1:])
         told = isinstance(error.__cause__, ModuleNotFoundError)  # by `charts.library`, which says what to install
         return _refuse(str(error) if told else f'this needs {name}: pip install ".[bench]" from a clone')
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from dilated_attention import charts
 
 if TYPE_CHECKING:
     import torch
+
+    from dilated_attention.advice import Workload
 
 DTYPES = {
     "float64": "float64", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16",
@@ -62,15 +65,19 @@ def file(option: str, path: Path, endings: tuple[str, ...]) -> Path:
     """A file that can be written, whose name says what it is."""
     if path.suffix.lower() not in endings:
         raise ValueError(f"{option} must end in {', '.join(endings)}, got {str(path)!r}")
-    try:
-        is_folder = path.is_dir()
-    except OSError as error:  # a name that is too long
-        raise ValueError(
-            f"cannot write {str(path)[:60]!r}... ({error.strerror}): name another with {option}"
-        ) from error
-    if is_folder:
+    if path.is_dir():
         raise ValueError(f"{option} must be a file, and {path} is a folder")
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent}: make it, or name another file with {option}")
     charts.writable(path.parent, option)
     return path
+
+
+def workload(given: Namespace) -> Workload:
+    """What `suggest` and `plan` are about; `suggest` has no speeds."""
+    from dilated_attention.advice import Workload
+
+    speeds = [getattr(given, name) for name in ("latency", "bandwidth", "flops_per_second") if name in given]
+    kind = dtype("--dtype", given.dtype)
+    shape = (given.tokens, given.heads, given.head_dim, given.kv_heads, given.ranks, given.batch)
+    return Workload(*shape, kind, given.causal, *speeds)

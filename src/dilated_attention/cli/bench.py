@@ -2,54 +2,44 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from dilated_attention import charts
-from dilated_attention.bench.regress import compare
 from dilated_attention.cli import arguments, options
-from dilated_attention.cli.compare import summary
-from dilated_attention.cli.output import console, print_written, watching
-from dilated_attention.cli.tables import print_results
+from dilated_attention.cli.options import option
+
+if TYPE_CHECKING:
+    from dilated_attention.bench.plain import Kept
+
+OPTIONS = (
+    option("--suite", action="append", metavar="NAME",
+           help="Suites, see above; comma-separated or one per option.  [default: quick]"),
+    options.DEVICE,
+    option("--dtype", metavar="DTYPE,...",
+           help="Comma-separated dtypes; suites that need only one take the first.  [default: "
+           "float32,bfloat16,float16 on a CPU; bfloat16,float16,float32 on CUDA]"),
+    option("--out", type=Path, default=Path("report"), metavar="FOLDER",
+           help="The folder for results.json and the report."),
+    option("--seconds", type=float, metavar="S",
+           help="Seconds of timing per setting, for all its calls together.  [default: 3, on CUDA 2]"),
+    option("--commit", metavar="ID", help="The commit to record if this copy has no .git."),
+    options.JSON,
+)  # fmt: skip
 
 
-def bench(
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Suites, see above; comma-separated or one per option.  [default: quick]"),
-    ] = None,
-    device: options.Device = "",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE,...",
-            help="Comma-separated dtypes; suites that need only one take the first.  [default: "
-            "float32,bfloat16,float16 on a CPU; bfloat16,float16,float32 on CUDA]",
-        ),
-    ] = "",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for results.json and the report.")] = Path(
-        "report"
-    ),
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S", help="Seconds of timing per setting, for all its calls together.  [default: 3, on CUDA 2]"
-        ),
-    ] = None,
-    commit: Annotated[
-        str | None, typer.Option(metavar="ID", help="The commit to record if this copy has no .git.")
-    ] = None,
-) -> int:
+def bench(given: Namespace) -> int:
     """Check and time implementations of dilated attention.
 
-    They are those of this library and those of others. Each one is compared with the oracle, a slow float64 reference.
-    Those that are right are timed, and a report is written. Results are saved after every setting, so an interrupted
-    run keeps them and still makes its report. The exit code is 1 if one of this library's implementations is wrong, and
-    130 if the run was interrupted.
+    They are those of this library and those of others. Each one is compared with
+    the oracle, a slow float64 reference. Those that are right are timed, and a
+    report is written. Results are saved after every setting, so an interrupted run
+    keeps them and still makes its report. The exit code is 1 if one of this
+    library's implementations is wrong, and 130 if the run was interrupted.
 
-    \b
     Suites:
       quick          the most telling ones at three lengths, 1 to 2 minutes
       copies         what copies of rows cost
@@ -69,31 +59,50 @@ def bench(
     Example: dilated-attention bench --suite quick --out report
     """
     # here and not above: help needs no torch, and these take a while
-    from dilated_attention.bench import machine, suites
-    from dilated_attention.bench.plain import PREVIOUS, Kept, check_seconds, is_ours_wrong
-    from dilated_attention.bench.report import write_report
+    from dilated_attention.bench import suites
+    from dilated_attention.bench.pace import Lines
+    from dilated_attention.bench.plain import Kept, check_seconds, is_ours_wrong
 
     with arguments.refusing():
-        names = suites.named(suite or ["quick"])
-        check_seconds(seconds)
-        where = arguments.device("--device", device)
-        dtypes = [arguments.dtype("--dtype", name) for name in dtype.split(",")] if dtype else None
-        charts.writable(out)
-    kept = Kept(out)
-    with watching() as watch:
-        code = kept.run(names, where, dtypes, watch=watch, seconds=seconds, commit=commit)
-    screen = console()
+        names = suites.named(given.suite or ["quick"])
+        check_seconds(given.seconds)
+        where = arguments.device("--device", given.device)
+        dtypes = [arguments.dtype("--dtype", name) for name in given.dtype.split(",")] if given.dtype else None
+        charts.writable(given.out)
+    kept, is_pretty = Kept(given.out), find_spec("rich") is not None  # a benchmark needs PyTorch alone
+    if is_pretty:
+        from dilated_attention.cli.output import watching
+    with watching() if is_pretty else nullcontext(Lines()) as watch:
+        code = kept.run(names, where, dtypes, watch=watch, seconds=given.seconds, commit=given.commit)
     if kept.results is None:
-        screen.print("interrupted before anything was measured: nothing was written")
+        print("interrupted before anything was measured: nothing was written")
         return code
-    left_out: list[str] = []
-    files = write_report(kept.results, out, say=left_out.append)
-    screen.print(machine.one_line(kept.results["machine"]), soft_wrap=True)
-    print_results(screen, kept.results)
-    for line in left_out:
-        screen.print(line, soft_wrap=True)
-    if kept.last is not None:
-        screen.print(f"compared with the run before: {summary(compare(kept.last, kept.results))}", soft_wrap=True)
-        screen.print(f"to see which: dilated-attention compare {out / PREVIOUS} {out}", soft_wrap=True)
-    print_written(screen, out, [*files[:-1], kept.file, files[-1]])  # the page last: that is what to open
+    if is_pretty:
+        _show(kept, given)
+    else:
+        print(
+            f"{kept.results['answer']}\nwritten: {kept.file}; `dilated-attention report` makes its page where rich is"
+        )
     return code or int(is_ours_wrong(kept.results))
+
+
+def _show(kept: Kept, given: Namespace) -> None:
+    """The report in its folder, and the tables or JSON on the terminal."""
+    from dilated_attention.bench import machine, regress
+    from dilated_attention.bench.plain import PREVIOUS
+    from dilated_attention.bench.report import write_report
+    from dilated_attention.cli.compare import summary
+    from dilated_attention.cli.output import console, print_json, print_written
+    from dilated_attention.cli.tables import print_results
+
+    screen, results = console(stderr=given.json), kept.results or {}
+    if given.json:
+        print_json(results)
+    else:
+        screen.print(machine.one_line(results["machine"]))
+        print_results(screen, results)
+    files = write_report(results, given.out, say=screen.print)
+    if kept.last is not None:
+        screen.print(f"compared with the run before: {summary(regress.compare(kept.last, results))}")
+        screen.print(f"to see which: dilated-attention compare {given.out / PREVIOUS} {given.out}")
+    print_written(screen, given.out, [*files[:-1], kept.file, files[-1]])  # the page last: that is what to open

@@ -2,76 +2,75 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
-from dilated_attention.bench.regress import Change, Regression
-from dilated_attention.bench.regress import compare as compare_results
 from dilated_attention.bench.results import load
-from dilated_attention.cli import arguments
-from dilated_attention.cli.output import console, print_table
-from dilated_attention.cli.tables import STYLES, name_of, setting
+from dilated_attention.cli import arguments, options
+from dilated_attention.cli.options import option
+from dilated_attention.cli.report import RESULTS
 from dilated_attention.units import number_text
 
-HELP = "A results.json, or a folder that holds one."
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from dilated_attention.bench.regress import Change, Regression
+
+OPTIONS = (
+    option("before", type=Path, metavar="BEFORE", help=RESULTS),
+    option("after", type=Path, metavar="AFTER", help=RESULTS),
+    option(
+        "--threshold", type=float, default=1.05, metavar="RATIO", help="The smallest ratio that counts as a change."
+    ),
+    options.JSON,
+)
 
 
-def compare(
-    before: Annotated[Path, typer.Argument(metavar="BEFORE", help=HELP)],
-    after: Annotated[Path, typer.Argument(metavar="AFTER", help=HELP)],
-    threshold: Annotated[
-        float, typer.Option(metavar="RATIO", help="The smallest ratio that counts as a change.")
-    ] = 1.05,
-) -> int:
+def compare(given: Namespace) -> int:
     """Compare two results files.
 
-    It says what became slower, faster, wrong or right, what is in only one of the files, and where they come from. A
-    change of time counts if the ratio of the medians passes the threshold and the quartiles do not overlap. The exit
-    code is 1 if something became slower, wrong or too large for the memory, else 0.
+    It says what became slower, faster, wrong or right, what is in only one of the
+    files, and where they come from. A change of time counts if the ratio of the
+    medians passes the threshold and the quartiles do not overlap. The exit code is
+    1 if something became slower, wrong or too large for the memory, else 0.
 
     Example: dilated-attention compare before/results.json report
     """
+    from dilated_attention.bench import regress
+    from dilated_attention.cli.output import console, print_json
+
     with arguments.refusing():
-        found = compare_results(load(before), load(after), threshold)
-    _print(console(), found)
+        found = regress.compare(load(given.before), load(given.after), given.threshold)
+    if given.json:
+        print_json(found)
+    else:
+        _print(console(), found)
     return int(found.is_worse)
 
 
 def _print(screen: Console, found: Regression) -> None:
+    """What is the same is only counted."""
+    from dilated_attention.cli import tables
+    from dilated_attention.cli.output import print_table
+
     if found.origins:
         print_table(screen, "where they come from", ["", "<before", "<after"], found.origins)
     if found.is_other_machine:
         screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
     for change in found.verdicts:
-        one = change.before
-        what = f"{name_of(one)}, {one['dtype']}{', causal' if one['causal'] else ''}"
-        text = f"{what} {change.verdict}: {one['verdict']}, now {change.after['verdict']}"
-        screen.print(Text(text, STYLES.get(change.verdict, "")), soft_wrap=True)
-    groups: dict[str, list[Change]] = {}
-    for change in found.changes:
-        groups.setdefault(f"{change.before['suite']}: {setting(change.before)}", []).append(change)
-    for name, changes in groups.items():
-        columns = ["implementation", "<direction", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
-        print_table(screen, name, columns, map(_row, changes))
-    screen.print()
+        text = f": {change.before['verdict']}, now {change.after['verdict']}"
+        screen.print(tables.checked_as(change.before), tables.styled(change.verdict).append(text))
+    told = [change for change in found.changes if change.verdict != "same"]
+    for title, changes in tables.grouped(told, lambda change: tables.titled(change.before)).items():
+        columns = ["implementation", "<pass", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
+        print_table(screen, title, columns, map(_row, changes))
     for title, records in (("only before", found.only_before), ("only after", found.only_after)):
-        names = Counter(f"{x['suite']}: {x['implementation']}" for x in records)
-        if names:
-            screen.print(f"{title}: {len(records)} measurements")
-        for name, number in names.items():
-            screen.print(f"    {name}, {number} times" if number > 1 else f"    {name}", soft_wrap=True)
-    for change in (change for change in found.changes if change.is_worse):
-        times = "" if change.ratio is None else f", {change.ratio:.2f} times"
-        one = change.before
-        where = f"{one['suite']}: {setting(one)}: {name_of(one)}, {_direction(one)}"
-        screen.print(Text(f"{change.verdict}: {where}{times}", "bold red"), soft_wrap=True)
-    screen.print(summary(found))
+        for name, number in Counter(f"{x['suite']}: {x['implementation']}" for x in records).items():
+            screen.print(f"{title}: {name}, {number} measurements")
+    screen.print(f"\n{summary(found)}")
 
 
 def summary(found: Regression) -> str:
@@ -80,14 +79,14 @@ def summary(found: Regression) -> str:
     return ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common"
 
 
-def _row(change: Change) -> Sequence[str | Text]:
-    one, other = change.before, change.after
-    times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in (one, other)]
-    ratio, memory = ("" if x is None else f"{x:.2f}" for x in (change.ratio, change.memory))
-    interval = "" if change.low is None or change.high is None else f"{change.low:.2f}–{change.high:.2f}"
-    verdict = Text(change.verdict, STYLES.get(change.verdict, ""))
-    return [name_of(one), _direction(one), *times, ratio, interval, memory, verdict]
+def _row(change: Change) -> list[str | Text]:
+    from dilated_attention.cli import tables
 
-
-def _direction(record: dict[str, Any]) -> str:
-    return str(record["direction"]).replace("_", " + ")
+    records = change.before, change.after
+    times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in records]
+    ratio, low, high, memory = (
+        "" if x is None else f"{x:.2f}" for x in (change.ratio, change.low, change.high, change.memory)
+    )
+    interval = f"{low}–{high}" if low else ""
+    name, way = tables.name_of(change.before), tables.direction(change.before)
+    return [name, way, *times, ratio, interval, memory, tables.styled(change.verdict)]

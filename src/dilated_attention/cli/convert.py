@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from dilated_attention.cli import arguments
-from dilated_attention.cli.output import console
+from dilated_attention.cli.options import option
+
+OPTIONS = (
+    option("source", type=Path, metavar="SOURCE", help="The released slide_encoder.pth."),
+    option("target", type=Path, metavar="TARGET", help="A new file that ends in .safetensors."),
+)
 
 
-def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The released slide_encoder.pth.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new file that ends in .safetensors.")],
-) -> None:
+def convert(given: Namespace) -> None:
     """Convert the weights of a slide encoder to safetensors.
 
-    Only tensors are read: no code in the file runs. A file that exists is not overwritten.
+    Only tensors are read: no code in the file runs. A file that exists is not
+    overwritten.
 
     Example: dilated-attention convert slide_encoder.pth slide_encoder.safetensors
     """
+    source, target = given.source, given.target
     with arguments.refusing():
         arguments.file("TARGET", target, (".safetensors",))
         if not source.is_file():
@@ -32,4 +34,4 @@ def convert(
     with arguments.refusing():
         SlideEncoder.from_pretrained(source, num_heads=1, global_pool=False)  # raises if they do not fit
         weights.save(weights.read(source)[0], target)
-    console().print(f"written: {target}", soft_wrap=True)
+    print(f"written: {target}")

@@ -2,62 +2,70 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING
-
-from rich.text import Text
-
-from dilated_attention.cli.output import console
 
 if TYPE_CHECKING:
     import torch
 
 
-def doctor() -> int:
+def doctor(given: Namespace) -> int:
     """Say what is installed, and check that it works.
 
-    It prints PyTorch's own report on this machine, says which kernels run here and why others do not, and compares
-    results with the oracle, a slow float64 reference. The exit code is 1 if a check fails. Paste the output into a bug
-    report.
+    It says which kernels run here and why others do not, and compares results with
+    the oracle, a slow float64 reference. The exit code is 1 if a check fails. Paste
+    the output into a bug report. `python -m torch.utils.collect_env` tells more of
+    the machine.
 
     Example: dilated-attention doctor
     """
     import torch
-    from torch.utils.collect_env import get_pretty_env_info
 
-    import dilated_attention
+    from dilated_attention.bench import machine
 
-    screen, progress = console(), console(stderr=True)
-    with progress.status("asking this machine"):
-        screen.print(get_pretty_env_info(), soft_wrap=True)  # type: ignore[no-untyped-call]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(gpus))]
-    screen.print(
-        Text(f"\ndilated_attention {dilated_attention.__version__}: what runs here, and why not others", "bold")
-    )
-    for line in kernels(devices):
-        screen.print(f"  {line}", soft_wrap=True)
-    screen.print(Text("\nchecks against the float64 oracle, gradients included", "bold"))
-    with progress.status("checking"):
-        verdicts = list(checks(devices))
-    for what, why in verdicts:
-        screen.print(Text(f"  {what}: {why or 'exact'}", "bold red" if why else ""), soft_wrap=True)
-    return int(any(why for _, why in verdicts))
+    about = machine.describe(devices[-1])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        runs, verdicts = kernels(devices), dict(checks(devices))
+    failed = sum(map(bool, verdicts.values()))
+    verdict = f"{failed} of {len(verdicts)} checks failed" if failed else f"all {len(verdicts)} checks passed"
+    said = sorted({_first_line(warning.message) for warning in told})  # some go on with a C++ trace
+    if given.json:
+        found = {"machine": about, "runs": runs, "checks": verdicts, "warnings": said, "verdict": verdict}
+        print(json.dumps(found, indent=1))
+    else:
+        print(machine.one_line(about), f"{about['system']}, {about['cores']} cores", sep="\n")
+        for where, lines in runs.items():
+            print(f"\n{where}", *lines, sep="\n    ")
+        print("\nchecks against the float64 oracle, gradients included:")
+        print(*(f"    {what}: {why or 'exact'}" for what, why in verdicts.items()), sep="\n")
+        print(*(f"warning: {text}" for text in said), verdict, sep="\n")
+    return int(failed > 0)
 
 
-def kernels(devices: list[torch.device]) -> Iterator[str]:
-    """What a plain call would run on each device in each dtype, and why no other does."""
+def _first_line(error: object) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def kernels(devices: list[torch.device]) -> dict[str, list[str]]:
+    """What a plain call runs on each device in each dtype, and why no other does; alike ones together."""
     import torch
 
     from dilated_attention._explain import explain
     from dilated_attention.pattern import DilatedPattern
 
+    alike: dict[str, list[str]] = {}
     for device, dtype in product(devices, (torch.float32, torch.bfloat16, torch.float16, torch.float64)):
         x = torch.zeros(1, 64, 4, 16, dtype=dtype, device=device)
-        first, *others = str(explain(x, x, x, DilatedPattern.longnet([16, 32], [1, 2]))).splitlines()
-        yield f"{device} {str(dtype).removeprefix('torch.')} {first}"
-        yield from (f"    {line}" for line in others)
+        said = str(explain(x, x, x, DilatedPattern.longnet([16, 32], [1, 2])))
+        alike.setdefault(said, []).append(f"{device} {str(dtype).removeprefix('torch.')}")
+    return {", ".join(where): said.splitlines() for said, where in alike.items()}
 
 
 def checks(devices: list[torch.device]) -> Iterator[tuple[str, str]]:
@@ -74,6 +82,6 @@ def checks(devices: list[torch.device]) -> Iterator[tuple[str, str]]:
         try:
             testing.check(qkv, DilatedPattern.of(rule, [16, 32, 64], [1, 2, 3]), is_causal=is_causal)
         except (AssertionError, RuntimeError) as error:  # torch's own errors, too: a kernel that fails is a finding
-            yield what, f"failed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            yield what, f"failed: {_first_line(error)}"
         else:
             yield what, ""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from dilated_attention import charts
 from dilated_attention.bench.results import escaped
 from dilated_attention.cli import arguments, options
-from dilated_attention.cli.output import console, watching
+from dilated_attention.cli.options import count, flag, option
 from dilated_attention.units import GIB, number_text, seconds_text
 
 if TYPE_CHECKING:
@@ -23,102 +22,61 @@ if TYPE_CHECKING:
 
 POOLS = {"mean": True, "cls": False}
 DTYPES = ("float32", "bfloat16")
+ENDINGS = (".h5", ".hdf5")
+OPTIONS = (
+    option("features", nargs="+", type=Path, metavar="FILE", help="Feature files (.h5), or folders with such files."),
+    option("--weights", required=True, metavar="WEIGHTS",
+           help="A .safetensors or .pth file, a folder with one, or a hub id, which is downloaded."),
+    option("--pool", required=True, metavar="POOL",
+           help="mean (of the tiles' outputs) or cls (the output of the class token)."),
+    option("--out", type=Path, default=Path("embeddings"), metavar="FOLDER",
+           help="The folder for a .h5 file per slide."),
+    option("--table", type=Path, metavar="FILE",
+           help="The .csv file for all embeddings.  [default: embeddings.csv in --out]"),
+    option("--layer", type=options.index, metavar="N",
+           help="Take the embedding after N layers, without the last LayerNorm; 0 is before the first."
+           "  [default: after all layers and the LayerNorm]"),
+    option("--dtype", metavar="DTYPE", help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]"),
+    options.DEVICE,
+    option("--memory", type=options.size, metavar="SIZE",
+           help="About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the GPU's free "
+           "memory; 4GiB on a CPU]"),
+    option("--tile-size", type=options.side, metavar="PIXELS",
+           help="The side of a tile, for files that do not say.  [default: 256]"),
+    flag("--attention", "Also write attention maps: into the .h5, and as .png and .html."),
+    option("--thumbnails", type=Path, metavar="FOLDER",
+           help="Only with --attention. A folder with a picture of each slide, named as its .h5 file "
+           "(slide1.png or slide1.jpg for slide1.h5), to draw the maps over. The .h5 file needs the attributes "
+           "level0_width and level0_height."),
+    option("--heads", type=count, default=16, metavar="H", help="The number of heads that the weights have."),
+    option("--max-wsi-size", type=count, default=262144, metavar="PIXELS",
+           help="The longest side of a slide, as set when the weights were trained. It sets the segment lengths."),
+    option("--slide-ngrids", type=count, default=1000, metavar="CELLS",
+           help="Positions along each side of the position grid, as set when the weights were trained."),
+)  # fmt: skip
 
 
-def encode(
-    features: Annotated[
-        list[Path], typer.Argument(metavar="FILE", help="Feature files (.h5), or folders with such files.")
-    ],
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="WEIGHTS", help="A .safetensors or .pth file, a folder with one, or a hub id, which is downloaded."
-        ),
-    ],
-    pool: Annotated[
-        str, typer.Option(metavar="POOL", help="mean (of the tiles' outputs) or cls (the output of the class token).")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder for a .h5 file per slide.")] = Path(
-        "embeddings"
-    ),
-    table: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The .csv file for all embeddings.  [default: embeddings.csv in --out]"),
-    ] = None,
-    layer: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Take the embedding after N layers, without the last LayerNorm; 0 is before the first."
-            "  [default: after all layers and the LayerNorm]",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]")
-    ] = "",
-    device: options.Device = "",
-    memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.size,
-            metavar="SIZE",
-            help="About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the GPU's free "
-            "memory; 4GiB on a CPU]",
-        ),
-    ] = None,
-    tile_size: Annotated[
-        float | None,
-        typer.Option(min=1, metavar="PIXELS", help="The side of a tile, for files that do not say.  [default: 256]"),
-    ] = None,
-    attention: Annotated[
-        bool, typer.Option("--attention", help="Also write attention maps: into the .h5, and as .png and .html.")
-    ] = False,
-    thumbnails: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Only with --attention. A folder with a picture of each slide, named as its .h5 file "
-            "(slide1.png or slide1.jpg for slide1.h5), to draw the maps over. The .h5 file needs the attributes "
-            "level0_width and level0_height.",
-        ),
-    ] = None,
-    heads: Annotated[int, typer.Option(min=1, metavar="H", help="The number of heads that the weights have.")] = 16,
-    max_wsi_size: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="PIXELS",
-            help="The longest side of a slide, as set when the weights were trained. It sets the segment lengths.",
-        ),
-    ] = 262144,
-    slide_ngrids: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="CELLS",
-            help="Positions along each side of the position grid, as set when the weights were trained.",
-        ),
-    ] = 1000,
-) -> int:
+def encode(given: Namespace) -> int:
     """Compute embeddings of slides from their tiles' features.
 
-    Reads the files of TRIDENT, GigaPath and STAMP. Slides that are done with the same weights and options are not
-    computed again. A file that cannot be encoded is reported and left out; the exit code is then 1. After Ctrl-C, what
-    was written stays, and the exit code is 130.
+    Reads the files of TRIDENT, GigaPath and STAMP. Slides that are done with the
+    same weights and options are not computed again. A file that cannot be encoded
+    is reported and left out; the exit code is then 1. After Ctrl-C, what was
+    written stays, and the exit code is 130.
 
     Example: dilated-attention encode features/*.h5 --weights slide_encoder.pth --pool mean --out embeddings/
     """
+    pool, out, thumbnails = given.pool, given.out, given.thumbnails
     with arguments.refusing():
-        paths = _files(features)
+        paths = _files(given.features)
         if pool not in POOLS:
             raise ValueError(f"--pool must be mean or cls, got {pool!r}")
-        if thumbnails is not None and not (attention and thumbnails.is_dir()):
+        if thumbnails is not None and not (given.attention and thumbnails.is_dir()):
             raise ValueError("--thumbnails must be a folder, and needs --attention")
         if thumbnails is not None and thumbnails.resolve() == out.resolve():
             raise ValueError("--thumbnails and --out must be different folders: maps would replace the thumbnails")
         charts.writable(out)
-        table = arguments.file("--table", table or out / "embeddings.csv", (".csv",))
+        table = arguments.file("--table", given.table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
 
     from dilated_attention.models import SlideEncoder
@@ -128,35 +86,40 @@ def encode(
 
     files.h5py()
     with arguments.refusing():
-        where = arguments.device("--device", device)
-        kind = arguments.dtype("--dtype", dtype or ("bfloat16" if where.type == "cuda" else "float32"))
+        where = arguments.device("--device", given.device)
+        kind = arguments.dtype("--dtype", given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
         if str(kind).removeprefix("torch.") not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        located = stored.located(weights)
-        sizes = {"num_heads": heads, "max_wsi_size": max_wsi_size, "slide_ngrids": slide_ngrids}
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {given.dtype!r}")
+        located = stored.located(given.weights)
+        sizes = {name: getattr(given, name) for name in ("max_wsi_size", "slide_ngrids")} | {"num_heads": given.heads}
         model = SlideEncoder.from_pretrained(located, global_pool=POOLS[pool], **sizes).to(where, kind)
-        if layer is not None and layer > model.depth:
-            raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {layer}")
-    key = work.hashed(work.digest(located), pool, layer, str(kind), sizes, attention, thumbnails)
-    also, beside = (draw.Writer(thumbnails), draw.ENDINGS) if attention else (None, ())
-    job = work.Job(model, out, key, layer, memory or _budget(where), also, beside)
-    return _run(job, paths, table, tile_size)
+        if given.layer is not None and given.layer > model.depth:
+            raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {given.layer}")
+    key = work.hashed(work.digest(located), pool, given.layer, str(kind), sizes, given.attention, thumbnails)
+    also, beside = (draw.Writer(thumbnails), draw.ENDINGS) if given.attention else (None, ())
+    job = work.Job(model, out, key, given.layer, given.memory or _budget(where), also, beside)
+    return _run(job, paths, table, given.tile_size)
 
 
 def _files(given: Sequence[Path]) -> list[Path]:
     """The files, and those in the folders. Each must have a name of its own, which its result gets."""
-    found = [file for path in given for file in (sorted(path.glob("*.h5")) if path.is_dir() else [path])]
-    found = list(dict.fromkeys(found))
+    found: dict[Path, None] = {}
+    for path in given:
+        if not path.exists():
+            raise ValueError(f"there is no file or folder {path}")
+        if not path.is_dir() and path.suffix.lower() not in ENDINGS:
+            raise ValueError(f"only .h5 files are read, got {path}")
+        found |= dict.fromkeys(sorted(path.glob("*.h5")) if path.is_dir() else [path])
     if not found:
         raise ValueError(f"there is no .h5 file in {', '.join(map(str, given))}")
-    twice = [name for name, times in Counter(file.stem for file in found).items() if times > 1]
-    if twice:
-        same = ", ".join(str(file) for file in found if file.stem == twice[0])
+    name, times = Counter(file.stem for file in found).most_common(1)[0]
+    if times > 1:
         raise ValueError(
-            f"these files have the same name, and so would their results: {same}; encode them in separate runs, each "
-            "with its own --out"
+            f"these files have the same name, and so would their results: "
+            f"{', '.join(str(file) for file in found if file.stem == name)}; encode them in separate runs, each with "
+            "its own --out"
         )
-    return found
+    return [*found]
 
 
 def _budget(device: torch.device) -> int:
@@ -166,11 +129,11 @@ def _budget(device: torch.device) -> int:
 
 
 def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) -> int:
+    from dilated_attention.cli.output import console, watching
     from dilated_attention.slides import encode as work
 
     outcome, start, code = work.Outcome(), time.monotonic(), 0
     stopped: OSError | None = None
-    screen = console()
     with watching() as bar:
 
         def watch(slides: int, tiles: int, share: float, seconds: float) -> None:
@@ -191,19 +154,21 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
         raise arguments.Refused(reason) from stopped
     rows = work.write_table(job, outcome, table)
     _tell(outcome, seconds_text(time.monotonic() - start), is_whole=not code)
-    screen.print(f"written: {table}, slides: {rows:,}", soft_wrap=True)
+    console().print(f"written: {table}, slides: {rows:,}")
     return code or int(bool(outcome.failed))
 
 
 def _tell(outcome: Outcome, took: str, *, is_whole: bool) -> None:
+    from dilated_attention.cli.output import console
+
     errors = console(stderr=True)
     for text in outcome.warned:
-        errors.print(f"warning: {escaped(text)}", soft_wrap=True)
+        errors.print(f"warning: {escaped(text)}")
     for path, reason in outcome.failed.items():
-        errors.print(f"skipped: {escaped(f'{path}: {reason}')}", soft_wrap=True)
+        errors.print(f"skipped: {escaped(f'{path}: {reason}')}")
     tiles = sum(slide.tiles for slide in outcome.encoded)
     parts = [f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {took})"]
     parts += [f"{len(outcome.kept):,} were encoded before"] if outcome.kept else []
     parts += [f"{len(outcome.failed):,} skipped"] if outcome.failed else []
     parts += [] if is_whole else ["interrupted: run the same command again to continue"]
-    console().print("; ".join(parts), soft_wrap=True)
+    console().print("; ".join(parts))

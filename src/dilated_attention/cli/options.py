@@ -1,23 +1,23 @@
 """The options that several commands take, and how their numbers are read: 64k tokens, 80GB, 10us.
 
 Tokens, segment lengths and rates count by 1024, as people do who say 64k. Bytes follow their units: GB is 1000³ and
-GiB is 1024³. Sizes and times need a unit, because nobody means 80 bytes or 10 seconds per hop. Typer calls the readers
-here, and says which option is wrong. Help needs no torch, and so this file imports none.
+GiB is 1024³. Sizes and times need a unit, because nobody means 80 bytes or 10 seconds per hop. The parser
+calls the readers, and says which option is wrong. Help needs no torch, and so this file imports none.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dilated_attention.pattern import DilatedPattern
-    from dilated_attention.pattern import Rule as RuleName
 
 Units = Mapping[str, int | Fraction]
 BINARY: Units = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
@@ -28,13 +28,7 @@ SIZES: Units = (
     | {f"{unit}ib": BINARY[unit] for unit in "kmgt"}
 )
 MICRO = Fraction(1, 10**6)
-TIMES: Units = {
-    "s": 1,
-    "ms": Fraction(1, 10**3),
-    "us": MICRO,
-    "µs": MICRO,
-    "μs": MICRO,
-}  # the sign, and the Greek letter
+TIMES: Units = {"s": 1, "ms": Fraction(1, 10**3), "us": MICRO, "µs": MICRO, "μs": MICRO}  # the sign, the Greek letter
 # At most forty digits and exponents of two: enough for any number here, and none that takes all memory to write out.
 NUMBER = re.compile(
     r"\s*([0-9]{1,3}(?:,[0-9]{3})+|(?:[0-9][0-9_]{0,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,2}(?![0-9]))?)"
@@ -43,17 +37,30 @@ NUMBER = re.compile(
 )
 POWER = re.compile(r"\s*([0-9]{1,6})\s*(?:\^|\*\*)\s*([0-9]{1,3})\s*")
 TINY = Fraction(1, 10**99)  # more than 0
+HEADS, MOST_HEADS = 8, 2**14
 COUNTING = "65,536, 2^16, 1e9, 64k (k, M, G and T count by 1024) or 1B (10^9)"
 
 
 def count(text: str, least: int = 1) -> int:
     """Tokens, segment lengths, dilation rates or ranks."""
     what = f"a whole number of {least} or more, such as {COUNTING}"
-    power = POWER.fullmatch(str(text))  # typer reads defaults, too
-    number = Fraction(int(power[1]) ** int(power[2])) if power else _read(str(text), {**BINARY, "b": 10**9}, what)
+    power = POWER.fullmatch(text)
+    number = Fraction(int(power[1]) ** int(power[2])) if power else _read(text, {**BINARY, "b": 10**9}, what)
     if number.denominator != 1 or number < least:
-        raise typer.BadParameter(f"{text!r} is not {what}")
+        raise ArgumentTypeError(f"{text!r} is not {what}")
     return int(number)
+
+
+def heads(text: str) -> int:
+    number = count(text)
+    if number > MOST_HEADS:
+        raise ArgumentTypeError(f"at most {MOST_HEADS:,} heads are counted, got {text}")
+    return number
+
+
+def side(text: str) -> float:
+    """Of a tile, in pixels."""
+    return float(_read(text, {"": 1}, "a number of pixels of 1 or more", least=1))
 
 
 def index(text: str) -> int:
@@ -76,7 +83,7 @@ def span(text: str) -> tuple[int, int]:
     """From a token up to another one, which is the first outside: 0:4k."""
     start, colon, stop = text.partition(":")
     if not colon:
-        raise typer.BadParameter(f"{text!r} is not two numbers of tokens such as 0:4k")
+        raise ArgumentTypeError(f"{text!r} is not two numbers of tokens such as 0:4k")
     return index(start), count(stop)
 
 
@@ -90,7 +97,7 @@ def bandwidth(text: str) -> float:
     what = "bytes per second such as 50GB/s, or bits such as 400Gbit/s, of more than 0"
     found = re.fullmatch(r"(.*?)([kKMGT]i|[kKMGTP]|(?=[Bb]))(B|b|bit|)(?:/s|ps)?", text)
     if not found:
-        raise typer.BadParameter(f"{text!r} is not {what}")
+        raise ArgumentTypeError(f"{text!r} is not {what}")
     factor = (BINARY if found[2].endswith("i") else DECIMAL)[found[2][:1].lower()]
     unit = text[found.end(1) :].lower()
     return float(_read(text, {unit: Fraction(factor, 8 if found[3].startswith("b") else 1)}, what, least=TINY))
@@ -114,76 +121,78 @@ def _read(text: str, units: Units, what: str, least: int | Fraction = 0) -> Frac
         number = Fraction(re.sub("[_,]", "", found[1])) * units[found[2].lower()]
         if number >= least:
             return number
-    raise typer.BadParameter(f"{text!r} is not {what}")
+    raise ArgumentTypeError(f"{text!r} is not {what}")
 
 
 # --- the options ------------------------------------------------------------------------------------------------
 
-MOST_HEADS = 2**14
-Tokens = Annotated[
-    int,
-    typer.Option(
-        "-n", "--tokens", parser=count, metavar="N", help=f"The length of the sequence, written as {COUNTING}."
+Option = Callable[[ArgumentParser], object]
+
+
+def option(*names: str, **how: Any) -> Option:
+    """An option or, by a name without dashes, an argument: what it needs of argparse. Help says its default."""
+    if how.get("default") not in (None, "", False):
+        how["help"] += "  [default: %(default)s]"
+    return lambda parser: parser.add_argument(*names, **how)
+
+
+def flag(name: str, text: str) -> Option:
+    return option(name, action="store_true", help=text)
+
+
+def defaults(given: Namespace) -> dict[str, Any]:
+    """Of the options, from the argument before them: a length, or what `suggest --json` wrote."""
+    source = getattr(given, "suggestion", None)
+    if source is None:
+        return {"tokens": given.length} if getattr(given, "length", None) else {}
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        return {name: value if value is True else str(value) for name, value in json.loads(text)["options"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{source} holds nothing that `suggest --json` wrote ({type(error).__name__}: {error})"
+        ) from error
+
+
+def pattern(given: Namespace) -> DilatedPattern:
+    from dilated_attention.pattern import DilatedPattern
+
+    return DilatedPattern.of(given.rule, given.segment_lengths, given.dilation_rates)
+
+
+SUGGESTION = option(
+    "suggestion", nargs="?", metavar="SUGGESTION",
+    help="A file that `suggest --json` wrote, or - for a pipe from it. Options replace what it says.",
+)  # fmt: skip
+JSON = flag("--json", "Print JSON, for programs.")
+TOKENS = option("-n", "--tokens", type=count, metavar="N", help=f"The length of the sequence, written as {COUNTING}.")
+PATTERN = (
+    option("-w", "--segment-lengths", type=counts, metavar="W,W,...", help="The segment lengths, written as for -n."),
+    option(
+        "-r", "--dilation-rates", type=counts, metavar="R,R,...", help="The dilation rates, one per segment length."
     ),
-]
-Lengths = Annotated[
-    Sequence[int],
-    typer.Option(
-        "-w", "--segment-lengths", parser=counts, metavar="W,W,...", help="The segment lengths, written as for -n."
+)
+RULE = option(
+    "--rule", default="longnet", metavar="RULE",
+    help="How heads share the branches, the pairs of a segment length and a rate: longnet (as in the paper), "
+    "torchscale (as in the released code) or head_groups (one branch per head; the default of the modules).",
+)  # fmt: skip
+SHAPE = (
+    option("--heads", type=heads, default=HEADS, metavar="H", help="The number of query heads."),
+    option("--kv-heads", type=heads, metavar="H", help="The number of key/value heads; --heads by default."),
+    flag("--causal", "No query sees later tokens."),
+)
+CALL = (
+    option("--head-dim", type=count, default=64, metavar="D", help="The channels of one head."),
+    option("--batch", type=count, default=1, metavar="B", help="The number of sequences at a time."),
+    option(
+        "--dtype", default="bfloat16", metavar="DTYPE", help="The dtype: float64, float32, bfloat16 or float16."
     ),
-]
-Rates = Annotated[
-    Sequence[int],
-    typer.Option(
-        "-r", "--dilation-rates", parser=counts, metavar="R,R,...", help="The dilation rates, one per segment length."
-    ),
-]
-Rule = Annotated[
-    str,
-    typer.Option(
-        "--rule",
-        metavar="RULE",
-        help="How heads share the branches, the pairs of a segment length and a rate: longnet (as in the paper), "
-        "torchscale (as in the released code) or head_groups (one branch per head; the default of the modules).",
-    ),
-]
-Heads = Annotated[int, typer.Option("--heads", metavar="H", min=1, max=MOST_HEADS, help="The number of query heads.")]
-KvHeads = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-heads", metavar="H", min=1, max=MOST_HEADS, help="The number of key/value heads; --heads by default."
-    ),
-]
-HeadDim = Annotated[int, typer.Option("--head-dim", metavar="D", min=1, help="The channels of one head.")]
-Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="The number of sequences at a time.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="The dtype: float64, float32, bfloat16 or float16.")
-]
-Causal = Annotated[bool, typer.Option("--causal", help="No query sees later tokens.")]
-Ranks = Annotated[
-    int,
-    typer.Option("--ranks", parser=count, metavar="P", help="The number of devices that share the sequence."),
-]
-Memory = Annotated[
-    int | None,
-    typer.Option(
-        "--memory",
-        parser=size,
-        metavar="SIZE",
+    option("--ranks", type=count, default=1, metavar="P", help="The number of devices that share the sequence."),
+    option(
+        "--memory", type=size, metavar="SIZE",
         help="The memory that one attention call may take on one device, without weights and other layers: "
         "20GB (1000³) or 24GiB (1024³).",
     ),
-]
-Device = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="The device: cpu, cuda or cuda:1. By default cuda, if any.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FOLDER", help="The folder to write into; by default, the folder of the results."),
-]
-
-
-def pattern(rule: str, lengths: Sequence[int], rates: Sequence[int]) -> DilatedPattern:
-    from dilated_attention.pattern import DilatedPattern
-
-    return DilatedPattern.of(cast("RuleName", rule), lengths, rates)
+)  # fmt: skip
+DEVICE = option("--device", default="", metavar="DEVICE", help="cpu, cuda or cuda:1. By default cuda, if there is any.")

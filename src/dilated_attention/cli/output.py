@@ -1,16 +1,18 @@
-"""How things are printed: in colour and as wide as the window on a terminal, plain and wide elsewhere.
+"""How things are printed: in colour and as wide as the window on a terminal, plain and wide elsewhere, JSON if asked.
 
 How far a run is: a bar with the time left on a terminal, lines on stderr elsewhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -25,9 +27,11 @@ WIDE = 160  # where nobody's window says how wide: tables are not folded, and li
 
 
 def console(*, stderr: bool = False) -> Console:
-    """No markup: what is printed has names and errors in it, whose brackets are meant."""
+    """No markup: what is printed has names and errors in it, whose brackets are meant. A line of text is not folded."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, width=None if is_terminal else WIDE, highlight=False, markup=False, emoji=False)
+    return Console(
+        stderr=stderr, width=None if is_terminal else WIDE, highlight=False, markup=False, emoji=False, soft_wrap=True
+    )
 
 
 def print_table(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
@@ -38,19 +42,29 @@ def print_table(screen: Console, title: str, columns: Sequence[str], rows: Itera
         made.add_column(name.removeprefix("<"), justify=side, overflow="fold")  # rather folded than cut
     for row in rows:
         made.add_row(*row)
-    screen.print()
-    screen.print(Text(title, "bold"), soft_wrap=True)
-    screen.print(made)
+    screen.print(Text(f"\n{title}", "bold"))
+    screen.print(made, soft_wrap=False)
+
+
+def print_json(thing: object) -> None:
+    print(json.dumps(thing, indent=1, default=_plain))
+
+
+def _plain(thing: Any) -> Any:
+    """Of what JSON does not have: records by their fields, and anything else as text."""
+    if dataclasses.is_dataclass(thing):
+        return {x.name: getattr(thing, x.name) for x in dataclasses.fields(thing) if x.repr}
+    return dict(thing) if isinstance(thing, Mapping) else str(thing).removeprefix("torch.")
 
 
 def print_written(screen: Console, folder: Path, files: Iterable[Path]) -> None:
     """Those below the folder by number, then each file of the folder."""
     files = list(dict.fromkeys(files))
     for where, number in Counter(file.parent for file in files if file.parent != folder).items():
-        screen.print(f"written: {number} files in {where}", soft_wrap=True)
+        screen.print(f"written: {number} files in {where}")
     for file in files:
         if file.parent == folder:
-            screen.print(f"written: {file}", soft_wrap=True)
+            screen.print(f"written: {file}")
 
 
 class Bar(Lines):
@@ -65,7 +79,7 @@ class Bar(Lines):
         self.progress.update(self.task, completed=share, description=text, left=remaining)
 
     def say(self, text: str) -> None:
-        self.progress.console.print(text, soft_wrap=True)
+        self.progress.console.print(text)
 
 
 @contextmanager

@@ -2,82 +2,61 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from dilated_attention.cli import arguments, options
-from dilated_attention.cli.output import console, print_table
-from dilated_attention.units import bytes_text, count_text, seconds_text
+from dilated_attention.cli.options import option
+from dilated_attention.units import bytes_text, count_text, flops_text, seconds_text
 
 if TYPE_CHECKING:
     from dilated_attention.advice import Workload
     from dilated_attention.ring.cost import PlanCost
 
+OPTIONS = (
+    options.SUGGESTION, options.TOKENS, *options.PATTERN, options.RULE, *options.SHAPE, *options.CALL,
+    option("--latency", type=options.latency, default="10us", metavar="TIME",
+           help="The latency of one hop between ranks, such as 10us or 0.2ms."),
+    option("--bandwidth", type=options.bandwidth, default="50GB/s", metavar="RATE",
+           help="The bandwidth into one rank: 50GB/s (bytes) or 400Gbit/s."),
+    option("--flops-per-second", type=options.speed, default="400T", metavar="SPEED",
+           help="The speed of one device, such as 400T or 4e14."),
+    options.JSON,
+)  # fmt: skip
 
-def plan(
-    tokens: options.Tokens,
-    segment_lengths: options.Lengths,
-    dilation_rates: options.Rates,
-    ranks: options.Ranks = 1,
-    rule: options.Rule = "longnet",
-    heads: options.Heads = 12,
-    kv_heads: options.KvHeads = None,
-    head_dim: options.HeadDim = 64,
-    batch: options.Batch = 1,
-    dtype: options.Dtype = "bfloat16",
-    causal: options.Causal = False,
-    memory: options.Memory = None,
-    latency: Annotated[
-        Any,
-        typer.Option(
-            parser=options.latency, metavar="TIME", help="The latency of one hop between ranks, such as 10us or 0.2ms."
-        ),
-    ] = "10us",
-    bandwidth: Annotated[
-        Any,
-        typer.Option(
-            parser=options.bandwidth, metavar="RATE", help="The bandwidth into one rank: 50GB/s (bytes) or 400Gbit/s."
-        ),
-    ] = "50GB/s",
-    flops_per_second: Annotated[
-        Any, typer.Option(parser=options.speed, metavar="SPEED", help="The speed of one device, such as 400T or 4e14.")
-    ] = "400T",
-) -> None:
+
+def plan(given: Namespace) -> None:
     """Count what a call on many devices will cost.
 
-    It compares three ways to send keys and values between devices (ring, allgather, alltoall), and a naive ring that
-    sends everything: what the call sends, holds and computes. A hop is one step in which devices send and receive.
-    Bytes, hops and operations are exact. Times are a model: hops times latency plus bytes over bandwidth, and
-    operations over speed. With --memory it also says what to change if training does not fit.
+    It compares three ways to send keys and values between devices (ring, allgather,
+    alltoall), and a naive ring that sends everything: what the call sends, holds
+    and computes. A hop is one step in which devices send and receive. Bytes, hops
+    and operations are exact. Times are a model: hops times latency plus bytes over
+    bandwidth, and operations over speed. With --memory it also says what to change
+    if training does not fit.
 
     Example: dilated-attention plan -n 1M -w 2k,16k,128k,1M -r 1,8,64,512 --ranks 8
     """
     from dilated_attention import advice
+    from dilated_attention.cli.output import console, print_json, print_table
 
     with arguments.refusing():
-        pattern = options.pattern(rule, segment_lengths, dilation_rates)
-        kind = arguments.dtype("--dtype", dtype)
-        workload = advice.Workload(
-            tokens, heads, head_dim, kv_heads, ranks, batch, kind, causal, latency, bandwidth, flops_per_second
-        )
+        pattern, workload = options.pattern(given), arguments.workload(given)
         cost = workload.cost(pattern)
+    verdict = [] if given.memory is None else [*advice.verdict(workload, cost, given.memory)]
+    if given.json:
+        needs = {name: workload.need(cost, name) for name in cost.exchanges}
+        print_json({"workload": workload, "cost": cost, "memory": needs, "verdict": verdict})
+        return
     screen = console()
-    columns = [*cost.exchanges, "naive ring"] if ranks > 1 else ["one device"]
-    print_table(screen, repr(pattern), ["busiest rank", *columns], _rows(cost, workload, memory))
-    screen.print()
-    lines = [*_notes(cost), *advice.on_a_gpu(workload, cost)]
-    if memory is not None:
-        lines += advice.verdict(workload.need(cost), memory, advice.what_fits(pattern, workload, memory))
-    for line in lines:
-        screen.print(line, soft_wrap=True)
+    columns = [*cost.exchanges, "naive ring"] if given.ranks > 1 else ["one device"]
+    print_table(screen, repr(pattern), ["busiest rank", *columns], _rows(cost, workload, given.memory))
+    screen.print("", *_notes(cost), *advice.on_a_gpu(workload, cost), *verdict, sep="\n")
 
 
 def _rows(cost: PlanCost, workload: Workload, room: int | None) -> Iterator[list[str]]:
     """One column per exchange. The naive ring, which sends all of K and V round, has fewer rows."""
-    from dilated_attention.advice import flops_text
-
     names = list(cost.exchanges) if cost.ranks > 1 else [cost.best]
     some, needs = [cost.exchanges[name] for name in names], [workload.need(cost, name) for name in names]
 
