@@ -109,7 +109,7 @@ def test_without_what_draws_there_is_a_csv_and_one_line(
     assert f"needs {missing}: pip install" in said[0]
 
 
-@pytest.mark.parametrize(("place", "broken"), [(os, "replace"), (os, "fdopen")])
+@pytest.mark.parametrize(("place", "broken"), [(os, "replace"), (Path, "open")])
 def test_a_file_is_written_at_once_or_not_at_all(
     place: object, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
