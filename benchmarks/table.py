@@ -1,10 +1,14 @@
-"""Tables of results, as on docs/speed.md: python benchmarks/table.py FILE
+"""Tables of results, as on docs/speed.md: python benchmarks/table.py FILE; and measuring: --measure FOLDER
 
-From the results of `dilated-attention bench --suite all` and `--suite kernels`, and from those of ring.py.
+FILE has the results of `dilated-attention bench --suite all` or `--suite kernels`, of ring.py, or of --measure. That
+one needs a GPU and takes about four minutes on an H200: it checks and times the patterns that `DilatedPattern.suggest`
+gives for each length, beside dense attention and others' ways to compute the same, writes FOLDER/results.json after
+each length, and prints the table. `dilated-attention report FOLDER` makes the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,6 +23,12 @@ ROWS = (
     "torchscale, auto", "gather-pad-scatter", "attention over heads",
 )  # fmt: skip
 LENGTHS = {"cuda": (8192, 131072, 1 << 20), "cpu": (2048, 8192, 32768)}
+# what --measure does: the lengths, who, and where the slow ones are
+SUITE, MEASURED = "suggested", (8192, 32768, 131072, 262144, 1 << 20)
+PATTERNS = ("head_groups, auto", "longnet, auto")
+NAMES = ("dense SDPA", "dense cuDNN", "dense flash", *PATTERNS, "copy and gather, index_select",
+         "copy and gather, slicing", "FlexAttention")  # fmt: skip
+ONLY_AT = {"dense SDPA": MEASURED[:4], "dense flash": MEASURED[3:4], "FlexAttention": (8192, 262144)}
 SMALL = 0.02  # of the median
 CASES = {(1 << 20, 12): "A", (1 << 17, 16): "B", (1 << 13, 8): "C"}  # tokens and heads of the suite `kernels`
 
@@ -79,9 +89,10 @@ def ring_table(results: dict[str, Any]) -> str:
 
 
 def comparison_table(results: dict[str, Any]) -> str:
-    """Forward / forward + backward by length, w = 1024, 2048, 4096; the machine on top."""
+    """Forward / forward + backward by length; the machine on top, and which pattern that is below."""
     machine, kind = results["machine"], "cuda" if "cuda" in results["machine"]["versions"] else "cpu"
-    dtype, lengths = results["ceilings"][0]["dtype"], LENGTHS[kind]
+    is_suggested, dtype = SUITE in results["suites"], results["ceilings"][0]["dtype"]
+    names, lengths = (NAMES, MEASURED) if is_suggested else (ROWS, LENGTHS[kind])
     where = machine["device"] if kind == "cuda" else f"{machine['cores']} cores of {machine['device']}"
     said = _commits([machine, *machine.get("continued", [])])
     found = [
@@ -93,15 +104,28 @@ def comparison_table(results: dict[str, Any]) -> str:
     records = {
         (x["implementation"], x["tokens"], x["direction"]): x
         for x in results["measurements"]
-        if x["suite"] == "scaling" and not x["causal"] and (x["dtype"], x["samples"], x["heads"]) == (dtype, 1, 8)
-        and x["lengths"] == [1024, 2048, 4096]
+        if x["suite"] in ("scaling", SUITE) and not x["causal"]
+        and (x["dtype"], x["samples"], x["heads"]) == (dtype, 1, 8)
+        and (is_suggested or x["lengths"] == [1024, 2048, 4096])
     }  # fmt: skip
     verdicts = {x["implementation"]: x["verdict"] for x in results["checks"] if not x["causal"] and x["dtype"] == dtype}
-    for row in ROWS:
-        verdict = verdicts[row] if verdicts[row] == "exact" else f"**{verdicts[row]}**"
+    for row in names:
+        verdict = verdicts.get(row, "–") if verdicts.get(row) in (None, "exact") else f"**{verdicts[row]}**"
         cells = " | ".join(_cell(records, row, tokens) for tokens in lengths)
         found.append(f"| {row} | {verdict} | {cells} |")
-    return "\n".join(found)
+    patterns = [x for (name, _, way), x in records.items() if way == "forward" and name in PATTERNS]
+    return "\n".join([*found, "", *map(_reach, patterns)] if is_suggested else found)
+
+
+def _reach(record: dict[str, Any]) -> str:
+    """Which pattern was suggested, and how far it reaches for how many of the rows."""
+    from dilated_attention import DilatedPattern
+    from dilated_attention.bench.conclude import far_rows
+
+    pattern = DilatedPattern(record["rule"], record["lengths"], record["rates"])
+    reach, share = far_rows(pattern, record["tokens"], record["heads"])
+    lists = "w={lengths}, r={rates}".format(**record)
+    return f"- N={record['tokens']:,}, {record['rule']}: {lists}; {share:.2%} of the rows are in segments of {reach:,}."
 
 
 def _cell(records: dict[tuple[str, int, str], dict[str, Any]], name: str, tokens: int) -> str:
@@ -125,5 +149,30 @@ def page_table(results: dict[str, Any]) -> str:
     return kernels_table(results) if results["suites"] == ["kernels"] else comparison_table(results)
 
 
+def measure(folder: Path, commit: str | None) -> None:
+    """Suggested patterns beside what else there is; the slowest only as far as it takes seconds."""
+    import torch
+
+    from dilated_attention.bench import machine
+    from dilated_attention.bench.implementations import named
+    from dilated_attention.bench.pace import Lines
+    from dilated_attention.bench.session import Session
+
+    session = Session(torch.device("cuda"), (torch.bfloat16,), watch=Lines(), seconds=1.0, commit=commit)
+    session.comparison.limit_ms = 30_000.0
+    steps = [
+        session.comparing(SUITE, named(*(x for x in NAMES if n in ONLY_AT.get(x, MEASURED))), session.setting(n))
+        for n in MEASURED
+    ]
+    session.run({SUITE: steps}, lambda results: machine.write_json(folder / "results.json", results))
+
+
 if __name__ == "__main__":
-    print(page_table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--measure", type=Path, metavar="FOLDER")
+    parser.add_argument("--commit", help="of a tree that came without its .git")
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.measure, options.commit)
+    print(page_table(json.loads((options.file or options.measure / "results.json").read_text(encoding="utf-8"))))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import altair as alt
 from dilated_attention import DilatedPattern
-from dilated_attention.bench import plots, series
+from dilated_attention.bench import plots
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks/results/h200/results.json"
@@ -78,8 +78,8 @@ def pattern_picture() -> bytes:
 def speed_chart() -> alt.LayerChart:
     """A training step of the suite `scaling`, in its first setting."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    points = series.points(results["measurements"])
-    wanted = series.settings(points)[0]
+    points = plots.points(results["measurements"])
+    wanted = plots.settings(points)[0]
     shown = [
         {**one, "series": NAMES[one["series"]]}
         for one in points
@@ -98,5 +98,5 @@ def speed_chart() -> alt.LayerChart:
 
 if __name__ == "__main__":
     (HERE / "pattern.svg").write_bytes(pattern_picture())
-    drawn = plots.svg(plots.styled(speed_chart()), series.DARK)
+    drawn = plots.svg(plots.styled(speed_chart()), plots.DARK)
     (HERE / "speed.svg").write_bytes(drawn)

@@ -74,7 +74,7 @@ LAYERS = [
 ]
 
 OPTIONAL = [
-    "altair", "vl_convert", "jinja2", "rich", "einops", "selenium", "transformers", "safetensors",
+    "altair", "vl_convert", "jinja2", "rich", "selenium", "transformers", "safetensors",
     "huggingface_hub", "peft", "h5py", "triton", "pytest", "hypothesis",
 ]  # fmt: skip
 

@@ -33,7 +33,8 @@ def measurement(name: str, tokens: int, direction: str = "forward", **changes: A
         "suite": "quick", "implementation": name, "kind": kind, "ours": ours, "rule": rule, "ranks": ranks,
         "samples": 1, "tokens": tokens, "heads": 8, "head_dim": 64, "lengths": [256, 1024], "rates": [1, 4],
         "dtype": "float32", "causal": False, "direction": direction, "status": "measured", "why": "", "ms": ms,
-        "tokens_per_s": 1000 * tokens / median, "flops": 10**9, "bytes": 10**6, "tflops": 1.0, "of_matmul": 0.5,
+        "suggested": False, "tokens_per_s": 1000 * tokens / median,
+        "flops": 10**9, "bytes": 10**6, "tflops": 1.0, "of_matmul": 0.5,
         "gb_per_s": 2.0, "of_copy": 0.2, "peak_bytes": tokens * 4096 * (2 if backward else 1),
     }  # fmt: skip
     without = dict.fromkeys(("ms", "tokens_per_s", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes"))
@@ -87,7 +88,7 @@ def sample() -> dict[str, Any]:
 
 def empty() -> dict[str, Any]:
     """What a run leaves that was stopped before it measured anything."""
-    lists = ("ceilings", "checks", "measurements", "tables", "claims", "recommendations", "matrix")
+    lists = ("ceilings", "checks", "measurements", "tables", "claims", "recommendations")
     return {
         "schema": 1,
         "machine": {

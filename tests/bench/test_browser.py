@@ -21,16 +21,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from dilated_attention.bench import series
+from dilated_attention.bench import plots
 from dilated_attention.bench.page import page
 from tests.browsing import IN_A_BROWSER, screenshots, started_browser  # noqa: F401
 
 HERE = Path(__file__).parent
 made = runpy.run_path(str(HERE / "sample.py"))
 SAMPLE: dict[str, Any] = made["sample"]()
-POINTS = series.points(SAMPLE["measurements"])
-START = series.settings(POINTS)[0]
-FIRST = series.first(POINTS, START)
+POINTS = plots.points(SAMPLE["measurements"])
+START = plots.settings(POINTS)[0]
+FIRST = plots.first(POINTS, START)
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><b>'&"
 pytestmark = IN_A_BROWSER
 Open = Callable[..., webdriver.Chrome]
@@ -220,7 +220,7 @@ def test_words_filter_the_rows_of_tables(show: Open) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_plot_has_the_colours_of_the_theme(show: Open, theme: str) -> None:
     chrome = show(theme=theme)
-    turned = series.DARK if theme == "dark" else {}
+    turned = plots.DARK if theme == "dark" else {}
     found = chrome.execute_script(
         "const seen = (node, key) => getComputedStyle(node)[key].match(/\\d+/g).slice(0, 3).map(Number);"
         "const label = document.querySelector('#plot .role-axis-label text');"
@@ -231,8 +231,8 @@ def test_the_plot_has_the_colours_of_the_theme(show: Open, theme: str) -> None:
     def expected(colour: str) -> list[int]:
         return [int(turned.get(colour, colour)[i : i + 2], 16) for i in (1, 3, 5)]
 
-    assert found[0] == expected(series.PAPER)
-    assert found[1] == expected(series.MUTED)
+    assert found[0] == expected(plots.PAPER)
+    assert found[1] == expected(plots.MUTED)
     assert sorted(found[2]) == sorted(
         expected(c) for c in {one["series"]: one["colour"] for one in here() if one["ms"]}.values()
     )

@@ -11,10 +11,10 @@ import torch
 from dilated_attention.bench import probes, run, runners, suites
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
-from dilated_attention.bench.pace import Pace, Quiet
+from dilated_attention.bench.pace import Progress, Quiet
+from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.session import Session
-from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import BOTH, DIRECTIONS, FORWARD
+from dilated_attention.bench.setting import BOTH, FORWARD, Setting
 from dilated_attention.bench.suites import decode, kernels, stream
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def setting(tokens: int = 2048, **more: Any) -> Setting:
 def compared(which: list[Any], given: Setting) -> dict[str, Any]:
     ceilings = [{"dtype": given.dtype_name, "matmul_tflops": 700.0, "copy_gb_per_s": 4000.0}]
     found: dict[str, Any] = {"checks": [], "measurements": [], "ceilings": ceilings}
-    Comparison(found, Pace(Quiet()), 0.0, 1e9).run("suite", which, given)
+    Comparison(found, Progress(Quiet()), 0.0, 1e9).run("suite", which, given)
     return found
 
 
@@ -106,8 +106,9 @@ def test_the_suites_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "SIZES", {"cuda": (1 << 18, 1 << 16)})
     monkeypatch.setattr(kernels, "MODES", ("eager", "default"))
     one = Session(CUDA, (torch.bfloat16,), seconds=0.0, commit="abc")
-    one.run({name: suites.steps_of(name, one) for name in ("decode", "stream", "kernels")}, lambda found: None)
+    one.run({name: suites.PLANS[name](one) for name in ("decode", "stream", "kernels")}, lambda found: None)
     wrong = {x["implementation"] for x in one.results["checks"] if x["verdict"] != "exact"}
     assert wrong == {RELEASED, f"{RELEASED}, cuDNN"}
+    assert len(one.results["tables"]) == 5
     assert all(table["rows"] for table in one.results["tables"])
     assert all(row[4] > 0 for row in one.results["tables"][0]["rows"])  # replayed graphs

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dilated_attention.bench.claims import conclusions
+from dilated_attention.bench.conclude import conclusions
 
 
 def test_next_to_the_results(run: Any, results: dict[str, Any], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dilated_attention.bench.plain import is_ours_wrong
+from dilated_attention.bench.keep import is_ours_wrong
 from dilated_attention.cli.tables import print_results, wrong
 
 Results = dict[str, Any]
@@ -67,7 +67,7 @@ def test_tables_of_suites(results: Results) -> None:
 
 def test_recommendations_and_answer(results: Results) -> None:
     text = printed(results)
-    assert "longnet, sdpa (level with RingDilatedAttention)" in text
+    assert 'DilatedPattern.longnet(w, r), backend="sdpa") (level with RingDilatedAttention)' in " ".join(text.split())
     assert "5.67" in line(text, "long ")
     assert "Take longnet with sdpa." in text
     assert "interrupted" not in text

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from dilated_attention.bench import runners
-from dilated_attention.bench.pace import Pace
+from dilated_attention.bench.pace import Progress
+from dilated_attention.bench.probes import ceilings
 from dilated_attention.bench.regress import EXPECTED
-from dilated_attention.bench.results import DIRECTIONS, far_off
+from dilated_attention.bench.results import DIRECTIONS, FIGURES, Record, far_off, milliseconds
 from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
-from dilated_attention.bench.runners import OutOfMemory, ran_out
-from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import BOTH, Implementation, least_work
-from dilated_attention.units import measured_text
+from dilated_attention.bench.setting import BOTH, Implementation, Setting
 
 FAR, FAILED = "wrong at full length", "failed"
 # what an implementation may end with without ending the run: torch's errors are RuntimeErrors
@@ -30,117 +28,105 @@ SLOW_MS = {"cuda": 100.0, "cpu": 1000.0}  # from here on once may be enough, as 
 ROUNDS = 3  # at least: fewer have no quartiles
 UNKNOWN = "unknown"  # of a record that is not finished
 Key = tuple[str, str]
-Record = dict[str, Any]
-# For the plan: seconds and FLOPs of a check, seconds more for each rank and for a compiler, and a typical rate
-CHECK, CHECK_FLOPS, PER_RANK, COMPILE = 0.2, 2e10, 0.4, 6.0
-OF_MATMUL = 0.6  # of the rate of a matrix product
 
 
 class Comparison:
     """Adds checks and measurements to the results, and knows what was checked and how fast things were."""
 
-    def __init__(self, results: Record, pace: Pace, seconds: float, limit_ms: float) -> None:
+    def __init__(self, results: Record, progress: Progress, seconds: float, limit_ms: float) -> None:
         """``seconds``: of timing per setting, shared by all. What would take longer than ``limit_ms`` is skipped."""
-        self.results, self.pace, self.seconds, self.limit_ms = results, pace, seconds, limit_ms
+        self.results, self.progress, self.seconds, self.limit_ms = results, progress, seconds, limit_ms
         self._expected: dict[Any, Expected] = {}
         self._checks: dict[Any, Check | str] = {}  # a str is why there is none
         self._speed: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
-        self._told: set[tuple[str, str, bool]] = set()  # whose verdict was said
 
     def run(
         self, suite: str, which: Sequence[Implementation], setting: Setting, directions: Sequence[str] = DIRECTIONS
     ) -> None:
-        here = [one for one in which if one.why_not(setting) is None]
+        self.ceiling(setting.device, setting.dtype)
         records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in directions}
         measures: dict[Key, Measure] = {}
         try:
             for one in which:
                 mine = {way: records[one.name, way] for way in directions}
-                why_not = one.why_not(setting)
-                if why_not is not None:
-                    _end(mine, "skipped", why_not)
-                    continue
-                before, _ = self.planned(one, setting)
-                self.pace.step(f"{setting.tokens:,} tokens: checking {one.name}", before)
+                self.progress.step(f"{setting.tokens:,} tokens: checking {one.name}")
                 for way, measure in self._prepare(one, setting, mine).items():
                     measures[one.name, way] = measure
-                self._tell_verdict(one, setting)
-            self.pace.step(f"{setting.tokens:,} tokens: timing", sum(self.planned(one, setting)[1] for one in here))
+            self.progress.step(f"{setting.tokens:,} tokens: timing")
             self._time(measures, records, setting)
         finally:  # also of a run that is interrupted: what is known, and nothing of what was still to come
             known = [record for record in records.values() if record["status"] != UNKNOWN]
             self.results["measurements"].extend(known)
         self._expected.clear()
-        runners.release(setting.device, sorted({one.ranks for one in here} - {1}))
+        runners.release(sorted({one.ranks for one in which} - {1}))
 
-    def planned(self, one: Implementation, setting: Setting) -> tuple[float, float]:
-        """(before the clock starts, under the clock): seconds, from counts of work and the rate of a matrix product."""
-        if one.why_not(setting) is not None:
-            return 0.0, 0.0
-        rate = OF_MATMUL * 1e12 * float(self.results["ceilings"][0]["matmul_tflops"])
-        calls = [least_work(one, setting, way)[0] / rate for way in DIRECTIONS]
-        calls = [seconds for seconds in calls if 1000 * seconds <= self.limit_ms]
-        slow = SLOW_MS.get(setting.device.type, SLOW_MS["cpu"]) / 1000
-        clocked = sum(seconds if seconds > slow else ROUNDS * seconds for seconds in calls)
-        before = CHECK + CHECK_FLOPS / rate + 2 * sum(calls)
-        if one.ranks > 1:
-            before += PER_RANK * one.ranks
-        if "compiled" in one.name:
-            before += COMPILE
-        return before, max(clocked, self.seconds / 10)
+    def ceiling(self, device: torch.device, dtype: torch.dtype) -> Record:
+        """What the machine can do at most, measured once for each dtype."""
+        known: list[Record] = self.results["ceilings"]
+        if all(f"torch.{one['dtype']}" != str(dtype) for one in known):
+            known.append(ceilings(device, dtype))
+        return next(one for one in known if f"torch.{one['dtype']}" == str(dtype))
 
     # --- before the clock ---------------------------------------------------------------------------------------
 
     def _prepare(self, one: Implementation, setting: Setting, records: dict[str, Record]) -> dict[str, Measure]:
         """Fill in what is known without a clock; the directions that are to be timed."""
+        why_not, checks = one.why_not(setting), self.results["checks"]
+        if why_not is not None:
+            return _end(records, "skipped", why_not)
+        known = len(checks)
+        try:
+            return self._checked(one, setting, records)
+        finally:
+            if len(checks) > known:
+                self.progress.say(f"{one.name}: {checks[-1]['verdict']}")
+
+    def _checked(self, one: Implementation, setting: Setting, records: dict[str, Record]) -> dict[str, Measure]:
         check = self.check(one, setting)
         if isinstance(check, str):
-            return _end(records, "out of memory" if ran_out(check) else "wrong", check)
+            return _failed(records, check)
         if not check.right("out"):
             return _end(records, "wrong", _errors(check))
-        ways = {way: x for way, x in records.items() if self._may_run(x, check)}
-        if not ways:
-            return {}
+        ways = {way: record for way, record in records.items() if self._may_run(record, check)}
         try:
-            prepared = runners.prepare(one, setting, list(ways))
+            prepared = runners.prepare(one, setting, list(ways)) if ways else runners.Prepared({}, {}, None)
         except ERRORS as error:
-            return _failed(ways, error)
+            return _failed(ways, _first_line(error))
         for way, peak in prepared.peaks.items():
             ways[way]["peak_bytes"] = peak
         rows = prepared.rows
         if rows is None or rows["right"]:
             return prepared.measures
-        why = f"rows at full length are off by {rows['worst']:.1e}, allowed {rows['limit']}"
+        why = f"rows at full length are off by {rows['worst']:.1e}, allowed {rows['limit']:.0e}"
         if rows["empty_not_zero"]:
             why = f"{rows['empty_not_zero']} rows that see no key are not 0 at full length"
-        self._judge(one, setting, FAR, why)
+        self.judge(one.identity(), setting.dtype_name, setting.causal, check, FAR, why)
         return _end(ways, "wrong", why)
 
     def _may_run(self, record: Record, check: Check) -> bool:
-        way = record["direction"]
-        if way == BOTH and not check.right():
-            return bool(_end({way: record}, "wrong", _errors(check)))
+        if record["direction"] == BOTH and not check.right():
+            return bool(_end({BOTH: record}, "wrong", _errors(check)))
         expected = self._speed.get(_speed_key(record), 0.0) * record["flops"]
         if expected > self.limit_ms:
             why = f"{EXPECTED} {expected / 1000:.0f} s, more than the {self.limit_ms / 1000:.0f} s allowed"
-            return bool(_end({way: record}, "skipped", why))
+            return bool(_end({record["direction"]: record}, "skipped", why))
         return True
 
     def check(self, one: Implementation, setting: Setting) -> Check | str:
-        """Out and gradients against the oracle in every setting for checks; of each the worst is kept."""
+        """Out and gradients against the oracle in every setting for checks; of each the worst. A str: it failed."""
+        known: list[Check] = []
         for small in setting.checks():
             if (one.name, small) not in self._checks:
                 try:
                     self._checks[one.name, small] = self._checked_at(one, small)
                 except ERRORS as error:
                     self._checks[one.name, small] = _first_line(error)
-        self._judge(one, setting)
-        return self._found(one, setting)
-
-    def _found(self, one: Implementation, setting: Setting) -> Check | str:
-        known = [self._checks[one.name, small] for small in setting.checks()]
-        failed = [check for check in known if isinstance(check, str)]
-        return failed[0] if failed else functools.reduce(Check.worse, [x for x in known if isinstance(x, Check)])
+            check = self._checks[one.name, small]
+            self.judge(one.identity(), setting.dtype_name, setting.causal, check)
+            if isinstance(check, str):
+                return check
+            known.append(check)
+        return functools.reduce(Check.worse, known)
 
     def _checked_at(self, one: Implementation, small: Setting) -> Check:
         whole = (one.whole or one.build)(small)
@@ -148,9 +134,15 @@ class Comparison:
             self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
         return self._expected[small, whole.exact].compare(runners.results_of(one, small))
 
-    def _judge(self, one: Implementation, setting: Setting, verdict: str | None = None, why: str = "") -> None:
+    def judge(
+        self, who: Record, dtype: str, causal: bool, check: Check | str, verdict: str = "", why: str = ""
+    ) -> None:
         """The verdict as a record; one for each dtype, causal or not, of the worst that was found."""
-        check, record = self._found(one, setting), self._verdict(one, setting)
+        what, checks = {**who, "dtype": dtype, "causal": causal}, self.results["checks"]
+        record = next((known for known in checks if what.items() <= known.items()), None)
+        if record is None:
+            record = {**what, "verdict": "", "errors": {}, "limits": {}, "why": ""}
+            checks.append(record)
         if record["verdict"] in (FAR, FAILED):
             return
         if isinstance(check, str):
@@ -158,24 +150,8 @@ class Comparison:
             return
         if record["errors"]:
             check = check.worse(Check(record["errors"], record["limits"]))
-        record |= {**check.as_dict(), "verdict": verdict or check.verdict, "why": why}
-
-    def _verdict(self, one: Implementation, setting: Setting) -> Record:
-        """The record of its check in this dtype, causal or not."""
-        what = {**_identity(one), "dtype": setting.dtype_name, "causal": setting.causal}
-        checks: list[Record] = self.results["checks"]
-        found = next((record for record in checks if what.items() <= record.items()), None)
-        if found is None:
-            found = {**what, "verdict": "", "errors": {}, "limits": {}, "why": ""}
-            checks.append(found)
-        return found
-
-    def _tell_verdict(self, one: Implementation, setting: Setting) -> None:
-        """When it is first known."""
-        known = (one.name, setting.dtype_name, setting.causal)
-        if known not in self._told:
-            self._told.add(known)
-            self.pace.say(f"{one.name}: {self._verdict(one, setting)['verdict']}")
+        record |= {**check.as_dict(), "why": why}
+        record["verdict"] = verdict or check.verdict
 
     # --- the clock ----------------------------------------------------------------------------------------------
 
@@ -190,13 +166,13 @@ class Comparison:
                 if had and records[key]["status"] == UNKNOWN:
                     self._timed(setting, records[key], Timing.of(had))
         for name in dict.fromkeys(name for name, _ in measures):
-            times = [_time_text(records[key]) for key in records if key[0] == name and records[key]["ms"]]
+            mine = [record for key, record in records.items() if key[0] == name and record["ms"]]
+            times = [f"{one['direction'].replace('_', ' + ')} {milliseconds(one['ms'])} ms" for one in mine]
             if times:
-                self.pace.say(f"{setting.tokens:,} tokens, {name}: {', '.join(times)}")
+                self.progress.say(f"{setting.tokens:,} tokens, {name}: {', '.join(times)}")
 
     def _timed(self, setting: Setting, record: Record, timing: Timing) -> None:
-        seconds = timing.median / 1000
-        ceiling = next(x for x in self.results["ceilings"] if x["dtype"] == setting.dtype_name)
+        seconds, ceiling = timing.median / 1000, self.ceiling(setting.device, setting.dtype)
         tflops, speed = record["flops"] / seconds / 1e12, record["bytes"] / seconds / 1e9
         record |= {
             "status": "measured",
@@ -211,20 +187,14 @@ class Comparison:
 
 
 def _record(suite: str, one: Implementation, setting: Setting, way: str) -> Record:
-    flops, count = least_work(one, setting, way)
+    flops, count = one.least_work(setting, way)
     sizes = {name: getattr(setting, name) for name in ("samples", "tokens", "heads", "head_dim")}
+    lengths, rates = setting.segments(one.rule)
     return {
-        "suite": suite, **_identity(one), **sizes, "lengths": list(setting.lengths), "rates": list(setting.rates),
-        "dtype": setting.dtype_name, "causal": setting.causal, "direction": way,
-        "status": UNKNOWN, "why": "", "ms": None, "tokens_per_s": None, "flops": flops, "bytes": count,
-        "tflops": None, "of_matmul": None, "gb_per_s": None, "of_copy": None, "peak_bytes": None,
+        "suite": suite, **one.identity(), **sizes, "lengths": list(lengths), "rates": list(rates),
+        "suggested": not setting.lengths, "dtype": setting.dtype_name, "causal": setting.causal, "direction": way,
+        "status": UNKNOWN, "why": "", "ms": None, **dict.fromkeys(FIGURES), "flops": flops, "bytes": count,
     }  # fmt: skip
-
-
-def _time_text(record: Record) -> str:
-    ms = record["ms"]
-    median = measured_text(ms["median"], ms["lower"], ms["upper"])
-    return f"{record['direction'].replace('_', ' + ')} {median} ms"
 
 
 def _guarded(measure: Measure, record: Record) -> Sequence[float]:
@@ -233,17 +203,12 @@ def _guarded(measure: Measure, record: Record) -> Sequence[float]:
         try:
             return measure()
         except ERRORS as error:
-            _failed({record["direction"]: record}, error)
+            _failed({record["direction"]: record}, _first_line(error))
     return [math.inf]  # so that it is asked no more
 
 
-def _failed(records: dict[str, Record], error: BaseException) -> dict[str, Measure]:
-    short = isinstance(error, OutOfMemory | torch.OutOfMemoryError) or ran_out(str(error))
-    return _end(records, "out of memory" if short else "wrong", _first_line(error))
-
-
-def _identity(one: Implementation) -> Record:
-    return {"implementation": one.name, "kind": one.kind, "ours": one.ours, "rule": one.rule, "ranks": one.ranks}
+def _failed(records: dict[str, Record], error: str) -> dict[str, Measure]:
+    return _end(records, "out of memory" if runners.ran_out(error) else "wrong", error)
 
 
 def _speed_key(record: Record) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ Legend: query, key, value (B, N, H, D); x (B, N, E) with E = H * D for the modul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from dilated_attention.backends import triton
+from dilated_attention import blocks
+from dilated_attention.backends import choose, triton
 from dilated_attention.bench import baselines, multihead, over_ranks
 from dilated_attention.bench.run import oracle
-from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import Implementation, Subject
+from dilated_attention.bench.setting import Implementation, Setting, Subject
 from dilated_attention.call import Call
 from dilated_attention.compat import (
     ImprovedDilatedAttention,
@@ -142,9 +143,9 @@ def _cannot(backend: str, setting: Setting, compiled: bool = False) -> str | Non
 # --- one builder per kind ---------------------------------------------------------------------------------------
 
 
-def _subject(function: Callable[..., Tensor], pattern: DilatedPattern, setting: Setting, **more: Any) -> Subject:
+def _subject(function: Callable[..., Tensor], pattern: DilatedPattern, setting: Setting) -> Subject:
     exact = oracle(pattern, setting.causal)
-    return Subject(function, exact, pattern, setting.qkv(), setting.dout(), **more)
+    return Subject(function, exact, pattern, setting.qkv(), setting.dout())
 
 
 def _function(function: Callable[..., Tensor], rule: str, setting: Setting) -> Subject:
@@ -160,11 +161,29 @@ def _ours(rule: str, backend: str, setting: Setting) -> Subject:
     return _function(partial(dilated_attention, backend=backend), rule, setting)
 
 
+def without_plans() -> Implementation:
+    """Every cache of plans is emptied before each call."""
+    return Implementation("longnet, sdpa, plans not cached", "function", "longnet", _without_plans)
+
+
+def _without_plans(setting: Setting) -> Subject:
+    planned = _ours("longnet", "sdpa", setting)
+    members = [thing for module in (blocks, choose) for thing in vars(module).values()]
+    caches = [thing for thing in members if isinstance(thing, functools._lru_cache_wrapper)]
+
+    def attention(*qkv: Tensor) -> Tensor:
+        for cache in caches:
+            cache.cache_clear()
+        return planned.attention(*qkv)
+
+    return replace(planned, attention=attention)
+
+
 def _compiled(rule: str, setting: Setting) -> Subject:
     plain = _ours(rule, "auto", setting)
     # one graph or an error: a fallback to plain Python would be timed under the wrong name
     compiled = torch.compile(plain.attention, fullgraph=True, dynamic=False)
-    return _subject(compiled, plain.pattern, setting, compiled=True)
+    return replace(plain, attention=compiled)
 
 
 def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:
@@ -173,7 +192,7 @@ def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:
 
 
 def module(kind: type[DilatedAttention] | type[RingDilatedAttention], setting: Setting, **options: Any) -> Subject:
-    made = kind(setting.lengths, setting.rates, **options)
+    made = kind(*setting.segments("head_groups"), **options)
     return _subject(partial(made, is_causal=setting.causal), made.pattern, setting)
 
 

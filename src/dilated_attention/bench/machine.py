@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,8 @@ import torch
 import dilated_attention
 from dilated_attention import charts
 
+TOO_BUSY = 0.25  # of the cores, taken by others
+
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Everything a result must carry; ``commit`` is for trees that came without their .git."""
@@ -30,7 +33,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "command": command(),
         "commit": commit or found["commit"],
         "dirty": None if commit else found["dirty"],
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -44,20 +47,14 @@ def command() -> str:
     """What was typed, less the folder of the interpreter; `python -m package` is not told apart by sys.argv alone."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = "" if spec is None else spec.name.removesuffix(".__main__")
-    program = ["-m", name] if name.startswith("dilated_attention") else [_relative(sys.argv[0])]
+    path = os.path.relpath(sys.argv[0]) if os.path.exists(sys.argv[0]) else os.path.basename(sys.argv[0])
+    program = ["-m", name] if name.startswith("dilated_attention") else [path]
     return shlex.join(["python", *program, *sys.argv[1:]])
 
 
-def _relative(path: str) -> str:
-    return os.path.relpath(path) if os.path.exists(path) else os.path.basename(path)
-
-
 def versions(device: torch.device) -> dict[str, str]:
-    found = {
-        "dilated_attention": dilated_attention.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    found = {"dilated_attention": dilated_attention.__version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
         found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
@@ -66,36 +63,21 @@ def versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
-
-
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    found = _model_name(info.read_text("utf-8") if info.exists() else "") or _model_name(
-        _output("lscpu") or ""
-    )  # ARM's
+    told = f"{info.read_text('utf-8') if info.exists() else ''}\n{_output('lscpu')}"  # the second on ARM
+    names = (name.strip() for name in re.findall(r"(?im)^model name\s*:(.*)$", told))
+    found = next((name for name in names if name.strip("-")), None)
     return found or platform.processor() or platform.machine()
-
-
-def _model_name(told: str) -> str | None:
-    for line in told.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "model name" and value.strip(" -"):
-            return value.strip()
-    return None
 
 
 def git_state() -> dict[str, Any]:
     """The commit of the tree this package runs from, and whether tracked or new files differ from it."""
-    tracked = _git("ls-files", "--error-unmatch", "__init__.py")  # installed inside another project's tree it is not
-    commit = None if tracked is None else _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain")
-    return {"commit": commit or "unknown", "dirty": None if commit is None else bool(status)}
-
-
-def _git(*arguments: str) -> str | None:
-    return _output("git", "-C", str(Path(dilated_attention.__file__).parent), *arguments)
+    git = ("git", "-C", str(Path(dilated_attention.__file__).parent))
+    tracked = _output(*git, "ls-files", "--error-unmatch", "__init__.py")  # not in another project's tree
+    commit = None if tracked is None else _output(*git, "rev-parse", "HEAD")
+    dirty = None if commit is None else bool(_output(*git, "status", "--porcelain"))
+    return {"commit": commit or "unknown", "dirty": dirty}
 
 
 def _output(*command: str) -> str | None:
@@ -115,36 +97,26 @@ def one_line(machine: dict[str, Any]) -> str:
     return f"{where} | {found} | commit {machine['commit'][:12]}{dirty}"
 
 
-# --- what else ran ----------------------------------------------------------------------------------------------
-
-TOO_BUSY = 0.25  # of the cores, taken by others
-
-
 class Load:
     """How busy the machine was with other work, from when this is made to the latest `note`."""
 
     def __init__(self) -> None:
         self.start, self.began = _cpu_seconds(), time.monotonic()
-        self.at_first = self.most = _load() or 0.0
+        self.first = self.most = _load() or 0.0
 
     def note(self) -> dict[str, Any]:
-        """For the description of the machine: the highest load, the share of the cores that others took, a verdict."""
-        self.most = max(self.most, _load() or 0.0)
-        others = self._others()
-        share = self.at_first / (os.cpu_count() or 1) if others is None else others  # at first, all load is of others
-        return {"load_max": self.most, "others": others, "too_busy": share > TOO_BUSY}
+        """For the description of the machine: the highest load, the share of the cores that others took, a verdict.
 
-    def _others(self) -> float | None:
-        """Time that the hypervisor gave to other machines counts, too. Only Linux tells."""
+        Only Linux tells that share; time that the hypervisor gave to other machines is in it. Elsewhere the load at
+        first decides, which is all of others.
+        """
+        self.most, others = max(self.most, _load() or 0.0), None
         now, seconds = _cpu_seconds(), time.monotonic() - self.began
-        if now is None or self.start is None or seconds <= 0:
-            return None
-        everybody, ours = (after - before for after, before in zip(now, self.start, strict=True))
-        return round(max(0.0, everybody - ours) / seconds / (os.cpu_count() or 1), 3)
-
-
-def _load() -> float | None:
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+        if now is not None and self.start is not None and seconds > 0:
+            everybody, ours = (after - before for after, before in zip(now, self.start, strict=True))
+            others = round(max(0.0, everybody - ours) / seconds / (os.cpu_count() or 1), 3)
+        share = self.first / (os.cpu_count() or 1) if others is None else others
+        return {"load_max": self.most, "others": others, "too_busy": share > TOO_BUSY}
 
 
 def _cpu_seconds() -> tuple[float, float] | None:
@@ -163,7 +135,8 @@ def _cpu_seconds() -> tuple[float, float] | None:
     return (user + nice + system + irq + soft + steal) / tick, ours / tick
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def write_json(file: Path, results: dict[str, Any]) -> None:

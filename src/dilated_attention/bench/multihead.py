@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from dilated_attention import reference
 from dilated_attention.bench.run import Attention
-from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import Subject
+from dilated_attention.bench.setting import Setting, Subject
 from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.pattern import DilatedPattern
 
@@ -23,7 +22,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def ours(kind: type[MultiheadDilatedAttention], setting: Setting) -> Subject:
-    module = filled(kind(setting.width, setting.heads, setting.lengths, setting.rates), setting)
+    module = filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting)
     return subject(module, module.pattern, lambda x: module(x, is_causal=setting.causal)[0], setting)
 
 

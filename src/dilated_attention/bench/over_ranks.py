@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention.bench import multihead
-from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.subject import Build, Implementation, Subject
+from dilated_attention.bench.setting import Build, Implementation, Setting, Subject
 from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
 from dilated_attention.distributed.sequence import shard_sequence
 from dilated_attention.nn import MultiheadDilatedAttention
@@ -55,9 +54,10 @@ def _on_mesh(setting: Setting) -> Subject:
     ranks = dist.get_world_size()
     shape, names = ((2,), ("heads",)) if ranks == 2 else ((ranks // 2, 2), ("sequence", "heads"))
     mesh = init_device_mesh(setting.device.type, shape, mesh_dim_names=names)
-    whole = MultiheadDilatedAttention(setting.width, setting.heads, setting.lengths, setting.rates)
+    segments = setting.segments("head_groups")
+    whole = MultiheadDilatedAttention(setting.width, setting.heads, *segments)
     module = RingAdvancedDistributedDilatedAttention(
-        setting.width, setting.heads, setting.lengths, setting.rates, mesh, device=setting.device, dtype=setting.dtype
+        setting.width, setting.heads, *segments, mesh, device=setting.device, dtype=setting.dtype
     )
     state = multihead.filled(whole, setting).state_dict()
     set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))

@@ -1,4 +1,4 @@
-"""The plots, as Altair specifications: one gives the interactive plot of the page, and SVG and PNG files.
+"""The plots: what they show, and the Altair specifications that draw it, for the page and as SVG and PNG files.
 
 Colours are those for light paper. `dark_style` turns them where the reader prefers dark, in the page as in a file.
 """
@@ -7,22 +7,42 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
 
 from dilated_attention import charts
-from dilated_attention.bench import series
-from dilated_attention.bench.series import BAD, DARK, GOOD, GRID, INK, MUTED, PAPER
+from dilated_attention.bench.conclude import TELLING, folded
+from dilated_attention.bench.results import ENOUGH, Record, measured, milliseconds, setting, with_ranks
+from dilated_attention.units import bytes_text, number_text
 
+LOST = "out of memory"
+MOST_SHOWN = 8  # lines at first
+INK, MUTED, GRID, PAPER, GOOD, BAD = "#1f2328", "#59636e", "#e3e6ea", "#ffffff", "#1a7f37", "#cf222e"
+# One hue per family. Every shade has a contrast of at least 4.5 on its paper, as names are written in it.
+SHADES = {
+    "dense": ("#59636e", "#6e7781", "#424a53"),
+    "others": ("#bc4c00", "#9a6700", "#c4314b", "#7a3b12", "#a04a00"),
+    "head_groups": ("#0550ae", "#007a99", "#3b5bdb", "#2a6f97"),
+    "longnet": ("#116329", "#1a7f37", "#4d7c0f", "#0f766e"),
+    "torchscale": ("#6639ba", "#8250df", "#a626a4", "#5b4fc7"),
+}
+DARK = {  # what a colour becomes where the reader prefers dark pages
+    INK: "#e6edf3", MUTED: "#9da7b1", GRID: "#2a3038", PAPER: "#0f1318", BAD: "#ff7b72",
+    "#6e7781": "#8c959f", "#424a53": "#c9d1d9", "#bc4c00": "#f0883e", "#9a6700": "#d4a72c", "#c4314b": "#ff8fa3",
+    "#7a3b12": "#ffe0c2", "#a04a00": "#c58a66", "#0550ae": "#58a6ff", "#007a99": "#39c5e0", "#2a6f97": "#6cb6d9",
+    "#3b5bdb": "#9db1ff", "#116329": "#3fb950", "#1a7f37": "#56d364", "#4d7c0f": "#a3c957", "#0f766e": "#4fd1c5",
+    "#6639ba": "#a371f7", "#8250df": "#bc8cff", "#a626a4": "#e38be1", "#5b4fc7": "#a9a3ff",
+}  # fmt: skip
+FIRST = (*TELLING[:-3], "FlexAttention", *TELLING[-3:])  # lines
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 FIGURES = {
     "time": "Time in ms",
     "memory": "Peak memory beyond the inputs",
     "relative": "Time as a multiple of the fastest line shown",
 }
-MOST_ROWS = 18
 NAME_HEIGHT = 15  # pixels between two names at the ends of lines
 Y = "figure == 'memory' ? datum.peak : figure == 'relative' ? datum.{0} / datum.least : datum.{0}"
 TOKENS = (
@@ -36,11 +56,74 @@ VALUES = (
 )
 
 
+# --- what is shown ----------------------------------------------------------------------------------------------
+
+
+def points(measurements: Iterable[Record]) -> list[Record]:
+    """One for each thing that a plot shows: a time with its quartiles, memory, or that the memory ran out."""
+    drawn = [one for one in folded(map(measured, measurements)) if one["ms"] or one["status"] == LOST]
+    colours = _colours(drawn)
+    found = []
+    for one in drawn:
+        name, peak = with_ranks(one["implementation"], one["ranks"]), one["peak_bytes"] or None
+        shown = {"series": name, "colour": colours[name], "setting": setting(one), **_times(one["ms"])}
+        shown |= {"peak": peak, "memory": bytes_text(peak) if peak else ""}
+        found.append({**shown, **{key: one[key] for key in ("ours", "direction", "tokens")}})
+    return found
+
+
+def _times(ms: dict[str, float] | None) -> Record:
+    if ms is None:
+        return {"ms": None, "time": LOST, "spread": ""}
+    found = {"ms": ms["median"], "time": f"{milliseconds(ms)} ms"}
+    if ms["repeats"] < ENOUGH:
+        return {**found, "few": True, "spread": "once" if ms["repeats"] == 1 else f"{ms['repeats']} repeats"}
+    between = f"{number_text(ms['lower'])}–{number_text(ms['upper'])} ms"
+    return {**found, "low": ms["lower"], "high": ms["upper"], "spread": between}
+
+
+def _colours(measurements: Iterable[Record]) -> dict[str, str]:
+    """By series. In a family each takes the next shade, the telling ones first."""
+    families: dict[str, dict[str, None]] = defaultdict(dict)
+    for one in sorted(measurements, key=lambda one: _place(one["implementation"])):
+        is_dense = one["rule"] == "dense" or one["implementation"].startswith("dense")
+        rule = one["rule"] if one["rule"] in SHADES else "head_groups"
+        family = "dense" if is_dense else rule if one["ours"] else "others"
+        families[family][with_ranks(one["implementation"], one["ranks"])] = None
+    return {
+        name: SHADES[family][place % len(SHADES[family])]
+        for family, names in families.items()
+        for place, name in enumerate(names)
+    }
+
+
+def _place(name: str) -> int:
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
+def first(drawn: Iterable[Record], wanted: str) -> list[str]:
+    """The lines of a setting that are seen before the reader asks for others."""
+    names = dict.fromkeys(one["series"] for one in drawn if one["setting"] == wanted)
+    return sorted(names, key=_place)[:MOST_SHOWN]
+
+
+def settings(drawn: Sequence[Record]) -> list[str]:
+    """Every setting, the one with the most lengths and then points first."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    for one in drawn:
+        tokens[one["setting"]].append(one["tokens"])
+    start = max(tokens, key=lambda name: (len(set(tokens[name])), len(tokens[name])), default="")
+    return sorted(tokens, key=lambda name: name != start)
+
+
+# --- charts -----------------------------------------------------------------------------------------------------
+
+
 def line_chart(
     data: alt.NamedData, height: int, figure: str = "time", lengths: Sequence[int] = (), inside: str = "true"
 ) -> alt.LayerChart:
-    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` are `series.points`, by
-    name: every step that makes a chart copies all of it.
+    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` are `points`, by name:
+    every step that makes a chart copies all of it.
 
     ``lengths`` are named on the axis. ``inside`` says of a name whether it is on the plot: after zooming it may not be.
     """
@@ -97,12 +180,14 @@ def _names(drawn: alt.Chart, height: int, inside: str) -> list[alt.Chart]:
         .transform_window(
             free="max(z)", frame=[None, 0], groupby=["tokens"], sort=[alt.SortField("y")], ignorePeers=True
         )
-        .transform_calculate(at=f"exp(datum.free + datum.below * {step})")
+        .transform_calculate(
+            at=f"exp(datum.free + datum.below * {step})", name="isValid(datum.name) ? datum.name : datum.series"
+        )
     )
     text = {"align": "left", "dx": 7, "fontSize": 12, "baseline": "middle", "clip": False}
     halo = ends.mark_text(**text, stroke=PAPER, strokeWidth=4, strokeJoin="round").encode(color=alt.value(PAPER))
     seen = alt.when(inside).then(alt.value(1)).otherwise(alt.value(0))
-    return [one.encode(text="series:N", y="at:Q", opacity=seen) for one in (halo, ends.mark_text(**text))]
+    return [one.encode(text="name:N", y="at:Q", opacity=seen) for one in (halo, ends.mark_text(**text))]
 
 
 @functools.cache
@@ -126,59 +211,29 @@ def interactive(name: str) -> dict[str, Any]:
 
 def pictures(results: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
     """By name, the specification of a picture or, where there is nothing to draw, None."""
-    drawn = series.points(results["measurements"])
-    wanted = next(iter(series.settings(drawn)), "")
-    shown = series.first(drawn, wanted)
+    drawn = points(results["measurements"])
+    wanted = next(iter(settings(drawn)), "")
+    shown = first(drawn, wanted)
     here = [one for one in drawn if one["setting"] == wanted and one["series"] in shown]
     return {
         "time": _panels(here, "time", wanted),
         "memory": _panels([one for one in here if one["peak"]], "memory", wanted),
-        "errors": _errors(results["checks"]),
     }
 
 
 def _panels(drawn: Sequence[dict[str, Any]], figure: str, wanted: str) -> dict[str, Any] | None:
     lengths = sorted({one["tokens"] for one in drawn})  # one list: panels cannot differ in a parameter
-    points = {direction: [one for one in drawn if one["direction"] == direction] for direction in DIRECTIONS}
+    data = {direction: [one for one in drawn if one["direction"] == direction] for direction in DIRECTIONS}
     panels = [
         line_chart(alt.NamedData(direction), 380, figure, lengths).properties(
             width=420, title=f"{FIGURES[figure]}, {DIRECTIONS[direction]}"
         )
-        for direction, some in points.items()
+        for direction, some in data.items()
         if some
     ]
     if not panels:
         return None
-    return {**styled(alt.hconcat(*panels, title=wanted).resolve_scale(y="shared")), "datasets": points}
-
-
-def _errors(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The largest error of each check as a multiple of its limit, the worst first."""
-    rows: list[dict[str, Any]] = []
-    for check in checks:
-        times = [times_limit(error, check["limits"][name]) for name, error in check["errors"].items()]
-        if times:
-            name = f"{series.with_ranks(check['implementation'], check['ranks'])}, {check['dtype']}"
-            is_wrong = check["verdict"] != "exact"
-            rows.append({"check": name, "times": min(max(1e-4, *times), 1e9), "colour": BAD if is_wrong else GOOD})
-    rows.sort(key=lambda row: (row["colour"] == GOOD, -row["times"]))
-    kept = list(dict.fromkeys(row["check"] for row in rows))[:MOST_ROWS]
-    if not kept:
-        return None
-    title = "largest error against float64, as a multiple of its limit (red: wrong, and not timed)"
-    dots = (
-        alt.Chart(alt.Data(values=[row for row in rows if row["check"] in kept]))
-        .mark_point(filled=True, size=60)
-        .encode(
-            x=alt.X("times:Q", title=title)
-            .scale(type="log", nice=False, padding=12)
-            .axis(format=",~g", values=[10.0**power for power in range(-4, 10)]),
-            y=alt.Y("check:N", title=None, sort=kept).axis(labelLimit=400),
-            color=alt.Color("colour:N").scale(None),
-        )
-    )
-    limit = alt.Chart(alt.Data(values=[{"times": 1}])).mark_rule(color=INK).encode(x="times:Q")
-    return styled(alt.layer(limit, dots).properties(width=520, height={"step": 18}))
+    return {**styled(alt.hconcat(*panels, title=wanted).resolve_scale(y="shared")), "datasets": data}
 
 
 def times_limit(error: float | str, limit: float) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dilated_attention import charts
-from dilated_attention.bench import series
+from dilated_attention.bench.results import measured
 
 COLUMNS = (
     "suite", "implementation", "kind", "ours", "rule", "ranks", "samples", "tokens", "heads", "head_dim", "lengths",
@@ -57,7 +57,7 @@ def table(measurements: Iterable[dict[str, Any]]) -> str:
     written = io.StringIO()
     rows = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
     rows.writeheader()
-    for one in map(series.measured, measurements):
+    for one in map(measured, measurements):
         times = {f"ms_{name}": value for name, value in (one["ms"] or {}).items()}
         rows.writerow({name: _cell(value) for name, value in {**one, **times}.items()})
     return written.getvalue()

@@ -1,7 +1,9 @@
-"""What a results file holds, and how one is read: every value is checked before anything is made of it.
+"""What a results file holds, how one is read, and how its records are named.
 
-A results file may come from anywhere. What is wrong with one is a ValueError of one line that names the place. Control
-characters in its texts are escaped, so that no name can move the cursor of a terminal or end a line.
+What is wrong with a file is a ValueError of one line that names the place. Control characters in its texts are escaped,
+so that no name can move the cursor of a terminal or end a line.
+
+Legend: a record is one entry of results["measurements"] or results["checks"].
 """
 
 from __future__ import annotations
@@ -9,17 +11,135 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from dilated_attention.units import measured_text, number_text
 
 SCHEMA = 1
 DIRECTIONS = ("forward", "forward_backward")
 Record = dict[str, Any]
-Check = Callable[[Any], str]  # what a value must be; "" where it is
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-DEEPEST = 50  # lists and objects inside one another; those of a results file are nested six times
-HUGE = 1e300  # JSON has whole numbers that no float can hold
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+LARGEST, DEEPEST = 2.0**63, 50  # numbers, and lists in lists
+ENOUGH = 3  # repeats; quartiles of fewer say nothing
+
+WHAT = {"implementation": str, "kind": str, "rule": str, "ranks": int, "dtype": str, "causal": bool}
+MEASURED_BY: Record = {
+    "suite": str, **WHAT, "samples": int, "tokens": int, "heads": int, "head_dim": int, "lengths": [int],
+    "rates": [int], "direction": str,
+}  # fmt: skip
+NAMES: dict[Any, str] = {
+    dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false",
+}  # fmt: skip
+NUMBER = int | float
+ERROR = int | float | str  # an infinite error is a text, as JSON has no such number
+TIMES = {"median": NUMBER, "lower": NUMBER, "upper": NUMBER, "repeats": int}
+FIGURES = ("tokens_per_s", "flops", "bytes", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes")
+# A tuple is null or what it holds; {str: x} has any names; a name with ? need not be there.
+SPEC: Record = {
+    "machine": {
+        "date": str, "command": str, "commit": str | None, "dirty": bool | None, "device": str, "cpu": str,
+        "cores": int | None, "threads": int, "load": NUMBER | None, "system": str,
+        "versions": {"torch": str}, "continued?": [{"date": str, "commit": str, "command": str}],
+    },
+    "measurements": [
+        {**MEASURED_BY, "ours": bool, "status": str, "why": str, "ms": (TIMES,),
+         **dict.fromkeys(FIGURES, NUMBER | None)}
+    ],
+    "checks": [{**WHAT, "ours": bool, "verdict": str, "why": str, "errors": {str: ERROR}, "limits": {str: ERROR}}],
+    "tables": [
+        {"suite": str, "title": str, "note": str | None, "columns": [str], "rows": [[str | NUMBER | bool | None]]}
+    ],
+    "claims": [dict.fromkeys(("claim", "claimed", "ours", "holds", "how"), str)],
+    "recommendations": [
+        {"use_case": str, "best": str, "value": str, "runner_up": str | None, "factor": NUMBER | None, "ties": [str]}
+    ],
+    "ceilings": [{"dtype": str, "matmul_tflops": NUMBER, "copy_gb_per_s": NUMBER}],
+    "suites": [str], "planned?": [str], "complete": bool, "seconds": NUMBER, "answer": str | None,
+}  # fmt: skip
+
+
+def load(path: Path) -> Record:
+    """A results file, or the one in a folder."""
+    try:
+        file = path / "results.json" if path.is_dir() else path
+        found = _parsed(file.read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not a results file: {error}") from error
+    if not isinstance(found, dict) or "schema" not in found:
+        raise ValueError(f"{file} is not a results file: it has no schema; `dilated-attention bench` writes one")
+    if found["schema"] != SCHEMA:
+        raise ValueError(
+            f"{file} has schema {found['schema']!r}, and this version reads {SCHEMA}: use the one that wrote it"
+        )
+    wrong = _wrong(found, SPEC, "") or _inconsistent(found)
+    if wrong:
+        raise ValueError(f"{file} is not a results file: {wrong}")
+    checked: Record = _escaped(found)
+    return checked
+
+
+def _parsed(content: bytes) -> Any:
+    """JSON whose numbers are finite; how deep its lists are is counted before anything goes down into them."""
+
+    def number(digits: str) -> float:
+        value = float(digits)
+        if not abs(value) < LARGEST:
+            raise ValueError(f"{digits[:20]} is not a finite number below 2^63")
+        return value if re.search("[.eE]", digits) else int(digits)
+
+    try:
+        text = content.decode("utf-8")
+        tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]', text)
+        steps = (1 if token in "[{" else -1 for token in tokens if token in "[]{}")
+        if max(itertools.accumulate(steps), default=0) > DEEPEST:
+            raise ValueError("its values are nested too deeply")
+        return json.loads(text, parse_float=number, parse_int=number, parse_constant=number)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+
+
+def _wrong(value: Any, spec: Any, place: str) -> str:
+    """What is wrong first, and where; "" if nothing is."""
+    if isinstance(spec, tuple):
+        return "" if value is None else _wrong(value, spec[0], place)
+    kind: Any = type(spec) if isinstance(spec, list | dict) else spec
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        shown = escaped(repr(value))[:60]
+        return f"{place} must be {NAMES.get(kind, str(kind))}, got {shown}"
+    inside: Iterable[tuple[Any, Any, str]] = ()
+    if isinstance(spec, list):
+        inside = ((item, spec[0], f"{place}[{index}]") for index, item in enumerate(value))
+    elif isinstance(spec, dict) and str in spec:
+        inside = ((item, spec[str], f"{place}.{name}") for name, item in value.items())
+    elif isinstance(spec, dict):
+        missing = [name for name in spec if name not in value and not name.endswith("?")]
+        if missing:
+            return f"{place or 'it'} has no {', '.join(missing)}"
+        known = {name.removesuffix("?"): one for name, one in spec.items()}
+        inside = ((value[x], one, f"{place}.{x}".lstrip(".")) for x, one in known.items() if x in value)
+    return next(filter(None, (_wrong(*one) for one in inside)), "")
+
+
+def _inconsistent(found: Record) -> str:
+    """What no single value shows."""
+    for index, one in enumerate(found["measurements"]):
+        if one["direction"] not in DIRECTIONS:
+            return f"measurements[{index}].direction must be {' or '.join(DIRECTIONS)}"
+        if one["ms"] and not 0 < one["ms"]["lower"] <= one["ms"]["median"] <= one["ms"]["upper"]:
+            return f"the median of measurements[{index}] is not between its quartiles, or they are not above 0"
+    for index, table in enumerate(found["tables"]):
+        if any(len(row) != len(table["columns"]) for row in table["rows"]):
+            return f"a row of tables[{index}] has another number of cells"
+    for index, check in enumerate(found["checks"]):
+        try:
+            far_off(check["errors"], check["limits"])
+        except (KeyError, ValueError) as error:  # an error without a limit, or a text that is no number
+            return f"checks[{index}] has errors that cannot be compared with limits: {error}"
+    return ""
 
 
 def escaped(text: str) -> str:
@@ -27,8 +147,19 @@ def escaped(text: str) -> str:
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return {escaped(name): _escaped(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+# --- records ----------------------------------------------------------------------------------------------------
+
+
 def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
-    """What is beyond its limit, in words. An infinite error is a text, as JSON has no such number."""
+    """What is beyond its limit, in words."""
     return [
         f"{name} off by {float(error):.1e}, allowed {float(limits[name]):.1e}"
         for name, error in errors.items()
@@ -36,150 +167,33 @@ def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _a(name: str, *types: type, test: Callable[[Any], bool] = lambda value: True) -> Check:
-    def check(value: Any) -> str:
-        is_bool = isinstance(value, bool) and bool not in types
-        return "" if isinstance(value, types) and not is_bool and test(value) else name
-
-    return check
+def measured(one: Record) -> Record:
+    """The measurement, without figures unless its status is "measured"."""
+    return one if one["status"] == "measured" else {**one, **dict.fromkeys((*FIGURES, "ms"))}
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (ValueError, OverflowError):
-        return False
-    return True
+def with_ranks(name: str, ranks: int) -> str:
+    """The name and over how many ranks, unless it is one or the name says so."""
+    said = f"{ranks} ranks"
+    return name if ranks == 1 or said in name else f"{name}, {said}"
 
 
-TEXT = _a("a text", str)
-FLAG = _a("true or false", bool)
-COUNT = _a("a whole number from 1 to 2^63", int, test=lambda value: 0 < value < 2**63)
-NUMBER = _a("a finite number of 0 or more", int, float, test=lambda value: 0 <= value < HUGE)
-TIME = _a("a finite number of more than 0", int, float, test=lambda value: 0 < value < HUGE)
-ERROR = _a("a number", int, float, str, test=_is_number)
-CELL = _a(
-    "a text or a number", str, int, float, bool, type(None), test=lambda x: isinstance(x, str) or _is_number(x or 0)
-)
-FIGURE = (NUMBER,)
-
-TIMES = {"median": TIME, "lower": TIME, "upper": TIME, "repeats": COUNT}
-WHAT = {"implementation": TEXT, "kind": TEXT, "rule": TEXT, "ranks": COUNT, "dtype": TEXT, "causal": FLAG}
-MEASURED_BY = {
-    "suite": TEXT, **WHAT, "samples": COUNT, "tokens": COUNT, "heads": COUNT, "head_dim": COUNT, "lengths": [COUNT],
-    "rates": [COUNT], "direction": _a(" or ".join(DIRECTIONS), str, test=DIRECTIONS.__contains__),
-}  # fmt: skip
-FIGURES = ("tokens_per_s", "flops", "bytes", "tflops", "of_matmul", "gb_per_s", "of_copy")
-# What `compare` needs, and what a page needs besides. A tuple is None or what it holds; {str: x} has any names.
-NEEDED: dict[str, Any] = {
-    "machine": {},
-    "measurements": [{**MEASURED_BY, "status": TEXT, "ms": (TIMES,), "peak_bytes": FIGURE}],
-    "checks": [{**WHAT, "verdict": TEXT}],
-}
-WHOLE: dict[str, Any] = {
-    "machine": {
-        "date": TEXT, "command": TEXT, "commit": (TEXT,), "dirty": (FLAG,), "device": TEXT, "cpu": TEXT,
-        "cores": (COUNT,), "threads": COUNT, "load": FIGURE, "system": TEXT, "versions": {"torch": TEXT},
-    },
-    "measurements": [{"ours": FLAG, "why": TEXT, **dict.fromkeys(FIGURES, FIGURE)}],
-    "checks": [{"ours": FLAG, "why": TEXT, "errors": {str: ERROR}, "limits": {str: ERROR}}],
-    "tables": [{"suite": TEXT, "title": TEXT, "note": (TEXT,), "columns": [TEXT], "rows": [[CELL]]}],
-    "claims": [dict.fromkeys(("claim", "claimed", "ours", "holds", "how"), TEXT)],
-    "recommendations": [
-        {"use_case": TEXT, "best": TEXT, "value": TEXT, "runner_up": (TEXT,), "factor": FIGURE, "ties": [TEXT]}
-    ],
-    "matrix": [
-        {"implementation": TEXT, "ours": FLAG, "verdict": TEXT, "best_for": [TEXT], "slower": FIGURE, "note": TEXT}
-    ],
-    "ceilings": [{"dtype": TEXT, "matmul_tflops": NUMBER, "copy_gb_per_s": NUMBER}],
-    "suites": [TEXT], "complete": FLAG, "seconds": NUMBER, "answer": (TEXT,),
-}  # fmt: skip
+def segments(one: Record) -> str:
+    """The pattern, or how it follows from the length: as `DilatedPattern.suggest` has it."""
+    if one.get("suggested"):
+        return "suggested w and r"
+    return "w={} r={}".format(*(",".join(map(str, one[key])) for key in ("lengths", "rates")))
 
 
-def load(path: Path, whole: bool = False) -> Record:
-    """A results file, or the one in a folder. ``whole``: with all that a report is made of."""
-    try:
-        file = path / "results.json" if path.is_dir() else path
-        text = file.read_text(encoding="utf-8")
-        is_deep = _depth(text) > DEEPEST  # how deep Python can read differs between versions and machines
-        found = None if is_deep else json.loads(text)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # neither UTF-8 nor JSON
-        raise ValueError(f"{file} is not a results file, because it is not JSON: {error}") from error
-    if is_deep:
-        raise ValueError(f"{file} is not a results file: its values are nested too deeply")
-    if not isinstance(found, dict) or "schema" not in found:
-        raise ValueError(f"{file} is not a results file: it has no schema; `dilated-attention bench` writes one")
-    if found["schema"] != SCHEMA:
-        raise ValueError(
-            f"{file} has schema {found['schema']!r}, and this version reads {SCHEMA}: use the one that wrote it"
-        )
-    for spec in (NEEDED, WHOLE) if whole else (NEEDED,):
-        wrong = _wrong(found, spec, "")
-        if wrong:
-            raise ValueError(f"{file} is not a results file: {wrong}")
-    wrong = _wrong(found["machine"].get("versions", {}), {str: CELL}, "machine.versions")
-    for index, one in enumerate(found["measurements"]):
-        if one["ms"] is not None and not one["ms"]["lower"] <= one["ms"]["median"] <= one["ms"]["upper"]:
-            wrong = wrong or f"the median of measurements[{index}] is not between its quartiles"
-    if wrong:
-        raise ValueError(f"{file} is not a results file: {wrong}")
-    if whole:
-        _check_tables(file, found)
-    checked: Record = _escaped(found)
-    return checked
+def setting(one: Record) -> str:
+    """All that two measurements must share to be compared, but for their length."""
+    causal = ", causal" if one["causal"] else ""
+    shape = f"B={one['samples']} H={one['heads']} D={one['head_dim']}"
+    return f"{one['suite']}: {one['dtype']}{causal}, {shape}, {segments(one)}"
 
 
-def _depth(text: str) -> int:
-    """How deep brackets are nested in JSON, those in strings left out."""
-    marks = (mark[0] for mark in re.finditer(r'(?s)"(?:[^"\\]|\\.)*"?|[][{}]', text))
-    return max(itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(mark, 0) for mark in marks), default=0)
-
-
-def _wrong(value: Any, spec: Any, place: str) -> str:
-    """What is wrong first, and where; "" if nothing is."""
-    if callable(spec):
-        expected = spec(value)
-        return f"{place} must be {expected}, got {_short(value)}" if expected else ""
-    if isinstance(spec, tuple):
-        return "" if value is None else _wrong(value, spec[0], place)
-    if isinstance(spec, list):
-        if not isinstance(value, list):
-            return f"{place} must be a list, got {_short(value)}"
-        found = (_wrong(item, spec[0], f"{place}[{index}]") for index, item in enumerate(value))
-        return next(filter(None, found), "")
-    if not isinstance(value, dict):
-        return f"{place} must be an object, got {_short(value)}"
-    if str in spec:
-        found = (_wrong(item, spec[str], f"{place}.{name}") for name, item in value.items())
-        return next(filter(None, found), "")
-    missing = [name for name in spec if name not in value]
-    if missing:
-        return f"{place or 'it'} has no {', '.join(missing)}"
-    found = (_wrong(value[name], one, f"{place}.{name}".lstrip(".")) for name, one in spec.items())
-    return next(filter(None, found), "")
-
-
-def _check_tables(file: Path, found: Record) -> None:
-    for index, table in enumerate(found["tables"]):
-        if any(len(row) != len(table["columns"]) for row in table["rows"]):
-            raise ValueError(f"{file} is not a results file: a row of tables[{index}] has another number of cells")
-    for index, check in enumerate(found["checks"]):
-        if not check["errors"].keys() <= check["limits"].keys():
-            raise ValueError(f"{file} is not a results file: checks[{index}] has an error without a limit")
-
-
-def _short(value: Any) -> str:
-    text = escaped(repr(value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, str):
-        return escaped(value)
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    if isinstance(value, Mapping):
-        return {escaped(name): _escaped(item) for name, item in value.items()}
-    return value
+def milliseconds(ms: Mapping[str, float]) -> str:
+    """The median, with as many digits as its quartiles support; of a few repeats there are no quartiles."""
+    if ms["repeats"] < ENOUGH:
+        return number_text(ms["median"], 2)
+    return measured_text(ms["median"], ms["lower"], ms["upper"])

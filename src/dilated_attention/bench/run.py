@@ -40,11 +40,6 @@ class Check:
     def right(self, *names: str) -> bool:
         return all(self.errors[name] <= self.limits[name] for name in names or self.errors)
 
-    def share(self, name: str) -> float:
-        """Of the error allowed; of none at all, any is infinite."""
-        error, limit = self.errors[name], self.limits[name]
-        return error / limit if limit else math.inf if error else 0.0
-
     @property
     def verdict(self) -> str:
         if self.right():
@@ -52,12 +47,14 @@ class Check:
         return "wrong gradients" if self.right("out") else "wrong"
 
     def worse(self, other: Check) -> Check:
-        """Of two checks the larger errors, each with its limit."""
-        taken = {name: max((self, other), key=lambda check: check.share(name)) for name in self.errors}
-        return Check(
-            {name: check.errors[name] for name, check in taken.items()},
-            {name: check.limits[name] for name, check in taken.items()},
-        )
+        """Of two checks the larger errors for their limits, each with its limit."""
+
+        def share(check: Check, name: str) -> float:  # of an error allowed of 0, any is infinite
+            error, limit = check.errors[name], check.limits[name]
+            return error / limit if limit else math.inf if error else 0.0
+
+        taken = {name: max((self, other), key=lambda check: share(check, name)) for name in self.errors}
+        return Check(*({name: getattr(check, part)[name] for name, check in taken.items()} for part in vars(self)))
 
     def as_dict(self) -> dict[str, Any]:
         return {"verdict": self.verdict, **asdict(self)}
@@ -65,7 +62,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's float64 results on some inputs, and the errors allowed in the inputs' dtype."""
+    """The oracle's float64 results on some inputs, and the errors allowed in the inputs' dtype.
+
+    These are those of `testing`, by the error of plain PyTorch in this dtype.
+    """
 
     results: dict[str, Tensor]
     limits: dict[str, float]
@@ -77,8 +77,8 @@ class Expected:
         """``exact`` takes the inputs and then the parameters, in whatever dtype they come."""
         given = {**_named(inputs), **(parameters or {})}
         wanted = results(exact, {name: x.double() for name, x in given.items()}, dout)
-        plain = None if dout.dtype in testing.TOLERANCE and not parameters else results(exact, given, dout)
-        return Expected(wanted, _limits(wanted, plain, dout.dtype))
+        limits = testing.limits(wanted, results(exact, given, dout), dout.dtype)
+        return Expected(wanted, {name: limits[name] for name in wanted})
 
     def compare(self, found: Mapping[str, Tensor]) -> Check:
         """What someone else computed from the same inputs, by the names that `results` gives."""
@@ -103,20 +103,6 @@ def results(
 
 def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("q", "k", "v") if len(inputs) == 3 else ("x",), inputs, strict=True))
-
-
-def _limits(expected: dict[str, Tensor], plain: dict[str, Tensor] | None, dtype: torch.dtype) -> dict[str, float]:
-    """The rule of `testing`: fixed for float32 and float64, else 2 (gradients 3) times the error of plain PyTorch.
-
-    With projections around the attention both hold, the larger one: sums over all tokens round more.
-    """
-    fixed = testing.TOLERANCE.get(dtype, 0.0)
-    if plain is None:
-        return dict.fromkeys(expected, fixed)
-    return {
-        name: max((2 if name == "out" else 3) * testing.plain_error(plain[name], value, dtype), fixed)
-        for name, value in expected.items()
-    }
 
 
 @functools.cache
@@ -177,7 +163,7 @@ def measure_of(call: Call, device: torch.device) -> Measure:
     CUDA by triton.testing.do_bench, which runs a call eight times at least, so long ones only between its two events.
     """
     if device.type != "cuda":
-        return lambda: [_cpu_milliseconds(call)]
+        return lambda: [cpu_milliseconds(call, device)]
     first: list[float] = []  # decides for good: the two ways do not count alike what Python does
 
     def on_cuda() -> Sequence[float]:
@@ -232,9 +218,10 @@ def interleave(
     return {key: Timing.of(had) for key, had in spent.items()}
 
 
-def _cpu_milliseconds(call: Call) -> float:
+def cpu_milliseconds(call: Call, device: torch.device) -> float:
     start = timer()
     call()
+    synchronise(device)
     return 1000 * (timer() - start)
 
 
@@ -256,3 +243,25 @@ def _cuda_milliseconds(call: Call) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def graphed(call: Call) -> Call:
+    """The kernels without Python."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd's thread warms up on the stream that it will be captured on
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = call()
+
+    def replay(kept: Any = kept) -> None:  # what the graph writes must stay allocated
+        graph.replay()
+
+    return replay

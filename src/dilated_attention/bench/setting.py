@@ -1,27 +1,37 @@
-"""What is asked of every implementation: sizes, segments, precision and where the tensors live.
+"""What is asked of every implementation (`Setting`), and what an implementation is.
 
-Legend: query, key, value, dout (B, N, H, D); N tokens, B samples, H heads, D head dim.
+Legend: query, key, value, dout (B, N, H, D), x (B, N, E) with E = H * D; N tokens, B samples, H heads, D head dim.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from dilated_attention.bench.results import DIRECTIONS
+from dilated_attention.bench.run import Attention, Call, forward, forward_backward
 from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.testing import make_qkv
 
+FORWARD, BOTH = DIRECTIONS
 CHECK_CUT = 16  # segments are this much shorter where implementations are checked against the oracle,
 CHECK_TOKENS = 512  # and tokens at most so many, as the oracle is quadratic
+PROJECTIONS = 4  # q, k, v and out
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes, segments and where they live; the rule belongs to the implementation."""
+    """Sizes, segments and where they live; the rule belongs to the implementation.
+
+    Without ``lengths`` the segments are those that `DilatedPattern.suggest` gives for ``span`` tokens (0: for all of
+    them). Segments are ``cut`` times shorter than given or suggested.
+    """
 
     tokens: int
     lengths: tuple[int, ...]
@@ -32,6 +42,8 @@ class Setting:
     heads: int = 8
     head_dim: int = 64
     causal: bool = False
+    span: int = 0
+    cut: int = 1
 
     @property
     def width(self) -> int:
@@ -50,41 +62,101 @@ class Setting:
         """Where implementations are checked against the oracle: odd in every way, and this setting made smaller."""
         few = replace(self, samples=min(self.samples, 2))
         odd = replace(few, tokens=275, lengths=(37, 64, 201), rates=(1, 2, 5))
-        lengths = tuple(max(1, w // CHECK_CUT) for w in self.lengths)
-        small = replace(few, tokens=max(1, min(self.tokens // CHECK_CUT, CHECK_TOKENS)), lengths=lengths)
-        return [odd, small]
+        tokens = max(1, min(self.tokens // CHECK_CUT, CHECK_TOKENS))
+        span = 0 if self.lengths else self.tokens  # the check is one and the same at all lengths if it can be
+        return [odd, replace(few, tokens=tokens, span=span, cut=CHECK_CUT)]
+
+    def segments(self, rule: str = "longnet") -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Lengths and rates."""
+        lengths, rates = self.lengths, self.rates
+        if not lengths:
+            known = cast(Rule, "longnet" if rule == "dense" else rule)
+            pattern = DilatedPattern.suggest(self.span or self.tokens, self.heads, rule=known)
+            lengths, rates = pattern.segment_lengths, pattern.dilation_rates
+        return tuple(max(1, length // self.cut) for length in lengths), rates
 
     def pattern(self, rule: str) -> DilatedPattern:
         """Of a rule by name; "dense" is one segment of all tokens, for which the oracle is the dense oracle."""
         if rule == "dense":
             return DilatedPattern.longnet([self.tokens], [1])
-        return DilatedPattern(cast(Rule, rule), self.lengths, self.rates)
+        return DilatedPattern(cast(Rule, rule), *self.segments(rule))
 
     def qkv(self) -> tuple[Tensor, ...]:
-        return _inputs(self)[:3]
+        return _inputs(self.shape, self.dtype, self.device)[:3]
 
     def dout(self) -> Tensor:
-        return _inputs(self)[3]
+        return _inputs(self.shape, self.dtype, self.device)[3]
 
     def __str__(self) -> str:
+        lengths, rates = (",".join(map(str, numbers)) for numbers in self.segments())
         shape = f"B={self.samples} N={self.tokens:,} H={self.heads} D={self.head_dim}"
-        causal = ", causal" if self.causal else ""
-        return f"{shape} w={_list(self.lengths)} r={_list(self.rates)} {self.dtype_name}{causal}"
-
-
-def _list(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
+        return f"{shape} w={lengths} r={rates} {self.dtype_name}{', causal' * self.causal}"
 
 
 @functools.lru_cache(maxsize=2)
-def _inputs(setting: Setting) -> tuple[Tensor, ...]:
+def _inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """One set for all implementations, which only read it."""
-    device, dtype = setting.device, setting.dtype
-    generator = torch.Generator(device).manual_seed(1)
-    dout = torch.randn(setting.shape, generator=generator, device=device).to(dtype)
-    return *make_qkv(*setting.shape, dtype=dtype, device=device), dout
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    return *make_qkv(*shape, **options), make_qkv(*shape, seed=1, **options)[0]
 
 
 def forget_inputs() -> None:
     """Give back the memory of the last settings."""
     _inputs.cache_clear()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation built for a setting."""
+
+    attention: Attention  # of the inputs
+    exact: Attention  # of the inputs and the parameters, in any dtype
+    pattern: DilatedPattern
+    inputs: tuple[Tensor, ...]
+    dout: Tensor
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    group: ProcessGroup | None = None  # whose ranks have the other tokens
+
+    def call(self, direction: str) -> Call:
+        """What is timed."""
+        if direction == FORWARD:
+            return forward(self.attention, self.inputs)
+        return forward_backward(self.attention, self.inputs, self.dout, self.parameters.values())
+
+
+Build = Callable[[Setting], Subject]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One line of the comparison. ``build`` is pickled for ranks, so it is a partial of module-level functions."""
+
+    name: str
+    kind: str  # function, module, multihead, ring, baseline
+    rule: str  # head_groups, longnet, torchscale, dense
+    build: Build
+    ours: bool = True
+    ranks: int = 1
+    whole: Build | None = None  # over ranks: the same on one device, against which they are checked
+    why_not: Callable[[Setting], str | None] = lambda setting: None  # a sentence where it cannot run
+
+    def identity(self) -> dict[str, Any]:
+        names = ("name", "kind", "ours", "rule", "ranks")
+        return {name.replace("name", "implementation"): getattr(self, name) for name in names}
+
+    def least_work(self, setting: Setting, direction: str) -> tuple[int, int]:
+        """(FLOPs, bytes) that no way of computing it can do without, over all ranks.
+
+        Bytes: q, k, v are read and out and lse written; backward reads these and dout and writes three gradients.
+        """
+        backward, pattern = direction == BOTH, setting.pattern(self.rule)
+        work: dict[str, Any] = {"is_causal": setting.causal, "backward": backward}
+        flops = setting.samples * pattern.flops(setting.tokens, setting.heads, setting.head_dim, **work)
+        rows = setting.samples * setting.tokens * setting.heads
+        tensor, lse = rows * setting.head_dim * setting.dtype.itemsize, rows * 4
+        count = 12 * tensor + 2 * lse if backward else 4 * tensor + lse
+        if self.kind == "multihead" or "Multihead" in self.name or "RingAdvanced" in self.name:
+            weights = PROJECTIONS * setting.width**2
+            flops += 2 * weights * setting.samples * setting.tokens * (3 if backward else 1)
+            count += weights * setting.dtype.itemsize * (2 if backward else 1)
+        return flops, count

@@ -13,7 +13,7 @@ from dilated_attention.cli import arguments, options
 from dilated_attention.cli.options import option
 
 if TYPE_CHECKING:
-    from dilated_attention.bench.plain import Kept
+    from dilated_attention.bench.keep import Kept
 
 OPTIONS = (
     option("--suite", action="append", metavar="NAME",
@@ -60,8 +60,8 @@ def bench(given: Namespace) -> int:
     """
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.bench import suites
+    from dilated_attention.bench.keep import Kept, check_seconds, is_ours_wrong
     from dilated_attention.bench.pace import Lines
-    from dilated_attention.bench.plain import Kept, check_seconds, is_ours_wrong
 
     with arguments.refusing():
         names = suites.named(given.suite or ["quick"])
@@ -89,7 +89,7 @@ def bench(given: Namespace) -> int:
 def _show(kept: Kept, given: Namespace) -> None:
     """The report in its folder, and the tables or JSON on the terminal."""
     from dilated_attention.bench import machine, regress
-    from dilated_attention.bench.plain import PREVIOUS
+    from dilated_attention.bench.keep import PREVIOUS
     from dilated_attention.bench.report import write_report
     from dilated_attention.cli.compare import summary
     from dilated_attention.cli.output import console, print_json, print_written

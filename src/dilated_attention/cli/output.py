@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from dilated_attention.bench.pace import Lines, Watch
+from dilated_attention.bench.pace import Lines
 from dilated_attention.units import seconds_text
 
 WIDE = 160  # where nobody's window says how wide: tables are not folded, and lines are not cut anyway
@@ -74,8 +74,8 @@ class Bar(Lines):
         self.progress = progress
         self.task = progress.add_task("starting", total=1.0, left="")
 
-    def step(self, text: str, share: float, left: float) -> None:
-        remaining = f"{seconds_text(max(1.0, round(left)))} left"
+    def step(self, text: str, share: float, left: float | None = None) -> None:
+        remaining = "" if left is None else f"{seconds_text(max(1.0, round(left)))} left"
         self.progress.update(self.task, completed=share, description=text, left=remaining)
 
     def say(self, text: str) -> None:
@@ -83,7 +83,7 @@ class Bar(Lines):
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
+def watching() -> Iterator[Lines]:
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield Lines()

@@ -27,11 +27,11 @@ def report(given: Namespace) -> None:
     Example: dilated-attention report my-results/
     """
     with arguments.refusing():
-        found = load(given.results, whole=True)
+        found = load(given.results)
         folder = charts.writable(given.out or (given.results if given.results.is_dir() else given.results.parent))
     # here and not above: help needs no torch, and what the page needs may not be installed: `main` says so
     from dilated_attention.bench import machine
-    from dilated_attention.bench.claims import conclusions
+    from dilated_attention.bench.conclude import conclusions
     from dilated_attention.bench.report import NEEDED, write_report
     from dilated_attention.cli.output import console, print_written
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from dilated_attention.bench.results import WHAT, far_off
-from dilated_attention.bench.series import with_ranks
+from dilated_attention.bench.conclude import code_of
+from dilated_attention.bench.results import WHAT, far_off, with_ranks
 from dilated_attention.cli.output import print_table
 from dilated_attention.units import bytes_text, cell_text, measured_text, number_text
 
@@ -110,4 +110,10 @@ def _checked(record: Record) -> tuple[Any, ...]:
 
 def _recommendation(one: Record) -> list[str]:
     ties = f" (level with {', '.join(one['ties'])})" if one["ties"] else ""
-    return [one["use_case"], one["best"] + ties, one["value"], cell_text(one["runner_up"]), cell_text(one["factor"])]
+    return [
+        one["use_case"],
+        code_of(one["best"]) + ties,
+        one["value"],
+        cell_text(one["runner_up"]),
+        cell_text(one["factor"]),
+    ]

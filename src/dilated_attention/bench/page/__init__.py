@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
 
 from dilated_attention import charts
-from dilated_attention.bench import plots, series
+from dilated_attention.bench import plots
+from dilated_attention.bench.conclude import ONE_FUNCTION, code_of
+from dilated_attention.bench.results import Record, measured, milliseconds, setting, with_ranks
 from dilated_attention.units import cell_text, number_text
 
 QUESTIONS = {
@@ -31,18 +33,22 @@ ENVIRONMENT = {
     "date": "date", "command": "command", "commit": "commit", "dirty": "uncommitted changes", "device": "device",
     "cpu": "CPU", "cores": "cores", "threads": "threads", "load": "load at the start", "system": "system",
 }  # fmt: skip
+Row = Sequence[Any]
 
 
-def page(results: dict[str, Any]) -> str:
+def page(results: Record) -> str:
     """The whole page as one HTML text."""
-    points = series.points(results["measurements"])
-    settings = series.settings(points)
+    points = plots.points(results["measurements"])
+    settings = plots.settings(points)
+    by_suite = defaultdict(list)
+    for name in settings:
+        by_suite[name.partition(": ")[0]].append(name)
     told = {
         "specification": plots.interactive("points"),
         "points": points,
         "figures": plots.FIGURES,
         "directions": plots.DIRECTIONS,
-        "first": {name: series.first(points, name) for name in settings},
+        "first": {name: plots.first(points, name) for name in settings},
     }
     return charts.page(
         Path(__file__).parent,
@@ -54,25 +60,16 @@ def page(results: dict[str, Any]) -> str:
         results=results,
         machine=results["machine"],
         directions=plots.DIRECTIONS,
-        settings=_by_suite(settings),
+        settings=by_suite,
         questions=QUESTIONS,
-        recommendations=[_recommendation(one) for one in results["recommendations"]],
-        aliases=sorted(set(series.ONE_FUNCTION) & {one["implementation"] for one in results["measurements"]}),
+        recommendations=_recommendations(results["recommendations"]),
+        aliases=sorted(set(ONE_FUNCTION) & {one["implementation"] for one in results["measurements"]}),
         suites=_suites(results),
         checks=_checks(results["checks"]),
+        claims=_claims(results["claims"]),
         where=_where(results),
         environment=_environment(results),
     )
-
-
-def _by_suite(settings: Iterable[str]) -> dict[str, list[str]]:
-    found = defaultdict(list)
-    for name in settings:
-        found[name.partition(": ")[0]].append(name)
-    return found
-
-
-# --- text -------------------------------------------------------------------------------------------------------
 
 
 def _prose(value: object) -> Markup:
@@ -85,84 +82,114 @@ def _prose(value: object) -> Markup:
 # --- what the tables hold ---------------------------------------------------------------------------------------
 
 
-def _recommendation(one: dict[str, Any]) -> list[str]:
-    behind = f"{one['runner_up']}, {one['factor']:.2f} times that" if one["runner_up"] and one["factor"] else ""
-    return [one["use_case"], f"`{one['best']}`", one["value"], ", ".join(one["ties"]), behind]
+def _table(title: str, columns: Sequence[str], rows: Sequence[Row], note: str | None = "") -> Record:
+    """Without columns in which nothing is said. ``numbers``: whether a column has any, and so is set to the right."""
+    said = [i for i in range(len(columns)) if not rows or any(row[i] not in (None, "", "–") for row in rows)]
+    numbers = [any(isinstance(row[i], int | float | Markup) for row in rows) for i in said]
+    return {
+        "title": title,
+        "note": note,
+        "columns": list(zip([columns[i] for i in said], numbers, strict=True)),
+        "rows": [[row[i] for i in said] for row in rows],
+    }
 
 
-def _suites(results: dict[str, Any]) -> list[dict[str, Any]]:
+def _recommendations(found: Iterable[Record]) -> Record:
+    rows = []
+    for one in found:
+        behind = f"{one['runner_up']}, {one['factor']:.2f} times that" if one["runner_up"] and one["factor"] else ""
+        rows.append([one["use_case"], f"`{code_of(one['best'])}`", one["value"], ", ".join(one["ties"]), behind])
+    return _table("Which one should I use?", ["use case", "use", "measured", "equally fast", "next best"], rows)
+
+
+def _claims(found: Iterable[Record]) -> Record:
+    names = {"claim": "claim", "claimed": "claimed", "ours": "measured here", "holds": "holds", "how": "how"}
+    rows = [[one[name] for name in names] for one in found if one["holds"] != "not measured"]
+    return _table("Claims", [*names.values()], rows)
+
+
+def _suites(results: Record) -> list[Record]:
     """For each suite its question, its measurements as tables, and the tables that it made itself."""
-    measurements = [series.measured(one) for one in results["measurements"]]
     found = []
     for suite in dict.fromkeys([*results["suites"], *(table["suite"] for table in results["tables"])]):
-        mine = [one for one in measurements if one["suite"] == suite]
-        tables = [*_by_length(mine), *(table for table in results["tables"] if table["suite"] == suite)]
+        tables = _by_length(measured(one) for one in results["measurements"] if one["suite"] == suite)
+        mine = (table for table in results["tables"] if table["suite"] == suite)
+        tables += [_table(*(one[name] for name in ("title", "columns", "rows", "note"))) for one in mine]
         if tables:
             found.append({"question": QUESTIONS.get(suite, suite), "suite": suite, "tables": tables})
     return found
 
 
-def _by_length(measurements: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_length(measurements: Iterable[Record]) -> list[Record]:
     """A table for each setting, with a column for each length. Settings of a single length share a table."""
-    lengths = defaultdict(set)
-    for one in measurements:
-        lengths[series.setting(one)].add(one["tokens"])
-    tables: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    by_setting: dict[str, list[Record]] = defaultdict(list)
     for one in sorted(measurements, key=lambda one: int(one["tokens"])):
-        name, column = series.setting(one).partition(": ")[2], f"{one['tokens']:,}"
-        if len(lengths[series.setting(one)]) == 1:
-            shape = f"B={one['samples']} H={one['heads']} D={one['head_dim']}"
-            name, column = name.replace(f", {shape}", ""), f"{shape}, {column}"
-        who = series.with_ranks(one["implementation"], one["ranks"])
-        tables.setdefault(name, {}).setdefault(column, {}).setdefault(who, {})[one["direction"]] = one
-    return [_table(name, columns) for name, columns in tables.items()]
+        by_setting[setting(one).partition(": ")[2]].append(one)
+    tables: dict[str, list[tuple[str, Record]]] = defaultdict(list)
+    for name, mine in by_setting.items():
+        is_alone = len({one["tokens"] for one in mine}) == 1
+        shape = "B={samples} H={heads} D={head_dim}".format(**mine[0])
+        title = name.replace(f", {shape}", "") if is_alone else name
+        tables[title] += [(f"{shape}, {one['tokens']:,}" if is_alone else f"{one['tokens']:,}", one) for one in mine]
+    return [_of_setting(title, cells) for title, cells in tables.items()]
 
 
-def _table(name: str, columns: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    names = dict.fromkeys(who for cells in columns.values() for who in cells)
-    return {
-        "title": name,
-        "note": "ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB",
-        "columns": ["tokens", *columns],
-        "rows": [[who, *(_cell(cells.get(who, {})) for cells in columns.values())] for who in names],
-    }
+def _of_setting(title: str, cells: Iterable[tuple[str, Record]]) -> Record:
+    found: dict[str, dict[str, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
+    reasons: dict[str, str] = {}
+    columns: dict[str, None] = {}
+    for column, one in cells:
+        who = with_ranks(one["implementation"], one["ranks"])
+        found[who][column][one["direction"]] = one
+        columns[column] = None
+        if one["why"]:
+            reasons.setdefault(who, f"{who}: {one['status']}, {one['why']}.")
+    rows = [[who, *(_cell(mine[column]) for column in columns)] for who, mine in found.items()]
+    note = "ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB."
+    return _table(title, ["tokens", *columns], rows, " ".join([note, *reasons.values()]))
 
 
-def _cell(passes: dict[str, Any]) -> Markup | str | None:
+def _cell(passes: dict[str, Record]) -> Markup:
     """Both passes; in words where neither was measured."""
-    both = [passes.get(name, {"status": "–", "ms": None, "peak_bytes": None}) for name in plots.DIRECTIONS]
+    nothing = {"status": "–", "ms": None, "peak_bytes": None}
+    both = [passes.get(name, nothing) for name in plots.DIRECTIONS]
     untimed = {"measured": "–"}  # its memory was
-    times = [series.milliseconds(one["ms"]) if one["ms"] else untimed.get(one["status"], one["status"]) for one in both]
+    times = [milliseconds(one["ms"]) if one["ms"] else untimed.get(one["status"], one["status"]) for one in both]
     sizes = [number_text(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
     if times[0] == times[1] and sizes == ["–", "–"]:
-        return str(times[0])
-    return Markup("{} / {}").format(*times) + Markup("<br><small>{} / {}</small>").format(*sizes)
+        return escape(times[0])
+    return Markup("{} / {}<br><small>{} / {}</small>").format(*times, *sizes)
 
 
-def _checks(checks: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """One for each implementation, under "wrong" or "right", with the error that is the largest for its limit."""
+def _checks(checks: Iterable[Record]) -> dict[str, Record]:
+    """Those that are "wrong" or "right", each implementation with the error that is the largest for its limit."""
     by_name = defaultdict(list)
     for check in checks:
-        by_name[series.with_ranks(check["implementation"], check["ranks"])].append(check)
-    found: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
+        by_name[with_ranks(check["implementation"], check["ranks"])].append(check)
+    found: dict[str, list[Row]] = {"wrong": [], "right": []}
     for name, mine in by_name.items():
         bad = [check for check in mine if check["verdict"] != "exact"]
-        errors = [
-            (plots.times_limit(error, check["limits"][part]), part, error, check)
-            for check in bad or mine
-            for part, error in check["errors"].items()
-        ]
-        row = {"name": name, "verdict": (bad or mine)[0]["verdict"], "why": (bad or mine)[0]["why"], "worst": "–"}
-        if errors:
-            _, part, error, check = max(errors, key=lambda one: one[0])
-            of = f"{float(error):.1e} with a limit of {float(check['limits'][part]):.1e}"
-            what = part.replace("d ", "gradient of ", 1)
-            row["worst"] = f"{what}: {of}, {check['dtype']}{', causal' if check['causal'] else ''}"
-        found["wrong" if bad else "right"].append(row)
-    return found
+        shown = bad or mine
+        found["wrong" if bad else "right"].append([name, shown[0]["verdict"], _worst(shown), shown[0]["why"]])
+    columns = ["implementation", "verdict", "largest error for its limit", "why"]
+    return {kind: _table(kind, columns, rows) for kind, rows in found.items() if rows}
 
 
-def _where(results: dict[str, Any]) -> str:
+def _worst(checks: Iterable[Record]) -> str:
+    errors = [
+        (plots.times_limit(error, check["limits"][part]), part, error, check)
+        for check in checks
+        for part, error in check["errors"].items()
+    ]
+    if not errors:
+        return ""
+    _, part, error, check = max(errors, key=lambda one: one[0])
+    of = f"{float(error):.1e} with a limit of {float(check['limits'][part]):.1e}"
+    what = part.replace("d ", "gradient of ", 1)
+    return f"{what}: {of}, {check['dtype']}{', causal' if check['causal'] else ''}"
+
+
+def _where(results: Record) -> str:
     """In which suite a run was interrupted, and before which ones."""
     begun = results["suites"]
     left = [name for name in results.get("planned", ()) if name not in begun]
@@ -170,18 +197,15 @@ def _where(results: dict[str, Any]) -> str:
     return " and ".join([*parts, f"before {', '.join(left)}"] if left else parts)
 
 
-def _environment(results: dict[str, Any]) -> dict[str, object]:
+def _environment(results: Record) -> Record:
     machine = results["machine"]
-    found: dict[str, object] = {label: machine[key] for key, label in ENVIRONMENT.items()}
-    found |= machine["versions"]
+    found = {label: machine[key] for key, label in ENVIRONMENT.items()} | machine["versions"]
     if machine["dirty"] is None:
         found["uncommitted changes"] = "not known"
     for number, again in enumerate(machine.get("continued", []), 1):
         found[f"continued {number}"] = f"{again['date']}, commit {again['commit'][:12]}: {again['command']}"
-    for ceiling in results["ceilings"]:
-        said = (
-            f"{ceiling['matmul_tflops']:.3g} TFLOP/s in a matrix product, {ceiling['copy_gb_per_s']:.3g} GB/s in a copy"
-        )
-        found[f"reaches in {ceiling['dtype']}"] = said
+    for one in results["ceilings"]:
+        said = f"{one['matmul_tflops']:.3g} TFLOP/s in a matrix product, {one['copy_gb_per_s']:.3g} GB/s in a copy"
+        found[f"reaches in {one['dtype']}"] = said
     run = "complete" if results["complete"] else "interrupted"
     return {**found, "suites": ", ".join(results["suites"]), "run": f"{run}, {results['seconds']:,.0f} s"}

@@ -1,4 +1,4 @@
-"""The suites by name, and the door of the benchmark. Each module has `steps(session)`, which plans it."""
+"""The suites by name, and the door of the benchmark. Each is a function that plans its steps."""
 
 from __future__ import annotations
 
@@ -8,34 +8,18 @@ from typing import Any
 
 import torch
 
-from dilated_attention.bench.pace import Watch
+from dilated_attention.bench.results import Record
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import (
-    copies,
-    decode,
-    improved,
-    kernels,
-    language,
-    optimisations,
-    packed,
-    profile,
-    quick,
-    ring,
-    scaling,
-    slides,
-    stream,
-)
+from dilated_attention.bench.suites import claimed, compared, decode, kernels, language, packed, slides, stream
 
-_COMPARED = (copies, improved, ring, profile, scaling, optimisations)
-_MODULES = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (quick, *_COMPARED, kernels, decode, stream, packed, slides, language)
-}
-ALL = [module.__name__.rpartition(".")[2] for module in _COMPARED]
-SUITES = {
-    **{name: (module.__doc__ or "").splitlines()[0] for name, module in _MODULES.items()},
-    "all": f"{', '.join(ALL)}.",
-}
+PLANS: dict[str, Callable[[Session], list[Step]]] = {
+    "quick": compared.quick, "copies": claimed.copies, "improved": claimed.improved, "ring": compared.ring,
+    "profile": claimed.profile, "scaling": compared.scaling, "optimisations": claimed.optimisations,
+    "kernels": kernels.steps, "decode": decode.steps, "stream": stream.steps, "packed": packed.steps,
+    "slides": slides.steps, "language": language.steps,
+}  # fmt: skip
+ALL = [*PLANS][1:7]
+SUITES = (*PLANS, "all")
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
@@ -51,31 +35,24 @@ def named(given: Sequence[str]) -> list[str]:
     return names
 
 
-def steps_of(name: str, session: Session) -> list[Step]:
-    steps: list[Step] = _MODULES[name].steps(session)
-    return steps
-
-
 def run(
     suites: Sequence[str],
     device: torch.device,
     dtypes: Sequence[torch.dtype] | None = None,
     *,
-    save: Callable[[dict[str, Any]], None],
-    watch: Watch | None = None,
-    seconds: float | None = None,
-    commit: str | None = None,
-) -> dict[str, Any]:
+    save: Callable[[Record], None],
+    **options: Any,
+) -> Record:
     """Run suites by name; the results, which ``save`` got after every step, also when it is interrupted.
 
     Args:
         dtypes: the first is used where a suite needs one only. By default float32 on a CPU, bfloat16 on CUDA first.
-        seconds: of timing for each setting, shared by what is timed there; 3 on a CPU and 2 on CUDA by default.
-        commit: for a tree that came without its .git.
+        options: of `Session`: ``watch``; ``seconds`` of timing for each setting, shared by what is timed there, by
+            default 3 on a CPU and 2 on CUDA; ``commit`` for a tree that came without its .git.
     """
     chosen = [name for some in named(suites) for name in (ALL if some == "all" else [some])]
     # PyTorch's profiler, which counts memory, else prints two lines each time that it is used
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    session = Session(device, dtypes or DTYPES[device.type], watch=watch, seconds=seconds, commit=commit)
+    session = Session(device, dtypes or DTYPES[device.type], **options)
     with torch._dynamo.config.patch(recompile_limit=1 << 10):  # one function, many patterns
-        return session.run({name: steps_of(name, session) for name in dict.fromkeys(chosen)}, save)
+        return session.run({name: PLANS[name](session) for name in dict.fromkeys(chosen)}, save)

@@ -8,89 +8,104 @@ Legend: q, out (1, 1, H, D); k, v (1, N, H, D); times in microseconds.
 
 from __future__ import annotations
 
+import functools
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.bench import baselines, probes
-from dilated_attention.bench.run import FLUSH_BYTES, Call
-from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites.kernels import graphed
+from dilated_attention.bench.run import FLUSH_BYTES, Call, graphed
+from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
 
 SUITE, HEADS, DIM = "decode", 12, 64
-LENGTHS, RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)
+PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
 TOKENS = {"cuda": 1 << 20, "cpu": 1 << 16}
 STEPS = 16  # the largest rate: after so many steps everything repeats
 REPEATS = 5
 
 
 def steps(session: Session) -> list[Step]:
-    return [Step(table, 30.0)]
-
-
-@torch.no_grad()
-def table(session: Session) -> None:
-    session.pace.step("one-token steps", 30.0)
-    step = OneToken(session, TOKENS[session.device.type])
-    note = f"{step.tokens:,} tokens, {HEADS} heads of {DIM}, {step.pattern}, {session.results['dtypes'][0]}."
-    rows = []
-    for position in range(step.tokens - STEPS, step.tokens):
-        rows.append(step.measure(position))
-        columns = ["position", "keys of all heads", "error", "kernels µs", "replayed graph µs"]
-        session.table(SUITE, "One-token steps", note, columns, rows)
-        if rows[-1][3] is None:  # wrong: nothing else is timed
-            session.pace.say(f"one-token step at {position:,}: wrong, off by {rows[-1][2]:.1e}")
-            return
-    median, slowest = (f(row[3] for row in rows) for f in (statistics.median, max))
-    session.pace.say(f"kernels of a one-token step: {median:.1f} µs, the slowest of {STEPS} {slowest:.1f} µs")
-    ways: dict[str, Call] = {"auto": step.dilated, "sdpa": lambda: step.dilated("sdpa"), "dense SDPA": step.dense}
-    called = [[name, *(1000 * ms for ms in (x.median, x.lower, x.upper))] for name, x in session.time(ways).items()]
-    session.table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"], called)
+    tokens = TOKENS[session.device.type]
+    note = f"{tokens:,} tokens, {HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}."
+    one_token = OneToken(session, tokens)
+    columns = ["position", "keys of all heads", "error", "kernels µs", "replayed graph µs"]
+    return [
+        session.adding(Table(SUITE, "One-token steps", note, columns), "one-token steps", one_token.steps),
+        session.adding(
+            Table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"]), "calls from Python",
+            one_token.calls,
+        ),
+    ]  # fmt: skip
 
 
 class OneToken:
     """A step at position ``at`` of a cache."""
 
     def __init__(self, session: Session, tokens: int) -> None:
-        self.session, self.device, self.tokens = session, session.device, tokens
-        self.pattern = DilatedPattern.longnet(LENGTHS, RATES)
-        options: dict[str, Any] = {"dtype": session.dtypes[0], "device": session.device}
-        _, self.k, self.v = make_qkv(1, tokens, HEADS, DIM, **options)
-        self.q = make_qkv(1, 1, HEADS, DIM, seed=1, **options)[0]
-        self.at = torch.zeros(1, dtype=torch.int64, device=session.device)
+        self.session, self.tokens, self.is_right = session, tokens, True
+
+    @functools.cached_property
+    def at(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int64, device=self.session.device)
+
+    @functools.cached_property
+    def qkv(self) -> tuple[Tensor, ...]:
+        """The cache, and a query that is the same at every position."""
+        _, k, v = make_qkv(1, self.tokens, HEADS, DIM, **self.session.options)
+        q = make_qkv(1, 1, HEADS, DIM, seed=1, **self.session.options)[0]
+        return q.expand(-1, self.tokens, -1, -1), k, v
 
     def dilated(self, backend: Any = "auto") -> Tensor:
+        q, k, v = self.qkv
         options: dict[str, Any] = {"is_causal": True, "query_offset": self.at, "backend": backend}
-        out: Tensor = dilated_attention(self.q, self.k, self.v, self.pattern, **options)
+        out: Tensor = dilated_attention(q[:, :1], k, v, PATTERN, **options)
         return out
 
     def dense(self) -> Tensor:
         """To all keys: another operation."""
-        return baselines.dense(self.q, self.k, self.v)
+        q, k, v = self.qkv
+        return baselines.dense(q[:, :1], k, v)
 
-    def measure(self, position: int) -> list[Any]:
-        self.at.fill_(position)
-        found, qkv = self.dilated(), (self.q.expand(-1, self.tokens, -1, -1), self.k, self.v)
-        shape: dict[str, Any] = {"num_tokens": self.tokens, "num_heads": HEADS, "is_causal": True}
-        keys = sum(len(self.pattern.keys(position, head, **shape)) for head in range(HEADS))
-        exact = [probes.exact_row(qkv, self.pattern, position, head, True) for head in range(HEADS)]
-        worst = max(probes.row_error(found[0, 0, head], row) for head, row in enumerate(exact) if row is not None)
-        if not self.session.judge("one-token step", worst, probes.row_limit(found), causal=True):
-            return [position, keys, worst, None, None]
-        return [position, keys, worst, statistics.median(self.kernel_us() for _ in range(REPEATS)), self.graph_us()]
+    @torch.no_grad()
+    def steps(self) -> Iterator[Row]:
+        """The first one that is wrong ends it, without a time."""
+        times = []
+        for position in range(self.tokens - STEPS, self.tokens):
+            self.at.fill_(position)
+            out = self.dilated()
+            shape: dict[str, Any] = {"num_tokens": self.tokens, "num_heads": HEADS, "is_causal": True}
+            keys = sum(len(PATTERN.keys(position, head, **shape)) for head in range(HEADS))
+            exact = [probes.exact_row(self.qkv, PATTERN, position, head, True) for head in range(HEADS)]
+            worst = max(probes.row_error(out[0, 0, head], row) for head, row in enumerate(exact) if row is not None)
+            self.is_right = self.session.judge("one-token step", worst, probes.row_limit(out), causal=True)
+            if not self.is_right:
+                self.session.progress.say(f"one-token step at {position:,}: wrong, off by {worst:.1e}")
+                yield [position, keys, worst, None, None]
+                return
+            times.append(statistics.median(self.kernel_us() for _ in range(REPEATS)))
+            yield [position, keys, worst, times[-1], self.graph_us()]
+        most = f"{statistics.median(times):.1f} µs, the slowest of {STEPS} {max(times):.1f} µs"
+        self.session.progress.say(f"kernels of a one-token step: {most}")
+
+    @torch.no_grad()
+    def calls(self) -> Iterator[Row]:
+        ways: dict[str, Call] = {"auto": self.dilated, "sdpa": lambda: self.dilated("sdpa"), "dense SDPA": self.dense}
+        for name, timing in self.session.time(ways).items() if self.is_right else ():
+            yield [name, *(1000 * ms for ms in (timing.median, timing.lower, timing.upper))]
 
     def kernel_us(self) -> float:
-        if self.device.type == "cuda":
-            torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device).zero_()
+        if self.session.on_cuda:
+            torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.session.device).zero_()
             torch.cuda.synchronize()
-        return 1000 * sum(ms for *_, ms in probes.kernel_times(self.dilated, self.device))
+        return 1000 * sum(ms for *_, ms in probes.kernel_times(self.dilated, self.session.device))
 
     def graph_us(self) -> float | None:
-        if self.device.type != "cuda":
+        if not self.session.on_cuda:
             return None
         return 1000 * self.session.time({"": graphed(self.dilated)}, 0.1)[""].median

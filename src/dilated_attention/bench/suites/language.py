@@ -7,17 +7,18 @@ those of checkpointing, against the fastest matrix product that was measured her
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.bench import baselines, probes
-from dilated_attention.bench.run import Call
-from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites.kernels import graphed
+from dilated_attention.bench.run import Call, graphed
+from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.lm import attend_whole
 from dilated_attention.models.transformer import Attend
@@ -28,27 +29,32 @@ from dilated_attention.units import GIB
 SUITE = "language"
 PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
-# tokens, and the seconds that their row takes
-LENGTHS = {"cuda": {1 << 13: 35.0, 1 << 15: 20.0, 1 << 17: 55.0, 1 << 19: 190.0, 1 << 20: 40.0}, "cpu": {1 << 10: 10.0}}
+LENGTHS = {"cuda": (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20), "cpu": (1 << 10,)}
 MOST_DENSE = 1 << 19  # tokens: beyond, a step with dense attention takes minutes
 COMPILED = (1 << 13, 1 << 17, 1 << 20)  # tokens of the steps that are compiled as well, which takes a while for each
 CAPTURED = (1 << 13,)  # and of those that are captured as a CUDA graph then: the host takes longer than the kernels
-LARGE: dict[str, dict[tuple[int, bool], float]] = {  # tokens, whether compiled, and the seconds that the row takes
-    "cuda": {(1 << 17, False): 25.0, (1 << 19, False): 50.0, (1 << 20, False): 90.0, (1 << 20, True): 100.0},
-    "cpu": {},
-}
+# tokens, and whether compiled
+LARGE = {"cuda": ((1 << 17, False), (1 << 19, False), (1 << 20, False), (1 << 20, True)), "cpu": ()}
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
 SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "kv_heads": 4, "vocab_size": 256}  # on a CPU
-AFTER_A_PROMPT = 30.0  # seconds
 GENERATED = {"cuda": 1024, "cpu": 64}
 
 
 def steps(session: Session) -> list[Step]:
     """One for each row of a table, or a few: they are long, and a run that dies keeps those that were done."""
-    kind = session.device.type
-    found = [Step(partial(training_table, tokens=tokens), seconds) for tokens, seconds in LENGTHS[kind].items()]
-    found += [Step(partial(generation_table, prompt=prompt), AFTER_A_PROMPT) for prompt in PROMPTS[kind]]
-    return found + [Step(partial(large_table, row=row), seconds) for row, seconds in LARGE[kind].items()]
+    kind, columns = session.device.type, ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
+    size = "125M" if session.on_cuda else "a small model"
+    training = Table(SUITE, "A training step", f"{size}, causal, {PATTERN}.", columns)
+    large = Table(SUITE, "A training step of a larger model", f"{FAR}.", columns)
+    columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
+    generating = Table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
+    return [
+        *(session.adding(training, f"training, {n:,} tokens", partial(of_training, session, n)) for n in LENGTHS[kind]),
+        *(session.adding(generating, f"generation after {n:,} tokens", partial(of_generation, session, n))
+          for n in PROMPTS[kind]),
+        *(session.adding(large, f"0.6B, {n:,} tokens{', compiled' * compiled}", partial(of_large, session, n, compiled))
+          for n, compiled in LARGE[kind]),
+    ]  # fmt: skip
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,12 +75,11 @@ def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
     return model
 
 
-def is_exact(session: Session, pattern: DilatedPattern, tokens: int, heads: int, dim: int) -> bool:
-    qkv = make_qkv(1, tokens, heads, dim, dtype=session.dtypes[0], device=session.device)
+def is_exact(session: Session, model: LongNetLM, pattern: DilatedPattern, tokens: int) -> bool:
+    qkv = make_qkv(1, tokens, model.config.heads, model.config.head_size, **session.options)
     with torch.no_grad():
         out, _ = longnet(pattern)(*qkv)
-    check = probes.check_rows(out, qkv, pattern, True)
-    return session.judge("language model", check["worst"], check["limit"], causal=True)
+    return session.rows_are_right("language model", out, qkv, pattern, True)[0]
 
 
 def operations(config: LMConfig, parameters: int, tokens: int) -> float:
@@ -107,15 +112,15 @@ class Training:
         loss = summed_loss(states.pop(), self.model.head.weight, self.labels) / self.tokens
         torch.autograd.backward(loss)
 
-    def measure(self) -> list[Any]:
+    def measure(self) -> Row:
         """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
         before = 2 * sum(x.nbytes for x in self.model.parameters())  # weights, and gradients of the step before
-        peak = (probes.peak_bytes(self, self.session.device) + before) / GIB
-        return self.timed(self, peak)
+        return self.timed(self, (probes.peak_bytes(self, self.session.device) + before) / GIB)
 
-    def timed(self, call: Call, peak: float | None) -> list[Any]:
+    def timed(self, call: Call, peak: float | None) -> Row:
         seconds = self.session.time({"": call}, 0.5, warmups=0)[""].median / 1000  # the peak took a call or two
-        return [seconds, self.tokens / seconds, peak, self.operations() / seconds / self.ceiling()]
+        ceiling = self.session.comparison.ceiling(self.session.device, self.session.dtypes[0])["matmul_tflops"] * 1e12
+        return [seconds, self.tokens / seconds, peak, self.operations() / seconds / ceiling]
 
     def operations(self) -> float:
         config, parameters = self.model.config, sum(x.numel() for x in self.model.parameters())
@@ -123,54 +128,33 @@ class Training:
             config = replace(config, pattern=DilatedPattern.longnet([self.tokens], [1]))
         return operations(config, parameters, self.tokens)
 
-    def ceiling(self) -> float:
-        self.session.measure_ceilings(self.session.dtypes[0])
-        return float(self.session.results["ceilings"][0]["matmul_tflops"]) * 1e12
 
-
-COLUMNS = ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
-
-
-def training_table(session: Session, tokens: int) -> None:
-    title = "A training step"
+def of_training(session: Session, tokens: int) -> Iterator[Row]:
     ways: dict[str, Attend] = {"longnet": longnet(PATTERN)}
-    rows, model = session.rows_of(SUITE, title), model_of(session, "125M", PATTERN)
-    session.pace.step(f"training, {tokens:,} tokens", LENGTHS[session.device.type][tokens])
-    if not is_exact(session, PATTERN, tokens, model.config.heads, model.config.head_size):
-        return
     if tokens <= MOST_DENSE:
         ways["dense SDPA"] = dense
-    for is_compiled in (False, True) if tokens in COMPILED else (False,):
-        for name, attend in ways.items():
-            model = model_of(session, "125M", PATTERN)
-            step = Training(session, model, tokens, attend, is_compiled)
-            rows.append([tokens, name + ", compiled" * is_compiled, *step.measure()])
-            if is_compiled and tokens in CAPTURED:
-                rows.append([tokens, f"{name}, compiled, in a CUDA graph", *step.timed(graphed(step), None)])
-    size = "125M" if session.on_cuda else "a small model"
-    session.table(SUITE, title, f"{size}, causal, {PATTERN}.", COLUMNS, rows)
+    if not is_exact(session, model_of(session, "125M", PATTERN), PATTERN, tokens):
+        return
+    for is_compiled, (name, attend) in product((False, True) if tokens in COMPILED else (False,), ways.items()):
+        step = Training(session, model_of(session, "125M", PATTERN), tokens, attend, is_compiled)
+        yield [tokens, name + ", compiled" * is_compiled, *step.measure()]
+        if is_compiled and tokens in CAPTURED:
+            yield [tokens, f"{name}, compiled, in a CUDA graph", *step.timed(graphed(step), None)]
 
 
-def large_table(session: Session, row: tuple[int, bool]) -> None:
-    (tokens, is_compiled), title = row, "A training step of a larger model"
-    session.pace.step(f"0.6B, {tokens:,} tokens" + ", compiled" * is_compiled, LARGE[session.device.type][row])
-    rows, model = session.rows_of(SUITE, title), model_of(session, "0.6B", FAR)
-    if is_exact(session, FAR, tokens, model.config.heads, model.config.head_size):
-        found = Training(session, model, tokens, longnet(FAR), is_compiled).measure()
-        rows.append([tokens, "0.6B" + ", compiled" * is_compiled, *found])
-    session.table(SUITE, title, f"{FAR}.", COLUMNS, rows)
+def of_large(session: Session, tokens: int, is_compiled: bool) -> Iterator[Row]:
+    model = model_of(session, "0.6B", FAR)
+    if is_exact(session, model, FAR, tokens):
+        step = Training(session, model, tokens, longnet(FAR), is_compiled)
+        yield [tokens, "0.6B" + ", compiled" * is_compiled, *step.measure()]
 
 
 @torch.no_grad()
-def generation_table(session: Session, prompt: int) -> None:
+def of_generation(session: Session, prompt: int) -> list[Row]:
     """Tokens per second after a prompt: the time of many new tokens less that of a few."""
-    model, title = model_of(session, "125M", PATTERN).eval(), "Generation"
-    session.pace.step(f"generation after {prompt:,} tokens", AFTER_A_PROMPT)
+    model = model_of(session, "125M", PATTERN).eval()
     ids = torch.randint(model.config.vocab_size, (1, prompt), device=session.device)
     few, many = 16, 16 + GENERATED[session.device.type]  # both have captured their graph
-    ways = {count: lambda count=count: model.generate_tokens(ids, count) for count in (few, many)}
+    ways = {count: partial(model.generate_tokens, ids, count) for count in (few, many)}
     found = {count: timing.median for count, timing in session.time(ways, 2.0).items()}
-    rate = (many - few) / (found[many] - found[few]) * 1000
-    rows = [*session.rows_of(SUITE, title), [prompt, found[few] / 1000, rate]]
-    columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
-    session.table(SUITE, title, "Batch of 1, the likeliest token.", columns, rows)
+    return [[prompt, found[few] / 1000, (many - few) / (found[many] - found[few]) * 1000]]

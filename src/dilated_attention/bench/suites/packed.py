@@ -11,18 +11,18 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark import timer
 
-from dilated_attention.bench import probes
-from dilated_attention.bench.run import Call, forward, forward_backward
-from dilated_attention.bench.session import Session, Step
+from dilated_attention.bench.run import Call, forward, forward_backward, synchronise
+from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.bench.setting import Setting, forget_inputs
-from dilated_attention.bench.suites.stream import synchronise
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models.presets import slide_pattern
 
@@ -34,33 +34,31 @@ COLUMNS = ["what", "rows", "tokens", "forward ms", "forward + backward ms", "new
 
 
 RATES = (1, 2, 4, 8, 16)
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # the rule, and what a `Setting` has
-    "slides": ("torchscale", {"lengths": slide_pattern().segment_lengths, "rates": RATES, "heads": 16, "head_dim": 48}),
-    "documents": ("longnet", {"lengths": tuple(2048 * r for r in RATES), "rates": RATES, "heads": 12, "causal": True}),
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # the rule, and of the setting
+    "slides": ("torchscale", {"segments": (slide_pattern().segment_lengths, RATES), "heads": 16, "head_dim": 48}),
+    "documents": ("longnet", {"segments": (tuple(2048 * r for r in RATES), RATES), "heads": 12, "causal": True}),
 }
 
 
 def steps(session: Session) -> list[Step]:
-    return [Step(table, 80.0 if session.on_cuda else 10.0)]
-
-
-def table(session: Session) -> None:
     least, most = LENGTHS[session.device.type]
     lengths = torch.randint(least, most, (COUNT,), generator=torch.Generator().manual_seed(0)).tolist()
-    base = Setting(sum(lengths), (), (), session.device, session.dtypes[0])
-    settings = {what: (rule, replace(base, **given)) for what, (rule, given) in SHAPES.items()}
-    note = "; ".join(f"{what}: {rule}, {setting}" for what, (rule, setting) in settings.items())
+    shapes = {what: (rule, session.setting(sum(lengths), **given)) for what, (rule, given) in SHAPES.items()}
+    note = "; ".join(f"{what}: {rule}, {setting}" for what, (rule, setting) in shapes.items())
     note += (
         f". Sequences of {min(lengths):,} to {max(lengths):,} tokens. New packing: what its first forward takes more."
     )
-    rows: list[list[Any]] = []
-    for what, (rule, setting) in settings.items():
-        session.pace.step(f"{COUNT} {what} in one row", 40.0)
-        alone = alike(setting, rule, lengths)
-        for name, sizes in (("packed", lengths), ("one with as many pairs", [alone])):
-            rows.append([what, name, sum(sizes), *measure(session, replace(setting, tokens=sum(sizes)), rule, sizes)])
-            session.table(SUITE, TITLE, note, COLUMNS, rows)
-            forget_inputs()
+    table = Table(SUITE, TITLE, note, COLUMNS)
+    return [
+        session.adding(table, f"{COUNT} {what} in one row", partial(rows, session, what, rule, setting, lengths))
+        for what, (rule, setting) in shapes.items()
+    ]
+
+
+def rows(session: Session, what: str, rule: str, setting: Setting, lengths: list[int]) -> Iterator[Row]:
+    for name, sizes in (("packed", lengths), ("one with as many pairs", [alike(setting, rule, lengths)])):
+        yield [what, name, sum(sizes), *measure(session, replace(setting, tokens=sum(sizes)), rule, sizes)]
+        forget_inputs()
 
 
 def alike(setting: Setting, rule: str, lengths: list[int]) -> int:
@@ -79,13 +77,14 @@ def measure(session: Session, setting: Setting, rule: str, given: list[int]) -> 
         packing = [0, *itertools.accumulate(lengths)]
         return dilated_attention(q, k, v, pattern, is_causal=setting.causal, cu_seqlens=packing)
 
-    call, worst = forward(attention, qkv), 0.0
+    call, errors, are_right = forward(attention, qkv), [0.0], True
     for out, *alone in zip(*(x.split(lengths, dim=1) for x in (call(), *qkv)), strict=True):
         if out.shape[1] in (min(lengths), max(lengths)):
-            check = probes.check_rows(out, tuple(alone), pattern, setting.causal)
-            worst = max(worst, check["worst"])
-    if not session.judge(f"packed sequences, {rule}", worst, check["limit"], setting.causal, rule):
-        return [None, None, None, worst]
+            name = f"packed sequences, {rule}"
+            is_right, error = session.rows_are_right(name, out, tuple(alone), pattern, setting.causal)
+            errors, are_right = [*errors, error], are_right and is_right
+    if not are_right:
+        return [None, None, None, max(errors)]
     calls: dict[str, Call] = {"forward": call, "both": forward_backward(attention, qkv, setting.dout())}
     times = [timing.median for timing in session.time(calls).values()]
     more = []
@@ -93,7 +92,7 @@ def measure(session: Session, setting: Setting, rule: str, given: list[int]) -> 
         lengths.append(lengths.pop(0))
         first, again = (seconds(call, device) for _ in range(2))
         more.append(1000 * (first - again))
-    return [*times, statistics.median(more) if more else None, worst]
+    return [*times, statistics.median(more) if more else None, max(errors)]
 
 
 def seconds(call: Call, device: torch.device) -> float:

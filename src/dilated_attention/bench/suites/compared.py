@@ -1,11 +1,18 @@
-"""All implementations by length, batch size, heads and precision, causal and not."""
+"""The suites that compare implementations by length: quick, scaling, and ring."""
 
 from __future__ import annotations
 
-from dilated_attention.bench.implementations import everything
-from dilated_attention.bench.series import TELLING
+from dilated_attention.bench import implementations as known
+from dilated_attention.bench.conclude import TELLING
 from dilated_attention.bench.session import PATTERNS, Session, Step
-from dilated_attention.bench.subject import Implementation
+from dilated_attention.bench.setting import Implementation
+
+QUICK_AT = (2048, 4096, 8192)
+QUICK = (
+    known.DENSE, "head_groups, auto", "longnet, auto", "torchscale, auto", known.GATHER, known.SLICES, "FlexAttention",
+    known.RELEASED, known.OVER_HEADS,
+)  # fmt: skip
+MODULES = ("MultiheadDilatedAttention", "nn.MultiheadAttention")  # in `quick` at one length
 
 MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 EVERYTHING_AT = (2048, 8192)
@@ -14,10 +21,25 @@ CAUSAL_AT = (2048, 8192, 32768, 131072, 1 << 20)
 BATCHES, HEADS, TOKENS = (2, 4, 8), (4, 16), 4096
 PRECISION_AT = (2048, 8192, 32768)
 
+RINGS = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
+RINGS_AT = (4096, 8192, 16384)
 
-def steps(session: Session) -> list[Step]:
+
+def quick(session: Session) -> list[Step]:
+    """The most telling implementations at three lengths, with the pattern that is suggested for each of them."""
+    return [
+        session.comparing("quick", known.named(*QUICK, *MODULES * (tokens == 4096)), session.setting(tokens))
+        for tokens in QUICK_AT
+    ]
+
+
+# --- scaling ----------------------------------------------------------------------------------------------------
+
+
+def scaling(session: Session) -> list[Step]:
+    """All implementations by length, batch size, heads and precision, causal and not."""
     short, long = PATTERNS
-    every = everything()
+    every = known.everything()
     curve = [one for one in every if _in_curve(one, session)]
     few = [one for one in curve if one.name in (*TELLING, *MULTIHEAD)]
     asked = [(every if n in EVERYTHING_AT else curve, session.setting(n, short)) for n in LENGTHS]
@@ -36,3 +58,12 @@ def _in_curve(one: Implementation, session: Session) -> bool:
     compiled = "compiled" in one.name or one.name == "FlexAttention"  # anew for each length
     eager = "eager" in one.name or one.name == "RingAttentionV2Simple"
     return session.on_cuda and one.ranks == 1 and not compiled and not eager
+
+
+# --- ring -------------------------------------------------------------------------------------------------------
+
+
+def ring(session: Session) -> list[Step]:
+    """V2Simple, V2Collective and Production side by side: time, and memory by ranks."""
+    which = known.named(*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS))
+    return [session.comparing("ring", which, session.setting(tokens, PATTERNS[0])) for tokens in RINGS_AT]
