@@ -111,4 +111,4 @@ def test_a_chunk_of_padding_alone() -> None:
     kept.keep(k, v, none, none)
     assert not out.any()
     assert (lse == -torch.inf).all()
-    assert not any(shelf.kv.any() for shelf in kept.shelves)
+    assert not any(cache.kv.any() for cache in kept.caches)

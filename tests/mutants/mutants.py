@@ -465,12 +465,12 @@ MUTANTS = [
       "distributed/sequence.py", "losses.masked_fill(~mask, 0.0)", "losses * mask"),
     # --- streams ------------------------------------------------------------------------------------------------
     M("kept-rows-overwritten", "Of a causal stream, the rows of a chunk are kept in the place of earlier ones.",
-      "streaming/causal.py", "rows.all[:, already : already + view.rows, heads]", "rows.all[:, : view.rows, heads]"),
+      "streaming/causal.py", "rows[:, already : already + view.rows, heads]", "rows[:, : view.rows, heads]"),
     M("stream-ends-as-a-sequence", "The last segment of a stream gets zero keys as if the stream began with it.",
       "streaming/buffered.py", "self.compute_branch(index, self.position, self.done[index])",
       "self.compute_branch(index, self.position)"),
     M("held-bytes-of-keys-alone", "A causal stream counts the memory of keys and not of values.",
-      "streaming/causal.py", "return 2 * rows * call.samples", "return rows * call.samples",
+      "streaming/kv_cache.py", "return 2 * rows * call.samples", "return rows * call.samples",
       tests=("tests/test_streaming.py", table("stream"))),
     # --- language models ----------------------------------------------------------------------------------------
     M("heads-that-sit-out-overwrite", "Of a token, kept rows take also the heads that do not take part with it.",

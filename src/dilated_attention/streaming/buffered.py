@@ -6,14 +6,53 @@ known, which begin at ``base`` and end where the stream now does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dilated_attention.call import Call
 from dilated_attention.merge import merge_
-from dilated_attention.streaming.stream import HeldRows, Stream
+from dilated_attention.streaming.stream import Stream
+
+
+class HeldRows:
+    """Rows of one tensor, (B, n, ...), in one piece: more come at the end, the first ones go."""
+
+    def __init__(self, call: Call, sizes: Sequence[int], dtype: torch.dtype, most: int) -> None:
+        """``sizes``: those after n. ``most``: beyond so many rows no room is made in advance."""
+        self.store = torch.empty((call.samples, 0, *sizes), dtype=dtype, device=call.device)
+        self.first = self.last = 0
+        self.most = most
+
+    @property
+    def all(self) -> Tensor:
+        return self.store[:, self.first : self.last]
+
+    def resize(self, count: int) -> None:
+        """So many rows from now on; new ones are still to be written."""
+        if self.first + count > self.store.shape[1]:
+            held = self.last - self.first
+            room = max(count, min(2 * count, self.most))
+            store = self.store.new_empty((self.store.shape[0], room, *self.store.shape[2:]))
+            store[:, :held] = self.all
+            self.store, self.first = store, 0
+        self.last = self.first + count
+
+    def add(self, count: int) -> Tensor:
+        """Room for so many more rows."""
+        self.resize(self.last - self.first + count)
+        return self.store[:, self.last - count : self.last]
+
+    def shrink(self) -> None:
+        """Let go of room that a long chunk took for a while."""
+        if self.store.shape[1] > self.most:
+            self.store, self.first, self.last = self.all.clone(), 0, self.last - self.first
+
+    def drop(self, count: int) -> None:
+        self.first += count
+        if self.first == self.last:
+            self.first = self.last = 0
 
 
 class BufferedStream(Stream):
@@ -28,12 +67,17 @@ class BufferedStream(Stream):
         self.out, self.lse = (HeldRows(call, sizes, call.exact, most) for sizes in (row, row[:1]))
 
     @property
+    def straddles(self) -> bool:
+        """Whether some segment is not part of a longest one, so that its branch is computed by itself."""
+        return self.period != self.longest
+
+    @property
     def held(self) -> list[HeldRows]:
         return [*self.inputs, self.out, self.lse] if self.straddles else self.inputs
 
     def most_tokens(self, num_tokens: int | None = None) -> int:
         """That wait: rows that go a few at a time need room to spare, lest the others be moved often."""
-        tokens = super().most_tokens(num_tokens)
+        tokens = self.longest if num_tokens is None else min(num_tokens, self.longest)
         return tokens + tokens // 4 if self.straddles else tokens
 
     def held_bytes(self, num_tokens: int | None) -> int:

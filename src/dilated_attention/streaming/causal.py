@@ -9,7 +9,7 @@ of a branch: row i of a head is the i-th token of its offset in the open segment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -20,28 +20,18 @@ from dilated_attention.blocks import Block, Placed, View, head_runs
 from dilated_attention.call import Call
 from dilated_attention.merge import merge_
 from dilated_attention.pattern import rows_at_offset
-from dilated_attention.streaming.stream import HeldRows, Stream, rows_of
+from dilated_attention.streaming.stream import Parts, rows_of
+
+Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
 
 
-class CausalStream(Stream):
-    """The work of a causal stream."""
+class CausalParts(Parts):
+    """Tokens that continue a causal sequence, and the rows that are kept of earlier ones."""
 
-    def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
-        super().__init__(call, deliver, *limits)
-        self.kept = [  # k and v of each branch
-            [HeldRows(call, (len(one.heads), call.head_dim), call.dtype, rows_of(one, one.length)) for _ in range(2)]
-            for one in self.branches
-        ]
-
-    def held_bytes(self, num_tokens: int | None) -> int:
-        call, tokens = self.call, self.most_tokens(num_tokens)
-        rows = sum(len(branch.heads) * rows_of(branch, tokens) for branch in self.branches)
-        return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
-
-    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for out, _ in self.seen(q, k, v):
-            self.deliver(out)
-        self.keep(k, v)
+    def __init__(self, call: Call, kept: list[Pair], position: int) -> None:
+        """``kept``: k and v of each branch, with room for the rows that are to come; ``position``: earlier tokens."""
+        super().__init__(call)
+        self.kept, self.position = kept, position
 
     def seen(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(out, lse) of the next tokens: to the end of the period they continue, and those that begin one, where they
@@ -51,9 +41,6 @@ class CausalStream(Stream):
             yield self.continued(q[:, :first], k[:, :first], v[:, :first])
         if first < q.shape[1]:
             yield self.attend(q[:, first:], k[:, first:], v[:, first:])
-
-    def end(self) -> None:
-        """Nothing waits."""
 
     def continued(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of tokens in the midst of segments."""
@@ -66,11 +53,12 @@ class CausalStream(Stream):
 
     def visit(self, index: int, work: Work, out: Tensor, lse: Tensor) -> None:
         """Merge what new tokens see in the kept rows of a branch."""
-        group, seen = self.call.q_per_kv, self.position % self.branches[index].length
-        blocks = [block for block in self.blocks(index, seen, work.q, group) if block.keys.rows]
-        sources = Inputs(work.q, *(work.readable(rows.all) for rows in self.kept[index]))
+        q_per_kv, seen = self.call.q_per_kv, self.position % self.branches[index].length
+        blocks = [block for block in self.blocks(index, seen, work.q, q_per_kv) if block.keys.rows]
+        rows = rows_of(self.branches[index], seen)
+        sources = Inputs(work.q, *(work.readable(x[:, :rows]) for x in self.kept[index]))
         for block, (part, part_lse) in work.each(blocks, sources):
-            merge_(block.queries.of(out, group), block.queries.of(lse, group), part, part_lse)
+            merge_(block.queries.of(out, q_per_kv), block.queries.of(lse, q_per_kv), part, part_lse)
 
     def keep(self, k: Tensor, v: Tensor) -> None:
         """Take what later tokens see of new ones."""
@@ -80,13 +68,12 @@ class CausalStream(Stream):
             new = min(seen, k.shape[1])  # if that is all that was seen, the rows of the segment before are written over
             for rows, x in zip(self.kept[index], (k, v), strict=True):
                 x = x[:, x.shape[1] - new :]
-                rows.resize(rows_of(branch, seen))
                 for block in self.blocks(index, seen - new, x, 1):
                     view, already, first = block.queries, block.keys.rows, block.keys.head
                     heads = slice(first, first + view.heads * view.head_step, view.head_step)
-                    rows.all[:, already : already + view.rows, heads] = view.of(x)
+                    rows[:, already : already + view.rows, heads] = view.of(x)
 
-    def blocks(self, index: int, before: int, x: Tensor, group: int) -> list[Block]:
+    def blocks(self, index: int, before: int, x: Tensor, q_per_kv: int) -> list[Block]:
         """The rows of x in the segment after its first ``before`` tokens as queries, with the kept rows as keys."""
         branch = self.branches[index]
         stop = min(before + x.shape[1], branch.length)
@@ -99,7 +86,7 @@ class CausalStream(Stream):
                 placed.append((head, offset + branch.rate * earlier - before))
                 counts[head] = earlier, upto - earlier
         found = []
-        for run in head_runs(placed, counts.__getitem__, group):
+        for run in head_runs(placed, counts.__getitem__, q_per_kv):
             (head, at), (head_step, step), (earlier, rows) = run.first, run.steps, counts[run.first[0]]
             heads, samples = (run.heads, head_step), x.shape[0]
             queries = View(0, samples, at, 1, stop - before, rows, branch.rate, head, *heads, step)

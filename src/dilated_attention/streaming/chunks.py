@@ -5,7 +5,6 @@ Legend: a chunk is query (B, n, H, D), key and value (B, n, Hk, D); its output (
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -18,8 +17,8 @@ from dilated_attention.checks import check_int
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import Options, check_options, resolve
 from dilated_attention.streaming.buffered import BufferedStream
-from dilated_attention.streaming.causal import CausalStream
-from dilated_attention.streaming.stream import Stream
+from dilated_attention.streaming.kv_cache import CausalStream
+from dilated_attention.streaming.stream import Stream, any_mode
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 
@@ -138,13 +137,6 @@ def _checked(index: int, chunk: Chunk, options: Options) -> tuple[Call, Chunk]:
         )
     query, key, value = (x.to(call.dtype) for x in chunk)
     return call, (query, key, value)
-
-
-@contextlib.contextmanager
-def any_mode() -> Iterator[None]:
-    """Whatever mode a chunk is taken in, nothing held is an inference tensor: the next may come in another mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class OutputQueue:

@@ -11,7 +11,7 @@ branches.
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,11 +24,8 @@ from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dt
 from dilated_attention.functional import dilated_attention
 from dilated_attention.pattern import Branch, DilatedPattern
 from dilated_attention.resolve import computed_dtype
-from dilated_attention.streaming.causal import CausalStream
-from dilated_attention.streaming.chunks import any_mode
-from dilated_attention.streaming.stream import rows_of
-
-Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
+from dilated_attention.streaming.causal import CausalParts, Pair
+from dilated_attention.streaming.stream import Stream, any_mode, rows_of
 
 
 class Slot(NamedTuple):
@@ -171,8 +168,8 @@ class KVCache:
             out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
             for samples, first, n in self._alike(at, count, q.shape[1]):
                 parts = [x[samples, :n] for x in (q, k, v)]
-                stream = self._stream(samples, first, parts[0], parts[1], scale, backend)
-                outs, lses = zip(*stream.seen(*parts), strict=True)
+                chunk = self.continued(self._call(parts[0], parts[1], scale, backend), first, samples)
+                outs, lses = zip(*chunk.seen(*parts), strict=True)
                 out[samples, :n], lse[samples, :n] = torch.cat(outs, 1), torch.cat(lses, 1)
         return out, lse
 
@@ -184,8 +181,10 @@ class KVCache:
                     cache.put(k, v, slot)
                 return
             for samples, first, n in self._alike(at, count, k.shape[1]):
-                stream = self._stream(samples, first, k[samples, :0], k[samples, :0], None, "auto")
-                stream.keep(k[samples, :n], v[samples, :n])
+                none = k[samples, :0]
+                self.continued(self._call(none, none, None, "auto"), first, samples).keep(
+                    k[samples, :n], v[samples, :n]
+                )
 
     def slots(self, at: Tensor, count: Tensor | None = None) -> list[Slot]:
         """Where the next token of each sample belongs, on each cache."""
@@ -224,14 +223,38 @@ class KVCache:
             if number:
                 yield slice(sample, sample + 1), first, number
 
-    def _stream(
-        self, samples: slice, at: int, q: Tensor, k: Tensor, scale: float | None, backend: Backend
-    ) -> CausalStream:
-        """A causal stream that goes on after ``at`` tokens. What it keeps, it keeps here."""
+    def continued(self, call: Call, at: int, samples: slice = slice(None)) -> CausalParts:
+        """Tokens after the first ``at``; what is kept of them is kept here. ``call``: of no tokens."""
+        rows, none = dict(self._rows()), self.like.unsqueeze(1)
+        kept = [rows.get(index, (none, none)) for index in range(len(self.branches))]
+        return CausalParts(call, [(k[samples], v[samples]) for k, v in kept], at)
+
+    def _call(self, q: Tensor, k: Tensor, scale: float | None, backend: Backend) -> Call:
         call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend)
-        stream = CausalStream(call.of(q[:, :0], k[:, :0], None, 0), lambda _: None, sys.maxsize)
-        stream.position = at
-        for index, pair in self._rows():
-            for held, x in zip(stream.kept[index], pair, strict=True):
-                held.store, held.last = x[samples], rows_of(self.branches[index], at % self.branches[index].length)
-        return stream
+        return call.of(q[:, :0], k[:, :0], None, 0)
+
+
+class CausalStream(Stream):
+    """The work of a causal stream: every chunk is computed at once."""
+
+    def held_bytes(self, num_tokens: int | None) -> int:
+        call, tokens = self.call, self.longest if num_tokens is None else min(num_tokens, self.longest)
+        rows = sum(len(branch.heads) * rows_of(branch, tokens) for branch in self.branches)
+        return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
+
+    @functools.cached_property
+    def cache(self) -> KVCache:
+        call = self.call
+        like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
+        return KVCache(call.pattern, like, tokens=0)
+
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for out, _ in self.cache.continued(self.call, self.position).seen(q, k, v):
+            self.deliver(out)
+        after = self.position + q.shape[1]
+        self.cache.reserve(max(min(after % branch.length, after) for branch in self.branches))
+        self.cache.continued(self.call, self.position).keep(k, v)
+        self.position = after
+
+    def end(self) -> None:
+        """Nothing waits."""

@@ -5,9 +5,10 @@ Legend: q, out (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H), of n tokens in a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,55 +22,15 @@ from dilated_attention.pattern import Branch, DilatedPattern
 from dilated_attention.units import bytes_text
 
 
-class Stream:
-    """The work of a stream. Its call has the shapes of a chunk of no tokens, alike for all chunks."""
+class Parts:
+    """A sequence that is computed part by part. Its call has the shapes of no tokens, alike for all parts."""
 
-    def __init__(
-        self, call: Call, deliver: Callable[[Tensor], None], max_bytes: int | None = None, num_tokens: int | None = None
-    ) -> None:
-        """Raises if more than ``max_bytes`` would be held, before anything is."""
-        self.call, self.deliver, self.position = call, deliver, 0
-        lengths = call.pattern.segment_lengths
+    def __init__(self, call: Call) -> None:
+        self.call = call
         self.branches = call.pattern.branches_for(call.kv_heads)
+        lengths = call.pattern.segment_lengths
         self.longest = max(lengths)
         self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
-        self._check_memory(max_bytes, num_tokens)
-
-    @property
-    def straddles(self) -> bool:
-        """Whether some segment is not part of a longest one, so that its branch is computed by itself."""
-        return self.period != self.longest
-
-    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The next tokens."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """There are no more tokens."""
-        raise NotImplementedError
-
-    def held_bytes(self, num_tokens: int | None) -> int:
-        """The most that is held from one chunk to the next, if there are at most so many tokens."""
-        raise NotImplementedError
-
-    def most_tokens(self, num_tokens: int | None = None) -> int:
-        """The tokens of the longest segment."""
-        return self.longest if num_tokens is None else min(num_tokens, self.longest)
-
-    def _check_memory(self, max_bytes: int | None, num_tokens: int | None) -> None:
-        """Raise if what is held does not fit."""
-        limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
-        held = self.held_bytes(num_tokens)
-        if limit is None or held <= limit:
-            return
-        what, causal = "the longest segment", "is_causal=True, "
-        if self.call.is_causal:
-            what, causal = "the keys and values that later tokens see", ""
-        raise ValueError(
-            f"{what} would take {held:,} bytes ({bytes_text(held)}), and max_bytes is {limit:,}: use shorter segments, "
-            f"{causal}fewer samples at a time or a larger max_bytes; if the stream is shorter than its segments, give "
-            "num_tokens"
-        )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, branch: int | None = None, before: int = 0
@@ -100,43 +61,50 @@ class Stream:
         return self.call._replace(pattern=pattern, first_head=one.first, total_heads=self.call.kv_heads)
 
 
-class HeldRows:
-    """Rows of one tensor, (B, n, ...), in one piece: more come at the end, the first ones go."""
+class Stream(Parts):
+    """The work of a stream."""
 
-    def __init__(self, call: Call, sizes: Sequence[int], dtype: torch.dtype, most: int) -> None:
-        """``sizes``: those after n. ``most``: beyond so many rows no room is made in advance."""
-        self.store = torch.empty((call.samples, 0, *sizes), dtype=dtype, device=call.device)
-        self.first = self.last = 0
-        self.most = most
+    def __init__(
+        self, call: Call, deliver: Callable[[Tensor], None], max_bytes: int | None = None, num_tokens: int | None = None
+    ) -> None:
+        """Raises if more than ``max_bytes`` would be held, before anything is."""
+        super().__init__(call)
+        self.deliver, self.position = deliver, 0
+        self._check_memory(max_bytes, num_tokens)
 
-    @property
-    def all(self) -> Tensor:
-        return self.store[:, self.first : self.last]
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The next tokens."""
+        raise NotImplementedError
 
-    def resize(self, count: int) -> None:
-        """So many rows from now on; new ones are still to be written."""
-        if self.first + count > self.store.shape[1]:
-            held = self.last - self.first
-            room = max(count, min(2 * count, self.most))
-            store = self.store.new_empty((self.store.shape[0], room, *self.store.shape[2:]))
-            store[:, :held] = self.all
-            self.store, self.first = store, 0
-        self.last = self.first + count
+    def end(self) -> None:
+        """There are no more tokens."""
+        raise NotImplementedError
 
-    def add(self, count: int) -> Tensor:
-        """Room for so many more rows."""
-        self.resize(self.last - self.first + count)
-        return self.store[:, self.last - count : self.last]
+    def held_bytes(self, num_tokens: int | None) -> int:
+        """The most that is held from one chunk to the next, if there are at most so many tokens."""
+        raise NotImplementedError
 
-    def shrink(self) -> None:
-        """Let go of room that a long chunk took for a while."""
-        if self.store.shape[1] > self.most:
-            self.store, self.first, self.last = self.all.clone(), 0, self.last - self.first
+    def _check_memory(self, max_bytes: int | None, num_tokens: int | None) -> None:
+        """Raise if what is held does not fit."""
+        limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
+        held = self.held_bytes(num_tokens)
+        if limit is None or held <= limit:
+            return
+        what, causal = "the longest segment", "is_causal=True, "
+        if self.call.is_causal:
+            what, causal = "the keys and values that later tokens see", ""
+        raise ValueError(
+            f"{what} would take {held:,} bytes ({bytes_text(held)}), and max_bytes is {limit:,}: use shorter segments, "
+            f"{causal}fewer samples at a time or a larger max_bytes; if the stream is shorter than its segments, give "
+            "num_tokens"
+        )
 
-    def drop(self, count: int) -> None:
-        self.first += count
-        if self.first == self.last:
-            self.first = self.last = 0
+
+@contextlib.contextmanager
+def any_mode() -> Iterator[None]:
+    """Whatever mode a chunk is taken in, nothing held is an inference tensor: the next may come in another mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def rows_of(branch: Branch, tokens: int) -> int:

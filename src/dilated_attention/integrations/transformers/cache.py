@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from dilated_attention.integrations.transformers.config import patterns_of
 from dilated_attention.integrations.transformers.grid import Grid, put_back
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.streaming.chunks import any_mode
 from dilated_attention.streaming.kv_cache import KVCache
+from dilated_attention.streaming.stream import any_mode
 
 BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came before"
 
