@@ -17,7 +17,7 @@ from dilated_attention.show import View, plot, save, terminal
 
 pytest.importorskip("altair")
 
-from dilated_attention.show.chart import choosable, panels
+from dilated_attention.show.chart import choosable, hues, panels
 from dilated_attention.show.view import shades
 from tests.page_text import data_of
 
@@ -92,6 +92,15 @@ def test_a_page_holds_all_that_it_needs(tmp_path: Path) -> None:
     assert bound["picture"]["labels"] == ["head 0", "head 1", "head 2", "head 3"]
     assert bound["colour"]["options"] == ["share", "branch"]
     assert "<p>In head 0, query 20 sees" in text
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 64])
+def test_every_branch_has_a_colour_of_its_own(count: int) -> None:
+    assert len({*hues(count)}) == count
+    view = View(DilatedPattern.longnet([*range(1, count + 1)], [1] * count), 8, 1)
+    scale = choosable(view).to_dict()["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"][:-1] == view.branch_names
+    assert scale["range"][:-1] == hues(count)
 
 
 def test_text_in_a_page_ends_no_element() -> None:

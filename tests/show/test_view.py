@@ -74,6 +74,15 @@ def test_facts(view: View, facts: list[str]) -> None:
     assert view.facts() == facts
 
 
+def test_a_window_inside_one_segment_says_why_it_is_solid() -> None:
+    """Heads of head_groups that run another branch are not solid, and a window over a border is not."""
+    solid = "all drawn tokens lie in one segment of w=8 r=1: draw more to see less."
+    pattern = DilatedPattern.head_groups([8, 32], [1, 4])
+    assert View(pattern, 64, 2, window=(8, 16)).facts()[0] == f"In head 0, {solid}"
+    assert not [fact for fact in View(pattern, 64, 2, window=(8, 17)).facts() if "segment" in fact]
+    assert not [fact for fact in View(pattern, 64, 2).facts() if "segment" in fact]
+
+
 @pytest.mark.parametrize(("query", "causal"), [(37, False), (37, True), (0, False), (49, False)])
 def test_the_keys_it_lists_are_those_of_the_pattern(query: int, causal: bool) -> None:
     pattern = DilatedPattern.torchscale([20, 5, 40], [3, 1, 7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import json
 import textwrap
@@ -16,7 +17,7 @@ from dilated_attention.show.view import COLOURS, Picture, View, shades
 MOST_PANELS = 4  # side by side
 GRID = 64  # up to so many cells down and across have gaps between them
 OPACITY = (1.0, 0.62, 0.38, 0.24, 0.13)  # of the shades
-BRANCHES = ("#2f7ed8", "#e8830c", "#2a9d5c", "#b5179e", "#7c5cd6", "#0f9aa8", "#b08900", "#8d6e63")  # their colours
+BLUE, LIGHTNESS = "#2f7ed8", (0.5, 0.36)
 ANY = "any branch"  # the one name where colours do not tell branches apart
 LINE = "#e03131"
 COLUMNS = ("picture", "q", "q_end", "k", "k_end", "share", "level", "branch")
@@ -111,18 +112,23 @@ def _span(name: str) -> str:
     return f"format(datum.{name}, ',') + (datum.{name} < {last} ? '–' + format({last}, ',') : '')"
 
 
+def hues(count: int) -> list[str]:
+    """A colour for each branch: all differ, and neighbours in lightness too."""
+    parts = [colorsys.hls_to_rgb((0.58 + i / count) % 1, LIGHTNESS[i % 2], 0.7) for i in range(count)]
+    return ["#" + "".join(f"{round(255 * part):02x}" for part in colour) for colour in parts]
+
+
 def _colour(view: View, *, is_fixed: bool) -> alt.Color:
     """One colour per branch or one for all, as the parameter `colour` says. The legend follows it."""
     names = view.branch_names
-    colours = [colour for colour, _ in zip(itertools.cycle(BRANCHES), names, strict=False)]
     values = alt.ExprRef(f"colour == 'branch' ? {json.dumps(names)} : ['{ANY}']")
     legend = None if is_fixed and view.colour == "share" else _legend("colour", 3 if is_fixed else 2, values=values)
-    return alt.Color("shown:N", legend=legend).scale(domain=[*names, ANY], range=[*colours, BRANCHES[0]])
+    return alt.Color("shown:N", legend=legend).scale(domain=[*names, ANY], range=[*hues(len(names)), BLUE])
 
 
 def _shade(view: View, names: list[str], columns: int) -> alt.Opacity:
     """A single pair is seen or not, so only larger cells need a legend."""
-    legend = None if view.cell_size == 1 else _legend("share of pairs", columns, symbolFillColor=BRANCHES[0])
+    legend = None if view.cell_size == 1 else _legend("share of pairs", columns, symbolFillColor=BLUE)
     return alt.Opacity("about:O", legend=legend, sort=names).scale(type="ordinal", domain=names, range=[*OPACITY])
 
 

@@ -7,7 +7,7 @@ tokens between two edges of the picture; a cell is the queries of one stretch wi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -30,8 +30,8 @@ COUNTED = 2**16  # tokens that are looked at to say which rows get an output
 
 
 class Kind(NamedTuple):
-    heads: tuple[int, ...]
-    offsets: tuple[int | None, ...]  # one per branch; None: these heads do not run it
+    heads: list[int]
+    branches: tuple[tuple[int, int, int, int], ...]  # index, width, rate and offset of those that these heads run
 
 
 class Picture(NamedTuple):
@@ -110,12 +110,11 @@ class View:
         kv_heads = self.kv_heads or self.heads
         group = self.heads // kv_heads
         branches = self.pattern.branches_for(kv_heads)
-        alike: dict[tuple[int | None, ...], list[int]] = {}
+        alike: dict[tuple[tuple[int, int, int, int], ...], list[int]] = {}
         for head in range(kv_heads):
-            offsets = tuple(branch.offset(head) if head in branch.heads else None for branch in branches)
-            alike.setdefault(offsets, []).extend(range(head * group, (head + 1) * group))
-        found = [Kind(tuple(heads), offsets) for offsets, heads in alike.items()]
-        return [kind for kind in found if self.head is None or self.head in kind.heads]
+            runs = ((i, x.length, x.rate, x.offset(head)) for i, x in enumerate(branches) if head in x.heads)
+            alike.setdefault(tuple(runs), []).extend(range(head * group, (head + 1) * group))
+        return [Kind(heads, runs) for runs, heads in alike.items() if self.head is None or self.head in heads]
 
     def pictures(self) -> list[Picture]:
         """The kinds to draw. Those that look the same are one picture: in large cells some do."""
@@ -140,12 +139,11 @@ class View:
     def _picture(self, kind: Kind) -> Picture:
         best = torch.zeros(len(self.edges) - 1, len(self.edges) - 1, dtype=torch.float64)
         which = torch.zeros_like(best, dtype=torch.long)
-        for index, ((width, rate), offset) in enumerate(zip(self.pattern.branches, kind.offsets, strict=True)):
-            if offset is not None:
-                share = counts.branch_shares(self.edges, width, rate, offset, self.is_causal)
-                which[share > best] = index
-                best = torch.maximum(best, share)
-        return Picture(list(kind.heads), best, which)
+        for index, width, rate, offset in kind.branches:
+            share = counts.branch_shares(self.edges, width, rate, offset, self.is_causal)
+            which[share > best] = index
+            best = torch.maximum(best, share)
+        return Picture([*kind.heads], best, which)
 
     @property
     def cell_size(self) -> int:
@@ -192,38 +190,38 @@ class View:
         """Which rows get no output, what the query sees, and what else the picture needs to be understood."""
         said: dict[str, list[int]] = {}
         for kind in self.kinds[:MOST_KINDS]:
-            said.setdefault(self._coverage(kind), []).extend(kind.heads)
-            if self.query is not None:
-                said.setdefault(f"query {self.query:,} sees {self._keys(kind, self.query)}.", []).extend(kind.heads)
-        found = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items() if sentence]
+            for sentence in self._facts_of(kind):
+                said.setdefault(sentence, []).extend(kind.heads)
+        found = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items()]
         if len(found) > MOST_PICTURES:
             found = [*found[:MOST_PICTURES], "More could be said about other heads: name one to read it."]
         if self.ranks is not None:
             found.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
         return found
 
-    def _coverage(self, kind: Kind) -> str:
+    def _facts_of(self, kind: Kind) -> Iterator[str]:
         token = torch.arange(min(self.tokens, COUNTED))
         covered = torch.zeros_like(token, dtype=torch.bool)
-        for (width, rate), offset in zip(self.pattern.branches, kind.offsets, strict=True):
-            if offset is not None:
-                covered |= token % width % rate == offset
-        if covered.all():
-            return ""
-        first = "" if len(token) == self.tokens else "the first "
-        tokens = _many(len(token), "token")
-        return f"{int(covered.sum()):,} of {first}{tokens} get an output. The others get 0."
+        for index, width, rate, offset in kind.branches:
+            covered |= token % width % rate == offset
+            if self.window and rate == 1 and self.edges[0] // width == (self.edges[-1] - 1) // width:
+                yield f"all drawn tokens lie in one segment of {self.branch_names[index]}: draw more to see less."
+        if not covered.all():
+            first = "" if len(token) == self.tokens else "the first "
+            tokens = _many(len(token), "token")
+            yield f"{int(covered.sum()):,} of {first}{tokens} get an output. The others get 0."
+        if self.query is not None:
+            yield f"query {self.query:,} sees {self._keys(kind, self.query)}."
 
     def _keys(self, kind: Kind, query: int) -> str:
         found = []
-        for (width, rate), offset, name in zip(self.pattern.branches, kind.offsets, self.branch_names, strict=True):
+        for index, width, rate, offset in kind.branches:
             start = query - query % width
-            if offset is not None and (query - start) % rate == offset:
-                stop = query + 1 if self.is_causal else min(start + width, self.tokens)
-                keys = range(start + offset, stop, rate)
+            if (query - start) % rate == offset:
+                keys = range(start + offset, query + 1 if self.is_causal else min(start + width, self.tokens), rate)
                 listed = [f"{key:,}" for key in (keys if len(keys) <= 8 else keys[:6])]
                 listed += [] if len(keys) <= 8 else ["…", f"{keys[-1]:,}"]
-                found.append(f"{_many(len(keys), 'key')} in {name} ({' '.join(listed)})")
+                found.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({' '.join(listed)})")
         zeros = self.pattern.zero_keys(
             query, kind.heads[0], num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
             is_causal=self.is_causal,
