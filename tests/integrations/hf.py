@@ -12,7 +12,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 from dilated_attention import DilatedPattern
-from dilated_attention.integrations.transformers import register, set_pattern
+from dilated_attention.integrations.transformers import LongNetConfig, register, set_pattern
 from tests.over_ranks import changed
 
 PATTERN = DilatedPattern.longnet([4, 8, 16], [1, 2, 4])
@@ -34,6 +34,7 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, SHAPE),
     "mistral": (MistralConfig, {**SHAPE, "sliding_window": None}),
     "gpt2": (GPT2Config, GPT2),
+    "longnet": (LongNetConfig, {**SHAPE, "hidden_act": "swiglu", "sinks": True}),
 }
 
 

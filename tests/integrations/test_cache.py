@@ -96,15 +96,6 @@ def test_a_single_token_can_be_cropped(given: dict[str, Tensor]) -> None:
         pair.run(more(3, 1 + at % 3 // 2, seed=8))
 
 
-def test_a_padded_prompt_is_cropped() -> None:
-    """The chunk has padding in it; the tokens that go are the last of the row, real or not."""
-    pair = Pair(**batch("right"))
-    pair.both("crop", -9)
-    pair.mask = pair.mask[:, :-9]
-    pair.run(more(3, 1))
-    pair.run(more(3, 2))
-
-
 def test_reset() -> None:
     pair = Pair(**batch("left"))
     pair.run(more(3, 2))

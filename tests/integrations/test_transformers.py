@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, DynamicCache, Lfm2Config, Llama4TextConfig, StaticCache
+from transformers import AttentionInterface, AutoConfig, DynamicCache, Lfm2Config, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
 from dilated_attention import reference
@@ -140,7 +141,12 @@ def generated(model: Any, given: Tensor, **more: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "cache"),
-    [*[("llama", cache) for cache in CACHES], ("gpt2", "dilated"), ("qwen3", "dilated"), ("mistral", "dynamic")],
+    [
+        *itertools.product(("llama", "longnet"), CACHES),
+        ("gpt2", "dilated"),
+        ("qwen3", "dilated"),
+        ("mistral", "dynamic"),
+    ],
 )
 def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str) -> None:
     model, given = model_of(name), batch("left", junk=PAD)
@@ -150,13 +156,6 @@ def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "dilated", "static"])
-def test_beams(cache: str) -> None:
-    model, given = model_of(), tokens()[:2, :9]
-    wanted = generated(model, given, num_beams=3, use_cache=False, max_new_tokens=20)
-    assert torch.equal(generated(model, given, num_beams=3, max_new_tokens=20, **options(cache, model)), wanted)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
 def test_beams_of_left_padded_prompts_are_those_of_each_alone(cache: str) -> None:
     model, given = model_of(), batch("left", junk=PAD)
     wanted = [generated(model, row, num_beams=3, use_cache=False, max_new_tokens=12)[0].tolist() for row in alone()]
@@ -186,12 +185,6 @@ def changed_a_little(model: Any) -> Any:
             noise = torch.randn(parameter.shape, dtype=parameter.dtype, generator=torch.Generator().manual_seed(index))
             parameter.add_(0.02 * noise)
     return other
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
-def test_a_prompt_in_chunks(cache: str) -> None:
-    model, given = model_of(), tokens()[:1]
-    assert generated(model, given, prefill_chunk_size=6, **options(cache, model)).tolist() == greedy("llama")[:1]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -255,14 +248,6 @@ def refused(model: Any, says: str, **given: Any) -> None:
 )
 def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
     refused(made(config_of(name, **changes)), says)
-
-
-def test_chunked_layers_are_refused() -> None:
-    """Those of Llama 4."""
-    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 1}
-    config = Llama4TextConfig(vocab_size=40, pad_token_id=0, **shape, **heads, attention_chunk_size=4)
-    refused(made(set_pattern(config, PATTERN)), "sliding-window or chunked layers")
 
 
 @pytest.mark.parametrize(
@@ -330,16 +315,11 @@ def test_a_mask_that_is_too_wide_is_refused(kind: Any) -> None:
         refused(model_of(), says, input_ids=tokens()[:, 15:], attention_mask=mask, past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
-def test_borders_that_are_no_whole_numbers(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a list of whole numbers, or an int32"):
-        model_of()(**packed() | {"cu_seq_lens_q": ENDS, name: ENDS.double()})
-
-
-def test_positions_are_refused_where_the_first_layer_is_of_another_kind() -> None:
+def test_models_whose_first_layer_is_of_another_kind_or_tells_less() -> None:
     shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
     mixed = made(set_pattern(Lfm2Config(**shape, layer_types=["conv", "full_attention"]), PATTERN))
     refused(mixed, "must grow by 1", position_ids=ODD, attention_mask=MASK)
+    refused(model_of("gpt2"), "output_attentions", output_attentions=True)  # which it does not tell its attention
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache])
@@ -353,10 +333,6 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(kind: Any) -> None:
         refused(model, "5 columns, and there are 15 tokens in the cache and 5 new", attention_mask=MASK[:, 15:], **step)
         wanted = model(tokens(), use_cache=False).logits[:, 15:]
         assert error(model(**step, attention_mask=MASK).logits, wanted) < CLOSE
-
-
-def test_weights_are_refused_where_a_model_does_not_say_that_they_are_wanted() -> None:
-    refused(model_of("gpt2"), "output_attentions", output_attentions=True)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, DilatedCache, StaticCache])
@@ -425,12 +401,11 @@ def test_a_model_that_does_not_tell_of_positions() -> None:
         AttentionInterface.register("dilated", told)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "dilated"])
-def test_compiled_generation(cache: str) -> None:
+def test_compiled_generation() -> None:
     model = made(config_of(pattern=(PATTERN, OTHER)))
     wanted = generated(model, tokens()[:1], use_cache=False, max_new_tokens=6)
     model.forward = torch.compile(model.forward, backend="eager")
-    assert torch.equal(generated(model, tokens()[:1], max_new_tokens=6, **options(cache, model)), wanted)
+    assert torch.equal(generated(model, tokens()[:1], max_new_tokens=6, **options("dilated", model)), wanted)
     torch.compiler.reset()
 
 
