@@ -414,7 +414,7 @@ def test_opcheck(name: str, backend: str) -> None:
     chosen = library(name) if backend == "library" else backend
     call = Call(pattern, name == "causal", 0.3, 0.2 if name == "dropout" else 0.0, chosen)
     qkv = [x.requires_grad_() for x in make_qkv(2, 40, 4, 16)]
-    given = (*qkv, [mask, seed, None, None], *call.packed(0))  # no positions; the first query is at 0
+    given = (*qkv, [mask, seed, None, None], *call.packed())
     torch.library.opcheck(torch.ops.dilated_attention.forward.default, given)
 
 

@@ -62,7 +62,7 @@ def run(
     given = {"is_causal": False, "scale": None, "dropout_p": 0.0, "key_padding_mask": None, "heads": None, **options}
 
     def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
-        return functional.attend(*x, pattern, enable_gqa=True, backend="triton", link=None, **given)
+        return functional.attend(*x, pattern, enable_gqa=True, backend="triton", **given)
 
     return testing.run(attention, qkv, dout, dlse)
 

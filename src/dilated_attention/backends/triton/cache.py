@@ -70,6 +70,8 @@ class LaunchCache:
 
     def clear(self) -> None:
         """Forget everything. A CUDA graph with calls of ours must not be replayed after it."""
+        for device in {key[0] for key in self._kept if key[0].type == "cuda"}:
+            torch.cuda.synchronize(device)  # a kernel may still read a table
         with self._making:
             for kept in (self._kept, self._bytes, self._dropped, self.pinned, self.compiled):
                 kept.clear()

@@ -9,13 +9,15 @@ another dtype than what it goes into. All is computed in float32.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.triton.fuse_kernel import merge_kernel, put_kernel
+from dilated_attention.backends.triton.fuse_kernel import Shape, merge_kernel, put_kernel
+from dilated_attention.backends.triton.launch import Launch
 
 BLOCK = 4096  # numbers in a program: many programs a processor, each with loads enough to wait for
 PER_WARP = 1024
@@ -24,7 +26,7 @@ PER_WARP = 1024
 def put_(target: Tensor, part: Tensor, add: bool) -> None:
     """target = part or target += part."""
     if target.numel():
-        _launch(put_kernel, (target, part), target, part, add)
+        _prepared(put_kernel, *_about(target), *_about(part), add)(target, part)
 
 
 def merge_(
@@ -36,19 +38,28 @@ def merge_(
     ``first``: what is in (out, lse) does not count.
     """
     if out.numel():
-        given = (out, lse, part, part_lse, log_zeros, *part_lse.stride())
-        _launch(merge_kernel, given, out, part, first, isinstance(log_zeros, Tensor))
+        given, number = [out, lse, part, part_lse], [log_zeros]
+        if isinstance(log_zeros, Tensor):
+            given, number = [*given, log_zeros], []
+        _prepared(merge_kernel, *_about(out), *_about(part), first, bool(number), (*number, *part_lse.stride()))(*given)
 
 
-def _launch(kernel: Any, given: tuple[Any, ...], target: Tensor, part: Tensor, *flags: bool) -> None:
-    """With the strides of both, their shape, and what the kernel is compiled for."""
-    batch, rows, heads, dim = target.shape
-    strides = (*target.stride()[:3], *part.stride()[:3])
+def _about(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(
+    kernel: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, _: Any,
+    part_strides: tuple[int, ...], part_dtype: torch.dtype, part_device: torch.device, flag: bool,
+    is_number: bool = False, numbers: tuple[Any, ...] = (),
+) -> Launch:  # fmt: skip
+    """A launch for tensors of this kind. (Triton itself would look at all of a launch's arguments each time.)"""
+    batch, rows, heads, dim = shape
+    both = (*strides[:3], *part_strides[:3])
     columns = 1 << (dim - 1).bit_length()  # triton.next_power_of_2 takes microseconds
     block = min(1 << (rows - 1).bit_length(), max(1, BLOCK // columns))
-    is_wide = block * max(strides[1], strides[4]) >= 2**31
-    with torch.cuda.device_of(target):  # type: ignore[no-untyped-call]
-        kernel[(batch * heads * -(-rows // block),)](
-            *given, *strides, rows, heads, dim, columns, block, math.gcd(8, *strides), is_wide, *flags,
-            num_warps=max(1, min(8, block * columns // PER_WARP)),
-        )  # fmt: skip
+    is_wide = block * max(strides[1], part_strides[1]) >= 2**31
+    constants = Shape(dim, columns, block, math.gcd(8, *both), is_wide, flag, is_number)
+    options = {"num_warps": max(1, min(8, block * columns // PER_WARP))}
+    return Launch(kernel, device, batch * heads * -(-rows // block), (*numbers, *both, rows, heads), constants, options)

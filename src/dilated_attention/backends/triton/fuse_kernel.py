@@ -11,6 +11,8 @@ out and part, of targets and parts are multiples of UNIT, which long accesses ne
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,32 +20,44 @@ SIZES = ["target_batch", "target_row", "target_head", "part_batch", "part_row", 
 LSE_SIZES = ["part_lse_batch", "part_lse_row", "part_lse_head"]
 
 
+class Shape(NamedTuple):
+    """What the kernels are compiled for."""
+
+    D: int
+    BD: int
+    BM: int
+    UNIT: int
+    WIDE: bool
+    FLAG: bool  # of `merge_kernel`: what is in Out and Lse does not count; of `put_kernel`: add to what is there
+    IS_NUMBER: bool  # whether Zeros is no tensor
+    ALIGNED: bool = True  # whether all tensors begin at multiples of 16 bytes
+
+
 @triton.jit
-def place(rows, heads, BM: tl.constexpr):
+def place(rows, heads, C: tl.constexpr):
     """This program's batch, first row and head, 64-bit so that no tensor is too large; which of BM rows are there."""
-    blocks = (rows + BM - 1) // BM
+    blocks = (rows + C.BM - 1) // C.BM
     head, rest = tl.program_id(0) % heads, tl.program_id(0) // heads
-    first = rest % blocks * BM
+    first = rest % blocks * C.BM
+    here = tl.arange(0, C.BM) < rows - first
     at = (rest // blocks).to(tl.int64), first.to(tl.int64), head.to(tl.int64)
-    return at, tl.arange(0, BM) < rows - first
+    return at, here, here[:, None] & (tl.arange(0, C.BD) < C.D)[None, :]
 
 
 @triton.jit
-def rows_at(X, at, per_batch, per_row, per_head, BM: tl.constexpr, WIDE: tl.constexpr):
+def rows_at(X, at, per_batch, per_row, per_head, C: tl.constexpr):
     """Pointers to BM rows of X (b, L, h); ``at``: a batch, the first row and a head."""
-    row = tl.arange(0, BM)
-    if WIDE:
+    row = tl.arange(0, C.BM)
+    if C.WIDE:
         row = row.to(tl.int64)
     return X + (at[0] * per_batch + at[1] * per_row + at[2] * per_head) + row * per_row
 
 
 @triton.jit
-def numbers_at(
-    X, at, per_batch, per_row, per_head, BD: tl.constexpr, BM: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr
-):
+def numbers_at(X, at, per_batch, per_row, per_head, C: tl.constexpr):
     """Pointers to BM rows of X (b, L, h, D); dividing and multiplying tells the compiler that UNIT divides strides."""
-    rows = rows_at(X, at, per_batch // UNIT * UNIT, per_row // UNIT * UNIT, per_head // UNIT * UNIT, BM, WIDE)
-    return rows[:, None] + tl.arange(0, BD)[None, :]
+    rows = rows_at(X, at, per_batch // C.UNIT * C.UNIT, per_row // C.UNIT * C.UNIT, per_head // C.UNIT * C.UNIT, C)
+    return rows[:, None] + tl.arange(0, C.BD)[None, :]
 
 
 @triton.jit
@@ -62,27 +76,23 @@ def log_add_exp(a, b):
 @triton.jit(do_not_specialize=[*SIZES, *LSE_SIZES])  # other lengths and heads compile nothing anew
 def merge_kernel(
     Out, Lse, Part, PartLse, Zeros, part_lse_batch, part_lse_row, part_lse_head,
-    target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr,
-    EACH: tl.constexpr,
+    target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads, C: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: what is in Out and Lse does not count. Zeros: None, a number, or (EACH) one for each batch and head."""
-    at, here = place(rows, heads, BM)
-    inside = here[:, None] & (tl.arange(0, BD) < D)[None, :]
-    out_at = numbers_at(Out, at, target_batch, target_row, target_head, BD, BM, UNIT, WIDE)
-    lse_at = rows_at(Lse, at, target_batch // D, target_row // D, target_head // D, BM, WIDE)
-    part_at = numbers_at(Part, at, part_batch, part_row, part_head, BD, BM, UNIT, WIDE)
-    part_lse = tl.load(rows_at(PartLse, at, part_lse_batch, part_lse_row, part_lse_head, BM, WIDE), mask=here)
-    part = tl.load(part_at, mask=inside).to(tl.float32)
+    """Zeros: None, a number, or one for each batch and head."""
+    at, here, inside = place(rows, heads, C)
+    out_at = numbers_at(Out, at, target_batch, target_row, target_head, C)
+    lse_at = rows_at(Lse, at, target_batch // C.D, target_row // C.D, target_head // C.D, C)
+    part_lse = tl.load(rows_at(PartLse, at, part_lse_batch, part_lse_row, part_lse_head, C), mask=here)
+    part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, C), mask=inside).to(tl.float32)
     empty = part_lse == float("-inf")
     if Zeros is not None:
-        zeros = tl.load(Zeros + at[0] * heads + at[2]) if EACH else Zeros
+        zeros = Zeros if C.IS_NUMBER else tl.load(Zeros + at[0] * heads + at[2])
         light = lighter(part_lse - zeros)
         part *= tl.where(part_lse >= zeros, 1.0 - light, light)[:, None]
         part_lse = log_add_exp(part_lse, zeros)
-    if FIRST or Zeros is not None:
+    if C.FLAG or Zeros is not None:
         part = tl.where(empty[:, None], 0.0, part)  # whatever stood there, and whatever weight came of -inf - -inf
-    if FIRST:
+    if C.FLAG:
         tl.store(out_at, part.to(Out.dtype.element_ty), mask=inside)
         tl.store(lse_at, part_lse, mask=here)
     else:
@@ -101,14 +111,12 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def put_kernel(
-    Target, Part, target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    at, here = place(rows, heads, BM)
-    inside = here[:, None] & (tl.arange(0, BD) < D)[None, :]
-    target_at = numbers_at(Target, at, target_batch, target_row, target_head, BD, BM, UNIT, WIDE)
-    part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, BD, BM, UNIT, WIDE), mask=inside)
-    if ADD:
+    Target, Part, target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads, C: tl.constexpr
+):
+    at, _, inside = place(rows, heads, C)
+    target_at = numbers_at(Target, at, target_batch, target_row, target_head, C)
+    part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, C), mask=inside)
+    if C.FLAG:
         part = tl.load(target_at, mask=inside).to(tl.float32) + part.to(tl.float32)
         tl.debug_barrier()  # as above
     tl.store(target_at, part.to(Target.dtype.element_ty), mask=inside)

@@ -71,8 +71,11 @@ def prepare(
     if call.has_padding:
         dtypes |= {"padding": torch.bool, "ends": torch.int64 if call.adds_zeros else call.dtype}
     function, names = KERNELS[kernel]
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    if config.registers:
+        options["maxnreg"] = config.registers
     given = tuple(dtypes.get(name, call.dtype) for name in names.split())
-    return Launch(function, call.device, found, (*strides, *_numbers(call)), constants, config, given)
+    return Launch(function, call.device, found.programs, (*strides, *_numbers(call)), constants, options, given, found)
 
 
 def _columns(head_dim: int) -> tuple[int, int]:
@@ -93,36 +96,38 @@ def _numbers(call: Call) -> tuple[float, ...]:
 
 
 class Launch:
-    """A kernel with its table, its numbers and its constants; called with the tensors, in the kernel's order.
+    """A kernel with its numbers and constants, and its table if it has one; called with tensors, in the kernel's order.
 
     An optional tensor that is not there is never read: any other one stands in for it.
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, found: Table, numbers: tuple[Any, ...], constants: Constants,
-        config: TileConfig, dtypes: tuple[torch.dtype, ...],
+        self, kernel: Any, device: torch.device, programs: int, numbers: tuple[Any, ...], constants: Any,
+        options: dict[str, int], dtypes: tuple[torch.dtype, ...] = (), found: Table | None = None,
     ) -> None:  # fmt: skip
-        """``numbers``: tuples of strides, then plain ones. ``dtypes``: of the tensors."""
-        self.kernel, self.device, self.numbers, self.dtypes = kernel, device, numbers, dtypes
+        """``numbers``: tuples of strides, and plain ones. ``dtypes``: of the tensors."""
+        self.kernel, self.device, self.dtypes, self.grid, self.options = (
+            kernel,
+            device,
+            dtypes,
+            (programs, 1, 1),
+            options,
+        )
         self.on_device = device.type == "cuda"  # asked once, as torch makes a string of it
         self.found = found  # for as long as this is kept, so that others like it share it
-        self.programs, self.table = found.programs, (found.sections, found.tiles, found.runs)
+        self.table = () if found is None else (found.sections, found.tiles, found.runs)
         self.nbytes = sum(x.nbytes for x in self.table)
-        self.constants = constants
-        self.options = {"num_warps": config.warps, "num_stages": config.stages}
-        if config.registers:
-            self.options["maxnreg"] = config.registers
+        self.given = (*self.table, *numbers, constants)
         # nearly what Triton compiles apart; the kernel by its id, as Triton would read all of its source for a hash
-        self.kind = (id(kernel), device, dtypes, constants, *self.options.items())
+        self.kind = (id(kernel), device, dtypes, constants, *options.items())
         self.tail: tuple[Any, ...] = ()
         self.runs: Any = None
 
     def compile(self) -> None:
         """Compile the kernel for tensors that are aligned as torch's are, and what launches it, without running it."""
-        grid, given = (self.programs, 1, 1), (*self.dtypes, *self.table, *self.numbers, self.constants)
         with torch.cuda.device(self.device):
-            made = self.kernel.warmup(*given, grid=grid, **self.options)
-            made[grid]  # which Triton 3.6 compiles in C, for half a second
+            made = self.kernel.warmup(*self.dtypes, *self.given, grid=self.grid, **self.options)
+            made[self.grid]  # which Triton 3.6 compiles in C, for half a second
 
     def __call__(self, *tensors: Tensor) -> None:
         if self.on_device and self.device.index != torch.cuda.current_device():
@@ -134,12 +139,12 @@ class Launch:
         pointers = [x.data_ptr() for x in tensors]
         bits = functools.reduce(operator.or_, pointers)
         if not self.on_device or bits & 15:  # Triton compiles for aligned tensors apart
-            constants = self.constants._replace(ALIGNED=self.constants.ALIGNED and not bits & 15)
-            self.kernel[(self.programs,)](*tensors, *self.table, *self.numbers, constants, **self.options)
+            *given, constants = self.given
+            constants = constants._replace(ALIGNED=constants.ALIGNED and not bits & 15)
+            self.kernel[self.grid](*tensors, *given, constants, **self.options)
         elif self.runs is None:
-            given = (*tensors, *self.table, *self.numbers, self.constants)
-            compiled = self.kernel[(self.programs,)](*given, **self.options)
-            self.tail = (*(x.data_ptr() for x in self.table), *self.numbers, self.constants)
-            self.runs = compiled[(self.programs, 1, 1)]
+            compiled = self.kernel[self.grid](*tensors, *self.given, **self.options)
+            self.tail = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in self.given)
+            self.runs = compiled[self.grid]
         else:  # past Triton's look at every argument: they are all as they were; of numbers it asks no driver
             self.runs(*pointers, *self.tail)
