@@ -27,22 +27,20 @@ def parameter_groups(
         >>> sorted({group["lr"] for group in models.parameter_groups(model, 1.0, layer_decay=0.5)})
         [0.125, 0.25, 0.5, 1.0]
     """
-    prefix, encoder = _encoder(module)
+    encoders = [(name, part) for name, part in module.named_modules() if isinstance(part, SlideEncoder)]
+    if len(encoders) != 1:
+        raise ValueError(f"the module must have one SlideEncoder in it, got {len(encoders)} in {type(module).__name__}")
+    ((prefix, encoder),) = encoders
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        depth = _depth(name.removeprefix(prefix), encoder.depth + 1)
+        inside, last = name.removeprefix(f"{prefix}." if prefix else ""), encoder.depth + 1
+        layer = re.match(r"encoder\.layers\.(\d+)\.", inside)
+        depth = int(layer[1]) + 1 if layer else 0 if inside == "cls_token" else last
         decays = parameter.ndim > 1
-        group = groups.setdefault(
-            (depth, decays),
-            {
-                "params": [],
-                "lr": lr * layer_decay ** (encoder.depth + 1 - depth),
-                "weight_decay": weight_decay if decays else 0.0,
-            },
-        )
-        group["params"].append(parameter)
+        rate = {"lr": lr * layer_decay ** (last - depth), "weight_decay": weight_decay if decays else 0.0}
+        groups.setdefault((depth, decays), {"params": [], **rate})["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
 
 
@@ -95,19 +93,3 @@ def finetuning(
         return (min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * done))) / lr
 
     return optimizer, LambdaLR(optimizer, factor)
-
-
-def _encoder(module: nn.Module) -> tuple[str, SlideEncoder]:
-    found = [(name, part) for name, part in module.named_modules() if isinstance(part, SlideEncoder)]
-    if len(found) != 1:
-        raise ValueError(f"the module must have one SlideEncoder in it, got {len(found)} in {type(module).__name__}")
-    name, encoder = found[0]
-    return (f"{name}." if name else ""), encoder
-
-
-def _depth(name: str, last: int) -> int:
-    """0 for the class token, 1 + i for layer i, ``last`` for all the rest."""
-    layer = re.match(r"encoder\.layers\.(\d+)\.", name)
-    if layer:
-        return int(layer[1]) + 1
-    return 0 if name == "cls_token" else last

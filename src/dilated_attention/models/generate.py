@@ -6,15 +6,15 @@ Legend: tokens (B, n); logits (B, V); at (B,) the position of the next token of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int
-from dilated_attention.models.transformer import Attend, Trunk
+from dilated_attention.models.transformer import Trunk
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.kv_cache import KVCache, Slot
 
@@ -22,30 +22,32 @@ WARM = 3  # steps before a CUDA graph is captured: kernels are compiled and memo
 LOOK = 16  # steps after which the host looks whether all samples have ended
 
 
-@dataclass
 class Decoder:
-    """A model with its kept rows, and the buffers of a step."""
+    """A model with its kept rows, and the buffers of a step. It has seen nothing yet."""
 
-    model: Trunk
-    head: nn.Module
-    kept: list[KVCache]
-    at: Tensor
-    token: Tensor  # (B, 1), the input of a step
-    logits: Tensor | None = None  # its output
-    count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
-    slots: dict[DilatedPattern, list[Slot]] = field(default_factory=dict)  # of a step's tokens
-    graph: torch.cuda.CUDAGraph | None = None
-    backend: Backend = "auto"
-
-    def attends(self) -> list[Attend]:
-        return [partial(self.attend, kept) for kept in self.kept]
+    def __init__(self, model: Trunk, tokens: Tensor) -> None:
+        self.model, config, weight = model, model.config, model.embed.weight
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        like = torch.empty(len(tokens), 0, config.kv_count, config.head_size, dtype=dtype, device=weight.device)
+        self.kept = [KVCache(pattern, like) for pattern in config.patterns]
+        self.at, self.token = tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1)  # the input of a step
+        self.logits = torch.empty(0)  # its output
+        self.count: Tensor | None = None  # of a chunk of the prompt: the real tokens of each sample
+        self.slots: dict[DilatedPattern, list[Slot]] = {}  # of a step's tokens
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def attend(self, kept: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        backend = self.model.backend
         if self.count is None:  # a step: its token is kept at once
-            return kept.attend(q, k, v, self.at, backend=self.backend, slots=self.slots[kept.pattern])
-        found = kept.attend(q, k, v, self.at, self.count, backend=self.backend)
+            return kept.attend(q, k, v, self.at, backend=backend, slots=self.slots[kept.pattern])
+        found = kept.attend(q, k, v, self.at, self.count, backend=backend)
         kept.keep(k, v, self.at, self.count)
         return found
+
+    def states(self, tokens: Tensor) -> Tensor:
+        positions = self.at.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        return self.model.states(tokens, positions, [partial(self.attend, kept) for kept in self.kept], apart=True)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int) -> None:
         """Take the prompts, padded at their ends; the logits are those after the last token of each."""
@@ -53,26 +55,19 @@ class Decoder:
         for start in range(0, tokens.shape[1], chunk):
             part = tokens[:, start : start + chunk]
             self.count = (lengths - self.at).clamp(0, part.shape[1])
-            positions = self.at.unsqueeze(1) + torch.arange(part.shape[1], device=tokens.device)
-            states = self.model.states(part, positions, self.attends(), apart=True)
-            row = (self.count - 1).clamp(min=0)
-            found = states[torch.arange(len(tokens), device=tokens.device), row]
+            found = self.states(part)[torch.arange(len(tokens), device=tokens.device), (self.count - 1).clamp(min=0)]
             last = found if not start else torch.where((self.count > 0).unsqueeze(1), found, last)
             self.at += self.count
         self.count = None
-        self.logits = self.head(last)
+        self.logits = self.model.get_submodule("head")(last)
 
     def step(self) -> None:
         """One token per sample. In place, as a CUDA graph needs it."""
         for kept in {kept.pattern: kept for kept in self.kept}.values():  # once for all layers that are alike
             self.slots[kept.pattern] = kept.slots(self.at)
-        states = self.model.states(self.token, self.at.unsqueeze(1), self.attends(), apart=True)
-        logits = self.head(states[:, -1])
+        logits = self.model.get_submodule("head")(self.states(self.token)[:, -1])
         self.at += 1
-        if self.logits is None:
-            self.logits = logits
-        else:
-            self.logits.copy_(logits)
+        self.logits.copy_(logits)
 
     def capture(self) -> None:
         """The step as a CUDA graph; nothing runs yet."""
@@ -82,10 +77,8 @@ class Decoder:
 
     def advance(self, token: Tensor) -> None:
         self.token.copy_(token)
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.step()
+        run = self.step if self.graph is None else self.graph.replay
+        run()
 
 
 @torch.no_grad()
@@ -105,17 +98,15 @@ def generate_tokens(
     """Generates up to ``max_new_tokens`` tokens for each prompt.
 
     It returns the new tokens alone, (B, max_new_tokens), or fewer columns if all samples have ended. Memory does not
-    grow with the length: a layer keeps only the key and value rows that later tokens can see. These are at most segment
-    length / rate rows per branch and key/value head. The numbers are those of one call on the whole sequence, up to
-    rounding.
+    grow with the length: a layer keeps only the key and value rows that later tokens can see, at most segment length /
+    rate per branch and key/value head. The numbers are those of one call on the whole sequence, up to rounding.
 
     Args:
         model: a LongNetLM.
         prompt: (B, n) token ids, or a list of 1-D tensors or lists of different lengths.
         max_new_tokens: how many tokens each sample gets at most.
         temperature: 0 takes the likeliest token; others divide the logits before a token is drawn.
-        top_k: draw among the k likeliest tokens. None: no limit. It needs a temperature above 0.
-        top_p: draw among the likeliest tokens whose probabilities add up to top_p. It needs a temperature above 0.
+        top_k, top_p: draw among the k likeliest tokens, or those whose probabilities add up to top_p.
         stop: the token that ends a sample; the rest of its row is that token again.
         generator: the random generator for drawing tokens.
         prefill: how many tokens of the prompt are taken at a time.
@@ -134,7 +125,7 @@ def generate_tokens(
     pick = Pick(temperature, top_k, top_p, generator)
     if cuda_graph and not tokens.is_cuda:
         raise ValueError(f"cuda_graph=True needs a model on CUDA, and this one is on {tokens.device}")
-    decoder = decoder_of(model, tokens)
+    decoder = Decoder(model, tokens)
     captures = tokens.is_cuda and cuda_graph is not False
     if captures and not all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.kept):
         if cuda_graph:
@@ -144,11 +135,10 @@ def generate_tokens(
     found = tokens.new_empty(len(tokens), steps)
     ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
     for step in range(steps):
-        assert decoder.logits is not None
         token = pick(decoder.logits)
         if stop is not None:
             token = token.masked_fill(ended, stop)
-            ended = ended | (token == stop)
+            ended |= token == stop
         found[:, step : step + 1] = token
         if stop is not None and step % LOOK == 0 and bool(ended.all()):
             return found[:, : step + 1]
@@ -159,32 +149,18 @@ def generate_tokens(
     return found
 
 
-def decoder_of(model: Trunk, tokens: Tensor) -> Decoder:
-    """A decoder that has seen nothing."""
-    config, weight = model.config, model.embed.weight
-    dtype = (
-        torch.get_autocast_dtype(weight.device.type) if torch.is_autocast_enabled(weight.device.type) else weight.dtype
-    )
-    like = torch.empty(len(tokens), 0, config.kv_count, config.head_size, dtype=dtype, device=weight.device)
-    return Decoder(
-        model, model.get_submodule("head"), [KVCache(pattern, like) for pattern in config.patterns],
-        tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1), backend=model.backend,
-    )  # fmt: skip
-
-
 def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The prompts as one tensor, filled up at their ends, and their lengths."""
-    given = [prompt] if isinstance(prompt, str) or getattr(prompt, "ndim", 2) == 0 else list(prompt)
+    given: Any = [prompt] if isinstance(prompt, str) or getattr(prompt, "ndim", 2) == 0 else list(prompt)
     if any(isinstance(one, str) for one in given):
         raise TypeError("prompt must be token ids, got text: turn it into tokens first")
-    prompts = [torch.as_tensor(one) for one in given]
+    prompts = [torch.as_tensor(one, device=device) for one in given]
     if not prompts or any(one.dim() != 1 or not len(one) for one in prompts):
         raise ValueError("prompt must be (B, n) token ids, or a list of 1-D tensors, each of at least one token")
-    for one in prompts:
-        if one.is_floating_point():
-            raise TypeError(f"prompt must be token ids, got {one.dtype}")
+    if wrong := [one.dtype for one in prompts if one.is_floating_point()]:
+        raise TypeError(f"prompt must be token ids, got {wrong[0]}")
     lengths = torch.tensor([len(one) for one in prompts], device=device)
-    return nn.utils.rnn.pad_sequence([one.to(device) for one in prompts], batch_first=True).long(), lengths
+    return nn.utils.rnn.pad_sequence(prompts, batch_first=True).long(), lengths
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,7 @@ class LongNetLM(Trunk):
         """
         if reduction not in ("none", "sum"):
             raise ValueError(f"reduction must be 'none' or 'sum', got {reduction!r}")
-        positions, cu_seqlens = checked_positions(tokens, positions, cu_seqlens, group)
-        given = True, group, cu_seqlens, None, self.backend
-        attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
-        states = self.states(tokens, positions, attends)
+        states = states_of(self, True, tokens, positions, cu_seqlens, group)
         if labels is None:
             return self.head(states)  # type: ignore[no-any-return]
         loss = token_losses if reduction == "none" else summed_loss
@@ -149,10 +146,7 @@ class LongNetEncoder(Trunk):
         ``key_padding_mask``: (B, n) bool, True = ignore. Pad on the right: the pattern begins at the first column. The
         other arguments are those of `LongNetLM`.
         """
-        positions, cu_seqlens = checked_positions(tokens, positions, cu_seqlens, group)
-        given = False, group, cu_seqlens, key_padding_mask, self.backend
-        attends = [partial(attend_whole, pattern, *given) for pattern in self.config.patterns]
-        return self.states(tokens, positions, attends)
+        return states_of(self, False, tokens, positions, cu_seqlens, group, key_padding_mask)
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Returns the mean of the states of each sample, (B, E), without padding.
@@ -166,26 +160,30 @@ class LongNetEncoder(Trunk):
         count = states.new_full((len(states), 1), states.shape[1], dtype=wide)
         if key_padding_mask is not None:
             states = states.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)  # not times 0: padding may be NaN
-            count = (~key_padding_mask).sum(1, keepdim=True).to(wide)
+            count -= key_padding_mask.sum(1, keepdim=True)
         sums = torch.cat((states.sum(1, dtype=wide), count), -1).unsqueeze(1)
-        group = options.get("group")
-        if group is not None:
-            sums = gather_sequence(sums, ContextParallel.of(group).process_group())
+        if options.get("group") is not None:
+            sums = gather_sequence(sums, ContextParallel.of(options["group"]).process_group())
         total = sums.sum(1)
         return (total[:, :-1] / total[:, -1:].clamp(min=1)).to(states.dtype)
 
 
-def checked_positions(
-    tokens: Tensor, positions: Tensor | None, documents: Documents | None, group: Over | None
-) -> tuple[Tensor, Tensor | None]:
-    """The positions given, or those of whole sequences or documents; and the documents on the host, where every layer
-    reads them. An error reaches the other ranks."""
+def states_of(
+    model: Trunk, is_causal: bool, tokens: Tensor, positions: Tensor | None, documents: Documents | None,
+    group: Over | None, padding: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The states of whole sequences or documents, or of this rank's shards of them."""
     with functional.telling(group, tokens):
-        ends = None if documents is None else borders_of(documents)
-        return _positions(tokens, positions, ends, group), ends
+        ends = None if documents is None else borders_of(documents)  # on the host, where every layer reads them
+        positions = _positions(tokens, positions, ends, group)
+    given = is_causal, group, ends, padding, model.backend
+    return model.states(
+        tokens, positions, [partial(attend_whole, pattern, *given) for pattern in model.config.patterns]
+    )
 
 
 def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | None, group: Over | None) -> Tensor:
+    """Those given, or those of whole sequences or documents."""
     if tokens.dim() != (3 if tokens.is_floating_point() else 2):
         raise ValueError(f"tokens must be (B, n) ids or (B, n, E) embedded, got {tokens.dtype} {tuple(tokens.shape)}")
     samples, n = tokens.shape[:2]
@@ -195,10 +193,10 @@ def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | Non
         return positions
     if group is not None and ContextParallel.of(group).process_group().size() > 1:
         raise ValueError("over a group, pass positions=local_positions(N, group), with N tokens on all ranks together")
-    if documents is not None:
-        read_sequences(documents, n)
-        return document_positions(documents, tokens.device)
-    return torch.arange(n, device=tokens.device)
+    if documents is None:
+        return torch.arange(n, device=tokens.device)
+    read_sequences(documents, n)
+    return document_positions(documents, tokens.device)
 
 
 def document_positions(cu_seqlens: Documents, device: torch.device | str | None = None) -> Tensor:

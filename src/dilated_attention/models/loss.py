@@ -39,7 +39,7 @@ def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 81
         >>> models.token_losses(torch.zeros(1, 3, 8), torch.zeros(4, 8), torch.tensor([[1, 2, -100]]))
         tensor([[1.3863, 1.3863, 0.0000]])
     """
-    return _apply(_Losses, states, weight, labels, chunk)
+    return _apply(_Losses, states, weight, labels, chunk)  # type: ignore[no-any-return]
 
 
 def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 8192) -> Tensor:
@@ -53,10 +53,10 @@ def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 819
     """
     if not torch.is_grad_enabled():
         return token_losses(states, weight, labels, chunk).sum()
-    return _apply(_Sum, states, weight, labels, chunk)[0]
+    return _apply(_Sum, states, weight, labels, chunk)[0]  # type: ignore[no-any-return]
 
 
-def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Any:
     check_int("chunk", chunk)
     if labels.shape != states.shape[:-1]:
         raise ValueError(f"labels are {tuple(labels.shape)} and tokens {tuple(states.shape[:-1])}: they must agree")
@@ -65,10 +65,8 @@ def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk:
         if len(wrong):
             raise ValueError(f"labels must be from 0 to {len(weight) - 1}, or {IGNORED}, got {int(wrong[0])}")
     dtype = computed_dtype(states)
-    states, weight = states.to(dtype), weight.to(dtype)
     with torch.autocast(states.device.type, enabled=False):
-        found: Tensor = function.apply(states.flatten(0, -2), weight, labels, chunk)
-    return found
+        return function.apply(states.to(dtype).flatten(0, -2), weight.to(dtype), labels, chunk)
 
 
 def shifted(tokens: Tensor, documents: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -99,11 +97,11 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        exact, shape, labels = accumulate_dtype(states.dtype), labels.shape, labels.flatten()
         # not a view in the end: FSDP2 warns of one
-        losses = torch.empty(shape, dtype=exact, device=states.device)
-        flat = losses.view(-1)
-        for part in _parts(len(labels), chunk):
+        losses = torch.empty(labels.shape, dtype=accumulate_dtype(states.dtype), device=states.device)
+        flat, labels = losses.view(-1), labels.flatten()
+        for start in range(0, len(labels), chunk):
+            part = slice(start, start + chunk)
             flat[part] = losses_(states[part] @ weight.T, labels[part], IGNORED, writes=False)
         ctx.save_for_backward(states, weight, labels)
         ctx.chunk = chunk
@@ -112,20 +110,10 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     @once(NOT_TWICE)
     def backward(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
-        """A row's factor is left out of its logits: it goes to the products, or to the row that is multiplied."""
         states, weight, labels = ctx.saved_tensors
-        if not len(labels):  # a rank may have no tokens
-            return (torch.zeros_like(states), torch.zeros_like(weight), None, None), (states, weight)
         factor = torch.where(labels == IGNORED, 0.0, grad.flatten()).unsqueeze(1)
-        largest = factor.abs().amax().clamp(min=torch.finfo(factor.dtype).tiny)  # a mean's would be too small for half
-        dstates = torch.empty_like(states)
-        dweight = torch.zeros(weight.shape, dtype=factor.dtype, device=weight.device)
-        for part in _parts(len(labels), ctx.chunk):
-            dlogits = states[part] @ weight.T
-            losses_(dlogits, labels[part], IGNORED, writes=True)
-            dstates[part] = (dlogits @ weight) * factor[part]
-            dweight += dlogits.T @ (states[part] * (factor[part] / largest)).to(states.dtype)
-        return (dstates, dweight.mul_(largest).to(weight.dtype), None, None), (states, weight)
+        _, dstates, dweight = _gradients(states, weight, labels, ctx.chunk, ctx.needs_input_grad[1], factor)
+        return (dstates, dweight.to(weight.dtype), None, None), (states, weight)
 
 
 class _Sum(torch.autograd.Function):
@@ -135,28 +123,42 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-        exact, labels = accumulate_dtype(states.dtype), labels.flatten()
-        losses = torch.empty(len(labels), dtype=exact, device=states.device)
-        dstates, dweight = torch.empty_like(states), torch.zeros_like(weight, dtype=exact)
-        for part in _parts(len(labels), chunk):
-            dlogits = states[part] @ weight.T
-            losses[part] = losses_(dlogits, labels[part], IGNORED, writes=True)
-            dstates[part] = dlogits @ weight
-            if ctx.needs_input_grad[1]:
-                dweight += dlogits.T @ states[part]
-        ctx.save_for_backward(dstates, dweight)
+    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Any:
+        losses, *grads = _gradients(states, weight, labels.flatten(), chunk, ctx.needs_input_grad[1])
+        ctx.save_for_backward(*grads)
         ctx.set_materialize_grads(False)
         ctx.dtype = weight.dtype
-        return losses.sum(), dstates, dweight
+        return losses.sum(), *grads
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *seconds: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *seconds: Tensor | None) -> tuple[Tensor | None, ...]:
         if any(second is not None for second in seconds):
             raise RuntimeError(NOT_TWICE)
         dstates, dweight = ctx.saved_tensors
         return dstates * grad, (dweight * grad).to(ctx.dtype), None, None
 
 
-def _parts(tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
+def _gradients(
+    states: Tensor, weight: Tensor, labels: Tensor, chunk: int, trains: bool, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, and the gradients of their sum: those of states, and of weight if it ``trains``.
+
+    A row's factor is left out of its logits: it goes to the products, or to the row that is multiplied. Divided by the
+    largest, since those of a mean would be too small for half precision.
+    """
+    losses = torch.empty(len(labels), dtype=accumulate_dtype(states.dtype), device=states.device)
+    dstates, dweight = torch.empty_like(states), torch.zeros_like(weight, dtype=losses.dtype)
+    largest = losses.new_ones(())
+    if factor is not None and len(labels):  # a rank may have no tokens
+        largest = factor.abs().amax().clamp(min=torch.finfo(factor.dtype).tiny)
+    for start in range(0, len(labels), chunk):
+        part = slice(start, start + chunk)
+        dlogits, rows = states[part] @ weight.T, states[part]
+        losses[part] = losses_(dlogits, labels[part], IGNORED, writes=True)
+        dstates[part] = dlogits @ weight
+        if factor is not None:
+            dstates[part] *= factor[part]
+            rows = (rows * (factor[part] / largest)).to(rows.dtype)
+        if trains:
+            dweight += dlogits.T @ rows
+    return losses, dstates, dweight if factor is None else dweight.mul_(largest)

@@ -10,6 +10,7 @@ Legend: coords (B, L, 2), x then y of a tile's corner, in pixels of level 0; cel
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,23 +21,25 @@ from dilated_attention.checks import warn
 
 PIXELS = ("", "px", "pixel", "pixels")
 MICRONS = ("um", "µm", "μm", "micron", "microns", "micrometer", "micrometers", "micrometre", "micrometres")
-HALF = (torch.float16, torch.bfloat16)
 TileSize = int | float | Sequence[int] | Sequence[float] | Tensor  # one, or one for each slide
 
 
 def cells(
-    coords: Tensor,
-    tile_size: TileSize,
-    slide_ngrids: int,
-    padding_mask: Tensor | None = None,
-    *,
+    coords: Tensor, tile_size: TileSize, slide_ngrids: int, padding_mask: Tensor | None = None, *,
     takes_half: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """(B, L, 2) int64 on the host; padding is in cell (0, 0). Raises where a tile has no cell.
 
-    ``takes_half``: half-precision coordinates are an occasion for a warning, not an error.
+    ``takes_half``: coordinates in half precision are warned of, not refused. It rounds them beyond 2048 (float16) or
+    256 (bfloat16), and is infinite from 65,520 on.
     """
-    check_dtype(coords, takes_half)
+    if coords.dtype == torch.bool or coords.is_complex():
+        raise TypeError(f"coords must be numbers, x and y in pixels of level 0, got {coords.dtype}")
+    if coords.dtype in (torch.float16, torch.bfloat16):
+        text = f"coords are {coords.dtype}, which rounds pixels to other cells: pass them as integers or float32"
+        if not takes_half:
+            raise TypeError(text)
+        warn(text)
     sides = _sides(tile_size, len(coords))
     pixels = coords.detach().to("cpu", torch.float64)
     if padding_mask is not None:
@@ -44,20 +47,18 @@ def cells(
     found = (pixels / sides.view(-1, 1, 1)).floor()
     wrong = ~((found >= 0) & (found < slide_ngrids)).all(-1)  # true for NaN, too
     if wrong.any():
-        slide, tile = (int(index) for index in wrong.nonzero()[0])
-        raise ValueError(_complaint(pixels[slide, tile], slide, tile, sides[slide].item(), slide_ngrids))
+        slide, tile = wrong.nonzero()[0].tolist()
+        x, y = pixels[slide, tile].tolist()
+        why = (
+            f", beyond the grid of {slide_ngrids} × {slide_ngrids} cells of {sides[slide]:g} pixels: check that "
+            "tile_size is the side of a tile at level 0, or make a model with a larger slide_ngrids"
+        )
+        if min(x, y) < 0:
+            why = ": coordinates must not be negative; give those of the tile's upper left corner at level 0"
+        if not math.isfinite(x + y):
+            why = ": coordinates must be finite numbers"
+        raise ValueError(f"tile {tile} of slide {slide} is at ({x:g}, {y:g}){why}")
     return found.long()
-
-
-def check_dtype(coords: Tensor, takes_half: bool = False) -> None:
-    """Half precision rounds coordinates beyond 2048 (float16) or 256 (bfloat16), and is infinite from 65,520 on."""
-    if coords.dtype == torch.bool or coords.is_complex():
-        raise TypeError(f"coords must be numbers, x and y in pixels of level 0, got {coords.dtype}")
-    if coords.dtype in HALF:
-        text = f"coords are {coords.dtype}, which rounds pixels to other cells: pass them as integers or float32"
-        if not takes_half:
-            raise TypeError(text)
-        warn(text)
 
 
 def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
@@ -112,19 +113,6 @@ def _sides(tile_size: TileSize, slides: int) -> Tensor:
     if not bool(((sides > 0) & sides.isfinite()).all()):
         raise ValueError(f"tile_size must be positive, the side of a tile in pixels of level 0, got {tile_size}")
     return sides.expand(slides)
-
-
-def _complaint(pixel: Tensor, slide: int, tile: int, side: float, slide_ngrids: int) -> str:
-    x, y = pixel.tolist()
-    where = f"tile {tile} of slide {slide} is at ({x:g}, {y:g})"
-    if not bool(pixel.isfinite().all()):
-        return f"{where}: coordinates must be finite numbers"
-    if min(x, y) < 0:
-        return f"{where}: coordinates must not be negative; give those of the tile's upper left corner at level 0"
-    return (
-        f"{where}, beyond the grid of {slide_ngrids} × {slide_ngrids} cells of {side:g} pixels: check that tile_size "
-        "is the side of a tile at level 0, or make a model with a larger slide_ngrids"
-    )
 
 
 def embedded(cell: Tensor, embed_dim: int, slide_ngrids: int, like: Tensor) -> Tensor:

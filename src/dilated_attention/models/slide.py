@@ -251,25 +251,23 @@ class SlideEncoder(nn.Module):
         self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Over
     ) -> tuple[Tensor, Tensor]:
         """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
-        if not isinstance(tiles, Tensor) or not isinstance(coords, Tensor):
-            raise TypeError(f"tiles and coords must be tensors, got {type(tiles).__name__}, {type(coords).__name__}")
+        given = {"tiles": tiles, "coords": coords, **({} if padding_mask is None else {"padding_mask": padding_mask})}
+        if wrong := [f"{name} is {type(x).__name__}" for name, x in given.items() if not isinstance(x, Tensor)]:
+            raise TypeError(f"{', '.join(given)} must be tensors: {wrong[0]}")
         in_chans = self.patch_embed.proj.in_features
-        if tiles.dim() not in (2, 3) or tiles.shape[-1] != in_chans:
+        tiles = tiles.unsqueeze(0) if tiles.dim() == 2 else tiles
+        if tiles.dim() != 3 or tiles.shape[-1] != in_chans:
             wanted = f"(slides, tiles, {in_chans})"
             raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
-        tiles = tiles if tiles.dim() == 3 else tiles.unsqueeze(0)
-        slides, length, _ = tiles.shape
-        if coords.shape not in ((length, 2), (slides, length, 2)):
+        shape = slides, length = tiles.shape[:2]
+        if coords.shape not in ((length, 2), (*shape, 2)):
             wanted = f"({slides}, {length}, 2) or ({length}, 2)"
             raise ValueError(f"coords must be {wanted} like the tiles, x and y of each, got {tuple(coords.shape)}")
-        if padding_mask is not None:
-            if group is not None:
-                raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
-            if not isinstance(padding_mask, Tensor):
-                raise TypeError(f"padding_mask must be a tensor of bool, got {type(padding_mask).__name__}")
-            if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
-                got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
-                raise ValueError(f"padding_mask must be bool (True = no tile) of shape ({slides}, {length}), got {got}")
+        if padding_mask is not None and group is not None:
+            raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
+        if padding_mask is not None and (padding_mask.dtype != torch.bool or padding_mask.shape != shape):
+            got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
+            raise ValueError(f"padding_mask must be bool (True = no tile) of shape ({slides}, {length}), got {got}")
         if not length if padding_mask is None else bool(padding_mask.all(1).any()):
             if group is None:
                 raise ValueError("a slide has no tiles: leave it out")

@@ -8,12 +8,10 @@ Legend: E = dim; x (B, n, E); q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H);
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
@@ -31,6 +29,8 @@ Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
 
 # Modules that draw numbers only at one of RATES. (nn.RReLU needs none, but PyTorch itself cannot checkpoint it.)
 CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")
+BEFORE = ("attention_norm.", "qkv.", "q_norm.", "k_norm.")  # the parts of a block that come before attention
+NORMS: dict[str, Any] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 RATES = ("p", "dropout", "drop_path")  # of what is dropped
 PAPER = {"norm": "layer", "sub_norm": True, "ffn": "gelu", "vocab_size": 50304}
 SIZES: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ class LMConfig:
         for name, default in defaults.items():
             given = getattr(self, name)
             object.__setattr__(self, name, default if given is None else check_int(name, given))
-        for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", ("layer", "rms"))):
+        for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", tuple(NORMS))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
@@ -142,10 +142,7 @@ class LMConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns this config as a dict that JSON can store. ``LMConfig.from_dict`` reads it back."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        one = isinstance(self.pattern, DilatedPattern)
-        found["pattern"] = written(self.patterns[0]) if one else [written(pattern) for pattern in self.patterns]
-        return found
+        return {**vars(self), "pattern": written(self.pattern)}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> LMConfig:
@@ -153,19 +150,21 @@ class LMConfig:
         return cls(**{**found, "pattern": read_pattern(found["pattern"])})
 
 
-def written(pattern: DilatedPattern) -> dict[str, Any]:
-    """A pattern as JSON takes it."""
+def written(pattern: DilatedPattern | Iterable[DilatedPattern]) -> Any:
+    """A pattern, or one per layer, as JSON takes it."""
+    if not isinstance(pattern, DilatedPattern):
+        return [written(one) for one in pattern]
     lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
     mixing = {} if pattern.is_exact else {"mixing_gradient": pattern.mixing_gradient}
     return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates, **mixing}
 
 
 def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
-    """The pattern that `written` wrote, or one per layer; a pattern is given as it is."""
+    """What `written` was given; a pattern is given as it is."""
     if isinstance(found, DilatedPattern):
         return found
     if isinstance(found, list | tuple):
-        return tuple(cast(DilatedPattern, read_pattern(one)) for one in found)
+        return tuple(map(read_pattern, found))  # type: ignore[arg-type]
     needed = {"rule", "segment_lengths", "dilation_rates"}
     if not isinstance(found, dict) or not needed <= set(found) <= {*needed, "mixing_gradient"}:
         raise ValueError(f"a pattern is a dict of rule, segment_lengths and dilation_rates, got {found!r}")
@@ -176,10 +175,8 @@ def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rota
     """cos and sin of each position. Angles are in float64: in float32 they are off by 0.06 at a million tokens."""
     positions = positions if positions.dim() > 1 else positions.unsqueeze(0)
     rates = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim)
-    some = [part.unsqueeze(-1) * rates for part in torch.split(positions, 1 << 16, dim=-1)]
-    cos, sin = (
-        torch.cat([wave(angles).to(dtype) for angles in some], -2).unsqueeze(-2) for wave in (torch.cos, torch.sin)
-    )
+    angles = [part.unsqueeze(-1) * rates for part in torch.split(positions, 1 << 16, dim=-1)]
+    cos, sin = (torch.cat([wave(x).to(dtype) for x in angles], 1).unsqueeze(2) for wave in (torch.cos, torch.sin))
     return cos, sin
 
 
@@ -194,48 +191,37 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
-        E, H, Hk, D = config.dim, config.heads, config.kv_count, config.head_size
-        F_, self.ffn = cast(int, config.ffn_dim), config.ffn
-        self.counts, self.head_dim = (H, Hk, Hk), D
-        kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+        E, H, Hk, D, inner = config.dim, config.heads, config.kv_count, config.head_size, cast(int, config.ffn_dim)
+        self.counts, self.head_dim, self.ffn = (H, Hk, Hk), D, config.ffn
+        linear: Any = partial(nn.Linear, bias=False, **factory)
 
-        def norm(width: int, wanted: bool = True) -> nn.Module:
-            return kind(width, eps=config.norm_eps, **factory) if wanted else nn.Identity()
+        def norm(width: int, wanted: bool = True) -> Any:
+            return NORMS[config.norm](width, eps=config.norm_eps, **factory) if wanted else nn.Identity()
 
-        self.attention_norm = norm(E)
-        self.qkv = nn.Linear(E, (H + 2 * Hk) * D, bias=False, **factory)
+        self.attention_norm, self.qkv = norm(E), linear(E, (H + 2 * Hk) * D)
         self.q_norm, self.k_norm = norm(D, config.qk_norm), norm(D, config.qk_norm)
         self.sink = nn.Parameter(torch.zeros(H, **factory)) if config.sinks else None
-        self.inner_norm = norm(H * D, config.sub_norm)
-        self.out = nn.Linear(H * D, E, bias=False, **factory)
-        self.ffn_norm = norm(E)
-        self.up = nn.Linear(E, 2 * F_ if config.ffn == "swiglu" else F_, bias=False, **factory)
-        self.ffn_inner_norm = norm(F_, config.sub_norm)
-        self.down = nn.Linear(F_, E, bias=False, **factory)
+        self.inner_norm, self.out = norm(H * D, config.sub_norm), linear(H * D, E)
+        self.ffn_norm, self.up = norm(E), linear(E, 2 * inner if config.ffn == "swiglu" else inner)
+        self.ffn_inner_norm, self.down = norm(inner, config.sub_norm), linear(inner, E)
         self._compiled: dict[Any, Any] = {}
 
     def forward(
-        self,
-        x: Tensor,
-        waves: Rotary | None,
-        attend: Attend,
-        again: bool = False,
-        is_late: bool = False,
+        self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False, is_late: bool = False,
         apart: bool = False,
-    ) -> Tensor:
+    ) -> Any:  # fmt: skip
         """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention, and
         if ``is_late`` also through what comes before it. ``apart``: ``attend`` is never compiled with the block."""
         if not (apart or (again and is_long(x))):
-            return self._run(whole, x, attend, waves)  # type: ignore[no-any-return]
-        first, last = partial(self._run, before), partial(self._run, after)
-        given = (x, *(waves or ()))
-        layers: tuple[nn.Module, ...] = (self.attention_norm, self.qkv, self.q_norm, self.k_norm)
-        q, k, v = in_parts(first, given, weights_of(layers), again) if is_late else first(*given)
+            return self._run(whole, x, attend, waves)
+        first, given = partial(self._run, before), (x, *(waves or ()))
+        weights: tuple[list[Tensor], list[Tensor]] = [], []  # of what comes before attention, and after it
+        for name, weight in self.named_parameters():
+            weights[not name.startswith(BEFORE)].append(weight)
+        q, k, v = in_parts(first, given, weights[0], again) if is_late else first(*given)
         out, lse = attend(q, k, v)
-        layers = (self.inner_norm, self.out, self.ffn_norm, self.up, self.ffn_inner_norm, self.down)
-        if self.sink is None:
-            return in_parts(last, (x, out), weights_of(layers), again)[0]
-        return in_parts(last, (x, out, lse), chain(weights_of(layers), (self.sink,)), again)[0]
+        inputs = (x, out) if self.sink is None else (x, out, lse)
+        return in_parts(partial(self._run, after), inputs, weights[1], again)[0]
 
     def _run(self, step: Callable[..., Any], *inputs: Any) -> Any:
         return self._compiled.get(step, step)(self, *inputs)
@@ -248,8 +234,7 @@ class TransformerBlock(nn.Module):
         self._compiled = {step: torch.compile(step, *args, **kwargs) for step in (whole, before, after)}
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_compiled": {}}  # a copy is not compiled, as for any module
+        return {**vars(self), "_compiled": {}}  # a copy is not compiled, as for any module
 
     @torch.no_grad()
     def reset_parameters(self, depth: int) -> None:
@@ -309,18 +294,12 @@ def checkpointed(block: nn.Module, *inputs: Any) -> Any:
 
 def is_random(block: nn.Module) -> bool:
     """Whether a block may draw random numbers: someone has put dropout into it, or a module of an unknown kind."""
-
-    def draws(module: nn.Module) -> bool:
-        if not type(module).__module__.startswith(CALM):
-            return True
-        rates = (getattr(module, name, 0) for name in RATES)
-        return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
-
-    return any(module.training and draws(module) for module in block.modules())
-
-
-def weights_of(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
-    return (weight for layer in layers for weight in layer.parameters())
+    return any(
+        not type(module).__module__.startswith(CALM)
+        or any(isinstance(rate := getattr(module, name, 0), int | float) and rate > 0 for name in RATES)
+        for module in block.modules()
+        if module.training
+    )
 
 
 class Trunk(nn.Module):
@@ -335,8 +314,7 @@ class Trunk(nn.Module):
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
         self.blocks = nn.ModuleList(TransformerBlock(config, **factory) for _ in range(config.depth))
-        kind: Any = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
-        self.norm = kind(config.dim, eps=config.norm_eps, **factory)
+        self.norm = NORMS[config.norm](config.dim, eps=config.norm_eps, **factory)
         # as in MAGNETO's models: small weights for the tied output, and an input of size 1
         self.scale = config.dim**0.5 if config.sub_norm else 1.0
         self.reset_parameters()

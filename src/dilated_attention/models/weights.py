@@ -134,16 +134,17 @@ def load(make: Callable[[], Model], state: State, said: str) -> Model:
     with torch.device("meta"):  # nothing large is made before it is clear that they fit
         model = make()
     wanted = model.state_dict()
-    missing, unexpected = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
-    shapes = [
-        f"{name} is {tuple(state[name].shape)}, not {tuple(x.shape)}"
-        for name, x in wanted.items()
-        if name in state and state[name].shape != x.shape
-    ]
-    problems = (("missing: ", missing), ("unexpected: ", unexpected), ("of another shape: ", shapes))
-    wrong = "; ".join(label + ", ".join(names[:8]) for label, names in problems if names)
-    if wrong:
-        raise ValueError(f"{said} does not fit {type(model).__name__}: {short(wrong)}")
+    wrong = {
+        "missing": sorted(wanted.keys() - state.keys()),
+        "unexpected": sorted(state.keys() - wanted.keys()),
+        "of another shape": [
+            f"{name} is {tuple(state[name].shape)}, not {tuple(x.shape)}"
+            for name, x in wanted.items()
+            if name in state and state[name].shape != x.shape
+        ],
+    }
+    if said_wrong := "; ".join(f"{what}: {', '.join(names[:8])}" for what, names in wrong.items() if names):
+        raise ValueError(f"{said} does not fit {type(model).__name__}: {short(said_wrong)}")
     model.to_empty(device=torch.get_default_device())
     model.load_state_dict(state)
     return model

@@ -31,7 +31,7 @@ def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern])
     """
     config = getattr(config, "config", config)
     check_model(config)
-    found = written(pattern) if isinstance(pattern, DilatedPattern) else [written(some) for some in pattern]
+    found = written(pattern)
     if isinstance(found, list):
         check_count(len(found), getattr(config, "num_hidden_layers", None))
     setattr(config, FIELD, found)
