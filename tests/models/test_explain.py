@@ -115,14 +115,10 @@ def test_one_slide_in_eval_mode() -> None:
         model().train().attention_map(ONE, PLACES)
 
 
-def test_nan_is_not_hidden() -> None:
-    tiles = ONE.clone()
-    tiles[0, 3] = torch.nan
-    assert model().attention_map(tiles, PLACES).tiles.isnan().any()
-
-
-def test_in_inference_mode() -> None:
-    encoder = model()
+def test_nan_is_not_hidden_and_inference_mode_changes_nothing() -> None:
+    encoder, tiles = model(), ONE.clone()
     with torch.inference_mode():
         found = encoder.rollout(ONE, PLACES)
     close(joined(found), joined(encoder.rollout(ONE, PLACES)))
+    tiles[0, 3] = torch.nan
+    assert encoder.attention_map(tiles, PLACES).tiles.isnan().any()

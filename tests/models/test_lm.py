@@ -91,45 +91,32 @@ def test_positions_are_relative() -> None:
     assert error(model(tokens, positions=one_by_one), model(tokens)) < 1e-9
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_the_loss_in_chunks(chunk: int) -> None:
+def states_and_labels(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """States and weight that want gradients, and labels, some of which are ignored."""
     torch.manual_seed(0)
-    states = torch.randn(2, 11, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(19, 6, dtype=torch.float64, requires_grad=True)
-    labels = batch(2, 11)
-    labels[0, 3] = labels[1, -1] = IGNORED
-    factor = torch.randn(2, 11, dtype=torch.float64)
-    got = token_losses(states, weight, labels, chunk)
+    states, weight = (torch.randn(*size, 6, dtype=dtype).requires_grad_() for size in (shape, (19,)))
+    return states, weight, torch.randint(19, shape).masked_fill(torch.rand(shape) < 0.2, IGNORED)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("wanted", [[0, 1], [0], [1]])
+def test_losses_in_chunks(chunk: int, wanted: list[int]) -> None:
+    """Values and gradients of each loss, and of their sum."""
+    states, weight, labels = states_and_labels(2, 11)
+    leaves = [(states, weight)[index] for index in wanted]
+    for index in {0, 1} - set(wanted):
+        (states, weight)[index].requires_grad_(False)
     expected = F.cross_entropy((states @ weight.T).transpose(1, 2), labels, reduction="none")
+    got, total = (loss(states, weight, labels, chunk) for loss in (token_losses, summed_loss))
     assert error(got, expected) < 1e-12
-    grads = [torch.autograd.grad((x * factor).sum(), [states, weight]) for x in (got, expected)]
-    assert same(list(grads[0]), list(grads[1]))
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize("wanted", ["both", "states", "weight"])
-def test_the_sum_of_losses(chunk: int, wanted: str) -> None:
-    torch.manual_seed(0)
-    states, weight = torch.randn(2, 11, 6, dtype=torch.float64), torch.randn(19, 6, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x, name in ((states, "states"), (weight, "weight")) if wanted in ("both", name)]
-    labels = batch(2, 11)
-    labels[0, 3] = labels[1, -1] = IGNORED
-    got, expected = summed_loss(states, weight, labels, chunk), token_losses(states, weight, labels, chunk).sum()
-    assert got.shape == ()
-    assert error(got, expected) < 1e-12
-    grads = [torch.autograd.grad(-0.7 * x, leaves) for x in (got, expected)]
-    assert same(list(grads[0]), list(grads[1]))
+    assert error(total, expected.sum()) < 1e-12
+    factor = torch.randn(2, 11, dtype=torch.float64)
+    assert same(*(list(torch.autograd.grad((x * factor).sum(), leaves, retain_graph=True)) for x in (got, expected)))
+    assert same(*(list(torch.autograd.grad(-0.7 * x.sum(), leaves)) for x in (total, expected)))
     with torch.no_grad():
-        assert torch.equal(summed_loss(states, weight, labels, chunk), expected)
-
-
-def test_labels_that_are_no_tokens_are_refused() -> None:
-    for loss in (token_losses, summed_loss):
-        for wrong in (19, -1):
-            with pytest.raises(ValueError, match=f"labels must be from 0 to 18, or -100, got {wrong}"):
-                loss(torch.zeros(3, 6), torch.zeros(19, 6), torch.tensor([3, wrong, -100]))
-    with pytest.raises(ValueError, match="reduction must be 'none' or 'sum', got 'mean'"):
-        small("sinks")(batch(), batch(), reduction="mean")
+        assert torch.equal(
+            summed_loss(states, weight, labels, chunk), token_losses(states, weight, labels, chunk).sum()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -139,55 +126,37 @@ def test_the_loss_in_half_precision(dtype: torch.dtype) -> None:
     states, weight, labels = torch.randn(200, 32), torch.randn(50, 32), torch.randint(50, (200,))
     states[:50] = 0.4 * weight[labels[:50]]  # all but certain of their label
 
-    def plain(states: Tensor, weight: Tensor) -> Tensor:
+    def plain(states: Tensor, weight: Tensor, *_: Any) -> Tensor:
         logits = states @ weight.T
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
 
-    def found(losses: Any, dtype: torch.dtype, scale: float) -> list[Tensor]:
-        leaves = [x.to(rounded).to(dtype).requires_grad_() for x in (states, weight)]
-        out = losses(*leaves)
+    def found(losses: Any, kind: torch.dtype = dtype, scale: float = 1.0) -> list[Tensor]:
+        leaves = [x.to(dtype).to(kind).requires_grad_() for x in (states, weight)]
+        out = losses(*leaves, labels, 64)
         return [out.double(), *(x.double() for x in torch.autograd.grad(out.sum() * scale, leaves))]
 
-    rounded = dtype  # what float64 gets is rounded as well
-    exact = found(plain, torch.float64, 1.0)
-    total = found(lambda *x: summed_loss(*x, labels, 64), dtype, 1.0)
-    got = found(lambda *x: token_losses(*x, labels, 64), dtype, 1.0)
-    assert (total[0] - exact[0].sum()).abs() <= 2 * (found(plain, dtype, 1.0)[0].sum() - exact[0].sum()).abs()
-    for x, y in zip(total[1:], got[1:], strict=True):
-        assert torch.equal(x, y)
-    for x, y, z, most in zip(got, found(plain, dtype, 1.0), exact, (2, 3, 3), strict=True):
+    exact, theirs, got, total = found(plain, torch.float64), found(plain), found(token_losses), found(summed_loss)
+    assert (total[0] - exact[0].sum()).abs() <= 2 * (theirs[0].sum() - exact[0].sum()).abs()
+    assert all(map(torch.equal, total[1:], got[1:]))
+    for ours, other, wanted, most in zip(got, theirs, exact, (2, 3, 3), strict=True):
         for rows in (slice(50), slice(50, None)):
-            assert (x - z)[rows].norm() <= most * (y - z)[rows].norm()
+            assert (ours - wanted)[rows].norm() <= most * (other - wanted)[rows].norm()
     for loss in (token_losses, summed_loss):
-        dweight = found(lambda *x, loss=loss: loss(*x, labels, 64), dtype, 1e-6)[2]
-        assert (dweight * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
+        assert (found(loss, scale=1e-6)[2] * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
 
 
-def test_no_tokens_have_no_loss() -> None:
-    """As on a rank whose shard is empty."""
-    states, weight = torch.zeros(1, 0, 6, requires_grad=True), torch.randn(19, 6, requires_grad=True)
-    grads = torch.autograd.grad(
-        token_losses(states, weight, torch.zeros(1, 0, dtype=torch.long)).sum(), [states, weight]
-    )
-    assert [x.shape for x in grads] == [states.shape, weight.shape]
-    assert not any(x.any() for x in grads)
-
-
-def test_losses_may_be_changed_in_place() -> None:
-    states, weight, labels = torch.randn(5, 6, requires_grad=True), torch.randn(19, 6), torch.randint(19, (5,))
+def test_losses_of_no_tokens_in_place_and_under_autocast() -> None:
+    states, weight, labels = states_and_labels(1, 0)  # as on a rank whose shard is empty
+    for grad, x in zip(
+        torch.autograd.grad(token_losses(states, weight, labels).sum(), [states, weight]), (states, weight), strict=True
+    ):
+        assert torch.equal(grad, torch.zeros_like(x))
+    states, weight, labels = states_and_labels(5, dtype=torch.float32)
     expected = torch.autograd.grad(2 * token_losses(states, weight, labels).sum(), states)[0]
-    got = torch.autograd.grad(token_losses(states, weight, labels).mul_(2).sum(), states)[0]
-    assert error(got, expected) < 1e-6
-
-
-def test_the_loss_follows_autocast() -> None:
-    states, weight = torch.randn(5, 6, requires_grad=True), torch.randn(19, 6, requires_grad=True)
-    labels = batch(1, 5)[0]
+    assert error(torch.autograd.grad(token_losses(states, weight, labels).mul_(2).sum(), states)[0], expected) < 1e-6
     with torch.autocast("cpu", torch.bfloat16):
         losses = token_losses(states, weight, labels)
-    assert losses.dtype == torch.float32
-    grads = torch.autograd.grad(losses.sum(), [states, weight])
-    assert [x.dtype for x in grads] == [torch.float32] * 2
+    assert {losses.dtype, *(x.dtype for x in torch.autograd.grad(losses.sum(), [states, weight]))} == {torch.float32}
     rounded = F.cross_entropy((states.bfloat16() @ weight.bfloat16().T).float(), labels, reduction="none")
     assert error(losses, rounded) < 1e-5
 
@@ -215,13 +184,19 @@ def test_packed_documents_are_as_each_alone(name: str) -> None:
     assert (shifted(tokens, documents) == IGNORED).nonzero()[:, 1].tolist() == [4, 21, 36]
 
 
+@torch.no_grad()
 def test_a_pooled_embedding_leaves_padding_out() -> None:
+    """Also where it is NaN, and of more tokens than half precision can count."""
     model, tokens = small("sinks", LongNetEncoder), batch()
-    padding = torch.zeros(2, TOKENS, dtype=torch.bool)
-    padding[1, 20:] = True
+    padding = torch.arange(TOKENS) >= torch.tensor([TOKENS, 20])[:, None]
     pooled = model.pooled(tokens, key_padding_mask=padding)
-    assert error(pooled[0], model(tokens[:1])[0].mean(0)) < 1e-12
-    assert error(pooled[1], model(tokens[1:, :20])[0].mean(0)) < 1e-12
+    for sample, length in enumerate((TOKENS, 20)):
+        assert error(pooled[sample], model(tokens[sample : sample + 1, :length])[0].mean(0)) < 1e-12
+    states = torch.ones(1, 70_000, 8, dtype=torch.float16)
+    model.forward = lambda *_, **__: states
+    assert model.pooled(states).tolist() == [[1.0] * 8]
+    states[:, 5:] = torch.nan
+    assert model.pooled(states, key_padding_mask=(torch.arange(70_000) >= 5).unsqueeze(0)).tolist() == [[1.0] * 8]
 
 
 def test_blocks_are_compiled_once() -> None:
@@ -297,30 +272,51 @@ def test_a_config_is_checked(changes: dict[str, Any], says: str) -> None:
         LMConfig(**{**SHAPE, **changes})
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown size '1T'"):
-        LMConfig.of("1T", PATTERN)
-    model, tokens = small(), batch()
-    for options, says in (
-        ({"cu_seqlens": [0, 5, TOKENS]}, "one row, "),
-        ({"positions": torch.arange(3)}, "positions must be"),
-        ({"labels": tokens[:, 1:]}, "labels are"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            model(tokens, **options)
-    for ends in ([0, 5], [1, TOKENS], [0, 9, 5, TOKENS], torch.tensor([0, 5])):
-        for packs in (partial(model, cu_seqlens=ends), partial(shifted, documents=ends)):
-            with pytest.raises(ValueError, match="begin with 0, never fall, and end with 37, the number of tokens"):
-                packs(tokens[:1])
-    for wrong in (tokens[0], torch.zeros(3, 24)):
-        for takes in (model, shifted):
-            with pytest.raises(ValueError, match=r"must be \(B, n\)"):
-                takes(wrong)
+ENDS = "begin with 0, never fall, and end with 37, the number of tokens"
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda _, __: LMConfig.of("1T", PATTERN), "unknown size '1T'"),
+        (lambda model, tokens: model(tokens, cu_seqlens=[0, 5, TOKENS]), "one row, "),
+        (lambda model, tokens: model(tokens, positions=torch.arange(3)), "positions must be"),
+        (lambda model, tokens: model(tokens, tokens[:, 1:]), "labels are"),
+        (
+            lambda model, tokens: model(tokens, tokens, reduction="mean"),
+            "reduction must be 'none' or 'sum', got 'mean'",
+        ),
+        *(
+            (lambda model, tokens, ends=ends: model(tokens[:1], cu_seqlens=ends), ENDS)
+            for ends in ([0, 5], [0, 9, 5, 37])
+        ),
+        *((lambda _, tokens, ends=ends: shifted(tokens[:1], ends), ENDS) for ends in ([1, 37], torch.tensor([0, 5]))),
+        (lambda model, tokens: model(tokens[0]), r"must be \(B, n\)"),
+        (lambda _, __: shifted(torch.zeros(3, 24)), r"must be \(B, n\)"),
+        *(
+            (
+                lambda model, tokens, bad=bad, loss=loss: loss(torch.zeros(3, 6), torch.zeros(19, 6), bad[0], bad[1]),
+                bad[2],
+            )
+            for loss in (token_losses, summed_loss)
+            for bad in (
+                (torch.tensor([3, 19, -100]), 8, "labels must be from 0 to 18, or -100, got 19"),
+                (torch.tensor([3, -1, -100]), 8, "labels must be from 0 to 18, or -100, got -1"),
+                (torch.tensor([3, 1, -100]), 0, "chunk must be 1 or more"),
+                (torch.tensor([3, 1, -100]), 2.5, "chunk must be a whole number"),
+            )
+        ),
+    ],
+)
+def test_what_is_refused(call: Any, says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        call(small(), batch())
 
 
 def test_labels_of_bytes_and_of_no_tokens() -> None:
     assert shifted(torch.tensor([[7, 255, 3]], dtype=torch.uint8), [0, 0, 2, 3]).tolist() == [[255, IGNORED, IGNORED]]
     assert shifted(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0)
+    assert small("sinks")(batch(1, 0)).shape == (1, 0, 19)  # as on a rank whose shard is empty
     compiled = torch.compile(shifted, fullgraph=True, backend="eager")
     ends = torch.tensor([0, 0, 5, TOKENS])
     assert torch.equal(compiled(batch(1), ends), shifted(batch(1), ends))
@@ -474,25 +470,3 @@ def test_a_token_that_stops() -> None:
 def test_generation_is_checked(prompt: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         small().generate_tokens(prompt, 3, **options)
-
-
-def test_no_tokens_are_no_error() -> None:
-    """As on a rank whose shard is empty."""
-    assert small("sinks")(batch(1, 0)).shape == (1, 0, 19)
-
-
-@pytest.mark.parametrize("chunk", [0, -1, 2.5])
-def test_a_chunk_of_no_tokens_is_refused(chunk: Any) -> None:
-    for loss in (token_losses, summed_loss):
-        with pytest.raises((ValueError, TypeError), match="chunk"):
-            loss(torch.zeros(3, 6), torch.zeros(19, 6), torch.tensor([3, 1, -100]), chunk)
-
-
-@torch.no_grad()
-def test_a_pooled_embedding_of_many_tokens_and_of_nan() -> None:
-    states = torch.ones(1, 70_000, 8, dtype=torch.float16)
-    model = small("sinks", LongNetEncoder)
-    model.forward = lambda *_, **__: states  # type: ignore[method-assign]
-    assert model.pooled(states).tolist() == [[1.0] * 8]
-    states[:, 5:] = torch.nan
-    assert model.pooled(states, key_padding_mask=(torch.arange(70_000) >= 5).unsqueeze(0)).tolist() == [[1.0] * 8]

@@ -95,14 +95,6 @@ def test_a_weight_may_be_unused() -> None:
     assert close([x for x in grads if x is not None and x.shape != (3,)], [x for x in exact if x is not None])
 
 
-def test_a_second_backward_pass() -> None:
-    model, tokens = model_of(), torch.arange(TOKENS).unsqueeze(0) % 19
-    model.checkpointing = True
-    loss, weights = model(tokens, shifted(tokens), reduction="sum"), list(model.parameters())
-    one, two = (torch.autograd.grad(loss, weights, retain_graph=again) for again in (True, False))
-    assert close(list(one), list(two))
-
-
 class Draws(torch.nn.Module):
     """Dropout in its own way."""
 

@@ -117,26 +117,10 @@ def test_a_page_holds_all_that_it_needs(found: maps.Maps, thumbnail: maps.Thumbn
     assert held["thumbnail"].startswith("data:image/png;base64,")
 
 
-def test_a_thumbnail_needs_the_size_of_the_slide(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [None, "wide", 0, float("nan")])
+def test_a_thumbnail_needs_the_size_of_the_slide(tmp_path: Path, width: Any) -> None:
     Image.new("RGB", (10, 10)).save(tmp_path / "one.png")
     slide = files.look(feature_files.trident(tmp_path / "one.h5", TILES, COORDS))
-    with pytest.raises(BadFile, match="it lacks the attribute 'level0_width'"):
-        draw.Writer(tmp_path)._thumbnail(slide)
-    sizes = {"level0_width": 2560, "level0_height": 2560}
-    for wrong, said in (("wide", "is no number"), (0, "0 pixels wide"), (float("nan"), "nan pixels wide")):
-        about = replace(slide, attributes=sizes | {"level0_width": wrong})
-        with pytest.raises(BadFile, match=said):
-            draw.Writer(tmp_path)._thumbnail(about)
-
-
-def test_a_thumbnail_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Image.new("RGB", (10, 10)).save(tmp_path / "one.png")
-    sizes = {"level0_width": 2560, "level0_height": 2560}
-    slide = files.look(feature_files.trident(tmp_path / "one.h5", TILES, COORDS, **sizes))
-
-    def refused(*_: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(BadFile, match=r"its thumbnail .*one.png cannot be read: Permission denied"):
-        draw.Writer(tmp_path)._thumbnail(slide)
+    about = replace(slide, attributes={"level0_width": width, "level0_height": 2560})
+    with pytest.raises(BadFile, match=f"its level0_width and level0_height are {width!r} and 2560: "):
+        draw.Writer(tmp_path)._thumbnail(about)

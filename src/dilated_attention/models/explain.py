@@ -46,21 +46,24 @@ class AttentionMap(NamedTuple):
 
 def row_of(query: Query, tiles: int) -> int:
     """The row of a query: 0 for the class token, 1 + its index for a tile."""
-    if query == "cls":
-        return 0
-    if isinstance(query, bool) or not isinstance(query, SupportsIndex) or not 0 <= operator.index(query) < tiles:
+    if query != "cls" and not _is_index(query, 0, tiles):
         raise ValueError(f"query must be 'cls' or the index of one of {tiles} tiles, got {query!r}")
-    return operator.index(query) + 1
+    return 0 if query == "cls" else operator.index(query) + 1  # type: ignore[arg-type]
 
 
 def chosen(name: str, index: int | None, size: int) -> slice:
     """The index given, which may count from the end, or all for None."""
     if index is None:
         return slice(None)
-    if isinstance(index, bool) or not isinstance(index, SupportsIndex) or not -size <= operator.index(index) < size:
+    if not _is_index(index, -size, size):
         raise ValueError(f"{name} must be from {-size} to {size - 1}, or None for all, got {index!r}")
     first = operator.index(index) % size
     return slice(first, first + 1)
+
+
+def _is_index(value: object, least: int, end: int) -> bool:
+    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    return is_whole and least <= operator.index(value) < end  # type: ignore[arg-type]
 
 
 def attention_map(

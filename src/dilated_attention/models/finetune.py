@@ -62,14 +62,8 @@ def finetuning(
     Call ``optimizer.step()`` and ``schedule.step()`` once every ``accumulation`` batches. The highest rate is
     ``base_lr * batch_size * accumulation / 256``. It is reached over the warm-up, and falls as half a cosine to
     ``min_lr``. The recipe also has ``dropout=0.1, drop_path_rate=0.0``, and takes entry 11 of ``all_layer_embed=True``:
-    the class token after 11 of the 12 layers.
-
-    Args:
-        module: has one `SlideEncoder` in it.
-        steps_per_epoch: optimizer steps per epoch: the number of batches // accumulation.
-        epochs, warmup_epochs: how many there are in all, and how many of them are the warm-up.
-        base_lr, min_lr, batch_size, accumulation: see above.
-        layer_decay, weight_decay: see `parameter_groups`.
+    the class token after 11 of the 12 layers. ``steps_per_epoch``, of the optimizer, is the number of batches //
+    accumulation; ``layer_decay`` and ``weight_decay`` are those of `parameter_groups`.
 
     Examples:
         >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True)

@@ -111,13 +111,9 @@ class SlideEncoder(nn.Module):
 
     @classmethod
     def preset(cls, name: str, *, global_pool: bool, **sizes: Any) -> Self:
-        """Makes a model with the sizes of a released one, and fresh weights.
+        """Makes a model with the sizes of a released one, a key of `PRESETS`, and fresh weights.
 
-        Args:
-            name: "gigapath_slide_enc12l768d", "gigapath_slide_enc12l384d", "gigapath_slide_enc24l1024d" or
-                "gigapath_slide_enc12l1536d", the keys of `PRESETS`.
-            global_pool: True: the mean of the tiles' outputs; False: the class token's output.
-            sizes: further arguments of the constructor, which override the preset.
+        ``global_pool`` and ``sizes`` are arguments of the constructor; they override the preset.
         """
         if name not in PRESETS:
             raise ValueError(f"unknown model {name!r}: use one of {', '.join(PRESETS)}")
@@ -130,10 +126,9 @@ class SlideEncoder(nn.Module):
         Args:
             path_or_hub_id: a .safetensors or .pth file, a folder with ``slide_encoder.safetensors`` or
                 ``slide_encoder.pth``, or a hub id (``org/name``), which downloads into the hub's cache.
-            global_pool: True: the mean of the tiles' outputs; False: the class token's output.
-            sizes: further arguments of the constructor. Width, depth and in_chans are read from the weights. The
-                weights do not tell num_heads, tile_size, max_wsi_size and slide_ngrids: give those of the training if
-                they are not the defaults.
+            global_pool, sizes: arguments of the constructor. Width, depth and in_chans are read from the weights. They
+                do not tell num_heads, tile_size, max_wsi_size and slide_ngrids: give those of the training if they are
+                not the defaults.
         """
         state, said = weights.read(weights.located(path_or_hub_id))
         make = partial(cls, **{**sizes_of(state, said), **sizes}, global_pool=global_pool)
@@ -185,12 +180,8 @@ class SlideEncoder(nn.Module):
     ) -> explain.AttentionMap:
         """Computes the exact attention weights of one query over all tiles of a slide, in time and memory linear in L.
 
-        Args:
-            tiles, coords: of one slide, as in :meth:`forward`.
-            query: "cls" or the index of a tile.
-            layer: counted from 0, or from the end; None: all, in a first dimension.
-            head: the same for heads, by default all of them.
-            tile_size: as in :meth:`forward`.
+        ``query``: "cls" or the index of a tile. ``layer`` and ``head`` count from 0, or from the end; None: all, in a
+        dimension of their own.
         """
         states = self._explained(tiles, coords, tile_size)
         return explain.attention_map(self.encoder.layers, states, query, layer, head)
@@ -202,13 +193,8 @@ class SlideEncoder(nn.Module):
         """Computes attention rollout for one slide: how much each tile contributes to the embedding.
 
         It follows attention through all layers. In each layer one half of a row's weight stays in place, for the
-        residual connection. The other half goes to the keys by attention, averaged over the heads.
-
-        Args:
-            tiles, coords: of one slide, as in :meth:`forward`.
-            query: the output to explain: "cls", the index of a tile, or "mean" of all tiles. By default the one that
-                the model pools: "mean" with global_pool, else "cls".
-            tile_size: as in :meth:`forward`.
+        residual connection. The other half goes to the keys by attention, averaged over the heads. ``query``: "cls",
+        the index of a tile, or "mean" of all tiles; by default the one that the model pools.
         """
         states = self._explained(tiles, coords, tile_size)
         count = states[0].shape[1] - 1

@@ -110,18 +110,13 @@ class Writer:
         if self.thumbnails is None:
             return None
         there = [self.thumbnails / f"{slide.name}{ending}" for ending in PICTURES]
-        file = next((file for file in there if file.is_file()), None)
+        file = next(filter(Path.is_file, there), None)
         if file is None:
             raise BadFile(f"there is no picture {slide.name}.png or .jpg in {self.thumbnails}")
-        try:
-            width, height = (float(slide.attributes[name]) for name in ("level0_width", "level0_height"))
-            file.open("rb").close()
-        except KeyError as error:
-            raise BadFile(f"it lacks the attribute {error}, without which a thumbnail cannot be placed") from error
-        except (TypeError, ValueError) as error:
-            raise BadFile(f"level0_width or level0_height is no number: {error}") from error
-        except OSError as error:
-            raise BadFile(f"its thumbnail {file} cannot be read: {error.strerror or error}") from error
-        if not (0 < width < math.inf and 0 < height < math.inf):
-            raise BadFile(f"its slide is {width:g} pixels wide and {height:g} high, so a thumbnail cannot be placed")
-        return Thumbnail(file, width, height)
+        width, height = (slide.attributes.get(name) for name in ("level0_width", "level0_height"))
+        if not all(isinstance(side, int | float) and 0 < side < math.inf for side in (width, height)):
+            raise BadFile(
+                f"its level0_width and level0_height are {width!r} and {height!r}: a thumbnail is placed by the size of "
+                "the slide in pixels"
+            )
+        return Thumbnail(file, float(width), float(height))  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def _is_there(job: Job, slide: Slide) -> bool:
     """Whether all of a result is there. Raises rather than replace a file that is none of ours."""
     result = job.result(slide)
     arrays, about = files.written(result, [EMBEDDING])
-    ours = [".h5", *about.get("beside", "").split()] if "key" in about else []
+    ours = [".h5", *str(about.get("beside", "")).split()] if "key" in about else []
     there = [ending for ending in (".h5", *job.beside) if result.with_suffix(ending).exists()]
     if others := [result.with_suffix(ending) for ending in there if ending not in ours]:
         raise BadFile(f"{others[0]} exists and is not a result of this command: name another --out")
@@ -211,7 +211,7 @@ def embed(model: SlideEncoder, slides: Sequence[Read], layer: int | None) -> lis
 
 def _write(job: Job, slide: Slide, arrays: dict[str, Any], beside: Files) -> None:
     """The result first: it says which files beside it are ours, also if this is interrupted."""
-    before = files.written(job.result(slide), ())[1].get("beside", "").split()
+    before = str(files.written(job.result(slide), ())[1].get("beside", "")).split()
     attributes = {
         "key": job.slide_key(slide), "slide": charts.plain(slide.name), "tiles": slide.tiles,
         "tile_size": slide.tile_size, "layer": "last" if job.layer is None else job.layer,
