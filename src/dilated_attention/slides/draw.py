@@ -116,7 +116,7 @@ class Writer:
         width, height = (slide.attributes.get(name) for name in ("level0_width", "level0_height"))
         if not all(isinstance(side, int | float) and 0 < side < math.inf for side in (width, height)):
             raise BadFile(
-                f"its level0_width and level0_height are {width!r} and {height!r}: a thumbnail is placed by the slide's "
-                "size in pixels"
+                f"its level0_width and level0_height are {width!r} and {height!r}: a thumbnail is placed by "
+                "the slide's size in pixels"
             )
         return Thumbnail(file, float(width), float(height))  # type: ignore[arg-type]
