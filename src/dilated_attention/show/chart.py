@@ -137,28 +137,19 @@ def _legend(title: str, columns: int, **more: Any) -> alt.Legend:
 
 
 def _rows(view: View, pictures: Sequence[Picture], levels: dict[str, float]) -> Iterator[tuple[float, ...]]:
-    """The COLUMNS of each cell with pairs in it."""
+    """The COLUMNS of each cell with pairs in it; where cells have no gaps, equal ones beside one another are one."""
+    is_merged = len(view.edges) > GRID + 1
     for index, picture in enumerate(pictures):
         tables = (picture.share.tolist(), picture.levels(levels.values()).tolist(), picture.branch.tolist())
-        values = [[*zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
-        for top, bottom, left, right, (share, *more) in _rectangles(values, is_merged=len(view.edges) > GRID + 1):
-            if share:
-                cell = (view.edges[i] for i in (top, bottom, left, right))
-                yield index, *cell, float(f"{share:.4g}"), *more
-
-
-def _rectangles(values: list[list[Any]], *, is_merged: bool) -> Iterator[tuple[int, int, int, int, Any]]:
-    """(top, bottom, left, right, value) of each cell, or of fewer rectangles of equal cells."""
-    waiting: dict[tuple[int, int, Any], int] = {}  # (left, right, value) of runs, and the row in which they began
-    for at, row in enumerate([*values, []]):
-        runs, right = set(), 0
-        for value, same in itertools.groupby(row) if is_merged else ((value, [value]) for value in row):
-            left, right = right, right + len(list(same))
-            runs.add((left, right, value))
-        for run in [run for run in waiting if not is_merged or run not in runs]:
-            yield waiting.pop(run), at, *run
-        for run in runs:
-            waiting.setdefault(run, at)
+        for (top, bottom), *rows in zip(itertools.pairwise(view.edges), *tables, strict=True):
+            left = 0
+            for (share, level, branch), same in itertools.groupby(zip(*rows, strict=True)):
+                right = left + len([*same])
+                edges = view.edges[left : right + 1]
+                left = right
+                for start, stop in [(edges[0], edges[-1])] if is_merged else itertools.pairwise(edges):
+                    if share:
+                        yield index, top, bottom, start, stop, float(f"{share:.4g}"), level, branch
 
 
 def _lines(view: View) -> Iterator[alt.Chart]:
