@@ -116,13 +116,6 @@ def test_in_the_command_the_names_come_when_asked_for(tmp_path: Path) -> None:
     assert done.stdout.split() == [*dilated_attention.__all__, "True", "False"], done.stderr
 
 
-def test_how_numbers_count_is_said(run: Any) -> None:
-    said = " ".join(run("plan", "-h").out.split())
-    assert "64k (k, M, G and T count by 1024)" in said
-    assert "20GB (1000³) or 24GiB (1024³)" in said
-    assert "[default: 10us]" in said
-
-
 def test_version() -> None:
     done = process("-m", "dilated_attention", "--version")
     assert (done.returncode, done.stdout) == (0, f"dilated-attention {dilated_attention.__version__}\n")

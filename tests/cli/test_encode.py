@@ -175,6 +175,11 @@ def test_a_full_disk_still_tells_what_was_done(
     monkeypatch.setattr(files, "write", original)
     (features / "bad.h5").unlink()
     assert "slides encoded: 2 (38 tiles" in encoded().out
+    monkeypatch.setattr(work, "write_table", lambda job, outcome, file: full(file.with_name("mid")))
+    code, out, err = encoded()
+    assert (code, err.count("\n")) == (2, 2), err
+    assert "3 were encoded before; interrupted: run the same command again" in out
+    assert err.endswith("mid: No space left on device\n")
 
 
 def test_in_bfloat16(encoded: Any, tmp_path: Path) -> None:
@@ -273,6 +278,8 @@ def test_files_that_cannot_be_told_apart(refused: Refused, weights: Path, featur
     feature_files.trident(tmp_path / "more/mid.h5", *feature_files.content(4, 6))
     given = ["--weights", weights, "--pool", "mean", "--out", tmp_path / "out"]
     assert "these files have the same name" in refused("encode", features, tmp_path / "more", *given)
+    (tmp_path / "slide.pt").write_bytes(b"")
+    assert f"only .h5 files are read, got {tmp_path}/slide.pt" in refused("encode", tmp_path / "slide.pt", *given)
     (tmp_path / "empty").mkdir()
     assert "there is no .h5 file in" in refused("encode", tmp_path / "empty", *given)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from dilated_attention.units import GIB, number_text, seconds_text
 if TYPE_CHECKING:
     import torch
 
+    from dilated_attention.bench.pace import Lines
     from dilated_attention.slides.encode import Job, Outcome
 
 POOLS = {"mean": True, "cls": False}
@@ -129,46 +132,37 @@ def _budget(device: torch.device) -> int:
 
 
 def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) -> int:
-    from dilated_attention.cli.output import console, watching
+    from dilated_attention.cli.output import watching
     from dilated_attention.slides import encode as work
 
     outcome, start, code = work.Outcome(), time.monotonic(), 0
-    stopped: OSError | None = None
-    with watching() as bar:
-
-        def watch(slides: int, tiles: int, share: float, seconds: float) -> None:
-            pace = (
-                f", {number_text(slides / seconds)} slides/s, {number_text(tiles / seconds)} tiles/s" if tiles else ""
-            )
-            bar.step(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else 0.0)
-
+    try:
         try:
-            work.run(job, paths, outcome, tile_size=tile_size, watch=watch)
+            with watching() as bar:
+                work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, bar))
         except KeyboardInterrupt:
             code = 130
-        except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
-            stopped = error
-    if stopped is not None:
-        _tell(outcome, seconds_text(time.monotonic() - start), is_whole=False)
-        reason = f"cannot write {stopped.filename or job.out}: {stopped.strerror or stopped}"
-        raise arguments.Refused(reason) from stopped
-    rows = work.write_table(job, outcome, table)
-    _tell(outcome, seconds_text(time.monotonic() - start), is_whole=not code)
-    console().print(f"written: {table}, slides: {rows:,}")
+        rows = work.write_table(job, outcome, table)
+    except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
+        _tell(outcome, start, is_whole=False)
+        raise arguments.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
+    _tell(outcome, start, is_whole=not code)
+    print(f"written: {table}, slides: {rows:,}")
     return code or int(bool(outcome.failed))
 
 
-def _tell(outcome: Outcome, took: str, *, is_whole: bool) -> None:
-    from dilated_attention.cli.output import console
+def _step(bar: Lines, slides: int, tiles: int, share: float, seconds: float) -> None:
+    pace = f", {number_text(slides / seconds)} slides/s, {number_text(tiles / seconds)} tiles/s" if tiles else ""
+    bar.step(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else None)
 
-    errors = console(stderr=True)
-    for text in outcome.warned:
-        errors.print(f"warning: {escaped(text)}")
-    for path, reason in outcome.failed.items():
-        errors.print(f"skipped: {escaped(f'{path}: {reason}')}")
-    tiles = sum(slide.tiles for slide in outcome.encoded)
+
+def _tell(outcome: Outcome, start: float, *, is_whole: bool) -> None:
+    told = [f"warning: {text}" for text in outcome.warned]
+    for line in [*told, *(f"skipped: {path}: {reason}" for path, reason in outcome.failed.items())]:
+        print(escaped(line), file=sys.stderr)
+    tiles, took = sum(slide.tiles for slide in outcome.encoded), seconds_text(time.monotonic() - start)
     parts = [f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {took})"]
     parts += [f"{len(outcome.kept):,} were encoded before"] if outcome.kept else []
     parts += [f"{len(outcome.failed):,} skipped"] if outcome.failed else []
     parts += [] if is_whole else ["interrupted: run the same command again to continue"]
-    console().print("; ".join(parts))
+    print("; ".join(parts))
