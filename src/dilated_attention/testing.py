@@ -8,6 +8,7 @@ plain PyTorch in the same dtype, which is at least that of rounding once. Legend
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -139,20 +140,14 @@ def limits(expected: Named, plain: Named | None, dtype: torch.dtype) -> dict[str
     A dict has the results of any other function, such as a module: "out", and gradients, whose names begin with "d".
     """
     assert plain is not None or dtype in TOLERANCE, f"{dtype} needs the results of plain PyTorch to compare with"
-    wanted, floor = dict(expected.items()), TOLERANCE.get(dtype, 0.0)
+    wanted, floor, eps = dict(expected.items()), TOLERANCE.get(dtype, 0.0), torch.finfo(dtype).eps
     scores = _size(wanted["lse"]) if "lse" in wanted and floor else 0.0
-    found = dict.fromkeys(wanted, max(floor, torch.finfo(dtype).eps * scores * math.sqrt(wanted["out"].shape[-1])))
-    found["lse"] = floor  # relative to its own size
+    rounded = max(floor, eps * scores * math.sqrt(wanted["out"].shape[-1]))
+    found = {name: floor if name == "lse" else rounded for name in wanted}  # that of lse is relative to its own size
     for name, value in plain.items() if plain else ():
-        times = 3 if name.startswith("d") else 2
-        found[name] = max(found[name], times * plain_error(value, wanted[name], dtype))
+        once, off = eps / 2 * min(1.0, _size(wanted[name])), error(value, wanted[name])
+        found[name] = max(found[name], (3 if name[0] == "d" else 2) * (max(off, once) if off < math.inf else once))
     return found
-
-
-def plain_error(plain: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
-    """The error of plain PyTorch, or that of rounding the largest value once if it is larger or if plain overflows."""
-    once, found = torch.finfo(dtype).eps / 2 * min(1.0, _size(expected)), error(plain, expected)
-    return max(found, once) if found < math.inf else once
 
 
 def assert_exact(got: Results, expected: Results, plain: Results | None = None) -> None:
@@ -178,21 +173,17 @@ def check(
 ) -> None:
     """Compares `dilated_attention` on query, key and value with the oracle: out, lse and the gradients.
 
-    It raises AssertionError, with the errors and limits, if one is too far off: see `assert_exact`.
-
-    Args:
-        qkv, pattern: as for `dilated_attention`.
-        lse_gradient: whether lse has a gradient, too.
-        seed: for the random gradients of out and lse.
-        options: backend, is_causal, scale, key_padding_mask, query_offset or cu_seqlens.
+    It raises AssertionError, with the errors and limits, if one is too far off: see `assert_exact`. Gradients of out
+    and, with ``lse_gradient``, of lse are random. ``options``: backend, is_causal, scale, key_padding_mask,
+    query_offset or cu_seqlens.
 
     Examples:
         >>> testing.check(testing.make_qkv(1, 100, 4, 8), da.DilatedPattern.longnet([16, 64], [1, 4]), is_causal=True)
     """
     query, given = qkv[0], {"enable_gqa": True, "return_lse": True, **options}
     generator = torch.Generator(query.device).manual_seed(seed)
-    dout = torch.randn(query.shape, generator=generator, device=query.device).to(query.dtype)
-    dlse = torch.randn(query.shape[:3], generator=generator, device=query.device) if lse_gradient else None
+    draw = functools.partial(torch.randn, generator=generator, device=query.device)
+    dout, dlse = draw(query.shape).to(query.dtype), draw(query.shape[:3]) if lse_gradient else None
     got = run(lambda q, k, v: dilated_attention(q, k, v, pattern, **given), qkv, dout, dlse)
     options.pop("backend", None)
     plain = None if query.dtype in TOLERANCE else oracle(qkv, pattern, dout, dlse, dtype=None, **options)

@@ -48,15 +48,14 @@ def check(qkv: tuple[Tensor, ...], pattern: DilatedPattern, offset: int | Tensor
         "is_causal": options.get("is_causal", True), "key_padding_mask": options.get("padding"), "scale": 0.3,
         "query_offset": offset,
     }  # fmt: skip
-    exact, exact_lse = reference.attention(*qkv, pattern, **given)
     assert (out.dtype, lse.dtype) == (qkv[0].dtype, torch.float32)
-    if out.dtype in testing.TOLERANCE:
-        limits = [testing.TOLERANCE[out.dtype]] * 2
-    else:
-        plain = reference.attention(*qkv, pattern, dtype=None, **given)
-        limits = [2 * testing.plain_error(x, y, out.dtype) for x, y in zip(plain, (exact, exact_lse), strict=True)]
-    assert testing.error(out, exact) <= limits[0]
-    assert testing.error(lse, exact_lse) <= limits[1]
+    exact, plain = (
+        dict(zip(("out", "lse"), reference.attention(*qkv, pattern, **more, **given), strict=True))
+        for more in ({}, {"dtype": None})
+    )
+    limits = testing.limits(exact, plain, out.dtype)
+    assert testing.error(out, exact["out"]) <= limits["out"]
+    assert testing.error(lse, exact["lse"]) <= limits["lse"]
 
 
 def make(queries: int, tokens: int, heads: int = 2, kv_heads: int = 2, dim: int = 8, **options: Any) -> Any:
