@@ -29,6 +29,7 @@ from dilated_attention.backends.triton.tiles import (
     first_run,
     kept,
     next_tile,
+    own_rows,
     row_at,
     row_steps,
     row_words,
@@ -78,12 +79,9 @@ def dq_kernel(
 ):  # fmt: skip
     """OUT, LSE, DLSE, DQ, STATS and PADDING_MASK are contiguous."""
     record, tile, head, start, sample = task(sections, tiles, group, C.SECTIONS)
-    base, step, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    base, step, stop, steps, q_position, valid = own_rows(tile, C.BM)
     if base >= stop and not C.FILLS:
         return
-    steps = row_steps(C.BM, step)
-    q_position = base + steps
-    valid = q_position < stop
     kv_head = head // group
     here = start + base
     row = (sample * tokens + here) * heads + head
@@ -175,12 +173,9 @@ def dkdv_kernel(
 ):  # fmt: skip
     """STATS, DK, DV and PADDING_MASK are contiguous."""
     record, tile, kv_head, start, sample = task(sections, tiles, 1, C.SECTIONS)
-    base, step, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    base, step, stop, steps, k_position, valid = own_rows(tile, C.BN)
     if base >= stop and not C.FILLS:
         return
-    steps = row_steps(C.BN, step)
-    k_position = base + steps
-    valid = k_position < stop
     here = start + base
     ignored, loaded = valid, valid
     if C.PADDING:

@@ -10,7 +10,6 @@ a query tile has BM rows (query by query, each with its group), a key tile BN; B
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton.decode_kernel import combine_kernel, decode_kernel
 from dilated_attention.call import Call, sample_ends
-from dilated_attention.pattern import Branch
 
 PROGRAMS_PER_PROCESSOR = 8  # wanted: each has a short chain of loads, and many of them hide one another's latency
 
@@ -82,25 +80,20 @@ def configure(call: Call) -> DecodeConfig:
     rows = max(16, min(most, triton.next_power_of_2(wanted_rows)))
     keys = max(16, min(128, (1 << 14) // (block_dim * call.dtype.itemsize)))
     programs = triton.cdiv(wanted_rows, rows) * call.kv_heads * call.samples
-    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(call.device), programs)
-    splits = max(1, min(wanted, _most_tiles(call.pattern.branches_for(call.held.total), call.queries, call.keys, keys)))
+    processors = 1  # of the interpreter
+    if call.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
+    splits = max(1, min(wanted, _most_tiles(call, keys)))
     return DecodeConfig(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
 
 
-def _most_tiles(branches: tuple[Branch, ...], queries: int, tokens: int, keys: int) -> int:
+def _most_tiles(call: Call, keys: int) -> int:
     """How many key tiles one head can meet at most."""
-
-    def tiles(branch: Branch) -> int:
-        rows = triton.cdiv(min(branch.length, tokens), branch.rate)
-        segments = min(triton.cdiv(queries - 1, branch.length) + 1, triton.cdiv(tokens, branch.length))
-        return int(segments * triton.cdiv(rows, keys))
-
-    heads = {branch.first for branch in branches}
-    return max(sum(tiles(branch) for branch in branches if branch.first <= head < branch.last) for head in heads)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":  # the interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    found = dict.fromkeys(range(call.held.total), 0)
+    for branch in call.pattern.branches_for(call.held.total):
+        rows = triton.cdiv(min(branch.length, call.keys), branch.rate)
+        segments = min(triton.cdiv(call.queries - 1, branch.length) + 1, triton.cdiv(call.keys, branch.length))
+        for head in range(branch.first, branch.last):
+            found[head] += segments * triton.cdiv(rows, keys)
+    return max(found.values())

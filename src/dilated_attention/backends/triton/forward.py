@@ -31,6 +31,7 @@ from dilated_attention.backends.triton.tiles import (
     first_run,
     kept,
     next_tile,
+    own_rows,
     row_at,
     row_steps,
     row_words,
@@ -135,12 +136,9 @@ def forward_kernel(
 ):  # fmt: skip
     """OUT, LSE and PADDING_MASK are contiguous."""
     record, tile, head, start, sample = task(sections, tiles, group, C.SECTIONS)
-    base, step, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    base, step, stop, steps, q_position, valid = own_rows(tile, C.BM)
     if base >= stop and not C.FILLS:  # a head whose offset has fewer rows here
         return
-    steps = row_steps(C.BM, step)
-    q_position = base + steps
-    valid = q_position < stop
     kv_head = head // group
     here = start + base
     row = (sample * tokens + here) * heads + head

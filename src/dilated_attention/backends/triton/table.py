@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -109,10 +109,10 @@ def _made(demand: Demand) -> Table:
         offsets = tuple(sorted(set(nest.offsets)))
         stretches, lengths, which = _stretches(nest.widths[-1], borders)
         tile, tiles, apart = _placed(parts, nest, offsets, lengths, demand)[:, which]
-        many = samples * len(nest.offsets) * group * stretches.periods * tiles
+        many = samples * len(nest.offsets) * group * stretches[2] * tiles
         firsts = programs + many.cumsum() - many
         about = (nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0])
-        found = Section(firsts, *stretches, *about)
+        found = Section._make((firsts, *stretches, *about))
         rows.append(stacked(found, firsts))
         if len(many) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
             rows.append(stacked(found._replace(program=NEVER, periods=1, tiles=1), firsts))
@@ -122,11 +122,15 @@ def _made(demand: Demand) -> Table:
     # 32 bits are enough unless an offset inside a tile or a position needs more
     steps = max(nest.rates[-1] for nest in nests) * max(own, other) * widest_stride
     wide = max(steps, borders[-1], programs, sections.max()) >= 2**31
-    is_packed, most = len(borders) > 2, max(len(nest.widths) for nest in nests)
-    numbers = _laid_out(sections, variants, is_packed)
-    data = _joined(numbers, parts, most, torch.int64 if wide else torch.int32, device)
+    count, most = len(sections), max(len(nest.widths) for nest in nests)
+    is_packed = len(borders) > 2
+    numbers: list[Any] = [sections.ravel(), variants]
+    if is_packed:  # how many sections, with and without filling, and the first program of each, in steps of LANES
+        filling = -count % LANES
+        numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
+    data = _joined(np.concatenate(numbers), parts, most, torch.int64 if wide else torch.int32, device)
     edges, ragged = any(part.edges for part in parts), any(part.ragged for part in parts)
-    return Table(data[0], data[1], data[2], 0 if is_packed else len(sections), programs, most == 1, edges, ragged)
+    return Table(data[0], data[1], data[2], 0 if is_packed else count, programs, most == 1, edges, ragged)
 
 
 class Section(NamedTuple):
@@ -148,47 +152,23 @@ class Section(NamedTuple):
     width: Array  # of the first branch
 
 
-def _laid_out(sections: Array, variants: list[int], is_packed: bool) -> Array:
-    """Sections, then variants. Where sequences are packed, before them: how many sections there are, with and without
-    filling, and the first program of each, in steps of LANES."""
-    numbers = [sections.ravel(), variants]
-    if is_packed:
-        count, filling = len(sections), -len(sections) % LANES
-        numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
-    return np.concatenate(numbers)
-
-
-class Stretch(NamedTuple):
-    """Periods of one sequence, [begin, end)."""
-
-    start: Array
-    length: Array
-    periods: Array
-    begin: Array
-    end: Array
-
-
 @functools.lru_cache(maxsize=16)  # other kernels of the call ask again
-def _stretches(width: int, borders: tuple[int, ...]) -> tuple[Stretch, tuple[int, ...], Array]:
-    """The whole periods of each sequence, and its tail if there is one; the longest first, so that all processors have
-    work up to the end. And the lengths that there are, with the one of each stretch."""
+def _stretches(width: int, borders: tuple[int, ...]) -> tuple[Array, tuple[int, ...], Array]:
+    """The whole periods of each sequence, and its tail if there is one: the second to sixth numbers of a section. The
+    longest first, so that all processors have work up to the end. And the lengths that there are, with that of each."""
     begin, end = np.array([borders[:-1], borders[1:]])
     length = np.minimum(width, end - begin)
     whole, tail = np.divmod(end - begin, length)
-    both = (Stretch(begin, length, whole, begin, end), Stretch(end - tail, tail, np.ones_like(tail), begin, end))
+    both = (begin, length, whole, begin, end), (end - tail, tail, np.ones_like(tail), begin, end)
     found: Array = np.array(both).transpose(1, 2, 0).reshape(5, -1)
     found = found[:, found[1] > 0]
     found = found[:, np.argsort(-found[1], kind="stable")]
     lengths, which = np.unique(found[1], return_inverse=True)
-    return Stretch(*found), tuple(lengths.tolist()), which
+    return found, tuple(lengths.tolist()), which
 
 
 def _placed(
-    parts: list[Tiling],
-    nest: Nest,
-    offsets: tuple[int, ...],
-    lengths: tuple[int, ...],
-    demand: Demand,
+    parts: list[Tiling], nest: Nest, offsets: tuple[int, ...], lengths: tuple[int, ...], demand: Demand
 ) -> Array:
     """Of each length: the first tile, tiles, and tiles from one offset to the next. What it needs is added to parts."""
     found = np.empty((3, len(lengths)), np.int64)

@@ -97,6 +97,14 @@ def row_steps(count: tl.constexpr, step):
 
 
 @triton.jit
+def own_rows(tile, size: tl.constexpr):
+    """Of a tile: base, step and stop, the steps from its first row, the rows' positions, and which are there."""
+    base, step, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    steps = row_steps(size, step)
+    return base, step, stop, steps, base + steps, base + steps < stop
+
+
+@triton.jit
 def fill_gaps(first, stride, base, step, stop, value, BM: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr):
     """Write ``value`` to the rows between those of a tile, up to ``stop``; ``first`` points to the tile's first row."""
     offset = base % step
