@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from dilated_attention import ContextParallel, MultiheadDilatedAttention, sequence_mean, shard_sequence
 from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
@@ -249,25 +248,6 @@ def trained(how: str, axes: dict[str, int]) -> dict[str, float]:
 )
 def test_training_equals_one_device(how: str, axes: dict[str, int]) -> None:
     assert not any(on_ranks(axes, trained, how))
-
-
-def recomputed(reentrant: bool) -> dict[str, float]:
-    mesh = mesh_of({"sequence": 2, "heads": 2})
-    results = []
-    for wrapped in (False, True):
-        module, x = on_mesh(mesh, dropout=0.3), part(batch(), mesh).requires_grad_()
-        torch.manual_seed(3 + dist.get_rank())
-        out = (checkpoint(module, x, use_reentrant=reentrant) if wrapped else module(x))[0]
-        loss_of(out, mesh).backward()
-        gradients = {key: averaged(value.grad, mesh) for key, value in module.named_parameters()}
-        results.append({"out": out, "input": x.grad, **gradients})
-    pairs = {key: (value, results[0][key]) for key, value in results[1].items()}
-    return {key: error(*pair) for key, pair in pairs.items() if not torch.equal(*pair)}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
-    assert not any(pool(4).run(recomputed, reentrant))
 
 
 # --- parameters -------------------------------------------------------------------------------------------------

@@ -426,20 +426,6 @@ def test_a_decoder_layer(cls: Any, batch_first: bool, training: bool) -> None:
     assert error(got if batch_first else got.transpose(0, 1), expected) <= 1e-12
 
 
-@pytest.mark.gpu
-@BOTH
-@pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_encoder_layer_on_a_gpu(cls: Any, backend: str) -> None:
-    layer = encoder_layer(cls, backend=backend).cuda()
-    x, mask = tokens().cuda().requires_grad_(), padding().cuda()
-    expected = layer_by_hand(layer, x, key_padding_mask=mask)
-    assert_same(layer, layer(x, src_key_padding_mask=mask), expected, x)
-    layer = layer.eval().bfloat16()
-    with torch.no_grad():
-        out = layer(x.bfloat16(), src_key_padding_mask=mask)
-    assert error(out, expected) < 0.05  # a few rounding steps; dense attention would be off by much more
-
-
 # --- the causal mask --------------------------------------------------------------------------------------------
 
 

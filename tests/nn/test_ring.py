@@ -34,7 +34,7 @@ from dilated_attention import (
 from dilated_attention.backends import sdpa
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
-from dilated_attention.testing import Results, error
+from dilated_attention.testing import Results
 from tests.over_ranks import changed, raised, world
 
 B, N, H, HK, D = 2, 23, 4, 2, 4
@@ -119,38 +119,6 @@ def equals_its_call() -> list[str]:
 @pytest.mark.parametrize("P", [1, 3])
 def test_equals_the_call_it_documents(P: int) -> None:
     assert pool(P).run(equals_its_call) == [[]] * P
-
-
-def multihead_equals(exchange: Any) -> list[float]:
-    """The errors of out and of the input's gradient. On a mesh the same module is compared in all its settings."""
-    many = make(RingMultiheadDilatedAttention, dropout=0.4, group=ContextParallel(world(), exchange=exchange))
-    one, padding = make(MultiheadDilatedAttention, dropout=0.4), inputs()[2]
-    x, whole = mine(tokens()).requires_grad_(), tokens().requires_grad_()
-    torch.manual_seed(7 + dist.get_rank())
-    out, weights = many(x, is_causal=True, key_padding_mask=mine(padding))
-    torch.manual_seed(7)
-    expected = one(whole, is_causal=True, key_padding_mask=padding)[0]
-    assert weights is None
-    (got,), (wanted,) = torch.autograd.grad(out, x, mine(tokens(5))), torch.autograd.grad(expected, whole, tokens(5))
-    return [error(out, mine(expected)), error(got, mine(wanted))]
-
-
-@pytest.mark.parametrize("exchange", ["ring", "alltoall"])
-def test_multihead_equals_one_device(exchange: str) -> None:
-    assert max(max(found) for found in pool(3).run(multihead_equals, exchange)) <= TOLERANCE
-
-
-def test_without_a_group_it_is_the_plain_function() -> None:
-    qkv, dout, padding = inputs()
-    for cls in CLASSES:
-        for way in ({}, {"is_causal": True, "key_padding_mask": padding}):
-            got, expected = (
-                testing.run(lambda *x, call=call, way=way: call(*x, **way), qkv, dout)
-                for call in (make(cls), documented(cls, "longnet", None))
-            )
-            assert not unequal(got, expected)
-    one, ring = make(MultiheadDilatedAttention), make(RingMultiheadDilatedAttention)
-    assert torch.equal(ring(tokens())[0], one(tokens())[0])
 
 
 # --- which ranks ------------------------------------------------------------------------------------------------

@@ -30,22 +30,13 @@ class Chunk(NamedTuple):
 
     k: Tensor
     v: Tensor
+    real: Tensor  # (B, n), in the order of the input
     at: Tensor
-    real: Tensor | None  # (B, n), in the order of the input; None: all
     is_kept: bool  # as a single token is at once
-
-    def counted(self) -> Tensor | None:
-        """How many are real, (B,)."""
-        return None if self.real is None else self.real.sum(1)
-
-    def end(self) -> Tensor:
-        """How many real tokens there are with these, (B,)."""
-        return self.at + (self.k.shape[1] if self.real is None else self.real.sum(1))
 
     def each(self, change: Callable[[Tensor], Tensor], at: Tensor, is_kept: bool) -> Chunk:
         """With k, v and real changed."""
-        real = None if self.real is None else change(self.real)
-        return Chunk(change(self.k), change(self.v), at, real, is_kept)
+        return Chunk(change(self.k), change(self.v), change(self.real), at, is_kept)
 
 
 class DilatedLayer(CacheLayerMixin):
@@ -110,11 +101,11 @@ class DilatedLayer(CacheLayerMixin):
             )
         before, self.waiting = self.length - n, 0
         if self.last is not None and not self.last.is_kept:
-            self.kept.keep(self.last.k, self.last.v, self.last.at, self.last.counted())
+            self.kept.keep(self.last.k, self.last.v, self.last.at, self.last.real.sum(1))
         self.kept.reserve(self.length)
         if grid.documents is not None:
             raise ValueError("packed documents are computed without a cache: pass use_cache=False")
-        at, real = grid.query_start, None
+        at, real = grid.query_start, torch.ones(samples, n, dtype=torch.bool, device=q.device)
         if at is None:
             at = torch.full((samples,), before, device=q.device)
         if grid.query_order is not None and grid.real is not None:
@@ -122,7 +113,7 @@ class DilatedLayer(CacheLayerMixin):
             self.is_padded = True
         out, lse = self.kept.attend(q, k, v, at, grid.real, scale=scale)
         with any_mode():
-            self.last = Chunk(k.clone(), v.clone(), at.clone(), real, is_kept=n == 1)
+            self.last = Chunk(k.clone(), v.clone(), real, at.clone(), is_kept=n == 1)
         return out, lse
 
     def check_samples(self, samples: int) -> None:
@@ -143,7 +134,7 @@ class DilatedLayer(CacheLayerMixin):
         self.check_samples(samples)
         if self.last is not None and (self.is_padded or grid.query_order is not None):
             start: Any = self.length - self.waiting if grid.query_start is None else grid.query_start
-            if bool((self.last.end() != start).any()):
+            if bool((self.last.at + self.last.real.sum(1) != start).any()):
                 raise ValueError(
                     "attention_mask has other real tokens before this call than DilatedCache kept: pass a mask with "
                     "the columns of all earlier calls, the same as then, or none if none of them had one; for another "
@@ -204,16 +195,11 @@ class DilatedLayer(CacheLayerMixin):
 
 def check_layers(cache: Cache, layers: int) -> None:
     """Raise if a call stopped between two layers: some hold its tokens, and others do not. Not in compiled code."""
-    if torch.compiler.is_compiling():
-        return
-    held: list[Any] = [cache.get_seq_length(layer) for layer in range(layers)]
-    counts = {x for x in held if isinstance(x, int)}
-    if on_device := [x for x in held if isinstance(x, Tensor)]:  # those of a static cache
-        counts.update(torch.stack([x.to(on_device[0].device) for x in on_device]).tolist())
-    if len(counts) > 1:
+    held = set() if torch.compiler.is_compiling() else {int(cache.get_seq_length(layer)) for layer in range(layers)}
+    if len(held) > 1:
         raise ValueError(
-            f"the layers of the cache hold from {min(counts)} to {max(counts)} tokens: an earlier call stopped between "
-            "two layers; make a new cache, or call its reset()"
+            f"the layers of the cache hold from {min(held)} to {max(held)} tokens: an earlier call stopped between two "
+            "layers; make a new cache, or call its reset()"
         )
 
 

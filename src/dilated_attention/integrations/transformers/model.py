@@ -267,17 +267,16 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         """As the plain model takes them."""
-        if embedded is None:
-            if ids is None:
-                raise ValueError("give either input_ids or inputs_embeds")
+        if (ids is None) == (embedded is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if ids is not None:
             if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     "input_ids must be (batch, tokens) of int64 or int32: use input_ids[None] for one row and "
                     f"input_ids.long() for another dtype, got {tuple(ids.shape)} of {ids.dtype}"
                 )
             return ids
-        if ids is not None:
-            raise ValueError("give either input_ids or inputs_embeds")
+        assert embedded is not None
         width = self.config.hidden_size
         if embedded.dim() != 3 or embedded.shape[2] != width or not embedded.is_floating_point():
             raise ValueError(
