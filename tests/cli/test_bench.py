@@ -182,11 +182,3 @@ def test_a_fault_keeps_what_was_measured(run: Any, fake: Any, tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="a fault of ours"):
         run("bench", "--out", tmp_path)
     assert json.loads((tmp_path / "results.json").read_text())["complete"] is False
-
-
-def test_a_folder_that_cannot_be_written_is_found_before_hours_of_work(refused: Any, fake: Any, tmp_path: Path) -> None:
-    calls = fake(complete)
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert f"cannot write into {folder}" in refused("bench", "--out", folder)
-    assert not calls

@@ -90,11 +90,6 @@ def test_nothing_in_common(run: Any, files: Any) -> None:
     assert out.rstrip().endswith("nothing in common")
 
 
-def test_folders(run: Any, results: Results, tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    assert run("compare", tmp_path, tmp_path).code == 0
-
-
 def test_what_cannot_be_is_one_line(refused: Any, files: Any, tmp_path: Path) -> None:
     good, other = files(lambda after: after.pop("schema"))
     assert "b.json is not a results file" in refused("compare", good, other)

@@ -83,17 +83,6 @@ def test_a_window_inside_one_segment_says_why_it_is_solid() -> None:
     assert not [fact for fact in View(pattern, 64, 2).facts() if "segment" in fact]
 
 
-@pytest.mark.parametrize(("query", "causal"), [(37, False), (37, True), (0, False), (49, False)])
-def test_the_keys_it_lists_are_those_of_the_pattern(query: int, causal: bool) -> None:
-    pattern = DilatedPattern.torchscale([20, 5, 40], [3, 1, 7])
-    view = View(pattern, 50, 3, query=query, is_causal=causal)
-    size: Any = {"num_tokens": 50, "num_heads": 3, "is_causal": causal}
-    for head in range(3):
-        said = " ".join(fact for fact in View(pattern, 50, 3, query=query, is_causal=causal, head=head).facts())
-        counted = sum(int(part.split()[0]) for part in said.split(" sees ")[1].split(", ") if " key" in part)
-        assert counted == len(pattern.keys(query, head, **size)) + pattern.zero_keys(query, head, **size), view
-
-
 def test_the_size_of_a_cell_is_that_of_whole_ones() -> None:
     assert View(DilatedPattern.longnet([64], [4]), 1024, 4, window=(60, 130), cells=4).cell_size == 32
     assert View(LONGNET, 8, 2).cell_size == 1
@@ -113,13 +102,6 @@ def test_small_shares_have_shades_of_their_own() -> None:
     found = shades([picture])
     assert [*found] == ["1/8,192 or more", "1/1,073,741,824 or more", "1/68,719,476,736 or more"]
     assert picture.levels(found.values())[0].tolist() == [0, 1, 1, 1, *[2] * 60]
-
-
-def test_many_shares_are_drawn_in_five_shades() -> None:
-    pattern = DilatedPattern.longnet([2 ** (14 + n) for n in range(8)], [2**n for n in range(8)])
-    (picture,) = View(pattern, 2**21, 1, cells=128).pictures()
-    assert len(shades([picture])) == 5
-    assert set(picture.levels(shades([picture]).values()).unique().tolist()) == set(range(5))
 
 
 def test_heads_that_are_not_drawn_are_counted() -> None:

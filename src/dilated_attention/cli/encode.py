@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from dilated_attention.bench.pace import Lines
     from dilated_attention.slides.encode import Job, Outcome
 
-POOLS = {"mean": True, "cls": False}
-DTYPES = ("float32", "bfloat16")
 ENDINGS = (".h5", ".hdf5")
 OPTIONS = (
     option("features", nargs="+", type=Path, metavar="FILE", help="Feature files (.h5), or folders with such files."),
     option("--weights", required=True, metavar="WEIGHTS",
            help="A .safetensors or .pth file, a folder with one, or a hub id, which is downloaded."),
-    option("--pool", required=True, metavar="POOL",
+    option("--pool", required=True, choices=("mean", "cls"), metavar="POOL",
            help="mean (of the tiles' outputs) or cls (the output of the class token)."),
     option("--out", type=Path, default=Path("embeddings"), metavar="FOLDER",
            help="The folder for a .h5 file per slide."),
@@ -39,7 +37,8 @@ OPTIONS = (
     option("--layer", type=options.index, metavar="N",
            help="Take the embedding after N layers, without the last LayerNorm; 0 is before the first."
            "  [default: after all layers and the LayerNorm]"),
-    option("--dtype", metavar="DTYPE", help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]"),
+    option("--dtype", choices=("float32", "bfloat16"), metavar="DTYPE",
+           help="float32 or bfloat16.  [default: bfloat16 on CUDA, else float32]"),
     options.DEVICE,
     option("--memory", type=options.size, metavar="SIZE",
            help="About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the GPU's free "
@@ -72,8 +71,6 @@ def encode(given: Namespace) -> int:
     pool, out, thumbnails = given.pool, given.out, given.thumbnails
     with arguments.refusing():
         paths = _files(given.features)
-        if pool not in POOLS:
-            raise ValueError(f"--pool must be mean or cls, got {pool!r}")
         if thumbnails is not None and not (given.attention and thumbnails.is_dir()):
             raise ValueError("--thumbnails must be a folder, and needs --attention")
         if thumbnails is not None and thumbnails.resolve() == out.resolve():
@@ -91,11 +88,9 @@ def encode(given: Namespace) -> int:
     with arguments.refusing():
         where = arguments.device("--device", given.device)
         kind = arguments.dtype("--dtype", given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
-        if str(kind).removeprefix("torch.") not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {given.dtype!r}")
         located = stored.located(given.weights)
         sizes = {name: getattr(given, name) for name in ("max_wsi_size", "slide_ngrids")} | {"num_heads": given.heads}
-        model = SlideEncoder.from_pretrained(located, global_pool=POOLS[pool], **sizes).to(where, kind)
+        model = SlideEncoder.from_pretrained(located, global_pool=pool == "mean", **sizes).to(where, kind)
         if given.layer is not None and given.layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {given.layer}")
     key = work.hashed(work.digest(located), pool, given.layer, str(kind), sizes, given.attention, thumbnails)

@@ -58,11 +58,6 @@ def heads(text: str) -> int:
     return number
 
 
-def side(text: str) -> float:
-    """Of a tile, in pixels."""
-    return float(_read(text, {"": 1}, "a number of pixels of 1 or more", least=1))
-
-
 def index(text: str) -> int:
     """A token or a head, counted from 0."""
     return count(text, least=0)
@@ -87,11 +82,6 @@ def span(text: str) -> tuple[int, int]:
     return index(start), count(stop)
 
 
-def size(text: str) -> int:
-    """Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³."""
-    return int(_read(text, SIZES, "a size of a byte or more with its unit, such as 80GB or 24GiB", least=1))
-
-
 def bandwidth(text: str) -> float:
     """Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits."""
     what = "bytes per second such as 50GB/s, or bits such as 400Gbit/s, of more than 0"
@@ -103,17 +93,6 @@ def bandwidth(text: str) -> float:
     return float(_read(text, {unit: Fraction(factor, 8 if found[3].startswith("b") else 1)}, what, least=TINY))
 
 
-def latency(text: str) -> float:
-    """Seconds: 10us, 0.2ms, 1e-5s."""
-    return float(_read(text, TIMES, "a time with its unit, such as 10us or 0.2ms"))
-
-
-def speed(text: str) -> float:
-    """Operations per second: 400T, 400TFLOPS, 4e14. Fewer than a million are a slip: a unit was left out."""
-    units = {unit + name: factor for unit, factor in DECIMAL.items() for name in ("", "flops", "flop/s")}
-    return float(_read(text, units, "operations per second such as 400T or 4e14, of 1M or more", least=10**6))
-
-
 def _read(text: str, units: Units, what: str, least: int | Fraction = 0) -> Fraction:
     """The number times its unit, exactly. In units, case does not matter."""
     found = NUMBER.fullmatch(text)
@@ -122,6 +101,19 @@ def _read(text: str, units: Units, what: str, least: int | Fraction = 0) -> Frac
         if number >= least:
             return number
     raise ArgumentTypeError(f"{text!r} is not {what}")
+
+
+def reader(units: Units, what: str, least: int) -> Callable[[str], float]:
+    return lambda text: float(_read(text, units, what, least))
+
+
+# Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³.
+size = reader(SIZES, "a size of a byte or more with its unit, such as 80GB or 24GiB", 1)
+latency = reader(TIMES, "a time with its unit, such as 10us or 0.2ms", 0)
+# Operations per second. Fewer than a million are a slip: a unit was left out.
+SPEEDS = {unit + name: factor for unit, factor in DECIMAL.items() for name in ("", "flops", "flop/s")}
+speed = reader(SPEEDS, "operations per second such as 400T or 4e14, of 1M or more", 10**6)
+side = reader({"": 1}, "a number of pixels of 1 or more", 1)  # of a tile
 
 
 # --- the options ------------------------------------------------------------------------------------------------
