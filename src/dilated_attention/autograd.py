@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
@@ -25,6 +26,7 @@ from dilated_attention.call import Call, Settings, accumulate_dtype, read_sequen
 
 INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
+PLAIN = (Tensor, torch.nn.Parameter)
 NOT_TWICE = (
     "dilated_attention cannot be differentiated twice: its backward has no derivative. "
     "Drop create_graph=True, or use dilated_attention.reference.attention() for short sequences"
@@ -46,7 +48,7 @@ def attend(inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _apply_plain(*inputs, Direct(call))  # type: ignore[no-any-return]
         return run.forward(call, inputs)
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if is_compiling() or not torch._C._are_functorch_transforms_active():
         out, lse = FORWARD(q, k, v, _others(inputs), *call.packed())
         return out, lse
     return Attention.apply(*inputs, Direct(call))  # type: ignore[no-untyped-call, no-any-return]
@@ -182,10 +184,10 @@ def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, .
 
 def is_plain(*tensors: Tensor | None) -> bool:
     """No compiler, dispatch mode or functorch transform is active, and no tensor is a subclass or without data."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+    if is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return False
     for x in tensors:  # noqa: SIM110 - a generator would take longer than the rest
-        if x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
+        if x is not None and (type(x) not in PLAIN or x.is_meta):
             return False
     return True
 
@@ -217,7 +219,7 @@ def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def run(ctx: Any, *grads: Tensor) -> Any:
             with torch.no_grad():
                 found, inputs = backward(ctx, *grads)
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            if not torch.is_grad_enabled() or is_compiling():
                 return found
             return refuse_second_derivative(found, *grads, *inputs, why=why)
 

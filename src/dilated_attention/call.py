@@ -8,16 +8,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.attention
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
+from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled, mem_efficient_sdp_enabled
+from torch.nn.attention import current_flash_attention_impl
 
 from dilated_attention.pattern import DilatedPattern, MixingGradient, Rule
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
+KERNELS = ("flash", "cudnn", "efficient")  # of torch
 DEFAULT_SCALE = -1.0  # stands for 1/sqrt(head_dim) until the tensors are known
 
 Settings = tuple[bool, tuple[str, ...], str | None, bool]  # of torch, as the last fields of a `Call` have them
@@ -150,7 +152,7 @@ class Call(NamedTuple):
     def now(self, query: Tensor) -> Call:
         """The same call later, or with more samples, which vmap gives. A backward pass repeats every bit if torch says
         so at its own time; the kernels that were switched off for the forward pass stay off."""
-        samples, deterministic = query.shape[0], torch.are_deterministic_algorithms_enabled()
+        samples, deterministic = query.shape[0], are_deterministic_algorithms_enabled()
         tf32 = _tf32(self.dtype)
         if (samples, deterministic, tf32) == (self.samples, self.deterministic, self.tf32):
             return self
@@ -207,25 +209,12 @@ def _read(text: str) -> tuple[DilatedPattern, bool, str]:
     return pattern, is_causal == "causal", backend
 
 
-_SWITCHES: dict[str, Callable[[], bool]] = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-}
-
-
-def switched_off() -> tuple[str, ...]:
-    """The attention kernels of torch that the user has switched off, as sdpa_kernel(...) does."""
-    flash, cudnn, efficient = _SWITCHES.values()
-    if flash() and cudnn() and efficient():
-        return ()
-    return tuple([name for name, is_on in _SWITCHES.items() if not is_on()])
-
-
 def settings(dtype: torch.dtype, device: torch.device) -> Settings:
     """What torch is set to now: the last four fields of a `Call`."""
-    flash = torch.nn.attention.current_flash_attention_impl() if device.type == "cuda" else None
-    return torch.are_deterministic_algorithms_enabled(), switched_off(), flash, _tf32(dtype)
+    on = (flash_sdp_enabled(), cudnn_sdp_enabled(), mem_efficient_sdp_enabled())  # type: ignore[no-untyped-call]
+    off = () if on == (True, True, True) else tuple([KERNELS[i] for i in range(3) if not on[i]])  # by sdpa_kernel(...)
+    flash = current_flash_attention_impl() if device.type == "cuda" else None
+    return are_deterministic_algorithms_enabled(), off, flash, _tf32(dtype)
 
 
 def _tf32(dtype: torch.dtype) -> bool:

@@ -5,8 +5,8 @@ Legend: query (B, N, H, D); key, value (B, N, Hk, D); lse (B, N, H). Decoding: q
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -21,6 +21,8 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import Options, borders_of, check_total_length, resolve, warn_of_mistakes
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Ranks
+
+NO_RANKS = contextlib.nullcontext()
 
 
 class CallOptions(TypedDict, total=False):
@@ -153,10 +155,10 @@ def attend(
     ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
     """
     alone = ranks is None or ranks.size == 1
-    with ring.telling_ranks(ranks, query):
+    memory_cap = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
+    with NO_RANKS if ranks is None else ring.telling_ranks(ranks, query):
         if not alone:
             ring.check_transforms()
-        memory_cap = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
         options = Options(
             pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap
         )
@@ -170,7 +172,7 @@ def attend(
         if query.dtype is not dtype:
             query = query.to(dtype)
         # decoding reads few rows of key and value: they stay as they are
-        if query.shape[1] == key.shape[1] and not (key.dtype is value.dtype is dtype):
+        if not (key.dtype is value.dtype is dtype) and query.shape[1] == key.shape[1]:
             key, value = key.to(dtype), value.to(dtype)
         if call.drops and seed is None:
             seed = drawn_seed(query.device)
@@ -185,6 +187,6 @@ def drawn_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
-def telling(group: Group | ContextParallel | None, x: object) -> AbstractContextManager[None]:
+def telling(group: Group | ContextParallel | None, x: object) -> contextlib.AbstractContextManager[None]:
     """An error in here reaches the other ranks of a group, if there is one: they would wait for this rank."""
     return ring.telling_ranks(Ranks.of(group), x)

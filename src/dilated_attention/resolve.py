@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -56,10 +56,9 @@ def resolve(
     if is_compiling():
         return _checked(query, key, value, options, mask, offset, cu_seqlens, None, False)
     numbers = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    is_named = options.backend != "auto" or options.in_parts  # else some backend can always run
-    wants_grad = (
-        is_named and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, key, value))
-    )
+    wants_grad = False
+    if options.backend != "auto" or options.in_parts:  # else some backend can always run
+        wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, key, value))
     signature = _signature(query, key, value, options, mask, offset, numbers, wants_grad)
     try:
         call = known_calls.get(signature)  # no call is known by None
@@ -82,26 +81,24 @@ def _signature(
 
     The types of options are part of it, since True equals 1.0 and would be taken for it.
     """
-    if options.heads is not None or forward_ad._current_level >= 0:
+    _, is_causal, scale, dropout_p, enable_gqa, _, heads, *_ = options
+    if heads is not None or forward_ad._current_level >= 0:
         return None
     for x in (query, key, value):
-        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not strided:
             return None
     dtype, device = query.dtype, query.device
-    _, is_causal, scale, dropout_p, enable_gqa, *_ = options
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-    facts = (
-        *(options, type(is_causal), type(scale), type(dropout_p), type(enable_gqa)),
-        *(numbers, wants_grad, autocast, settings(dtype, device)),
-        *(query.shape, key.shape, value.shape, dtype, key.dtype, value.dtype, device, key.device, value.device),
-    )
-    if mask is None and offset is None:
-        return facts
-    mask_facts = (mask.shape, mask.dtype, mask.device, mask.layout) if isinstance(mask, Tensor) else mask
-    if isinstance(offset, Tensor):
-        return *facts, mask_facts, (offset.shape, offset.dtype, offset.device)
-    return *facts, mask_facts, type(offset), offset
+    other: Hashable = None
+    if mask is not None or offset is not None:
+        other = tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else x for x in (mask, offset))
+        other = (other, type(offset))
+    return (
+        options, type(is_causal), type(scale), type(dropout_p), type(enable_gqa), numbers, wants_grad, autocast,
+        settings(dtype, device), query.shape, key.shape, value.shape, dtype, key.dtype, value.dtype, device, key.device,
+        value.device, other,
+    )  # fmt: skip
 
 
 # --- the checks -------------------------------------------------------------------------------------------------
@@ -212,7 +209,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def check_layout(name: str, x: Tensor) -> None:
-    if x.layout is not torch.strided:
+    if x.layout is not strided:
         raise ValueError(f"{name} has the layout {x.layout}: pass {name}.to_dense()")
 
 

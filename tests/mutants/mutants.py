@@ -515,7 +515,7 @@ MUTANTS = [
       "integrations/transformers/model.py", "shift_labels = shift_labels.masked_fill(~mask[:, place].bool(), IGNORED)",
       "pass"),
     M("second-derivatives-left-out", "A second derivative of the loss is left out in silence.",
-      "autograd.py", "if not torch.is_grad_enabled() or torch.compiler.is_compiling():", "if True:",
+      "autograd.py", "if not torch.is_grad_enabled() or is_compiling():", "if True:",
       tests=("tests/models/test_lm.py", "tests/models/test_parts.py")),
     M("a-prompt-ends-with-its-padding", "Of prompts of different lengths, the padding after short ones is attended.",
       "models/generate.py", "self.count = (lengths - self.at).clamp(0, part.shape[1])",
