@@ -633,7 +633,7 @@ MUTANTS = [
     M("true-taken-for-one", "After a call with scale=1.0, scale=True is taken for it.",
       "resolve.py", "type(scale), type(dropout_p), type(enable_gqa)", "type(dropout_p), type(enable_gqa)"),
     M("kernels-switched-off-are-used", "A kernel that is switched off after a first call still runs.",
-      "resolve.py", "wants_grad, autocast, settings(dtype, device)", "wants_grad, autocast"),
+      "resolve.py", "settings(dtype, device), query.shape", "query.shape"),
     # --- what users may pass ------------------------------------------------------------------------------------
     M("float-padding-mask-accepted", "A padding mask of floats is taken for one of bools.",
       "resolve.py", "    if mask.dtype != torch.bool:\n", "    if mask.dtype == torch.int64:\n",
