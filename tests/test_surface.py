@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import math
+import operator
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ import dilated_attention
 from dilated_attention import compat
 
 PACKAGE = Path(dilated_attention.__file__).parent
+ROOT = Path(__file__).parents[1]
 NAME = "dilated_attention"
 
 PUBLIC = [
@@ -253,3 +257,38 @@ def test_distributed_knows_nothing_of_attention() -> None:
 
 def test_the_oracle_shares_no_code_with_what_it_checks() -> None:
     assert graph()["reference"] <= {"pattern", "dropout"}
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------
+
+PARTS = {
+    **dict.fromkeys(("models", "integrations", "slides"), "top"),
+    **dict.fromkeys(("bench", "cli", "show", "advice", "ranks"), "tools"),
+    **{"tests": "tests", "benchmarks": "benchmarks_examples", "examples": "benchmarks_examples"},
+    **{"docs": "docs", "CONTRIBUTING": "docs", "README": "readme"},
+}
+NOT_YET = {"core", "top", "tools", "tests", "benchmarks_examples"}  # still larger than their budget
+
+
+def nodes(text: str) -> int:
+    """Of the syntax tree: unlike lines, long lines do not hide them."""
+    return sum(not isinstance(node, ast.Constant | ast.Load | ast.Store) for node in ast.walk(ast.parse(text)))
+
+
+def test_each_part_keeps_its_budget() -> None:
+    """[tool.budget] of pyproject.toml."""
+    budget = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["budget"]
+    found = {part: [0, 0] for part in budget}  # lines; nodes of Python, words of pages
+    code = [file for folder in ("src", "tests", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")]
+    for file in [*code, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        text, place = file.read_text(encoding="utf-8"), file.relative_to(ROOT).parts
+        total = found[PARTS.get(place[2 if place[0] == "src" else 0].partition(".")[0], "core")]
+        total[0] += text.count("\n")
+        total[1] += nodes(text) if file.suffix == ".py" else len(text.split())
+    most = {
+        **budget,
+        "benchmarks_examples": [budget["benchmarks_examples"], math.inf],
+        "docs": [math.inf, budget["docs"]],
+    }
+    too_large = {part: (found[part], most[part]) for part in most if any(map(operator.gt, found[part], most[part]))}
+    assert not too_large.keys() - NOT_YET, too_large
