@@ -361,6 +361,15 @@ def test_a_tokenizer_a_sample_and_a_plot(tmp_path: Path) -> None:
     assert "is not UTF-8" in pool(1).run(said, given(tmp_path, *more))[0]
 
 
+def test_a_sample_goes_on_from_a_prompt(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for prompt, begins in (["--prompt", "word6 is"], "word6 is"), ([], "word0 in line 0\nword2"):
+        train_lm.main(given(tmp_path, "--steps", 1, "--sample", 3, *prompt))
+        assert f"\n{begins}" in capfd.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        train_lm.arguments(["--help"])
+    assert "(default: 450)" in " ".join(capfd.readouterr().out.split())
+
+
 # --- text -------------------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,25 @@ def test_presets_have_the_released_keys_and_sizes(name: str) -> None:
     assert all(layer.self_attn.num_heads == 16 for layer in model.encoder.layers)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mlp_ratio": 0}, r"embed_dim \* mlp_ratio must be 1 or more, got 0"),
+        ({"mlp_ratio": "4"}, "mlp_ratio must be a finite number"),
+        ({"pattern": "longnet"}, "pattern must be a DilatedPattern, got 'longnet'"),
+        ({"backend": "best"}, "unknown backend 'best'"),
+        ({"checkpoint_activations": "no"}, "checkpoint_activations must be True or False, got 'no'"),
+        ({"global_pool": None}, "global_pool must be True"),
+        ({"embed_dim": 30}, "embed_dim must be a multiple of 4"),
+        ({"num_heads": 5}, "embed_dim must be a multiple of num_heads"),
+        ({"drop_path_rate": 2}, "drop_path_rate must be a number in"),
+    ],
+)
+def test_options_are_checked_when_a_model_is_made(options: dict[str, Any], says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        small(**options)
+
+
 # --- loading ----------------------------------------------------------------------------------------------------
 
 

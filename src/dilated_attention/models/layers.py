@@ -103,16 +103,13 @@ class SelfAttention(nn.Module):
         return (q, k, v) if self.xpos is None else (*self.xpos(q, k), v)
 
     def forward(self, x: Tensor, rows: Sequences) -> Tensor:
-        out = self.attended(x, rows)  # apart: its q, k and v are gone before the next rows are made
-        return self.out_proj(self.inner_attn_ln(out))  # type: ignore[no-any-return]
-
-    def attended(self, x: Tensor, rows: Sequences) -> Tensor:
-        """The results of all heads side by side, (B, N, C)."""
-        out, _ = functional.attend(  # a slide may well have fewer tiles than heads: no warning of that
+        # q, k and v have no names here: they are gone before the next rows are made. A slide may well have fewer tiles
+        # than heads: no warning of that
+        out, _ = functional.attend(
             *self.project(x), self.pattern, self.is_causal, backend=rows.backend, ranks=Ranks.of(rows.group),
             cu_seqlens=rows.bounds, warns=False,
         )  # fmt: skip
-        return out.flatten(2)
+        return self.out_proj(self.inner_attn_ln(out.flatten(2)))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
