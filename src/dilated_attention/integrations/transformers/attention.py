@@ -236,10 +236,9 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, options:
     if grid.order is not None and grid.query_order is not None and grid.real is not None:
         ordered = positions.gather(1, grid.query_order)
         # positions that count on over padding as well are no fault: nothing jumps then
-        place = torch.arange(1, positions.shape[1], device=positions.device)
-        wrong = (ordered.diff() != 1) & (place < grid.real[:, None]) & jumps.any()
+        wrong = (ordered.diff() != 1) & taken(grid.real, grid.query_order)[:, 1:] & jumps.any()
         column = grid.order.gather(1, before[:, None].clamp(max=grid.order.shape[1] - 1))[:, 0]
-        first = torch.where(grid.real > 0, ordered[:, 0], before)
+        first = torch.where(grid.real.any(1), ordered[:, 0], before)
     # the first tokens of all may begin at any number, and none is skipped by that
     skips = (first != before) & (first != column) & (before > 0)
     if bool(wrong.any() | ((first < before) | skips).any()):

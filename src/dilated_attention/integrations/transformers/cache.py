@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dilated_attention.integrations.transformers.config import patterns_of
-from dilated_attention.integrations.transformers.grid import Grid, put_back
+from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.streaming.kv_cache import KVCache
 from dilated_attention.streaming.stream import any_mode
@@ -105,13 +105,14 @@ class DilatedLayer(CacheLayerMixin):
         self.kept.reserve(self.length)
         if grid.documents is not None:
             raise ValueError("packed documents are computed without a cache: pass use_cache=False")
-        at, real = grid.query_start, torch.ones(samples, n, dtype=torch.bool, device=q.device)
+        at, real, count = grid.query_start, grid.real, None
         if at is None:
             at = torch.full((samples,), before, device=q.device)
-        if grid.query_order is not None and grid.real is not None:
-            real = put_back(torch.arange(n, device=q.device) < grid.real[:, None], grid.query_order)
-            self.is_padded = True
-        out, lse = self.kept.attend(q, k, v, at, grid.real, scale=scale)
+        if real is None:
+            real = torch.ones(samples, n, dtype=torch.bool, device=q.device)
+        else:
+            self.is_padded, count = True, real.sum(1)
+        out, lse = self.kept.attend(q, k, v, at, count, scale=scale)
         with any_mode():
             self.last = Chunk(k.clone(), v.clone(), real, at.clone(), is_kept=n == 1)
         return out, lse

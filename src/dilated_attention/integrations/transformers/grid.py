@@ -36,7 +36,7 @@ class Grid(BlockMask):
     query_start: Tensor | None = None  # where the queries begin among the keys, () or (B,); None: they are the last
     order: Tensor | None = None  # (B, N): the real keys of each sample in order, then the others
     query_order: Tensor | None = None  # (B, n), the same of the queries
-    real: Tensor | None = None  # (B,) how many queries are real
+    real: Tensor | None = None  # (B, n), which queries are real, where they are
     documents: Tensor | None = None  # cu_seqlens of all rows one after the other, on the CPU
 
     shape = 1, 1, 1, 1
@@ -121,7 +121,7 @@ def _padded(mask: Tensor, queries: int, start: int | Tensor) -> Grid:
     order = _real_first(mask & (position < start + queries))
     real = mask[:, start + torch.arange(queries, device=mask.device)]
     before = (mask & (position < start)).sum(1)
-    return Grid(mask.shape[1], mask.shape[1], before, order, _real_first(real), real.sum(1))
+    return Grid(mask.shape[1], mask.shape[1], before, order, _real_first(real), real)
 
 
 def _real_first(mask: Tensor) -> Tensor:
