@@ -120,6 +120,15 @@ def test_the_first_lines_are_drawn_with_their_names_on_the_first_screen(show: Op
     assert all(name["x"] + name["width"] <= 1280 for name in names)
 
 
+def test_on_a_phone_lines_have_the_numbers_of_their_names(show: Open) -> None:
+    chrome = show(width=390)
+    shown = texts(chrome, "#shown button")
+    assert [name.split(" ")[0] for name in shown] == [str(number + 1) for number in range(len(shown))]
+    ends = {t.text: t.rect for t in chrome.find_elements(By.CSS_SELECTOR, "#plot .mark-text text")}
+    assert set(ends) == {name.split(" ")[0] for name in shown}
+    assert all(one["x"] + one["width"] <= 390 for one in ends.values())
+
+
 def test_points_lie_where_their_values_say(show: Open) -> None:
     """On a log scale equal ratios are equal distances. The labels of the axis are the measure."""
     chrome = show(choice=f"line={quote('dense SDPA')}")

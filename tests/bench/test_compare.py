@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import dilated_attention
+from dilated_attention import compat, dilated_attention
 from dilated_attention.bench import compare, implementations, multihead, runners
 from dilated_attention.bench.compare import FAILED, FAR, Comparison
-from dilated_attention.bench.implementations import GATHER, RELEASED, everything, named
+from dilated_attention.bench.implementations import RELEASED, everything, named
 from dilated_attention.bench.pace import Progress, Quiet
 from dilated_attention.bench.setting import BOTH, CHECK_TOKENS, FORWARD, Implementation, Setting, Subject
 from dilated_attention.nn import MultiheadDilatedAttention
@@ -191,6 +191,7 @@ def test_all_on_one_device_but_two_are_exact(causal: bool) -> None:
     checked = {x["implementation"]: x["verdict"] for x in found["checks"]}
     expected = {RELEASED: "wrong gradients", "attention over heads": "wrong"}
     assert {name: verdict for name, verdict in checked.items() if verdict != "exact"} == expected
+    assert {"nn.MultiheadAttention", *compat.__all__} - {"RingAdvancedDistributedDilatedAttention"} < set(checked)
     skipped = {x["implementation"] for x in found["measurements"] if x["status"] == "skipped"}
     only_cuda = {"dense flash", "dense cuDNN", "dense memory-efficient", f"{RELEASED}, cuDNN", "FlexAttention"}
     only_cuda |= {f"{rule}, triton" for rule in RULES}
@@ -233,35 +234,6 @@ def test_what_counts_as_out_of_memory_on_a_rank(outcome: dict[str, Any], is_memo
     assert runners.ran_out(str(error.value)) == is_memory
 
 
-def test_everything_is_compared() -> None:
-    names = [one.name for one in everything()]
-    assert len(set(names)) == len(names)
-    assert names[0] == "dense SDPA"
-    one_device = {
-        "DilatedAttention", "ImprovedDilatedAttention", "MultiheadDilatedAttention", "RingAttentionV2Simple",
-        "ImprovedMultiheadDilatedAttention", "RingDilatedAttention", "RingDilatedAttentionV2Collective",
-        "RingDilatedAttentionProduction", "RingMultiheadDilatedAttention", GATHER, "copy and gather, slicing", RELEASED,
-        "dense flash", "dense cuDNN", "dense memory-efficient", "FlexAttention", "nn.MultiheadAttention",
-    }  # fmt: skip
-    assert one_device < set(names)
-    for ranks in (2, 4):
-        ring = {name for name in one_device if name.startswith("Ring")} | {"RingAdvancedDistributedDilatedAttention"}
-        assert {f"{name}, {ranks} ranks" for name in ring} < set(names)
-    for rule in RULES:
-        ways = ("auto", "triton", "sdpa", "eager", "auto, compiled")
-        assert {f"{rule}, {way}" for way in ways} < set(names)
-
-
-def test_ours_goes_through_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        implementations, "dilated_attention", lambda *x, **o: seen.append(o) or dilated_attention(*x, **o)
-    )
-    subject = implementations._ours("longnet", "eager", SETTING)
-    subject.attention(*subject.inputs)
-    assert seen == [{"backend": "eager", "is_causal": False}]
-
-
 def test_the_least_work_is_that_of_the_pattern() -> None:
     one, pattern = named("head_groups, sdpa")[0], SETTING.pattern("head_groups")
     assert one.least_work(replace(SETTING, samples=3), FORWARD)[0] == 3 * pattern.pairs(128, 4) * 8 * 4
@@ -270,15 +242,6 @@ def test_the_least_work_is_that_of_the_pattern() -> None:
     assert named("dense SDPA")[0].least_work(SETTING, FORWARD)[0] == 128 * 128 * 4 * 8 * 4
     projecting = named("MultiheadDilatedAttention")[0]
     assert projecting.least_work(SETTING, FORWARD)[0] == pattern.pairs(128, 4) * 8 * 4 + 4 * 2 * 128 * 32 * 32
-
-
-@pytest.mark.parametrize(("slow_ms", "once"), [(0.0, True), (1e9, False)])
-def test_a_slow_call_is_timed_once_when_its_time_is_spent(
-    monkeypatch: pytest.MonkeyPatch, slow_ms: float, once: bool
-) -> None:
-    monkeypatch.setitem(compare.SLOW_MS, "cpu", slow_ms)
-    for record in compared(*named("longnet, sdpa"))["measurements"]:
-        assert (record["ms"]["repeats"] == 1) is once
 
 
 def test_checks_stay_small_at_any_size() -> None:

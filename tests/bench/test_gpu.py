@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.bench import probes, run, runners, suites
+from dilated_attention.bench import run, runners, suites
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
 from dilated_attention.bench.pace import Progress, Quiet
 from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.session import Session
 from dilated_attention.bench.setting import BOTH, FORWARD, Setting
-from dilated_attention.bench.suites import decode, kernels, stream
+from dilated_attention.bench.suites import compared as comparisons
+from dilated_attention.bench.suites import decode, stream
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -88,27 +89,15 @@ def test_short_and_long_calls_are_timed(border: float, calls: str, monkeypatch: 
     assert min(*first, *second) > 0
 
 
-def test_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if each took a millisecond: how busy the GPU is must not decide."""
-
-    def timed(calls: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-        return {name: run.Timing(1.0, 1.0, 1.0, 1) for name, call in calls.items() if call() is not None}
-
-    monkeypatch.setattr(probes, "time_calls", timed)
-    found = probes.ceilings(CUDA, torch.bfloat16)
-    assert found["matmul_tflops"] == pytest.approx(2 * 16384**3 / 1e9)
-    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**32 / 1e6)
-
-
 def test_the_suites_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything made short: each table has figures, and nothing is wrong."""
     monkeypatch.setattr(decode, "TOKENS", {"cuda": 1 << 16})
     monkeypatch.setattr(stream, "SIZES", {"cuda": (1 << 18, 1 << 16)})
-    monkeypatch.setattr(kernels, "MODES", ("eager", "default"))
+    monkeypatch.setattr(comparisons, "SHORT", comparisons.SHORT[-2:])
     one = Session(CUDA, (torch.bfloat16,), seconds=0.0, commit="abc")
     one.run({name: suites.PLANS[name](one) for name in ("decode", "stream", "kernels")}, lambda found: None)
     wrong = {x["implementation"] for x in one.results["checks"] if x["verdict"] != "exact"}
     assert wrong == {RELEASED, f"{RELEASED}, cuDNN"}
-    assert len(one.results["tables"]) == 5
+    assert len(one.results["tables"]) == 3
     assert all(table["rows"] for table in one.results["tables"])
     assert all(row[4] > 0 for row in one.results["tables"][0]["rows"])  # replayed graphs

@@ -18,7 +18,7 @@ from dilated_attention.bench.pace import Lines, Quiet
 from dilated_attention.bench.run import Timing
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
-from dilated_attention.bench.suites import ALL, SUITES, claimed, decode, kernels, language, packed, slides, stream
+from dilated_attention.bench.suites import ALL, SUITES, claimed, compared, decode, language, packed, slides, stream
 from dilated_attention.models.presets import PRESETS
 
 CPU = torch.device("cpu")
@@ -179,8 +179,7 @@ def test_no_time_for_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     one = started()
     monkeypatch.setattr(one.comparison, "check", lambda implementation, setting: "the kernel says no")
     setting = one.setting(128, SMALL)
-    rows = [claimed.waiting(one), claimed.kernels_of(one, setting, named("longnet, sdpa")[0])]
-    assert [*map(list, (*rows, kernels.kernels_of_cases(one), kernels.short_calls(one)))] == [[], [], [], []]
+    assert [*claimed.waiting(one), *claimed.kernels_of(one, setting, *named("longnet, sdpa"))] == []
 
 
 def test_where_the_time_goes() -> None:
@@ -264,30 +263,13 @@ def test_a_stream_is_checked_before_and_while_it_is_timed(monkeypatch: pytest.Mo
     assert all(row[7] == 4 * 32 for row in rows)
 
 
-def test_short_calls_are_timed_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CASES", {"C": (128, SMALL, 4, 8)})
-    monkeypatch.setattr(kernels, "ROWS", 64)
+def test_each_case_of_the_kernels_stands_beside_dense_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared, "CASES", {"C": (128, SMALL, 4, 8)})
+    monkeypatch.setattr(compared, "ROWS", 64)
+    monkeypatch.setattr(compared, "SHORT", ())  # compiling takes long
     one = started()
-    first, second, *_, profiled, short = kernels.steps(one)  # the case that is not causal, and its segments
-    for step in (first, second, profiled, short):
+    for step in compared.kernels(one)[:2]:  # the case that is not causal, and its segments
         step.run()
     assert {x["status"] for x in one.results["measurements"]} == {"measured", "skipped", "wrong"}
     segments = [x for x in one.results["measurements"] if x["lengths"] == [64]]
     assert {(x["samples"], x["tokens"], x["status"]) for x in segments} == {(2, 64, "measured")}
-    assert [row[:2] for row in table_of(one, "Short calls")] == [
-        ["head_groups, auto", "eager"], ["dense SDPA", "eager"], ["autograd alone", "eager"],
-        ["head_groups, auto", "eager, autograd without its thread"],
-    ]  # fmt: skip
-    assert all(min(row[2:]) > 0 for row in table_of(one, "Short calls"))
-    assert {row[1] for row in table_of(one, "The kernels")} == {"head_groups, auto", "longnet, auto"}
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.01])
-def test_a_compiled_call_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: factor * function(x))
-    x = torch.randn(4, 8)
-    if factor == 1:
-        assert torch.equal(kernels.compiled(torch.sin, "default", [x])(x), x.sin())
-    else:
-        with pytest.raises(RuntimeError, match="compiled with mode default, a call is off"):
-            kernels.compiled(torch.sin, "default", [x])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import math
 import os
 import random
@@ -30,7 +29,6 @@ import tasks  # noqa: E402
 import tasks_data  # noqa: E402
 import tasks_model  # noqa: E402
 import tasks_shown  # noqa: E402
-import witten_bell  # noqa: E402
 
 SHRINK = 512  # windows of 16, 64 and 256 bytes, and of 16 and 2048 bases; segments from 4
 SMALL = ["--shrink", SHRINK, "--seconds", "0.001", "--dim", "16", "--depth", "2", "--heads", "2", "--device", "cpu"]
@@ -90,34 +88,6 @@ def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
     assert sum(held_out.values()) == data.held_out.numel() == 256 * len(data.held_out)
     order = sorted(held_out, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert order == list(held_out)
-
-
-def test_too_little_text_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing to hold out"):
-        tasks_data.code([folder / "code"], 7, 1 << 20)
-    (tmp_path / "empty.fna").write_text("")
-    with pytest.raises(ValueError, match="has no sequence"):
-        tasks_data.genome(tmp_path / "empty.fna")
-    with pytest.raises(ValueError, match="2,400 symbols to train on, and a window has 9,999"):
-        tasks_data.Windows(tasks_data.genome(folder / "genome.fna"), 9999, 1, 0, True)
-
-
-def test_a_genome_and_its_windows(folder: Path) -> None:
-    data = tasks_data.genome(folder / "genome.fna")
-    assert data.facts["name"] == "made up"
-    assert (len(data.text), data.held_out.shape, data.facts["other_letters"]) == (2400, (1, 600), 3)
-    strands = tasks_data.both_strands(data.text)
-    assert strands[2400:].tolist() == [3 - x for x in reversed(data.text.tolist())]
-    both = [bytes(x.tolist()) for x in strands.split(2400)]
-    seen = [0, 0]
-    for index in range(4):
-        inputs, labels = tasks_data.Windows(data, 50, 3, 0, True)[index]
-        assert (inputs[:, 0] == data.begin).all()
-        assert torch.equal(inputs[:, 1:], labels[:, :-1])
-        for window in labels:
-            (strand,) = (i for i, text in enumerate(both) if bytes(window.tolist()) in text)
-            seen[strand] += 1
-    assert all(seen)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------
@@ -204,15 +174,6 @@ def test_a_result_has_all_that_it_needs(folder: Path, expected: dict[Any, Any], 
     assert max(found["config"]["pattern"]["segment_lengths"]) == window
 
 
-def test_the_baselines(folder: Path, expected: Any) -> None:
-    found = result(folder, "code", "baselines")["bits"]
-    data = tasks_data.code([folder / "code"], tasks.SEQUENCES, (1 << 17) // SHRINK)
-    text, held_out = (x.numpy().tobytes() for x in (data.text, data.held_out))
-    assert found["order 5"] == witten_bell.bits_per_byte(text, held_out, (5,))[5]
-    assert found["xz -9e"] == 8 * len(lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)) / len(held_out)
-    assert result(folder, "genome", "baselines")["bits"]["order 1"] == pytest.approx(2, abs=0.05)  # drawn at random
-
-
 def test_a_run_that_is_cut_leaves_its_curve(folder: Path, tmp_path: Path) -> None:
     add = tasks.Timed.add
 
@@ -229,23 +190,6 @@ def test_a_run_that_is_cut_leaves_its_curve(folder: Path, tmp_path: Path) -> Non
     assert found["curve"]
     with pytest.raises(SystemExit, match="has no run that came to its end"):
         tasks_shown.show(tmp_path, tmp_path)
-
-
-@pytest.mark.slow
-def test_several_runs_are_several_processes(folder: Path, tmp_path: Path) -> None:
-    wrong = given(folder, "genome", "longnet-8k", "baselines")
-    wrong[wrong.index("--dim") + 1] = "15"
-    with pytest.raises(SystemExit, match=r"failed: longnet-8k$"):
-        tasks.main([*wrong, "--out", str(tmp_path)])
-    assert [x.name for x in tmp_path.iterdir()] == ["genome-baselines.json"]
-
-
-@pytest.mark.parametrize("wrong", [["code", "longnet-9k"], ["genome"], ["draw", "longnet-8k"]])
-def test_bad_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        tasks.main(wrong)
-    told = capsys.readouterr().err
-    assert "has no run 'longnet-" in told or "genome needs --fasta FILE" in told
 
 
 # --- the page ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 import sys
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,14 +59,6 @@ def test_the_library_wins_from_a_length_on(tune: ModuleType, library_wins: str, 
     assert tune.library_from(times) == expected
 
 
-def test_who_runs_out_of_memory_loses_and_equals_are_ours(tune: ModuleType) -> None:
-    assert tune.library_from({8192: {"triton": 1.0, "sdpa": 1.0}}) is None
-    assert tune.library_from({8192: {"triton": 1.01, "sdpa": 1.0}}) is None
-    assert tune.library_from({8192: {"triton": 1.03, "sdpa": 1.0}}) == 8192
-    assert tune.library_from({8192: {"triton": 1.0}}) is None
-    assert tune.library_from({8192: {"sdpa": 1.0}}) == 8192
-
-
 @pytest.mark.parametrize("device", dispatch.measured())
 def test_the_choice_is_what_follows_from_the_times(tune: ModuleType, device: str) -> None:
     entry = dispatch.measured()[device]
@@ -113,21 +105,6 @@ def test_merged_files_are_written_into_the_code(
     assert '        "dq 64": {"ms": 1.0, "run": "monday"}' in code.read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--write", "--device", "cpu"], "measured on a GPU at full length"),
-        (["--device", "cpu", "--only", "forwards 64"], "nothing is called 'forwards 64'"),
-    ],
-)
-def test_what_is_refused(
-    tune: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit):
-        tune.main([*arguments, "--out", str(tmp_path / "tune.json")])
-    assert message in capsys.readouterr().err
-
-
 def test_every_key_is_read_as_it_is_written(tune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dispatch` finds for each kind of call what was written for it, and the record of the runs does no harm."""
     entry: dict[str, Any] = {"tiles": {}, "library_from": {}, "measured": {"runs": {}}}
@@ -162,14 +139,6 @@ def test_the_candidates_have_all_that_is_in_use(tune: ModuleType) -> None:
     for kernel, size in tune.CANDIDATES:
         found = tune.candidates(kernel, size)
         assert 6 <= len(found) == len(set(found)) <= 10
-
-
-def test_words_that_a_key_must_not_have(tune: ModuleType) -> None:
-    """With a - before them."""
-    asked = SimpleNamespace(only=["tiles dq 48 -short -causal", "library"])
-    wanted = [("tiles", "dq 48"), ("tiles", "dq 48 nested"), ("library", "backward 48 causal")]
-    others = [("tiles", "dq 48 short"), ("tiles", "dq 48 causal nested"), ("tiles", "dkdv 48"), ("tiles", "dq 64")]
-    assert [key for key in [*wanted, *others] if tune.Tuning.wants(asked, *key)] == wanted
 
 
 @pytest.mark.parametrize("scale", [1, 32768])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +63,7 @@ def copy_slices(
     return _by_branches(_sliced, query, key, value, pattern, is_causal)
 
 
-@dataclass(frozen=True)
-class _Take:
+class _Take(NamedTuple):
     """The rows of equal segments that a branch of head_groups takes: every ``rate``-th from ``offset`` on."""
 
     start: int
@@ -72,6 +71,11 @@ class _Take:
     segments: int
     rate: int
     offset: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """(B, S, L, ...), a view of x (B, N, ...)."""
+        part = x[:, self.start : self.start + self.segments * self.length]
+        return torch.unflatten(part, 1, (self.segments, self.length))[:, :, self.offset :: self.rate]
 
 
 # (q, k, v, out, which rows, is_causal): fills in these rows of out
@@ -97,26 +101,20 @@ def _by_branches(
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> None:
-    index = _rows(take, q.device)
+    index = _rows(take, q.shape[1], q.device)
     samples, _, heads, dim = q.shape
     q, k, v = (x.index_select(1, index).view(samples * take.segments, -1, heads, dim) for x in (q, k, v))
     out.index_copy_(1, index, dense(q, k, v, is_causal=is_causal).reshape(samples, -1, heads, dim))
 
 
 def _sliced(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> None:
-    def rows(x: Tensor) -> Tensor:  # (B, S, L, heads, D), a view
-        part = x[:, take.start : take.start + take.segments * take.length]
-        return torch.unflatten(part, 1, (take.segments, take.length))[:, :, take.offset :: take.rate]
-
-    q, k, v = (rows(x).contiguous().flatten(0, 1) for x in (q, k, v))
-    rows(out).copy_(torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments)))
+    q, k, v = (take.of(x).contiguous().flatten(0, 1) for x in (q, k, v))
+    take.of(out).copy_(torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments)))
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(take: _Take, device: torch.device) -> Tensor:
-    row = torch.arange(take.offset, take.length, take.rate, device=device)
-    segment = torch.arange(take.segments, device=device) * take.length + take.start
-    return (segment[:, None] + row).flatten()
+def _rows(take: _Take, tokens: int, device: torch.device) -> Tensor:
+    return take.of(torch.arange(tokens, device=device)[None]).flatten()
 
 
 # --- gather, pad, scatter: the rule torchscale ------------------------------------------------------------------

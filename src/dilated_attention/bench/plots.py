@@ -158,7 +158,6 @@ def line_chart(
     ).properties(height=height).add_params(
         alt.param(name="figure", value=figure),
         alt.param(name="lengths", value=list(lengths)),
-        alt.param(name="named", value=True),
         alt.param(name="decades", value=[float(f"{digit}e{power}") for power in range(-6, 10) for digit in (1, 2, 5)]),
         alt.param(name="powers", value=[2**power for power in range(50)]),
     )  # fmt: skip
@@ -174,7 +173,7 @@ def _names(drawn: alt.Chart, height: int, inside: str) -> list[alt.Chart]:
     ends = (
         drawn.transform_joinaggregate(top="max(y)", bottom="min(y)")
         .transform_joinaggregate(last="max(tokens)", groupby=["series"])
-        .transform_filter("named && datum.tokens == datum.last")
+        .transform_filter("datum.tokens == datum.last")
         .transform_window(below="row_number()", groupby=["tokens"], sort=[alt.SortField("y")])
         .transform_calculate(z=f"log(datum.y) - datum.below * {step}")
         .transform_window(

@@ -3,7 +3,7 @@
 const byId = (id) => document.getElementById(id);
 const { specification, points, first, figures, directions } = JSON.parse(byId("data").textContent);
 const controls = byId("controls");
-const WIDE = matchMedia("(min-width: 700px)"); // room for names at the ends of lines
+const WIDE = matchMedia("(min-width: 700px)"); // room for names at the ends of lines; elsewhere numbers stand there
 
 /** An element with text in it: names may hold any markup, and stay text. */
 function element(tag, attributes, ...children) {
@@ -46,7 +46,11 @@ function go({ figure, direction, setting }, lines) {
 
 // --- what is shown --------------------------------------------------------------------------------------------------
 
-const drawn = ({ here, lines }) => here.filter((point) => lines.includes(point.series));
+const number = (lines, name) => (WIDE.matches || !lines.includes(name) ? "" : `${lines.indexOf(name) + 1}`);
+const drawn = ({ here, lines }) =>
+  here.flatMap((point) =>
+    lines.includes(point.series) ? [{ ...point, name: number(lines, point.series) || point.series }] : [],
+  );
 
 function draw(view) {
   const now = choice();
@@ -55,10 +59,9 @@ function draw(view) {
   byId("heading").textContent = `${figures[now.figure]}, ${directions[now.direction]}`;
   byId("question").textContent = controls.elements.setting.selectedOptions[0]?.parentElement.label ?? "";
   const longest = Math.max(0, ...now.lines.map((name) => name.length));
-  const padding = { left: 62, top: 10, bottom: 46, right: WIDE.matches ? Math.min(320, 20 + 6.8 * longest) : 14 };
+  const padding = { left: 62, top: 10, bottom: 46, right: WIDE.matches ? Math.min(320, 20 + 6.8 * longest) : 24 };
   view.padding(padding).width(Math.max(80, byId("plot").clientWidth - padding.left - padding.right));
-  view.signal("figure", now.figure).signal("named", WIDE.matches);
-  view.signal("lengths", [...new Set(drawn(now).map((point) => point.tokens))]);
+  view.signal("figure", now.figure).signal("lengths", [...new Set(drawn(now).map((point) => point.tokens))]);
   view.data("points", drawn(now)).runAsync();
   crosshair();
   const more = [...now.colours.keys()].filter((name) => !now.lines.includes(name));
@@ -70,7 +73,8 @@ function draw(view) {
 
 function button(now, name) {
   const isShown = now.lines.includes(name);
-  const made = element("button", { type: "button", ariaPressed: isShown }, swatch(now.colours.get(name)), name);
+  const label = `${number(now.lines, name)} ${name}`.trim();
+  const made = element("button", { type: "button", ariaPressed: isShown }, swatch(now.colours.get(name)), label);
   const others = now.wanted.filter((one) => one !== name && one);
   const lines = isShown ? others : [...others, name];
   made.addEventListener("click", () => go(now, lines.length ? lines : [""])); // an empty name: no line at all

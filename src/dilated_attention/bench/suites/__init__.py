@@ -10,12 +10,12 @@ import torch
 
 from dilated_attention.bench.results import Record
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import claimed, compared, decode, kernels, language, packed, slides, stream
+from dilated_attention.bench.suites import claimed, compared, decode, language, packed, slides, stream
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
     "quick": compared.quick, "copies": claimed.copies, "improved": claimed.improved, "ring": compared.ring,
     "profile": claimed.profile, "scaling": compared.scaling, "optimisations": claimed.optimisations,
-    "kernels": kernels.steps, "decode": decode.steps, "stream": stream.steps, "packed": packed.steps,
+    "kernels": compared.kernels, "decode": decode.steps, "stream": stream.steps, "packed": packed.steps,
     "slides": slides.steps, "language": language.steps,
 }  # fmt: skip
 ALL = [*PLANS][1:7]

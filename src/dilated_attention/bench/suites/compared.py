@@ -1,10 +1,17 @@
-"""The suites that compare implementations by length: quick, scaling, and ring."""
+"""The suites that only compare implementations: quick, scaling, ring, and kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from dilated_attention.bench import implementations as known
 from dilated_attention.bench.conclude import TELLING
-from dilated_attention.bench.session import PATTERNS, Session, Step
+from dilated_attention.bench.session import PATTERNS, Segments, Session, Step
 from dilated_attention.bench.setting import Implementation
 
 QUICK_AT = (2048, 4096, 8192)
@@ -67,3 +74,42 @@ def ring(session: Session) -> list[Step]:
     """V2Simple, V2Collective and Production side by side: time, and memory by ranks."""
     which = known.named(*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS))
     return [session.comparing("ring", which, session.setting(tokens, PATTERNS[0])) for tokens in RINGS_AT]
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------
+
+# A has many tokens, B a wide head, and C is so short that Python matters: tokens, segments, heads, head dim
+CASES: dict[str, tuple[int, Segments, int, int]] = {
+    "A": (1 << 20, ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)), 12, 64),
+    "B": (1 << 17, ((2048, 8192, 32768), (1, 4, 16)), 16, 128),
+    "C": (1 << 13, ((2048, 4096, 8192), (1, 2, 4)), 8, 64),
+}
+KERNELS = ("head_groups, auto", "longnet, auto", known.GATHER, known.RELEASED, f"{known.RELEASED}, cuDNN")
+SHORT = ("head_groups, auto, compiled", "longnet, auto, compiled", known.DENSE)  # besides, in C
+ROWS = 2048
+# fastest first: what public SDPA, and with it copy and gather, chooses from; nothing is switched off
+FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def kernels(session: Session) -> list[Step]:
+    """How near the kernels come to dense ones, in long and in short calls.
+
+    Beside each case is the dense kernel on the same tokens cut into segments of 2048 rows: what a branch would cost if
+    dilation cost nothing. On a CPU there is only the short case. It comes first: it is mostly Python, so nothing large
+    may run before it.
+    """
+    found = []
+    beside = known.named("dense cuDNN" if session.on_cuda else known.DENSE, "head_groups, auto")
+    for case, causal in product("CAB" if session.on_cuda else "C", (False, True)):
+        tokens, pattern, heads, dim = CASES[case]
+        setting = session.setting(tokens, pattern, heads=heads, head_dim=dim, causal=causal)
+        cut = replace(setting, tokens=ROWS, lengths=(ROWS,), rates=(1,), samples=tokens // ROWS)
+        for which, where in ((known.named(*KERNELS, *SHORT * (case == "C")), setting), (beside, cut)):
+            step = session.comparing("kernels", which, where)
+            found.append(step._replace(run=partial(_fastest_first, step.run)))
+    return found
+
+
+def _fastest_first(run: Callable[[], None]) -> None:
+    with sdpa_kernel(FASTEST, set_priority=True):
+        run()

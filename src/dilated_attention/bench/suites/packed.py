@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import timer
 
-from dilated_attention.bench.run import Call, forward, forward_backward, synchronise
+from dilated_attention.bench.run import Call, cpu_milliseconds, forward, forward_backward
 from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.bench.setting import Setting, forget_inputs
 from dilated_attention.functional import dilated_attention
@@ -71,7 +70,7 @@ def alike(setting: Setting, rule: str, lengths: list[int]) -> int:
 
 
 def measure(session: Session, setting: Setting, rule: str, given: list[int]) -> list[Any]:
-    lengths, device, pattern, qkv = list(given), session.device, setting.pattern(rule), setting.qkv()
+    lengths, pattern, qkv = list(given), setting.pattern(rule), setting.qkv()
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         packing = [0, *itertools.accumulate(lengths)]
@@ -90,13 +89,6 @@ def measure(session: Session, setting: Setting, rule: str, given: list[int]) -> 
     more = []
     for _ in lengths[1 : 1 + NEW]:
         lengths.append(lengths.pop(0))
-        first, again = (seconds(call, device) for _ in range(2))
-        more.append(1000 * (first - again))
+        first, again = (cpu_milliseconds(call, session.device) for _ in range(2))
+        more.append(first - again)
     return [*times, statistics.median(more) if more else None, max(errors)]
-
-
-def seconds(call: Call, device: torch.device) -> float:
-    start = timer()
-    call()
-    synchronise(device)
-    return timer() - start
