@@ -209,9 +209,7 @@ def _speed(measurements: Sequence[Record]) -> str:
         said += f", and{where} {_compared(*others[tokens])} the best exact alternative, {best}"
     pattern = DilatedPattern(mine["rule"], mine["lengths"], mine["rates"])
     reach, share = far_rows(pattern, longest, mine["heads"])
-    said += (
-        f". Its longest segments hold {reach:,} tokens; {share:.1%} of the rows (one token in one head) are in them."
-    )
+    said += f". {share:.1%} of the rows (one token in one head) are in the longest segments, of {reach:,} tokens."
     slower = [tokens for tokens, (mine, other) in dense.items() if spread(other)[1] < spread(mine)[0]]
     return f"{said} At {max(slower):,} tokens dense attention is faster." if slower else said
 
