@@ -1,9 +1,9 @@
 """Tables of results, as on docs/speed.md: python benchmarks/table.py FILE; and measuring: --measure FOLDER
 
-FILE has the results of `dilated-attention bench --suite all` or `--suite kernels`, of ring.py, or of --measure. That
-one needs a GPU and takes about four minutes on an H200: it checks and times the patterns that `DilatedPattern.suggest`
-gives for each length, beside dense attention and others' ways to compute the same, writes FOLDER/results.json after
-each length, and prints the table. `dilated-attention report FOLDER` makes the page.
+FILE has the results of `dilated-attention bench --suite all`, or of --measure. That one needs a GPU and takes about
+four minutes on an H200: it checks and times the patterns that `DilatedPattern.suggest` gives for each length, beside
+dense attention and others' ways to compute the same, writes FOLDER/results.json after each length, and prints the
+table. `dilated-attention report FOLDER` makes the page.
 """
 
 from __future__ import annotations
@@ -30,65 +30,13 @@ NAMES = ("dense SDPA", "dense cuDNN", "dense flash", *PATTERNS, "copy and gather
          "copy and gather, slicing", "FlexAttention")  # fmt: skip
 ONLY_AT = {"dense SDPA": MEASURED[:4], "dense flash": MEASURED[3:4], "FlexAttention": (8192, 262144)}
 SMALL = 0.02  # of the median
-CASES = {(1 << 20, 12): "A", (1 << 17, 16): "B", (1 << 13, 8): "C"}  # tokens and heads of the suite `kernels`
-
-
-def kernels_table(results: dict[str, Any]) -> str:
-    """One line per implementation of each case that is not causal; the machine on top, so that no number goes alone."""
-    machine = results["machine"]
-    found = [
-        f"{machine['device']}, torch {machine['versions']['torch']}, cuDNN {machine['versions']['cudnn']}, bfloat16, "
-        f"commit {machine['commit']}; medians:",
-        "",
-        "| case | implementation | gradients | forward ms | forward + backward ms |",
-        "|---|---|---|---:|---:|",
-    ]
-    verdicts = {x["implementation"]: x["verdict"] for x in results["checks"] if not x["causal"]}
-    pairs: dict[tuple[str, str], dict[str, Any]] = {}
-    for x in results["measurements"]:
-        if not x["causal"]:
-            name = f"{x['implementation']}, {x['samples']:,} × 2,048" if x["samples"] > 1 else x["implementation"]
-            pairs.setdefault((_case(x), name), {})[x["direction"]] = x
-    for (case, name), both in sorted(pairs.items(), key=lambda pair: pair[0][0]):
-        verdict = verdicts[both["forward"]["implementation"]].replace("wrong gradients", "**wrong**")
-        times = " | ".join(_time(both[way]) for way in ("forward", "forward_backward"))
-        found.append(f"| {case} | {name} | {verdict} | {times} |")
-    return "\n".join(found)
-
-
-def _case(record: dict[str, Any]) -> str:
-    tokens, heads, dim = record["samples"] * record["tokens"], record["heads"], record["head_dim"]
-    return f"{CASES[tokens, heads]}: N={tokens:,} H={heads} D={dim}"
 
 
 def _commits(machines: list[dict[str, Any]]) -> str:
     return " and ".join(dict.fromkeys(machine["commit"][:7] for machine in machines))
 
 
-def ring_table(results: dict[str, Any]) -> str:
-    """Memory of the busiest rank beyond its q, k and v: first at a fixed length, then at a fixed length a rank."""
-    machine = results["runs"][0]["machine"]
-    found = [
-        f"{machine['device']}, torch {machine['versions']['torch']}, bfloat16, "
-        f"commit {_commits([run['machine'] for run in results['runs']])}; "
-        "`benchmarks/ring.py --backend gloo`, the ranks sharing one GPU:",
-        "",
-        "| tokens | ranks | each | exchange | q, k, v MiB | forward MiB | forward + backward MiB | received MiB |",
-        "|---:|---:|---:|---|---:|---:|---:|---:|",
-    ]
-    fixed = max(run["tokens"] for run in results["runs"] if run["ranks"] == 1)
-    each = min(run["tokens"] for run in results["runs"] if run["ranks"] == 1)
-    runs = [run for run in results["runs"] if run["tokens"] == fixed]
-    runs += [run for run in results["runs"] if run["tokens"] == each * run["ranks"] and run["tokens"] != fixed]
-    for run in runs:
-        figures = (run["inputs_mib"], run["forward/peak_mib"], run["forward + backward/peak_mib"])
-        sizes = " | ".join(f"{figure:,.0f}" for figure in figures)
-        tokens = f"{run['tokens']:,} | {run['ranks']} | {run['tokens'] // run['ranks']:,} | {run['exchange']}"
-        found.append(f"| {tokens} | {sizes} | {run['received_mib']:.2f} |")
-    return "\n".join(found)
-
-
-def comparison_table(results: dict[str, Any]) -> str:
+def page_table(results: dict[str, Any]) -> str:
     """Forward / forward + backward by length; the machine on top, and which pattern that is below."""
     machine, kind = results["machine"], "cuda" if "cuda" in results["machine"]["versions"] else "cpu"
     is_suggested, dtype = SUITE in results["suites"], results["ceilings"][0]["dtype"]
@@ -140,13 +88,6 @@ def _time(record: dict[str, Any] | None) -> str:
     text, half = measured_text(median, lower, upper), (upper - lower) / 2
     decimals = len(text.partition(".")[2])
     return f"{text} ± {half:,.{decimals}f}" if half > SMALL * median else text
-
-
-def page_table(results: dict[str, Any]) -> str:
-    """Which table these results are for, by what they hold."""
-    if "runs" in results:
-        return ring_table(results)
-    return kernels_table(results) if results["suites"] == ["kernels"] else comparison_table(results)
 
 
 def measure(folder: Path, commit: str | None) -> None:
