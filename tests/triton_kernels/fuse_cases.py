@@ -237,8 +237,9 @@ def test_put_dtypes(dtype: torch.dtype, part_dtype: torch.dtype) -> None:
         check_put(one(33), 24, dtype, part_dtype, add)
 
 
-def test_one_row_may_be_put_everywhere() -> None:
-    place, row = one(33), randn(24)
-    whole, _ = poisoned(place, 24, torch.float32)
-    fuse.put_(place.view(whole), row.expand(*place.shape(), 24), add=False)
-    assert (place.view(whole) == row).all()
+def test_zero() -> None:
+    place = one(33)
+    whole = was = poisoned(place, 24, torch.float16)[0]
+    fuse.zero_(place.view(whole := was.clone()))
+    assert not place.view(whole).any()
+    untouched(place, whole, was)

@@ -324,7 +324,7 @@ class Work:
         first, end = self.plan.bare
         bare = x[:, :, first * group : end * group]
         if self._around is not None and x.dim() == 4 and bare.shape != x.shape:  # torch takes longer for some than all
-            self._around.put_(bare, x.new_full(x.shape[3:], blank).expand_as(bare), add=False)
+            self._around.zero_(bare)
         elif first < end:
             (x if x.device.type == "cuda" else bare).fill_(blank)
 

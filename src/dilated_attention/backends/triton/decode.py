@@ -10,6 +10,7 @@ a query tile has BM rows (query by query, each with its group), a key tile BN; B
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -80,20 +81,23 @@ def configure(call: Call) -> DecodeConfig:
     rows = max(16, min(most, triton.next_power_of_2(wanted_rows)))
     keys = max(16, min(128, (1 << 14) // (block_dim * call.dtype.itemsize)))
     programs = triton.cdiv(wanted_rows, rows) * call.kv_heads * call.samples
-    processors = 1  # of the interpreter
-    if call.device.type == "cuda":
-        processors = torch.cuda.get_device_properties(call.device).multi_processor_count
-    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(call.device), programs)
     splits = max(1, min(wanted, _most_tiles(call, keys)))
     return DecodeConfig(rows, keys, splits, warps=8 if rows * block_dim > 4096 else 4)
 
 
 def _most_tiles(call: Call, keys: int) -> int:
     """How many key tiles one head can meet at most."""
-    found = dict.fromkeys(range(call.held.total), 0)
+    found: dict[int, int] = {}  # by the first head of a branch; heads that share one branch share all of them, or none
     for branch in call.pattern.branches_for(call.held.total):
         rows = triton.cdiv(min(branch.length, call.keys), branch.rate)
         segments = min(triton.cdiv(call.queries - 1, branch.length) + 1, triton.cdiv(call.keys, branch.length))
-        for head in range(branch.first, branch.last):
-            found[head] += segments * triton.cdiv(rows, keys)
+        found[branch.first] = found.get(branch.first, 0) + segments * triton.cdiv(rows, keys)
     return max(found.values())
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

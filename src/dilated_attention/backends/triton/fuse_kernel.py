@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     UNIT: int
     WIDE: bool
     FLAG: bool  # of `merge_kernel`: what is in Out and Lse does not count; of `put_kernel`: add to what is there
-    IS_NUMBER: bool  # whether Zeros is no tensor
+    IS_NUMBER: bool  # of `merge_kernel`: Zeros is no tensor; of `put_kernel`: the part is 0
     ALIGNED: bool = True  # whether all tensors begin at multiples of 16 bytes
 
 
@@ -115,7 +115,10 @@ def put_kernel(
 ):
     at, _, inside = place(rows, heads, C)
     target_at = numbers_at(Target, at, target_batch, target_row, target_head, C)
-    part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, C), mask=inside)
+    if C.IS_NUMBER:
+        part = tl.where(inside, 0.0, 0.0)
+    else:
+        part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, C), mask=inside)
     if C.FLAG:
         part = tl.load(target_at, mask=inside).to(tl.float32) + part.to(tl.float32)
         tl.debug_barrier()  # as above

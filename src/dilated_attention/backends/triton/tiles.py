@@ -21,7 +21,7 @@ RUN = tl.constexpr(5)  # of `tiling.Run`, the count as the bits of its log2
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # numbers that kernels are not compiled anew for, as they change from call to call
-NUMBERS = ["tokens", "heads", "group", "first_head", "scale", "plain_scale", "threshold", "factor"]
+NUMBERS = ["tokens", "heads", "first_head", "scale", "plain_scale", "threshold", "factor"]
 
 
 class Constants(NamedTuple):
