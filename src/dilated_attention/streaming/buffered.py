@@ -6,6 +6,7 @@ known, which begin at ``base`` and end where the stream now does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,51 +30,45 @@ class HeldRows:
     def all(self) -> Tensor:
         return self.store[:, self.first : self.last]
 
-    def resize(self, count: int) -> None:
-        """So many rows from now on; new ones are still to be written."""
-        if self.first + count > self.store.shape[1]:
-            held = self.last - self.first
-            room = max(count, min(2 * count, self.most))
+    def add(self, count: int) -> Tensor:
+        """Room for so many more rows, which are still to be written."""
+        held = self.last - self.first
+        if self.last + count > self.store.shape[1]:
+            room = max(held + count, min(2 * (held + count), self.most))
             store = self.store.new_empty((self.store.shape[0], room, *self.store.shape[2:]))
             store[:, :held] = self.all
-            self.store, self.first = store, 0
-        self.last = self.first + count
-
-    def add(self, count: int) -> Tensor:
-        """Room for so many more rows."""
-        self.resize(self.last - self.first + count)
+            self.store, self.first, self.last = store, 0, held
+        self.last += count
         return self.store[:, self.last - count : self.last]
-
-    def shrink(self) -> None:
-        """Let go of room that a long chunk took for a while."""
-        if self.store.shape[1] > self.most:
-            self.store, self.first, self.last = self.all.clone(), 0, self.last - self.first
 
     def drop(self, count: int) -> None:
         self.first += count
         if self.first == self.last:
             self.first = self.last = 0
 
+    def shrink(self) -> None:
+        """Let go of room that a long chunk took for a while."""
+        if self.store.shape[1] > self.most:
+            self.store, self.first, self.last = self.all.clone(), 0, self.last - self.first
+
 
 class BufferedStream(Stream):
-    """The work of a stream that is not causal."""
+    """The work of a stream that is not causal.
+
+    Branches are computed together, a longest segment at a time, unless some segment is not part of a longest one: then
+    one by one, and what they give is merged.
+    """
 
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
+        self.straddles = math.lcm(*call.pattern.segment_lengths) != max(call.pattern.segment_lengths)
         super().__init__(call, deliver, *limits)
         self.base = 0
-        self.done = [0] * len(self.branches)  # where each branch's first segment begins that is not yet computed
+        self.parts = [*range(len(self.branches))] if self.straddles else [None]  # None: all branches
+        self.done = [0] * len(self.parts)  # where the first segment of each begins that is not yet computed
         most, row, key_row = self.most_tokens(), (call.heads, call.head_dim), (call.kv_heads, call.head_dim)
         self.inputs = [HeldRows(call, sizes, call.dtype, most) for sizes in (row, key_row, key_row)]
-        self.out, self.lse = (HeldRows(call, sizes, call.exact, most) for sizes in (row, row[:1]))
-
-    @property
-    def straddles(self) -> bool:
-        """Whether some segment is not part of a longest one, so that its branch is computed by itself."""
-        return self.period != self.longest
-
-    @property
-    def held(self) -> list[HeldRows]:
-        return [*self.inputs, self.out, self.lse] if self.straddles else self.inputs
+        sums = (row, row[:1]) if self.straddles else ()
+        self.sums = [HeldRows(call, sizes, call.exact, most) for sizes in sums]  # out and lse
 
     def most_tokens(self, num_tokens: int | None = None) -> int:
         """That wait: rows that go a few at a time need room to spare, lest the others be moved often."""
@@ -101,62 +96,49 @@ class BufferedStream(Stream):
         self.wait_for(q[:, last:], k[:, last:], v[:, last:])
 
     def wait_for(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """A period of straddling segments may be far longer than the longest: no more than that is copied at a time."""
+        """Copy tokens, and compute what is complete by them.
+
+        A period of straddling segments may be far longer than the longest: no more than that is copied at a time.
+        """
         step = self.longest if self.straddles else max(1, q.shape[1])
         for at in range(0, q.shape[1], step):
-            self.wait(*(x[:, at : at + step] for x in (q, k, v)))
-        for rows in self.held:
-            rows.shrink()
-
-    def wait(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Take a copy, and compute what is complete by it."""
-        tokens = q.shape[1]
-        for rows, x in zip(self.inputs, (q, k, v), strict=True):
-            rows.add(tokens).copy_(x)
-        self.position += tokens
-        if self.straddles:
-            self.out.add(tokens).zero_()
-            self.lse.add(tokens).fill_(-torch.inf)
-            for index, branch in enumerate(self.branches):
-                self.compute_branch(index, self.position - self.position % branch.length)
-            self.give(min(self.done))
-        elif self.position % self.period == 0:
+            for rows, x in zip(self.inputs, (q, k, v), strict=True):
+                part = x[:, at : at + step]
+                rows.add(part.shape[1]).copy_(part)
+            self.position += part.shape[1]
+            for rows, blank in zip(self.sums, (0.0, -torch.inf), strict=False):
+                rows.add(part.shape[1]).fill_(blank)
             self.compute()
+        for rows in (*self.inputs, *self.sums):
+            rows.shrink()
 
     def end(self) -> None:
         """There are no more tokens: the last segments are as long as they are."""
-        if self.straddles:
-            for index in range(len(self.done)):
-                self.compute_branch(index, self.position, self.done[index])
-            self.give(self.position)
-        elif self.position > self.base:
-            self.compute(self.base)
+        self.compute(ends=True)
 
-    def compute(self, before: int = 0) -> None:
-        """All that waits, in one call."""
-        q, k, v = (rows.all for rows in self.inputs)
-        out, _ = self.attend(q, k, v, before=before)
-        self.deliver(out.to(self.call.dtype).contiguous())
-        self.drop(self.position)
-
-    def compute_branch(self, index: int, stop: int, before: int = 0) -> None:
-        """One branch's segments up to a token, merged with what other branches gave."""
-        start, self.done[index] = self.done[index], stop
-        if start == stop:
-            return
-        branch, group, tokens = self.branches[index], self.call.q_per_kv, slice(start - self.base, stop - self.base)
-        keys, queries = slice(branch.first, branch.last), slice(branch.first * group, branch.last * group)
-        q, k, v = (rows.all[:, tokens, some] for rows, some in zip(self.inputs, (queries, keys, keys), strict=True))
-        part, part_lse = self.attend(q, k, v, index, before)
-        merge_(self.out.all[:, tokens, queries], self.lse.all[:, tokens, queries], part, part_lse)
-
-    def give(self, stop: int) -> None:
-        """The outputs up to a token are complete."""
-        if stop > self.base:
-            self.deliver(self.out.all[:, : stop - self.base].to(self.call.dtype, copy=True))
-            self.drop(stop)
-
-    def drop(self, stop: int) -> None:
-        for rows in self.held:
-            rows.drop(stop - self.base)
-        self.base = stop
+    def compute(self, ends: bool = False) -> None:
+        """Compute the segments that are complete, and deliver the outputs that are."""
+        for index, branch in enumerate(self.parts):
+            length = self.longest if branch is None else self.branches[branch].length
+            start, stop = self.done[index], self.position if ends else self.position - self.position % length
+            if start == stop:
+                continue
+            self.done[index] = stop
+            heads = slice(0, self.call.kv_heads)
+            if branch is not None:
+                heads = slice(self.branches[branch].first, self.branches[branch].last)
+            queries = slice(heads.start * self.call.q_per_kv, heads.stop * self.call.q_per_kv)
+            tokens = slice(start - self.base, stop - self.base)
+            q, k, v = (x.all[:, tokens, some] for x, some in zip(self.inputs, (queries, heads, heads), strict=True))
+            out, lse = self.attend(q, k, v, branch, start if ends else 0)
+            if branch is None:
+                self.deliver(out.to(self.call.dtype).contiguous())
+            else:
+                sums, sums_lse = (x.all[:, tokens, queries] for x in self.sums)
+                merge_(sums, sums_lse, out, lse)
+        complete = min(self.done)
+        if self.sums and complete > self.base:
+            self.deliver(self.sums[0].all[:, : complete - self.base].to(self.call.dtype, copy=True))
+        for rows in (*self.inputs, *self.sums):
+            rows.drop(complete - self.base)
+        self.base = complete
