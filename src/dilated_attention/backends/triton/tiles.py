@@ -115,7 +115,8 @@ def fill_gaps(first, stride, base, step, stop, value, BM: tl.constexpr, D: tl.co
         shift = phase - offset
         pointers = first + shift.to(tl.int64) * stride + (row_steps(BM, step) * stride)[:, None] + columns[None, :]
         filling = tl.full((BM, COLUMNS), value, first.dtype.element_ty)
-        between = (position + shift < stop) & (phase != offset)
+        reached = position + shift
+        between = (reached < stop) & (reached != position)  # no scalar: Triton 3.9's interpreter takes it for a number
         tl.store(pointers, filling, mask=between[:, None] & (columns < D)[None, :])
 
 
