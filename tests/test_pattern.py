@@ -274,5 +274,5 @@ def test_counts_need_whole_numbers_of_heads(heads: Any) -> None:
 def test_a_shift_belongs_to_divided_heads() -> None:
     """A branch that is taken alone, as a stream takes it, has no number that could shift its offsets."""
     for rule in RULES:
-        dealing = DilatedPattern(rule, (4,), (1,)).dealing
-        assert dealing.splits_heads or not dealing.is_shifted
+        head_rule = DilatedPattern(rule, (4,), (1,)).head_rule
+        assert head_rule.splits_heads or not head_rule.is_shifted
