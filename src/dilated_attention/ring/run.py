@@ -115,6 +115,8 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """The call is of this rank's shard alone, until the ranks agree on the lengths of all."""
     parallel = ranks.parallel
     with telling_ranks(ranks, inputs.q):
+        if not call.kv_heads:  # compiled code around this call had no numbers for the shapes
+            call = call.of(inputs.q, inputs.k, inputs.padding, call.start)
         transport = ranks.transport(call.device)
         fields = _fields(inputs, call, parallel, _verify(transport, parallel))
     lengths, seed = _agree(transport, parallel, fields, call.queries, inputs.seed)
