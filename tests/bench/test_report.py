@@ -233,6 +233,15 @@ def test_the_plain_parts_need_no_script() -> None:
     assert places == ["plots", "use", "tables", "correctness", "claims", "environment"]
 
 
+def test_suggested_patterns_are_one_line_and_named_by_length() -> None:
+    found = copy()
+    for one in found["measurements"]:
+        one |= {"suggested": True, "lengths": [256, one["tokens"]]}
+    first, *_ = plots.settings(plots.points(found["measurements"]))
+    assert first == "quick: float32, B=1 H=8 D=64, suggested w and r"
+    assert "1,024 tokens: w=256,1024 r=1,4. 2,048 tokens: w=256,2048 r=1,4." in Parsed(page(found)).words()
+
+
 def test_changes_and_interruptions_are_said_above_the_answer() -> None:
     for dirty, complete in ((True, True), (False, False), (None, True)):
         results = copy() | {"complete": complete}

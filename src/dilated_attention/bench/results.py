@@ -179,17 +179,15 @@ def with_ranks(name: str, ranks: int) -> str:
 
 
 def segments(one: Record) -> str:
-    """The pattern, or how it follows from the length: as `DilatedPattern.suggest` has it."""
-    if one.get("suggested"):
-        return "suggested w and r"
     return "w={} r={}".format(*(",".join(map(str, one[key])) for key in ("lengths", "rates")))
 
 
 def setting(one: Record) -> str:
-    """All that two measurements must share to be compared, but for their length."""
+    """All that two measurements must share to be compared, but for their length, from which `suggest` has segments."""
     causal = ", causal" if one["causal"] else ""
     shape = f"B={one['samples']} H={one['heads']} D={one['head_dim']}"
-    return f"{one['suite']}: {one['dtype']}{causal}, {shape}, {segments(one)}"
+    chosen = "suggested w and r" if one.get("suggested") else segments(one)
+    return f"{one['suite']}: {one['dtype']}{causal}, {shape}, {chosen}"
 
 
 def milliseconds(ms: Mapping[str, float]) -> str:

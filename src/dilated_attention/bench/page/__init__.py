@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from dilated_attention import charts
 from dilated_attention.bench import plots
 from dilated_attention.bench.conclude import ONE_FUNCTION, code_of
-from dilated_attention.bench.results import Record, measured, milliseconds, setting, with_ranks
+from dilated_attention.bench.results import Record, measured, milliseconds, segments, setting, with_ranks
 from dilated_attention.units import cell_text, number_text
 
 QUESTIONS = {
@@ -138,15 +138,18 @@ def _of_setting(title: str, cells: Iterable[tuple[str, Record]]) -> Record:
     found: dict[str, dict[str, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
     reasons: dict[str, str] = {}
     columns: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for column, one in cells:
         who = with_ranks(one["implementation"], one["ranks"])
         found[who][column][one["direction"]] = one
         columns[column] = None
+        if one.get("suggested") and one["rule"] != "dense":
+            patterns[f"{column} tokens: {segments(one)}."] = None
         if one["why"]:
             reasons.setdefault(who, f"{who}: {one['status']}, {one['why']}.")
     rows = [[who, *(_cell(mine[column]) for column in columns)] for who, mine in found.items()]
     note = "ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB."
-    return _table(title, ["tokens", *columns], rows, " ".join([note, *reasons.values()]))
+    return _table(title, ["tokens", *columns], rows, " ".join([note, *patterns, *reasons.values()]))
 
 
 def _cell(passes: dict[str, Record]) -> Markup:
