@@ -277,6 +277,9 @@ class Case:
         return replace(self, dropout_p=0.0).expected()
 
     def check(self, got: Results) -> None:
+        dtype = DTYPES[self.dtype]
+        assert got.out.dtype is dtype
+        assert got.lse is None or got.lse.dtype is torch.promote_types(dtype, torch.float32)
         plain = None if DTYPES[self.dtype] in testing.TOLERANCE else self.expected(dtype=None)
         testing.assert_exact(got, self.expected(), plain)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,14 +56,11 @@ def test_the_oracle_takes_rows_of_the_whole(rule: str, is_causal: bool) -> None:
     pattern = DilatedPattern.of(rule, [8, 16], [1, 3])
     q, k, v = testing.make_qkv(2, 29, 4, 8, dtype=torch.float64)
     options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": make_mask(29)}
-    out, lse = reference.attention(q, k, v, pattern, **options)
+    whole = reference.attention(q, k, v, pattern, **options)
     for offset in (None, 0, 5, torch.tensor([3, 26])):
-        rows = [slice(at, at + 3) for at in firsts(offset, 2, 3, 29)]
-        part = torch.stack([q[b, at] for b, at in enumerate(rows)])
-        got, got_lse = reference.attention(part, k, v, pattern, query_offset=offset, **options)
-        for b, at in enumerate(rows):
-            assert torch.equal(got[b], out[b, at])
-            assert torch.equal(got_lse[b], lse[b, at])
+        rows = torch.tensor(firsts(offset, 2, 3, 29))[:, None] + torch.arange(3)
+        part, *expected = (x[torch.arange(2)[:, None], rows] for x in (q, *whole))
+        assert all(map(torch.equal, reference.attention(part, k, v, pattern, query_offset=offset, **options), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -74,26 +70,22 @@ def test_half_precision(dtype: torch.dtype) -> None:
         testing.check((q[:, :3], k, v), PAPER, is_causal=is_causal, query_offset=offset)
 
 
-def test_no_queries_no_samples_and_all_queries() -> None:
-    q, k, v = testing.make_qkv(2, TOKENS, 4, 8, dtype=torch.float64)
-    for part in ((q[:, :0], k, v), (q[:0, :3], k[:0], v[:0])):
-        for offset in (None, 7, torch.full((len(part[0]),), 7)):
-            out, lse = dilated_attention(*part, PAPER, query_offset=offset, return_lse=True)
-            assert (out.shape, lse.shape) == (part[0].shape, part[0].shape[:3])
-    testing.check((q, k, v), PAPER, is_causal=True, query_offset=0)
+@pytest.mark.parametrize(("samples", "queries"), [(2, 0), (0, 3), (2, TOKENS)])
+def test_no_queries_no_samples_and_all_queries(samples: int, queries: int) -> None:
+    q, k, v = testing.make_qkv(samples, TOKENS, 4, 8, dtype=torch.float64)
+    for offset in (None, 0, torch.zeros(samples, dtype=torch.int64)):
+        testing.check((q[:, :queries], k, v), PAPER, is_causal=True, query_offset=offset)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("queries", [29, 3])
 def test_some_of_the_heads(rule: str, queries: int) -> None:
     """Tensor parallelism: offsets follow the head's number among all."""
-    q, k, v = testing.make_qkv(2, 29, 8, 8, kv_heads=4, dtype=torch.float64)
+    q, *kv = testing.make_qkv(2, 29, 8, 8, kv_heads=4, dtype=torch.float64)
     attention = functools.partial(dilated_attention, pattern=DilatedPattern.of(rule, [8, 16], [1, 3]), enable_gqa=True)
-    parts = [
-        attention(q[:, :queries, 2 * at : 2 * at + 4], k[:, :, at : at + 2], v[:, :, at : at + 2], heads=(at, 4))
-        for at in (0, 2)
-    ]
-    assert testing.error(torch.cat(parts, 2), attention(q[:, :queries], k, v)) < 1e-12
+    parts = zip(q[:, :queries].split(4, 2), *(x.split(2, 2) for x in kv), strict=True)
+    got = torch.cat([attention(*part, heads=(2 * i, 4)) for i, part in enumerate(parts)], 2)
+    assert testing.error(got, attention(q[:, :queries], *kv)) < 1e-12
 
 
 # --- what is read -----------------------------------------------------------------------------------------------
@@ -108,30 +100,25 @@ def seen_rows(pattern: DilatedPattern, starts: list[int], queries: int, heads: i
     return seen
 
 
-@pytest.mark.parametrize(
-    ("rule", "name", "backend", "is_causal"),
-    [
-        (rule, name, BACKENDS[(i + j) % 2], (i + j // 2) % 2 == 0)
-        for (i, rule), (j, name) in itertools.product(enumerate(RULES), enumerate(PATTERNS))
-    ],
-)
-def test_other_rows_may_hold_anything(rule: str, name: str, backend: str, is_causal: bool) -> None:
-    pattern = DilatedPattern.of(rule, *PATTERNS[name])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("rule", "name"), itertools.product(RULES, PATTERNS))
+def test_other_rows_may_hold_anything(rule: str, name: str, is_causal: bool) -> None:
+    pattern, (q, k, v) = DilatedPattern.of(rule, *PATTERNS[name]), testing.make_qkv(2, TOKENS, 6, 8, kv_heads=3)
+    backend = BACKENDS[(RULES.index(rule) + is_causal) % 2]
     for queries, offset, padding in ((1, 40, None), (3, torch.tensor([19, 58]), None), (3, 14, make_mask())):
-        q, k, v = testing.make_qkv(2, TOKENS, 6, 8, kv_heads=3)
         unseen = ~seen_rows(pattern, firsts(offset, 2, queries), queries, 6, 2, is_causal)
         if padding is not None:
             unseen |= padding.unsqueeze(-1)
         assert unseen.any()
-        options = {"query_offset": offset, "key_padding_mask": padding, "is_causal": is_causal, "backend": backend}
-        attention = functools.partial(dilated_attention, pattern=pattern, enable_gqa=True, return_lse=True, **options)
+        attention = functools.partial(
+            dilated_attention, pattern=pattern, enable_gqa=True, return_lse=True, query_offset=offset,
+            key_padding_mask=padding, is_causal=is_causal, backend=backend,
+        )  # fmt: skip
         dirty = (x.masked_fill(unseen.unsqueeze(-1), math.nan) for x in (k, v))
         ones = torch.ones(2, queries, 6, 8), torch.ones(2, queries, 6)
         clean, got = (testing.run(attention, (q[:, :queries], *keys), *ones) for keys in ((k, v), dirty))
-        for (which, x), (_, expected) in zip(got.items(), clean.items(), strict=True):
-            assert torch.equal(x, expected), which
-        assert (got.dk[unseen] == 0).all()
-        assert (got.dv[unseen] == 0).all()
+        assert all(map(torch.equal, got, clean))
+        assert not any(x[unseen].any() for x in (got.dk, got.dv))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -185,46 +172,38 @@ def test_explain_names_the_kernels_of_the_rows_that_blocks_have(monkeypatch: pyt
 
 # --- errors -----------------------------------------------------------------------------------------------------
 
-
-def bad_calls() -> Iterator[Any]:
-    """(tokens of query, options, error, match)"""
-    yield pytest.param(10, {}, ValueError, "query has 10 tokens and key 9: .* no more queries than keys", id="longer")
-    for at in (-1, 7):
-        match = f"is {at}, and must be from 0 to 6, so that 3 queries fit among 9 keys"
-        yield pytest.param(3, {"query_offset": at}, ValueError, f"query_offset {match}", id=f"int{at}")
-        places = torch.tensor([6, at])
-        yield pytest.param(3, {"query_offset": places}, ValueError, rf"query_offset\[1\] {match}", id=f"tensor{at}")
-    for at in (1.0, True, [1, 2]):
-        yield pytest.param(3, {"query_offset": at}, TypeError, "query_offset must be an int or a tensor", id=str(at))
-    for name, at in {"float": torch.ones(2), "scalar": torch.tensor(1), "three": torch.ones(3).long()}.items():
-        match = r"query_offset must be an int, or an int32 or int64 tensor of shape \(batch,\) = \(2,\), got"
-        yield pytest.param(3, {"query_offset": at}, ValueError, match, id=name)
-    elsewhere = torch.ones(2, dtype=torch.int64, device="meta")
-    yield pytest.param(3, {"query_offset": elsewhere}, ValueError, "is on meta and query on cpu: move it", id="device")
-    short = torch.zeros(2, 3, dtype=torch.bool)
-    yield pytest.param(3, {"key_padding_mask": short}, ValueError, r"= \(2, 9\), got \(2, 3\)", id="mask")
-    match = "'sdpa' cannot run this call: .*dropout.*Use backend='auto'"
-    yield pytest.param(3, {"backend": "sdpa", "dropout_p": 0.1}, ValueError, match, id="sdpa-dropout")
-    yield pytest.param(3, {"backend": "triton"}, ValueError, "'triton' cannot run this call: it runs on CUDA", id="cpu")
+AT = "{} is {}, and must be from 0 to 6, so that 3 queries fit among 9 keys"
+KIND = r"query_offset must be an int, or an int32 or int64 tensor of shape \(batch,\) = \(2,\), got"
+CANNOT = "{!r} cannot run this call: .*{}.*"
+REFUSED: list[tuple[type[Exception], str, int, dict[str, Any]]] = [  # what the error says, tokens of query, options
+    (ValueError, "query has 10 tokens and key 9: .* no more queries than keys", 10, {}),
+    *((ValueError, AT.format("query_offset", at), 3, {"query_offset": at}) for at in (-1, 7)),
+    *((ValueError, AT.format(r"query_offset\[1\]", x), 3, {"query_offset": torch.tensor([6, x])}) for x in (-1, 7)),
+    *((TypeError, "query_offset must be an int or a tensor", 3, {"query_offset": at}) for at in (1.0, True, [1, 2])),
+    *((ValueError, KIND, 3, {"query_offset": x}) for x in (torch.ones(2), torch.tensor(1), torch.ones(3).long())),
+    (ValueError, "is on meta and query on cpu: move it", 3, {"query_offset": torch.ones(2, device="meta").long()}),
+    (ValueError, r"= \(2, 9\), got \(2, 3\)", 3, {"key_padding_mask": torch.zeros(2, 3, dtype=torch.bool)}),
+    (ValueError, CANNOT.format("sdpa", "dropout.*Use backend='auto'"), 3, {"backend": "sdpa", "dropout_p": 0.1}),
+    (
+        ValueError,
+        CANNOT.format("triton", "dropout.*CUDA.*Use backend='auto'"),
+        3,
+        {"backend": "triton", "dropout_p": 0.1},
+    ),
+]
 
 
-@pytest.mark.parametrize(("queries", "options", "kind", "match"), [*bad_calls()])
-def test_bad_calls_are_refused(queries: int, options: dict[str, Any], kind: type, match: str) -> None:
-    x = torch.zeros(2, 9, 4, 8)
-    state = torch.get_rng_state()
-    with pytest.raises(kind, match=match):
-        dilated_attention(torch.zeros(2, queries, 4, 8), x, x, PAPER, **options)
-    assert torch.equal(torch.get_rng_state(), state), "a refused call has drawn a random number"
-    if not isinstance(options.get("query_offset"), Tensor):  # positions on a device are read when it runs
-        with pytest.raises(kind, match=match):
-            explain(torch.zeros(2, queries, 4, 8), x, x, PAPER, **options)
-
-
-def test_the_kernel_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "match", "queries", "options"), REFUSED)
+def test_bad_calls_are_refused(
+    kind: type[Exception], match: str, queries: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    x = torch.zeros(1, 3, 2, 300, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"cannot run this call: .*float64.*300.*dropout.*CUDA.*Use backend='auto'"):
-        dilated_attention(x[:, :1], x, x, PAPER, dropout_p=0.1, backend="triton")
+    x, state = torch.zeros(2, 10, 4, 8), torch.get_rng_state()
+    # positions on a device are read when it runs
+    for function in (dilated_attention, explain)[: 1 if isinstance(options.get("query_offset"), Tensor) else 2]:
+        with pytest.raises(kind, match=match):
+            function(x[:, :queries], x[:, :9], x[:, :9], PAPER, **options)
+    assert torch.equal(torch.get_rng_state(), state), "a refused call has drawn a random number"
 
 
 def test_where_only_the_backward_pass_is_missing_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,17 +229,16 @@ def test_only_a_call_on_one_device_has_an_offset() -> None:
     ("options", "backend", "why"),
     [
         ({}, "sdpa", "it runs on CUDA, not on cpu"),
-        ({"query_offset": 2}, "sdpa", "it runs on CUDA"),
         ({"dropout_p": 0.5}, "eager", "its decoding has no dropout"),
         ({"backend": "eager"}, "eager", "it runs on CUDA"),
     ],
 )
 def test_explain_of_few_queries(options: dict[str, Any], backend: str, why: str) -> None:
     x = torch.randn(2, 9, 4, 8)
-    told = explain(x[:, :3], x, x, PAPER, **options)
+    told = explain(x[:, :3], x, x, PAPER, query_offset=2, **options)
     assert told.backend == backend
     assert told.backward.startswith({"sdpa": "sdpa, kernel: flash on CPU", "eager": "eager, kernel: matmul"}[backend])
     assert why in "; ".join(told.why_not["triton"])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        dilated_attention(x[:, :3], x, x, PAPER, **options)
+        dilated_attention(x[:, :3], x, x, PAPER, query_offset=2, **options)
     assert any("flash_attention_for_cpu" in event.key for event in profile.key_averages()) == (backend == "sdpa")

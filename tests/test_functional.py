@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -31,126 +30,130 @@ from tests.cases import Recorder, finite, leaves
 
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
 SPARSE = DilatedPattern.longnet([8, 16], [2, 3])  # leaves rows uncovered
+BY_RULE = [DilatedPattern(rule, (8, 16), (1, 3)) for rule in RULES]
 BACKENDS = ("sdpa", "eager")
-SHAPE = (2, 20, 4, 8)
+QKV = testing.make_qkv(2, 20, 4, 8)
+QKV64 = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)
 
 
 # --- errors: before any work, saying what was got ---------------------------------------------------------------
 
+X, ONE, FEW, THREE = (
+    torch.zeros(2, 20, 4, 8),
+    torch.zeros(1, 20, 4, 8),
+    torch.zeros(2, 20, 2, 8),
+    torch.zeros(2, 20, 3, 8),
+)
+NARROW, LONGER, FLAGS = torch.zeros(2, 20, 4, 4), torch.zeros(2, 21, 4, 8), torch.zeros(2, 20, dtype=torch.bool)
+RAGGED = [torch.zeros(20, 4, 8), torch.zeros(10, 4, 8)]
+JAGGED, STRIDED = (torch.nested.as_nested_tensor(RAGGED, layout=x) for x in (torch.jagged, torch.strided))
+NESTED = r"query is a nested tensor: pass {}\.unsqueeze\(0\), and cu_seqlens="
+BORDERS = "cu_seqlens must begin with 0, never fall, and end with 20, the number of tokens, got "
+GROUPS = DilatedPattern.head_groups([2, 4, 8], [1] * 3)
+DETACHED = DilatedPattern.torchscale([8, 16], [1, 3], mixing_gradient="detached")
+Refused = list[tuple[str, tuple[Any, ...], dict[str, Any]]]  # what the error says, tensors, options
 
-def bad_calls() -> Iterator[Any]:
-    """(tensors, pattern, options, error, match)"""
-    x, few, three = torch.zeros(SHAPE), torch.zeros(2, 20, 2, 8), torch.zeros(2, 20, 3, 8)
-    narrow, none, one = torch.zeros(2, 20, 4, 4), torch.zeros(2, 20, 4, 0), torch.zeros(1, 20, 4, 8)
-    longer, headless = torch.zeros(2, 21, 4, 8), torch.zeros(2, 20, 0, 8)
-
-    def bad(name: str, match: str, kind: type = ValueError, qkv: Any = (x, x, x), pattern: Any = PATTERN, **o: Any):
-        return pytest.param(qkv, pattern, o, kind, match, id=name)
-
-    yield bad("3d", r"query must be \(batch, tokens, heads, head_dim\), got .*20", qkv=(x[0], x, x))
-    yield bad("5d", r"value must be \(batch, tokens, heads, head_dim\), got", qkv=(x, x, x[None]))
-    yield bad("tokens", "query has 21 tokens and key 20", qkv=(longer, x, x))
-    yield bad("key-and-value", r"key and value must have one shape, got .*20.*21", qkv=(x, x, longer))
-    yield bad("batch", r"agree in batch and head_dim, got \(2, 20, 4, 8\)", qkv=(x, one, one))
-    yield bad("head-dim", "agree in batch and head_dim", qkv=(x, narrow, narrow))
-    yield bad("no-head-dim", "head_dim must be 1 or more", qkv=(none,) * 3)
-    yield bad("no-heads", "0 query heads", qkv=(headless,) * 3)
-    yield bad("heads-differ", "query has 4 heads and key 2.*enable_gqa=True", qkv=(x, few, few))
-    yield bad("not-shared", "4 query heads.*3 key/value heads", qkv=(x, three, three), enable_gqa=True)
-
-    double, meta, sparse = x.double(), x.to("meta"), x.to_sparse()
-    yield bad("dtypes", "value is torch.float64 on cpu and query torch.float32", qkv=(x, x, double))
-    yield bad("devices", "key is torch.float32 on meta and query torch.float32 on cpu", qkv=(x, meta, meta))
-    yield bad("integers", "query must be float64, .*got torch.int64", TypeError, qkv=(x.long(),) * 3)
-    yield bad("no-tensor", "query must be a tensor, got ndarray", TypeError, qkv=(x.numpy(), x, x))
-    yield bad("sparse", r"query has the layout torch.sparse_coo: pass query.to_dense\(\)", qkv=(sparse,) * 3)
-    packed = (one,) * 3
-    yield bad("packed-batch", "cu_seqlens is for one row.*got a batch of 2", cu_seqlens=[0, 20])
-    yield bad("packed-few", "got 3 queries and 20 keys", qkv=(one[:, :3], one, one), cu_seqlens=[0, 20])
-    mask = torch.zeros(1, 20, dtype=torch.bool)
-    yield bad("packed-mask", "leave ignored tokens out", qkv=packed, key_padding_mask=mask, cu_seqlens=[0, 20])
-    for number, borders in enumerate(([], [0], [1, 20], [0, 21], [0, 9, 4, 20], list(range(0, 19)))):
-        match = "cu_seqlens must begin with 0, never fall, and end with 20, the number of tokens, got "
-        yield bad(f"packed-{number}", match, qkv=packed, cu_seqlens=borders)
-    for number, borders in enumerate((20, [0.0, 20.0], torch.tensor([0.0, 20.0]), torch.tensor([[0, 20]]), [True, 20])):
-        yield bad(
-            f"packed-kind-{number}", "cu_seqlens must be .* whole numbers", TypeError, qkv=packed, cu_seqlens=borders
-        )
-    nested = torch.nested.as_nested_tensor([torch.zeros(20, 4, 8), torch.zeros(10, 4, 8)], layout=torch.jagged)
-    yield bad(
-        "nested",
-        r"query is a nested tensor: pass query\.values\(\)\.unsqueeze\(0\), and cu_seqlens=query\.offsets\(\)",
-        qkv=(nested,) * 3,
-    )
-    strided = torch.nested.as_nested_tensor([torch.zeros(20, 4, 8), torch.zeros(10, 4, 8)])
-    match = r"query is a nested tensor: pass torch\.cat\(query\.unbind\(\)\)\.unsqueeze\(0\), and cu_seqlens=\[0, "
-    yield bad("nested-strided", match, qkv=(strided,) * 3)
-
-    flags = torch.zeros(2, 20, dtype=torch.bool)
-    for name, mask, kind, match in (
-        ("shape", flags[:, 1:], ValueError, r"must be .*\(2, 20\), got \(2, 19\)"),
-        ("float", flags.float(), TypeError, "must be bool with True = ignore.*got torch.float32"),
-        ("bool", False, TypeError, "must be a tensor, got bool"),
-        ("device", flags.to("meta"), ValueError, "is on meta and query on cpu"),
-    ):
-        yield bad(f"mask-{name}", f"key_padding_mask {match}", kind, key_padding_mask=mask)
-
-    for p in (-0.1, 1.1, math.nan, "half", True):
-        yield bad(f"dropout-{p}", rf"dropout_p must .*\[0, 1\], got .?{p}", dropout_p=p)
-    for scale in (-1.0, math.nan, math.inf, "half", True):
-        yield bad(f"scale-{scale}", f"scale must be .* 0 or more, got .?{scale}", scale=scale)
-    yield bad("scale-long", "scale must be .* got one beyond the range of float", scale=10**400)
-    yield bad("gqa-text", "enable_gqa must be True or False, got 'no'", TypeError, enable_gqa="no")
-    yield bad("causal-number", "is_causal must be True or False, got 1", TypeError, is_causal=1)
-    for backend in ("flash", None):
-        yield bad(f"backend-{backend}", "unknown backend .*use one of auto, triton, sdpa, eager", backend=backend)
-    cannot = "'sdpa' cannot run this call: .*dropout.*Use backend='auto'"
-    yield bad("sdpa-dropout", cannot, backend="sdpa", dropout_p=0.1)
-    yield bad("pattern", "pattern must be a DilatedPattern, got str", TypeError, pattern="longnet")
-    groups, shared = DilatedPattern.head_groups([2, 4, 8], [1] * 3), (x, few, few)
-    yield bad("too-few-heads", "3 branches and 2 key/value heads", qkv=shared, pattern=groups, enable_gqa=True)
+VALUES: Refused = [
+    (r"query must be \(batch, tokens, heads, head_dim\), got .*20", (X[0], X, X), {}),
+    (r"value must be \(batch, tokens, heads, head_dim\), got", (X, X, X[None]), {}),
+    ("query has 21 tokens and key 20", (LONGER, X, X), {}),
+    (r"key and value must have one shape, got .*20.*21", (X, X, LONGER), {}),
+    (r"agree in batch and head_dim, got \(2, 20, 4, 8\)", (X, ONE, ONE), {}),
+    ("agree in batch and head_dim", (X, NARROW, NARROW), {}),
+    ("head_dim must be 1 or more", (X[..., :0],) * 3, {}),
+    ("0 query heads", (X[:, :, :0],) * 3, {}),
+    ("query has 4 heads and key 2.*enable_gqa=True", (X, FEW, FEW), {}),
+    ("4 query heads.*3 key/value heads", (X, THREE, THREE), {"enable_gqa": True}),
+    ("3 branches and 2 key/value heads", (X, FEW, FEW), {"enable_gqa": True, "pattern": GROUPS}),
+    ("value is torch.float64 on cpu and query torch.float32", (X, X, X.double()), {}),
+    ("key is torch.float32 on meta and query torch.float32 on cpu", (X, X.to("meta"), X.to("meta")), {}),
+    (r"query has the layout torch.sparse_coo: pass query.to_dense\(\)", (X.to_sparse(),) * 3, {}),
+    (NESTED.format(r"query\.values\(\)") + r"query\.offsets\(\)", (JAGGED,) * 3, {}),
+    (NESTED.format(r"torch\.cat\(query\.unbind\(\)\)") + r"\[0, ", (STRIDED,) * 3, {}),
+    ("cu_seqlens is for one row.*got a batch of 2", (X,) * 3, {"cu_seqlens": [0, 20]}),
+    ("got 3 queries and 20 keys", (ONE[:, :3], ONE, ONE), {"cu_seqlens": [0, 20]}),
+    ("leave ignored tokens out", (ONE,) * 3, {"key_padding_mask": FLAGS[:1], "cu_seqlens": [0, 20]}),
+    *((BORDERS, (ONE,) * 3, {"cu_seqlens": x}) for x in ([], [0], [1, 20], [0, 21], [0, 9, 4, 20], [*range(19)])),
+    (r"key_padding_mask must be .*\(2, 20\), got \(2, 19\)", (X,) * 3, {"key_padding_mask": FLAGS[:, 1:]}),
+    ("key_padding_mask is on meta and query on cpu", (X,) * 3, {"key_padding_mask": FLAGS.to("meta")}),
+    *(
+        (rf"dropout_p must .*\[0, 1\], got .?{p}", (X,) * 3, {"dropout_p": p})
+        for p in (-0.1, 1.1, math.nan, "half", True)
+    ),
+    *(
+        (f"scale must be .* 0 or more, got .?{x}", (X,) * 3, {"scale": x})
+        for x in (-1.0, math.nan, math.inf, "half", True)
+    ),
+    ("scale must be .* got one beyond the range of float", (X,) * 3, {"scale": 10**400}),
+    *(("unknown backend .*use one of auto, triton, sdpa, eager", (X,) * 3, {"backend": x}) for x in ("flash", None)),
+    ("works only on one device and without dropout", (X,) * 3, {"pattern": DETACHED, "dropout_p": 0.1}),
+    ("'sdpa' cannot run this call: .*dropout.*Use backend='auto'", (X,) * 3, {"backend": "sdpa", "dropout_p": 0.1}),
+]
+TYPES: Refused = [
+    ("query must be float64, .*got torch.int64", (X.long(),) * 3, {}),
+    ("query must be a tensor, got ndarray", (X.numpy(), X, X), {}),
+    *(
+        ("cu_seqlens must be .* whole numbers", (ONE,) * 3, {"cu_seqlens": x})
+        for x in (20, [0.0, 20.0], torch.tensor([0.0, 20.0]), torch.tensor([[0, 20]]), [True, 20])
+    ),
+    (
+        "key_padding_mask must be bool with True = ignore.*got torch.float32",
+        (X,) * 3,
+        {"key_padding_mask": FLAGS.float()},
+    ),
+    ("key_padding_mask must be a tensor, got bool", (X,) * 3, {"key_padding_mask": False}),
+    ("enable_gqa must be True or False, got 'no'", (X,) * 3, {"enable_gqa": "no"}),
+    ("is_causal must be True or False, got 1", (X,) * 3, {"is_causal": 1}),
+    ("pattern must be a DilatedPattern, got str", (X,) * 3, {"pattern": "longnet"}),
+]
 
 
-@pytest.mark.parametrize(("qkv", "pattern", "options", "kind", "match"), [*bad_calls()])
-def test_bad_input_is_refused_before_any_work(qkv, pattern, options, kind, match) -> None:
-    before = torch.get_rng_state()
+@pytest.mark.parametrize(
+    ("kind", "match", "qkv", "options"),
+    [(k, *bad) for k, some in ((ValueError, VALUES), (TypeError, TYPES)) for bad in some],
+)
+def test_bad_input_is_refused_before_any_work(kind: type[Exception], match: str, qkv: Any, options: Any) -> None:
+    """And explain() says the same."""
+    before, said = torch.get_rng_state(), set()
     for function in (dilated_attention, explain):
-        with Recorder() as recorder, pytest.raises(kind, match=match):
-            function(*qkv, pattern, **options)
+        with Recorder() as recorder, pytest.raises(kind, match=match) as raised:
+            function(*qkv, **{"pattern": PATTERN, **options})
         assert recorder.names == []
+        said.add(str(raised.value))
+    assert len(said) == 1
     assert torch.equal(torch.get_rng_state(), before), "a refused call has drawn a random number"
 
 
-def test_heads_are_two_whole_numbers() -> None:
-    x = torch.zeros(SHAPE)
-    for heads in (5, (), (0.5, 8), (True, 8), (0, 4, 8)):
-        with pytest.raises(TypeError, match=r"heads must be two whole numbers, \(first, total\) of the key/value"):
-            dilated_attention(x, x, x, PATTERN, heads=heads)
-    for outside in ((-1, 8), (5, 8), (0, 3)):
-        with pytest.raises(ValueError, match=r"heads must be \(first, total\) with 0 <= first <= total - 4"):
-            dilated_attention(x, x, x, PATTERN, heads=outside)
+@pytest.mark.parametrize(
+    ("heads", "kind", "match"),
+    [
+        *((x, TypeError, r"two whole numbers, \(first, total\)") for x in (5, (), (0.5, 8), (True, 8), (0, 4, 8))),
+        *((x, ValueError, r"\(first, total\) with 0 <= first <= total - 4") for x in ((-1, 8), (5, 8), (0, 3))),
+    ],
+)
+def test_heads_are_two_whole_numbers(heads: Any, kind: type[Exception], match: str) -> None:
+    with pytest.raises(kind, match=f"heads must be {match}"):
+        dilated_attention(X, X, X, PATTERN, heads=heads)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    qkv = testing.make_qkv(1, 9, 2, 4)
     pattern = DilatedPattern.longnet(np.array([8, 16]), np.array([1, 3]))
     assert pattern == PATTERN
-    got = dilated_attention(*qkv, pattern, scale=np.float32(0.5), dropout_p=np.float64(0.0))
-    assert torch.equal(got, dilated_attention(*qkv, PATTERN, scale=0.5))
+    got = dilated_attention(*QKV, pattern, scale=np.float32(0.5), dropout_p=np.float64(0.0))
+    assert torch.equal(got, dilated_attention(*QKV, PATTERN, scale=0.5))
 
 
 # --- explain ----------------------------------------------------------------------------------------------------
 
 
 def test_explain_names_what_runs_and_why_nothing_else() -> None:
-    qkv = testing.make_qkv(2, 20, 4, 8)
-    told = explain(*qkv, PATTERN)
+    told = explain(*QKV, PATTERN)
     assert (told.backend, told.kernel) == ("sdpa", "flash on CPU")
     assert set(told.why_not) == {"triton", "eager"}
     assert "could run, but sdpa (flash on CPU)" in told.why_not["eager"][0]
-    assert set(explain(*qkv, PATTERN, backend="eager").why_not) == {"triton", "sdpa/flash on CPU"}
+    assert set(explain(*QKV, PATTERN, backend="eager").why_not) == {"triton", "sdpa/flash on CPU"}
 
-    told = explain(*qkv, PATTERN, dropout_p=0.1)
+    told = explain(*QKV, PATTERN, dropout_p=0.1)
     assert told.backend == "eager"
     assert "matmul" in told.kernel
     assert "dropout cannot follow the seeded mask" in told.why_not["sdpa/flash on CPU"][0]
@@ -160,14 +163,13 @@ def test_explain_names_what_runs_and_why_nothing_else() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"backend": "eager"}, {"is_causal": True}], ids=str)
 def test_explain_computes_nothing_and_names_what_runs(options: dict[str, Any]) -> None:
-    qkv, mask = testing.make_qkv(2, 20, 4, 8), torch.zeros(2, 20, dtype=torch.bool)
     before = torch.get_rng_state()
     with Recorder() as recorder:
-        told = explain(*qkv, PATTERN, key_padding_mask=mask, **options)
+        told = explain(*QKV, PATTERN, key_padding_mask=FLAGS, **options)
     assert recorder.names == []
     assert torch.equal(torch.get_rng_state(), before)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        dilated_attention(*qkv, PATTERN, key_padding_mask=mask, **options)
+        dilated_attention(*QKV, PATTERN, key_padding_mask=FLAGS, **options)
     ran = any("flash_attention_for_cpu" in event.key for event in profile.key_averages())
     assert ran == (told.kernel == "flash on CPU") == (options in ({}, {"is_causal": True}))
 
@@ -177,45 +179,30 @@ def test_explain_computes_nothing_and_names_what_runs(options: dict[str, Any]) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mask_may_be_expanded(backend: str) -> None:
-    qkv, mask = testing.make_qkv(3, 20, 4, 8, dtype=torch.float64), (torch.arange(20) > 14).expand(3, -1)
-    testing.check(qkv, PATTERN, key_padding_mask=mask, backend=backend)
-    assert mask[0].tolist() == [i > 14 for i in range(20)]
+    testing.check(QKV64, PATTERN, key_padding_mask=(torch.arange(20) > 14).expand(2, -1), backend=backend)
 
 
 @pytest.mark.parametrize(
-    ("backend", "masked", "dropout_p"),
-    [("sdpa", False, 0.0), ("sdpa", True, 0.0), ("eager", False, 0.5), ("auto", True, 0.5)],
+    "options", [{"backend": "sdpa"}, {"backend": "eager", "dropout_p": 0.5}, {"dropout_p": 0.5}], ids=str
 )
-@pytest.mark.parametrize(
-    ("rule", "samples", "tokens"), [("longnet", 0, 20), ("torchscale", 2, 0), ("head_groups", 0, 0)]
-)
-def test_nothing_in_nothing_out(backend, rule, samples, tokens, masked, dropout_p) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("pattern", "samples", "tokens"), zip(BY_RULE, (0, 2, 0), (20, 0, 0), strict=True))
+def test_nothing_in_nothing_out(
+    pattern: DilatedPattern, samples: int, tokens: int, masked: bool, options: dict[str, Any]
+) -> None:
     qkv = leaves(*testing.make_qkv(samples, tokens, 4, 8, kv_heads=2))
-    out, lse = dilated_attention(
-        *qkv, DilatedPattern(rule, (8, 16), (1, 3)), enable_gqa=True, return_lse=True, backend=backend,
-        key_padding_mask=torch.zeros(samples, tokens, dtype=torch.bool) if masked else None, dropout_p=dropout_p,
-    )  # fmt: skip
+    mask = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
+    out, lse = dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, key_padding_mask=mask, **options)
     assert out.shape == (samples, tokens, 4, 8)
     assert lse.shape == (samples, tokens, 4)
     (out.sum() + lse.sum()).backward()
     assert [x.grad.shape for x in qkv] == [x.shape for x in qkv]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes_and_shapes_of_the_results(dtype: torch.dtype) -> None:
-    qkv = leaves(*testing.make_qkv(1, 9, 2, 4, dtype=dtype))
-    out, lse = dilated_attention(*qkv, PATTERN, return_lse=True)
-    assert (out.dtype, out.shape) == (dtype, (1, 9, 2, 4))
-    assert (lse.dtype, lse.shape) == (torch.float64 if dtype is torch.float64 else torch.float32, (1, 9, 2))
-    (out.float().sum() + lse.sum()).backward()
-    assert all(x.grad is not None and x.grad.dtype is dtype for x in qkv)
-    assert isinstance(dilated_attention(*qkv, PATTERN), Tensor)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     """Not at every merge of branches."""
-    pattern = DilatedPattern.longnet([4, 8, 16, 32, 64], [1, 1, 1, 1, 1])
+    pattern = DilatedPattern.longnet([4, 8, 16, 32, 64], [1] * 5)
     qkv = testing.make_qkv(1, 64, 2, 16, dtype=dtype)
     out = dilated_attention(*qkv, pattern, backend="eager").double()
     expected = reference.attention(*qkv, pattern)[0]
@@ -225,17 +212,15 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_call_twice_is_equal_to_the_bit(backend: str) -> None:
-    """The second backward pass is through the same graph, with create_graph=True."""
-    qkv = leaves(*testing.make_qkv(2, 45, 4, 8))
+    """The last backward pass is through the same graph, with create_graph=True."""
+    qkv, dout = leaves(*QKV), torch.randn(X.shape)
     calls = [dilated_attention(*qkv, PATTERN, backend=backend, return_lse=True) for _ in range(2)]
     assert all(map(torch.equal, *calls))
-    dout = torch.randn(2, 45, 4, 8)
-    grads = [
+    first, *others = (
         torch.autograd.grad(call, qkv, (dout, dout[..., 0]), retain_graph=True, create_graph=again)
-        for call, again in ((calls[0], False), (calls[1], False), (calls[0], True))
-    ]
-    for others in grads[1:]:
-        assert all(map(torch.equal, grads[0], others))
+        for call, again in zip((*calls, calls[0]), (False, False, True), strict=True)
+    )
+    assert all(map(torch.equal, first * 2, itertools.chain(*others)))
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -245,16 +230,15 @@ def test_the_same_call_twice_is_equal_to_the_bit(backend: str) -> None:
 def test_one_node_and_five_saved_tensors(dtype: torch.dtype, branches: int) -> None:
     pattern = DilatedPattern.longnet([4, 8, 16, 32][:branches], [1, 2, 3, 4][:branches])
     qkv = leaves(*testing.make_qkv(3, 20, 4, 8, kv_heads=2, dtype=dtype))
-    saved: list[Tensor] = []
 
-    def pack(x: Tensor) -> Tensor:
-        saved.append(x)
-        return x
+    def attended(**options: Any) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """What is saved, and the results."""
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+            return saved, dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, **options)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out, lse = dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True)
-    assert out.grad_fn is not None
-    assert lse.grad_fn is out.grad_fn
+    saved, (out, lse) = attended()
+    assert lse.grad_fn is out.grad_fn is not None
     nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
     assert [node.name().split("::")[-1] for node in nodes] == ["AccumulateGrad"] * 3
     assert {id(node.variable) for node in nodes} == {id(x) for x in qkv}
@@ -263,67 +247,54 @@ def test_one_node_and_five_saved_tensors(dtype: torch.dtype, branches: int) -> N
     assert set(storages) == {x.untyped_storage().data_ptr() for x in (*qkv, out, lse)}
     assert sum(storages.values()) == 3 * pattern.saved_bytes(20, 4, 8, num_kv_heads=2, dtype=dtype)
 
-    saved.clear()
-    mask = torch.zeros(3, 20, dtype=torch.bool)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        dilated_attention(*qkv, pattern, enable_gqa=True, key_padding_mask=mask, dropout_p=0.1)
+    saved, _ = attended(key_padding_mask=torch.zeros(3, 20, dtype=torch.bool), dropout_p=0.1)
     assert [(x.dtype, x.numel()) for x in saved if not x.is_floating_point()] == [(torch.bool, 60), (torch.int64, 1)]
     assert len(saved) == 5 + 2, "a mask and a seed are all that is saved besides"
 
 
-def test_without_gradients_nothing_is_recorded() -> None:
-    qkv = leaves(*testing.make_qkv(2, 20, 4, 8))
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            out, lse = dilated_attention(*qkv, PATTERN, return_lse=True)
-        assert out.grad_fn is lse.grad_fn is None
-        assert not out.requires_grad
-        assert torch.equal(out, dilated_attention(*qkv, PATTERN))
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_recorded(context: Any) -> None:
+    qkv = leaves(*QKV)
+    with context():
+        out, lse = dilated_attention(*qkv, PATTERN, return_lse=True)
+    assert out.grad_fn is lse.grad_fn is None
+    assert not out.requires_grad
+    assert torch.equal(out, dilated_attention(*qkv, PATTERN))
 
 
 def test_gradients_of_only_some_inputs_and_of_one_given_three_times() -> None:
-    qkv = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)
-    dout = torch.randn(2, 20, 4, 8, dtype=torch.float64)
-    expected = testing.oracle(qkv, PATTERN, dout)
+    dout = torch.randn(X.shape, dtype=torch.float64)
+    expected = testing.oracle(QKV64, PATTERN, dout)[2:]
     for wanted in ((0,), (1,), (2,), (0, 2)):
-        inputs = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(qkv)]
+        inputs = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(QKV64)]
         dilated_attention(*inputs, PATTERN).backward(dout)
-        for i, (x, grad) in enumerate(zip(inputs, (expected.dq, expected.dk, expected.dv), strict=True)):
+        for i, (x, grad) in enumerate(zip(inputs, expected, strict=True)):
             assert testing.error(x.grad, grad) < 1e-12 if i in wanted else x.grad is None
-    (x,) = leaves(qkv[0])
+    (x,) = leaves(QKV64[0])
     (grad,) = torch.autograd.grad(dilated_attention(x, x, x, PATTERN), x, dout)
-    expected = testing.oracle((x, x, x), PATTERN, dout)
-    assert testing.error(grad, expected.dq + expected.dk + expected.dv) < 1e-12
+    assert testing.error(grad, sum(testing.oracle((x, x, x), PATTERN, dout)[2:])) < 1e-12
 
 
-def test_changing_a_saved_input_is_noticed() -> None:
-    q, k, v = (x * 1.0 for x in leaves(*testing.make_qkv(2, 20, 4, 8)))
-    out = dilated_attention(q, k, v, PATTERN)
-    k.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+def through_the_op(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, backend: str) -> Tensor:
+    return torch.ops.dilated_attention.forward(q, k, v, [None] * 4, *Call(pattern).packed())[0]
 
 
 @pytest.mark.parametrize("only_value", [False, True])
 @pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize(("backend", "queries"), [("sdpa", 20), ("eager", 20), ("auto", 3)])
-def test_double_backward_says_what_to_do(backend: str, queries: int, linear: bool, only_value: bool) -> None:
+@pytest.mark.parametrize(
+    ("attention", "backend", "queries"),
+    [(dilated_attention, *x) for x in (("sdpa", 20), ("eager", 20), ("auto", 3))] + [(through_the_op, "auto", 20)],
+)
+def test_double_backward_says_what_to_do(
+    attention: Any, backend: str, queries: int, linear: bool, only_value: bool
+) -> None:
     """Also where the gradient that comes in needs none itself: what comes out depends on q, k and v all the same."""
-    q, k, v = testing.make_qkv(2, 20, 4, 8)
-    qkv = [x.requires_grad_(x is v or not only_value) for x in (q[:, :queries].clone(), k, v)]
-    out = dilated_attention(*qkv, PATTERN, backend=backend)
+    qkv = [x.clone().requires_grad_(i == 2 or not only_value) for i, x in enumerate((QKV[0][:, :queries], *QKV[1:]))]
+    out = attention(*qkv, PATTERN, backend=backend)
     loss = out.sum() if linear else out.square().sum()
     (grad,) = torch.autograd.grad(loss, qkv[2], create_graph=True)
     with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*create_graph.*reference\.attention"):
         (loss + grad.square().sum()).backward()
-
-
-def test_double_backward_of_the_op_says_what_to_do() -> None:
-    q, k, v = (x.requires_grad_() for x in testing.make_qkv(2, 20, 4, 8))
-    out, _ = torch.ops.dilated_attention.forward(q, k, v, [None] * 4, *Call(PATTERN).packed())
-    (grad,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        grad.square().sum().backward()
 
 
 # --- kernels that the user switched off -------------------------------------------------------------------------
@@ -335,7 +306,7 @@ def refuse(*_: Any) -> None:
 
 def test_a_kernel_switched_off_for_a_call_is_so_in_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's own attention does: what runs backward is decided where the call is made."""
-    qkv = leaves(*testing.make_qkv(2, 20, 4, 8))
+    qkv = leaves(*QKV)
     plain = dilated_attention(*qkv, PATTERN)
     with sdpa_kernel(SDPBackend.MATH):
         told = explain(*qkv, PATTERN)
@@ -356,11 +327,10 @@ def test_a_kernel_switched_off_for_a_call_is_so_in_its_backward_pass(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("use_reentrant", "dropout_p", "rule"),
-    [(False, 0.5, "longnet"), (True, 0.5, "torchscale"), (False, 0.0, "head_groups"), (True, 0.0, "longnet")],
+    ("use_reentrant", "dropout_p", "pattern"),
+    [(False, 0.5, BY_RULE[0]), (True, 0.5, BY_RULE[1]), (False, 0.0, BY_RULE[2]), (True, 0.0, BY_RULE[0])],
 )
-def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, dropout_p: float, rule: str) -> None:
-    pattern = DilatedPattern(rule, (8, 16), (1, 3))
+def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, dropout_p: float, pattern: DilatedPattern) -> None:
     qkv = leaves(*testing.make_qkv(2, 29, 4, 8))
 
     def block(*x: Tensor) -> Tensor:
@@ -373,8 +343,7 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, dropout_p: 
     loss = checkpoint(block, *qkv, use_reentrant=use_reentrant)
     torch.rand(3)  # the generator moves on before the recomputation
     loss.backward()
-    for x, grad in zip(qkv, expected, strict=True):
-        assert torch.equal(x.grad, grad)
+    assert all(map(torch.equal, [x.grad for x in qkv], expected))
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------
@@ -383,37 +352,34 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, dropout_p: 
 @pytest.mark.parametrize(("backend", "queries"), [("auto", 20), ("eager", 20), ("auto", 3)])
 def test_autocast_is_the_cast_and_nothing_else(backend: str, queries: int) -> None:
     """Forward, and gradients in the dtype of the inputs. Of few queries the cache is not converted as a whole."""
-    q, k, v = testing.make_qkv(2, 20, 4, 8)
-    given, low = (
-        leaves(q[:, :queries].to(dtype), k.to(dtype), v.to(dtype)) for dtype in (torch.float32, torch.bfloat16)
-    )
+    qkv = leaves(QKV[0][:, :queries], *QKV[1:])
+    low = leaves(*(x.bfloat16() for x in qkv))
     with torch.autocast("cpu", torch.bfloat16):
-        out, lse = dilated_attention(*given, PATTERN, backend=backend, return_lse=True)
-        assert explain(*given, PATTERN).backend == "sdpa"
+        out, lse = dilated_attention(*qkv, PATTERN, backend=backend, return_lse=True)
+        assert explain(*qkv, PATTERN).backend == "sdpa"
     expected = dilated_attention(*low, PATTERN, backend=backend)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(out, expected)
     dout = torch.randn_like(out)
-    for x, y in zip(torch.autograd.grad(out, given, dout), torch.autograd.grad(expected, low, dout), strict=True):
+    for x, y in zip(torch.autograd.grad(out, qkv, dout), torch.autograd.grad(expected, low, dout), strict=True):
         assert x.dtype is torch.float32
         assert testing.error(x, y.float()) < 2e-2
 
 
 def test_autocast_leaves_float64_alone_and_takes_mixed_inputs() -> None:
-    qkv = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        testing.check(qkv, PATTERN)
-        q, k, v = (x.to(dtype) for x, dtype in zip(qkv, (torch.float32, torch.bfloat16, torch.float16), strict=True))
-        assert dilated_attention(q, k, v, PATTERN).dtype is torch.bfloat16
+        testing.check(QKV64, PATTERN)
+        assert dilated_attention(QKV[0], QKV[1].bfloat16(), QKV[2].half(), PATTERN).dtype is torch.bfloat16
 
 
 # --- torch.compile, torch.export, fake tensors ------------------------------------------------------------------
 
-COMPILED: dict[str, dict[str, Any]] = {  # by rule
-    "longnet": {},
-    "torchscale": {"is_causal": True, "masked": True},
-    "head_groups": {"is_causal": True, "masked": True, "dropout_p": 0.4, "scale": 0.3},
-}
+
+def compiled_once(attend: Any, **options: Any) -> tuple[Any, Any]:
+    """In one graph; and what counts how often it was compiled."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    return torch.compile(attend, fullgraph=True, backend=counter, **options), counter
 
 
 def loss_and_grads(function: Any, qkv: list[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -422,18 +388,22 @@ def loss_and_grads(function: Any, qkv: list[Tensor], mask: Tensor | None) -> tup
     return out, lse, *torch.autograd.grad(out.square().sum() + finite(lse).sum(), qkv)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_lengths_that_vary_are_compiled_once(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "masked", "options"),
+    zip(
+        BY_RULE,
+        (False, True, True),
+        ({}, {"is_causal": True}, {"is_causal": True, "dropout_p": 0.4, "scale": 0.3}),
+        strict=True,
+    ),
+)
+def test_lengths_that_vary_are_compiled_once(pattern: DilatedPattern, masked: bool, options: dict[str, Any]) -> None:
     """In one graph, and bit for bit what is not compiled. The table of cases has more kinds of calls."""
-    torch._dynamo.reset()
-    pattern, options = DilatedPattern(rule, (8, 16), (1, 3)), dict(COMPILED[rule])
-    masked = options.pop("masked", False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return dilated_attention(q, k, v, pattern, key_padding_mask=mask, enable_gqa=True, return_lse=True, **options)
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    compiled, counter = compiled_once(attend, dynamic=True)
     frames = []
     for tokens in (24, 29, 40, 7):
         qkv = leaves(*testing.make_qkv(2, tokens, 4, 8, kv_heads=2))
@@ -444,13 +414,10 @@ def test_lengths_that_vary_are_compiled_once(rule: str) -> None:
 
 
 def test_another_packing_is_not_compiled_again() -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
         return dilated_attention(q, k, v, PATTERN, cu_seqlens=cu_seqlens).square().sum()
 
-    compiled, qkv = torch.compile(attend, fullgraph=True, backend=counter), leaves(*testing.make_qkv(1, 24, 4, 8))
+    (compiled, counter), qkv = compiled_once(attend), leaves(*testing.make_qkv(1, 24, 4, 8))
     for borders in ([0, 5, 24], [0, 11, 24], [0, 23, 24]):
         found = [torch.autograd.grad(f(*qkv, torch.tensor(borders)), qkv) for f in (compiled, attend)]
         assert all(map(torch.equal, *found))
@@ -480,28 +447,19 @@ def test_equal_sequences_share_blocks() -> None:
 
 
 def test_vmap_over_packed_rows() -> None:
-    q, k, v = testing.make_qkv(3, 24, 4, 8, dtype=torch.float64)
-
     def attend(*qkv: Tensor) -> Tensor:
-        return dilated_attention(*(x.unsqueeze(0) for x in qkv), PATTERN, cu_seqlens=[0, 7, 24])[0]
+        return dilated_attention(*(x.unsqueeze(0) for x in qkv), PATTERN, cu_seqlens=[0, 7, 20])[0]
 
-    assert testing.error(torch.func.vmap(attend)(q, k, v), torch.stack(list(map(attend, q, k, v)))) < 1e-12
+    assert testing.error(torch.func.vmap(attend)(*QKV64), torch.stack(list(map(attend, *QKV64)))) < 1e-12
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_new_numbers_are_a_new_graph(dynamic: bool | None) -> None:
     """Numbers that torch.compile would make symbols of: those of the pattern, and which heads these are."""
-    torch._dynamo.reset()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, heads: tuple[int, int] | None) -> Tensor:
-        return dilated_attention(q, k, v, pattern, heads=heads)
-
-    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    qkv = testing.make_qkv(2, 24, 4, 8)
-    for pattern in (PATTERN, SPARSE, DilatedPattern.torchscale([8, 16], [1, 3]), PATTERN):
-        assert torch.equal(compiled(*qkv, pattern, None), attend(*qkv, pattern, None))
-    for heads in ((2, 12), (4, 12), (5, 13)):
-        assert torch.equal(compiled(*qkv, PATTERN, heads), attend(*qkv, PATTERN, heads))
+    compiled, _ = compiled_once(dilated_attention, dynamic=dynamic)
+    patterns, heads = (PATTERN, SPARSE, BY_RULE[1], *[PATTERN] * 4), (*[None] * 4, (2, 12), (4, 12), (5, 13))
+    for pattern, some in zip(patterns, heads, strict=True):
+        assert torch.equal(*(attend(*QKV, pattern, heads=some) for attend in (compiled, dilated_attention)))
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="inductor needs a C++ compiler")
@@ -513,11 +471,10 @@ def test_compiled_by_inductor() -> None:
         out, lse = dilated_attention(q * 2, k + 1, v, PATTERN, return_lse=True)
         return (out * lse.sigmoid().unsqueeze(-1)).tanh()
 
-    qkv = leaves(*testing.make_qkv(2, 24, 4, 8, dtype=torch.float64))
+    qkv = leaves(*QKV64)
     outs = torch.compile(block, fullgraph=True)(*qkv), block(*qkv)
     got, expected = ((out, *torch.autograd.grad(out.sum(), qkv)) for out in outs)
-    for x, y in zip(got, expected, strict=True):
-        assert testing.error(x, y) < 1e-12
+    assert all(testing.error(x, y) < 1e-12 for x, y in zip(got, expected, strict=True))
 
 
 class Attend(torch.nn.Module):
@@ -531,8 +488,7 @@ def test_exported_with_any_length() -> None:
         return (*testing.make_qkv(samples, tokens, 4, 8), mask)
 
     samples, tokens = torch.export.Dim("samples", min=1), torch.export.Dim("tokens", min=2)
-    shapes = ({0: samples, 1: tokens},) * 4
-    program = torch.export.export(Attend(), example(2, 24), dynamic_shapes=shapes)
+    program = torch.export.export(Attend(), example(2, 24), dynamic_shapes=({0: samples, 1: tokens},) * 4)
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert targets.count("dilated_attention.forward.default") == 1
     for shape in ((2, 24), (3, 29), (1, 50)):
@@ -552,8 +508,7 @@ def test_fake_tensors_know_shapes_and_dtypes(device: str, queries: int, dropout_
         (out.sum().float() + lse.sum()).backward()
     assert (out.shape, out.dtype, out.device.type) == (qkv[0].shape, dtype, device)
     assert (lse.shape, lse.dtype) == (qkv[0].shape[:3], torch.float64 if dtype is torch.float64 else torch.float32)
-    for x in qkv:
-        assert (x.grad.shape, x.grad.dtype) == (x.shape, dtype)
+    assert [(x.grad.shape, x.grad.dtype) for x in qkv] == [(x.shape, dtype) for x in qkv]
 
 
 @pytest.mark.parametrize("kind", ["plain", "meta", "fake", "func"])
@@ -571,86 +526,78 @@ def test_a_backend_asked_for_by_name_refuses_whatever_the_tensors_are(kind: str)
 # --- the registered ops -----------------------------------------------------------------------------------------
 
 OPS = torch.ops.dilated_attention
-TORCHSCALE = DilatedPattern.torchscale([8, 16], [1, 3])
+TORCHSCALE = BY_RULE[1]
 OP_CASES = {
     "longnet": Call(PATTERN),
     "uncovered": Call(SPARSE, is_causal=True, backend="sdpa"),
-    "head_groups": Call(DilatedPattern.head_groups([8, 16], [1, 3]), scale=0.3, backend="eager"),
+    "head_groups": Call(BY_RULE[2], scale=0.3, backend="eager"),
     "some_heads": Call(PATTERN, first_head=3, total_heads=7),
     "masked": Call(TORCHSCALE),
     "dropout": Call(TORCHSCALE, is_causal=True, scale=0.3, dropout_p=0.5),
-    "few": Call(TORCHSCALE, scale=0.3),
-    "few_on_device": Call(TORCHSCALE, scale=0.3, dropout_p=0.5),
+    "few": Call(TORCHSCALE, scale=0.3, start=5),
+    "few_on_device": Call(TORCHSCALE, scale=0.3, dropout_p=0.5, start=-1),
     "packed": Call(DilatedPattern.torchscale([8, 20], [1, 3])),
 }
 
 
-def op_arguments(name: str, layout: str = "contiguous") -> tuple[Any, ...]:
-    """What the forward op takes."""
+def op_arguments(name: str, layout: str = "contiguous") -> tuple[list[Tensor], list[Tensor | None], tuple[Any, ...]]:
+    """What the forward op takes: query, key and value; the other tensors; the call."""
     call = OP_CASES[name]
     q, k, v = testing.make_qkv(2, 21, 4, 8, kv_heads=2, layout=layout)
-    mask = torch.arange(21).expand(2, -1) > 17 if call.pattern is TORCHSCALE else None
-    seed = torch.tensor(1234567890123) if call.drops else None
-    positions = torch.tensor([2, 9]) if name == "few_on_device" else None
-    packed = torch.tensor([0, 7, 9, 21]) if name == "packed" else None
-    start = {"few": 5, "few_on_device": -1}.get(name, 0)
-    return (
-        q[:, :3] if name.startswith("few") else q,
-        k,
-        v,
-        [mask, seed, positions, packed],
-        *call._replace(start=start).packed(),
-    )
+    others = [
+        torch.arange(21).expand(2, -1) > 17 if call.pattern is TORCHSCALE else None,
+        torch.tensor(1234567890123) if call.drops else None,
+        torch.tensor([2, 9]) if name == "few_on_device" else None,
+        torch.tensor([0, 7, 9, 21]) if name == "packed" else None,
+    ]
+    return [q[:, :3] if name.startswith("few") else q, k, v], others, call.packed()
 
 
 @pytest.mark.parametrize(("name", "layout"), list(zip(OP_CASES, itertools.cycle(("transposed", "contiguous")))))
 def test_opcheck_forward(name: str, layout: str) -> None:
-    assert unpacked(*OP_CASES[name]._replace(start=5).packed()) == OP_CASES[name]._replace(start=5), (
-        "a call is read as it was written"
-    )
-    q, k, v, *rest = op_arguments(name, layout)
-    torch.library.opcheck(OPS.forward.default, (*leaves(q, k, v), *rest))
+    qkv, others, packed = op_arguments(name, layout)
+    assert unpacked(*packed) == OP_CASES[name], "a call is read as it was written"
+    torch.library.opcheck(OPS.forward.default, (*leaves(*qkv), others, *packed))
 
 
 @pytest.mark.parametrize(
-    ("name", "which"), list(zip(OP_CASES, itertools.cycle(((True, True), (True, False), (False, True)))))
+    ("name", "has_dout", "has_dlse"),
+    [(name, i % 3 < 2, i % 3 != 1) for i, name in enumerate(OP_CASES)],
 )
-def test_opcheck_backward(name: str, which: tuple[bool, bool]) -> None:
-    q, k, v, others, *packed = op_arguments(name)
-    out, lse = OPS.forward(q, k, v, others, *packed)
-    dout = torch.randn_like(out) if which[0] else None
-    dlse = torch.randn_like(lse) if which[1] else None
-    torch.library.opcheck(OPS.backward.default, (dout, dlse, [q, k, v, out, lse, *others], *packed))
+def test_opcheck_backward(name: str, has_dout: bool, has_dlse: bool) -> None:
+    qkv, others, packed = op_arguments(name)
+    out, lse = OPS.forward(*qkv, others, *packed)
+    sent = out if has_dout else None, lse if has_dlse else None
+    torch.library.opcheck(OPS.backward.default, (*sent, [*qkv, out, lse, *others], *packed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backward_op_takes_any_strides(backend: str) -> None:
     """Hooks on saved tensors, and compilers, may hand out and lse back in another layout."""
-    qkv, others = testing.make_qkv(3, 16, 4, 8, dtype=torch.float64), [None] * 4
-    packed = Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed()
-    out, lse = OPS.forward(*qkv, others, *packed)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    expected = OPS.backward(dout, dlse, [*qkv, out, lse, *others], *packed)
-    dout, dlse, out, lse = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, dlse, out, lse))
-    for x, y in zip(OPS.backward(dout, dlse, [*qkv, out, lse, *others], *packed), expected, strict=True):
-        assert testing.error(x, y) < 1e-12
+    others, packed = [None] * 4, Call(DilatedPattern.longnet([4, 8], [1, 3]), backend=backend).packed()
+    results = OPS.forward(*QKV64, others, *packed)
+    given = [*map(torch.randn_like, results), *results]
+    got, expected = (
+        OPS.backward(dout, dlse, [*QKV64, *saved, *others], *packed)
+        for dout, dlse, *saved in (given, [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given])
+    )
+    assert all(testing.error(x, y) < 1e-12 for x, y in zip(got, expected, strict=True))
 
 
-def test_gradients_have_the_dtypes_of_the_inputs() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_have_the_dtypes_of_the_inputs(dtype: torch.dtype) -> None:
     """Autograd would convert them, and a compiler would not. Few queries may be of another dtype than the keys."""
-    q, k, v = testing.make_qkv(1, 9, 4, 8, dtype=torch.bfloat16)
-    for keys in ((k, v), (k.float(), v.float())):
-        qkv, others, packed = (q[:, :2], *keys), [None] * 4, Call(TORCHSCALE, start=5).packed()
-        out, lse = OPS.forward(*qkv, others, *packed)
-        grads = OPS.backward(out, lse, [*qkv, out, lse, *others], *packed)
-        assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, *(x.dtype for x in qkv)]
+    q, *keys = testing.make_qkv(1, 9, 4, 8, dtype=dtype)
+    qkv, others, packed = (q[:, :2].bfloat16(), *keys), [None] * 4, Call(TORCHSCALE, start=5).packed()
+    out, lse = OPS.forward(*qkv, others, *packed)
+    grads = OPS.backward(out, lse, [*qkv, out, lse, *others], *packed)
+    assert [x.dtype for x in (out, *grads)] == [torch.bfloat16, torch.bfloat16, dtype, dtype]
 
 
 def test_threads_do_not_disturb_each_other() -> None:
     """Plans are cached for the process: two threads that ask for different ones get their own."""
-    qkv = testing.make_qkv(2, 33, 4, 8)
     patterns = [DilatedPattern(rule, (8, 16), rates) for rule, rates in itertools.product(RULES, ((1, 3), (2, 1)))]
-    expected = [dilated_attention(*qkv, pattern) for pattern in patterns]
+    expected = [dilated_attention(*QKV, pattern) for pattern in patterns]
     with ThreadPoolExecutor(4) as pool:
-        got = list(pool.map(lambda pattern: dilated_attention(*qkv, pattern), patterns * 10))
+        got = list(pool.map(lambda pattern: dilated_attention(*QKV, pattern), patterns * 10))
     assert all(map(torch.equal, got, expected * 10))

@@ -16,7 +16,6 @@ PATTERNS = [
     DilatedPattern.head_groups([4, 8, 64], [1, 2, 5]),
     DilatedPattern.torchscale([8, 16], [3, 5]),
 ]
-PROMPTS = [7, 20, 13]
 
 
 def rows(x: Tensor, at: Tensor, n: int) -> Tensor:
@@ -32,10 +31,10 @@ def test_prompts_then_chunks_and_tokens(pattern: DilatedPattern, tokens: int | N
     expected = reference.attention(*qkv, pattern, is_causal=True)
     kept = KVCache(pattern, qkv[1], tokens)
     at = torch.zeros(3, dtype=torch.int64)
-    # prompts, a chunk for all, chunks of different lengths, a token for some, then one by one
-    steps = [PROMPTS, [5, 5, 5], [1, 0, 4], [1, 0, 1], *[[1, 1, 1]] * 18]
+    # padding alone, prompts, a chunk for all, chunks of different lengths, a token for some, then one by one
+    steps = [[0, 0, 0], [7, 20, 13], [5, 5, 5], [1, 0, 4], [1, 0, 1], *[[1, 1, 1]] * 18]
     for step in steps:
-        count, n = torch.tensor(step), max(step)
+        count, n = torch.tensor(step), max(step) or 4
         unreal = (torch.arange(n) >= count[:, None])[:, :, None, None]
         q, k, v = (rows(x, at, n).masked_fill(unreal, torch.nan if n == 1 else 7.0) for x in qkv)
         kept.reserve(int(at.max()) + n)
@@ -43,32 +42,28 @@ def test_prompts_then_chunks_and_tokens(pattern: DilatedPattern, tokens: int | N
         if n > 1:
             kept.keep(k, v, at, count)
         for got, whole, nothing in zip(found, expected, (0.0, -torch.inf), strict=True):
-            for sample in range(3):
-                here = slice(int(at[sample]), int(at[sample]) + step[sample])
-                assert testing.error(got[sample, : step[sample]], whole[sample, here]) <= 1e-12
-                assert (got[sample, step[sample] :] == nothing).all()
+            for sample, (first, length) in enumerate(zip(at.tolist(), step, strict=True)):
+                assert testing.error(got[sample, :length], whole[sample, first : first + length]) <= 1e-12
+                assert (got[sample, length:] == nothing).all()
         at += count
     assert at.max() > 40  # several of the longest segments, or most of it
     assert kept.nbytes <= 8 * 2 * 3 * 4 * sum(-(-one.length // one.rate) * len(one.heads) for one in kept.branches)
 
 
 def test_a_scale_and_the_samples_that_go_on() -> None:
-    pattern = PATTERNS[0]
+    pattern, scale = PATTERNS[0], 0.3
     qkv = testing.make_qkv(2, TOKENS, 4, 4, kv_heads=2, dtype=torch.float64)
-    kept = KVCache(pattern, qkv[1])
-    at = torch.zeros(2, dtype=torch.int64)
-    for n in (21, 1):  # a chunk, then a token
-        q, k, v = (rows(x, at, n) for x in qkv)
-        found, _ = kept.attend(q, k, v, at, scale=0.3)
-        whole, _ = reference.attention(*qkv, pattern, is_causal=True, scale=0.3)
-        assert testing.error(found, rows(whole, at, n)) <= 1e-12
+    whole, _ = reference.attention(*qkv, pattern, is_causal=True, scale=scale)
+    kept, chosen, at = KVCache(pattern, qkv[1]), torch.arange(2), torch.zeros(2, dtype=torch.int64)
+    for n in (21, 1, 1):  # a chunk, then a token, then one of the samples that go on
+        if at[0] > 21:
+            chosen = torch.tensor([1, 1, 0])
+            kept.select(chosen)
+            at = at[chosen]
+        q, k, v, expected = (rows(x[chosen], at, n) for x in (*qkv, whole))
+        assert testing.error(kept.attend(q, k, v, at, scale=scale)[0], expected) <= 1e-12
         kept.keep(k, v, at)
         at += n
-    chosen = torch.tensor([1, 1, 0])
-    kept.select(chosen)
-    q, k, v = (rows(x[chosen], at[chosen], 1) for x in qkv)
-    whole, _ = reference.attention(*qkv, pattern, is_causal=True)
-    assert testing.error(kept.attend(q, k, v, at[chosen])[0], rows(whole[chosen], at[chosen], 1)) <= 1e-12
 
 
 def test_gradients_are_refused() -> None:
@@ -101,14 +96,3 @@ def test_the_dtype_of_autocast() -> None:
             out, _ = kept.attend(*given, torch.tensor([first]))
             kept.keep(given[1], given[2], torch.tensor([first]))
             assert out.dtype is torch.bfloat16
-
-
-def test_a_chunk_of_padding_alone() -> None:
-    """It gives nothing and keeps nothing."""
-    q, k, v = testing.make_qkv(2, 4, 6, 4, kv_heads=3, dtype=torch.float64)
-    kept, none = KVCache(PATTERNS[0], k), torch.zeros(2, dtype=torch.int64)
-    out, lse = kept.attend(q, k, v, none, none)
-    kept.keep(k, v, none, none)
-    assert not out.any()
-    assert (lse == -torch.inf).all()
-    assert not any(cache.kv.any() for cache in kept.caches)

@@ -3,7 +3,7 @@
 The limits are made tiny so that both show.
 """
 
-from collections.abc import Callable
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,16 +25,22 @@ def span(x: Tensor) -> int:
     return x.itemsize * sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[Tensor]]:
-    """What each call of sdpa's forward or backward is given: all tensors of rows, not lse and its gradient."""
-    seen: list[list[Tensor]] = []
-    function: Callable[..., Any] = getattr(sdpa, name)
+def spied(patch: pytest.MonkeyPatch, *given: Any, **options: Any) -> tuple[list[list[Tensor]], ...]:
+    """Checks a call; and what each call of sdpa's forward and backward is given: tensors of rows, no lse, no dlse."""
 
-    def recorded(kernels: Any, *given: Any) -> Any:
-        seen.append([x for x in given if isinstance(x, Tensor) and x.dim() == 4])
-        return function(kernels, *given)
+    def spy(name: str) -> list[list[Tensor]]:
+        seen: list[list[Tensor]] = []
+        function = getattr(sdpa, name)
 
-    monkeypatch.setattr(sdpa, name, recorded)
+        def recorded(*given: Any) -> Any:
+            seen.append([x for x in given if isinstance(x, Tensor) and x.dim() == 4])
+            return function(*given)
+
+        patch.setattr(sdpa, name, recorded)
+        return seen
+
+    seen = spy("forward"), spy("backward")
+    testing.check(*given, **options, backend="sdpa")
     return seen
 
 
@@ -47,22 +53,18 @@ def test_cutting_keeps_within_limits_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, rule: Rule, kind: str, kv_heads: int
 ) -> None:
     q, k, v = testing.make_qkv(2, 70, 6, 4, kv_heads=kv_heads)
-    q = q[:, :40] if kind == "few" else q
-    pattern = DilatedPattern.of(rule, (8, 33, 70), (1, 2, 3))
-    options: dict[str, Any] = {"is_causal": kind in ("causal", "few"), "backend": "sdpa"}
-    options["key_padding_mask"] = MASK if kind == "masked" else None
-    uncut = spy(monkeypatch, "forward")
-    testing.check((q, k, v), pattern, **options)
-    monkeypatch.undo()
+    given = (q[:, :40] if kind == "few" else q, k, v), DilatedPattern.of(rule, (8, 33, 70), (1, 2, 3))
+    options = {"is_causal": kind in ("causal", "few"), "key_padding_mask": MASK if kind == "masked" else None}
+    with monkeypatch.context() as patch:
+        uncut, _ = spied(patch, *given, **options)
     monkeypatch.setattr(sdpa, "limits", lambda call: limits)
-    forward, backward = spy(monkeypatch, "forward"), spy(monkeypatch, "backward")
-    testing.check((q, k, v), pattern, **options)
-    assert len(forward) > len(uncut)
-    assert len(forward) == len(backward)
-    for tensors in (*forward, *backward):
-        assert len(tensors) in (3, 5)
-        assert all(limits.batch is None or x.shape[0] <= limits.batch for x in tensors)
-        assert all(limits.span is None or span(x) < limits.span for x in tensors)
+    forward, backward = spied(monkeypatch, *given, **options)
+    assert len(uncut) < len(forward) == len(backward)
+    assert {*map(len, forward)} == {3}
+    assert {*map(len, backward)} == {5}
+    for x in itertools.chain(*forward, *backward):
+        assert limits.batch is None or x.shape[0] <= limits.batch
+        assert limits.span is None or span(x) < limits.span
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
@@ -94,25 +96,27 @@ def test_packing_changes_nothing(
     assert not all(packed)
 
 
-def test_only_rows_far_apart_that_are_read_often_are_packed() -> None:
-    def packs(queries: int, rows: int, row_bytes: int, heads: int = 2) -> bool:
-        q = torch.zeros(1, queries, heads, 16)
-        k = torch.zeros(1, rows, row_bytes // 64, 16)[:, :, :heads]
-        problem = aten.Dense(q, k, k, None, False, 1.0)
-        found = aten._packed(problem)
-        assert torch.equal(found.k, k)
-        assert (found is problem) == (found.k is k)
-        assert found is problem or all(x.transpose(1, 2).is_contiguous() for x in (found.k, found.v))
-        return found is not problem
-
-    assert packs(384, 384, 4096)
-    assert packs(768, 768, 2048)
-    assert not packs(384, 767, 2048)
-    assert not packs(383, 400, 8192)
-    assert not packs(400, 383, 8192)
-    assert not packs(1, 5000, 4096)  # a step of decoding reads every key once
-    wide = torch.zeros(1, 400, 1, 2048)  # packed as it is
-    assert aten._packed(aten.Dense(wide, wide, wide, None, False, 1.0)).k is wide
+@pytest.mark.parametrize(
+    ("queries", "rows", "row_bytes", "packs"),
+    [
+        (384, 384, 4096, True),
+        (768, 768, 2048, True),
+        (384, 767, 2048, False),
+        (383, 400, 8192, False),
+        (400, 383, 8192, False),
+        (1, 5000, 4096, False),  # a step of decoding reads every key once
+        (400, 400, 128, False),  # packed as it is
+    ],
+)
+def test_only_rows_far_apart_that_are_read_often_are_packed(
+    queries: int, rows: int, row_bytes: int, packs: bool
+) -> None:
+    q, k = torch.zeros(1, queries, 2, 16), torch.zeros(1, rows, row_bytes // 64, 16)[:, :, :2]
+    problem = aten.Dense(q, k, k, None, False, 1.0)
+    found = aten._packed(problem)
+    assert (found is problem) == (found.k is k) == (not packs)
+    assert torch.equal(found.k, k)
+    assert not packs or all(x.transpose(1, 2).is_contiguous() for x in (found.k, found.v))
 
 
 @pytest.mark.parametrize(

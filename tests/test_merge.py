@@ -6,11 +6,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from dilated_attention import testing
 from dilated_attention.merge import add_zero_keys_, merge_
 
 INF = math.inf
@@ -42,23 +39,6 @@ def test_merging_parts_is_one_softmax_over_all_keys(cuts: tuple[int, ...], size:
         torch.testing.assert_close(lse, expected_lse, rtol=1e-14, atol=1e-12)
 
 
-LSE = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([0.0, -INF]))
-
-
-@settings(deadline=None, derandomize=True, database=None, max_examples=300)
-@given(st.lists(st.tuples(LSE, st.floats(-10, 10)), min_size=3, max_size=3))
-def test_merge_is_a_commutative_monoid(pairs: list[tuple[float, float]]) -> None:
-    a, b, c, identity = (
-        (torch.tensor([0.0 if lse == -INF else value]).double(), torch.tensor(lse).double())
-        for lse, value in [*pairs, (-INF, 0.0)]
-    )
-    for got in (merged(a, merged(b, c)), merged(c, b, a), merged(b, a, c), merged(identity, a, b, identity, c)):
-        for x, y in zip(got, merged(a, b, c), strict=True):
-            assert testing.error(x, y) < 1e-12
-    for got in (merged(a, identity), merged(identity, a)):
-        assert all(map(torch.equal, got, a)), "not a bit changes"
-
-
 def test_rows_of_all_kinds_side_by_side() -> None:
     """Nothing merged with nothing is nothing; an lse of 0 is a weight of 1."""
     lse = torch.tensor([-INF, -INF, 0.0, 2.0, 0.0])
@@ -71,20 +51,19 @@ def test_rows_of_all_kinds_side_by_side() -> None:
 
 @pytest.mark.parametrize("far", [200.0, 1e4, 1e30])
 def test_a_negligible_part_neither_overflows_nor_leaks(far: float) -> None:
+    """Not a bit changes, as by a part that is nothing."""
     large = torch.ones(1, 2), torch.tensor([far])
-    small = torch.full((1, 2), 5.0), torch.tensor([-far])
-    for pair in ((large, small), (small, large)):
-        assert all(map(torch.equal, merged(*pair), large))
+    for small in ((torch.full((1, 2), 5.0), torch.tensor([-far])), (torch.zeros(1, 2), torch.tensor([-INF]))):
+        for pair in ((large, small), (small, large)):
+            assert all(map(torch.equal, merged(*pair), large))
 
 
 def test_merging_writes_in_place_and_only_there() -> None:
     whole, whole_lse = torch.zeros(4, 6, 2), torch.full((4, 6), -INF)
-    out, lse = whole[:, 1::2], whole_lse[:, 1::2]
-    part, part_lse = torch.randn(4, 3, 2), torch.randn(4, 3)
-    kept = part.clone(), part_lse.clone()
-    merge_(out, lse, part, part_lse)
-    assert all(map(torch.equal, (whole[:, 1::2], whole_lse[:, 1::2]), kept))
-    assert all(map(torch.equal, (part, part_lse), kept))
+    part, part_lse = kept = torch.randn(4, 3, 2), torch.randn(4, 3)
+    copies = [x.clone() for x in kept]
+    merge_(whole[:, 1::2], whole_lse[:, 1::2], part, part_lse)
+    assert all(map(torch.equal, (whole[:, 1::2], whole_lse[:, 1::2], *kept), copies * 2))
     assert (whole[:, ::2] == 0).all()
     assert (whole_lse[:, ::2] == -INF).all()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -69,23 +71,13 @@ def test_what_is_meant_is_not_warned_of(name: str) -> None:
     assert not said(MEANT[name])
 
 
-def test_nothing_is_told_while_compiling() -> None:
+@pytest.mark.parametrize("options", [{}, {"key_padding_mask": NO_KEYS}], ids=["heads first", "no keys"])
+def test_compiled_code_tells_nothing(options: dict[str, Any]) -> None:
+    """Also not what the maker of the pattern was told, and did not want to hear."""
     torch._dynamo.reset()
-    call = torch.compile(lambda *x: da.dilated_attention(*x, PATTERN), fullgraph=True, backend="eager")
-    assert not said(lambda: call(*HEADS_FIRST))
-
-
-def test_compiled_code_does_not_tell_again() -> None:
-    """Of a pattern whose maker said that it is meant."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", da.DilatedAttentionWarning)
         pattern = da.DilatedPattern.longnet([1, 2], [7, 9])
-    compiled = torch.compile(lambda x: da.dilated_attention(x, x, x, pattern), backend="eager", fullgraph=True)
-    assert not said(lambda: compiled(QKV[0]))
-
-
-def test_no_key_is_not_told_of_in_compiled_code() -> None:
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        return da.dilated_attention(x, x, x, PATTERN, key_padding_mask=NO_KEYS)
-
-    assert not said(lambda: torch.compile(attend, backend="eager", fullgraph=True)(QKV[0]))
+    for given, one in itertools.product((QKV,) if options else (QKV, HEADS_FIRST), (PATTERN, pattern)):
+        attend = functools.partial(da.dilated_attention, pattern=one, **options)
+        assert not said(functools.partial(torch.compile(attend, fullgraph=True, backend="eager"), *given))

@@ -48,7 +48,7 @@ RING = "tests/nn/test_ring.py"
 MESH = "tests/nn/test_mesh.py"
 ONE_DEVICE = (
     table("function", "long", "dropout", "few"), "tests/test_poison.py", "tests/test_edges.py",
-    "tests/test_backends.py", "tests/test_functional.py", "tests/test_oracle.py", "tests/test_properties.py",
+    "tests/test_backends.py", "tests/test_functional.py",
 )  # fmt: skip
 FEW = (table("few", "few_dropout"), "tests/test_decode.py")
 
