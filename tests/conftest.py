@@ -36,7 +36,7 @@ if INTERPRETED:
 
 NEIGHBOURS = 7  # tests
 if "CHUNK" in os.environ:  # tests/run_gpu.py; these have no test for a GPU, whose machine may have little beside torch
-    collect_ignore = ["bench/test_browser.py", "bench/test_report.py", "test_docs.py"]
+    collect_ignore = ["bench/test_browser.py", "bench/test_regress.py", "bench/test_report.py", "test_docs.py"]
 # Files that take longest come first: begun last, such a file would keep one process busy while the other has ended.
 FIRST = ("test_triton.py", "test_cases.py", "test_faults.py", "test_docs.py", "test_transformers.py", "test_ranks.py")
 LONGEST = {name: at for at, name in enumerate(FIRST)}
