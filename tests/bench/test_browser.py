@@ -124,7 +124,7 @@ def test_on_a_phone_lines_have_the_numbers_of_their_names(show: Open) -> None:
     chrome = show(width=390)
     shown = texts(chrome, "#shown button")
     assert [name.split(" ")[0] for name in shown] == [str(number + 1) for number in range(len(shown))]
-    ends = {t.text: t.rect for t in chrome.find_elements(By.CSS_SELECTOR, "#plot .mark-text text")}
+    ends = {t.text: t.rect for t in chrome.find_elements(By.CSS_SELECTOR, "#plot .mark-text.role-mark text")}
     assert set(ends) == {name.split(" ")[0] for name in shown}
     assert all(one["x"] + one["width"] <= 390 for one in ends.values())
 
