@@ -22,7 +22,7 @@ from dilated_attention.resolve import Options, borders_of, check_total_length, r
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Ranks
 
-NO_RANKS = contextlib.nullcontext()
+NO_RANKS = contextlib.nullcontext()  # made once: every call on one device enters it
 
 
 class CallOptions(TypedDict, total=False):

@@ -37,7 +37,7 @@ class HeadRule(NamedTuple):
 
 
 # To add a rule, add its name to `Rule`, a row here and a constructor to DilatedPattern: no other file looks at names.
-_DEALINGS: dict[Rule, HeadRule] = {
+_HEAD_RULES: dict[Rule, HeadRule] = {
     "longnet": HeadRule(lambda heads, rate: 1, nests=True),
     "torchscale": HeadRule(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
     "head_groups": HeadRule(lambda heads, rate: heads, is_shifted=True, splits_heads=True),
@@ -229,11 +229,11 @@ class DilatedPattern(_Written):
     @property
     def head_rule(self) -> HeadRule:
         """How the rule assigns branches and offsets to heads. Internal."""
-        return _DEALINGS[self.rule]
+        return _HEAD_RULES[self.rule]
 
     def branches_for(self, num_heads: int) -> tuple[Branch, ...]:
         """The branches, each with its heads among this many and their offsets. Internal: see `heads` and `offset`."""
-        return _dealt(self, num_heads)
+        return _branches_for(self, num_heads)
 
     def heads(self, branch: int, num_heads: int) -> range:
         """The (key/value) heads that have a branch, by its index."""
@@ -383,7 +383,7 @@ class DilatedPattern(_Written):
 
 
 @functools.lru_cache(maxsize=256)
-def _dealt(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
+def _branches_for(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
     dealing, count = pattern.head_rule, len(pattern.segment_lengths)
     each, extra = divmod(num_heads, count)
     found = []
