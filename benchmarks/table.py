@@ -28,7 +28,8 @@ SUITE, MEASURED = "suggested", (8192, 32768, 131072, 262144, 1 << 20)
 PATTERNS = ("head_groups, auto", "longnet, auto")
 NAMES = ("dense SDPA", "dense cuDNN", "dense flash", *PATTERNS, "copy and gather, index_select",
          "copy and gather, slicing", "FlexAttention")  # fmt: skip
-ONLY_AT = {"dense SDPA": MEASURED[:4], "dense flash": MEASURED[3:4], "FlexAttention": (8192, 262144)}
+# FlexAttention compiles for minutes before its first call at 262,144 tokens
+ONLY_AT = {"dense SDPA": MEASURED[:4], "dense flash": MEASURED[3:4], "FlexAttention": MEASURED[:1]}
 SMALL = 0.02  # of the median
 
 
