@@ -3,9 +3,9 @@
     python tests/mutants/run.py [--only NAME ...] [--out FILE]
 
 Each mutant is applied to a copy of the tree, in which pytest runs: whatever a test starts (ranks, scripts, Triton's
-interpreter) imports that copy, too. The record is written after every mutant; started again with the same --out, the
-script goes on with the mutants that are missing. In the end every test that noticed a mutant runs once on the code as
-it is, and must pass.
+interpreter) imports that copy, too. The test that noticed the mutant by the last record comes first. The record is
+written after every mutant; started again with the same --out, the script goes on with the mutants that are missing. In
+the end every test that noticed a mutant runs once on the code as it is, and must pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +40,6 @@ COPIED = ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "R
 INTERPRETED = "interpreted:"
 WRONG_CODE = 99  # pytest has codes from 0 to 5
 NO_TESTS = 5
-FIRST = 40  # tests of each file run before the others of any
 PATIENCE = 1800.0  # seconds, of a machine that may be busy
 
 
@@ -54,10 +52,7 @@ class Outcome(NamedTuple):
 
 
 class Order:
-    """A pytest plugin: of each file some tests first, of each function one after the other.
-
-    ``paths``: of the table of cases, no others are made; empty: all.
-    """
+    """A pytest plugin: the tests of each file in any order. Of the table of cases, these paths alone (none: all)."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.paths = set(paths)
@@ -73,13 +68,9 @@ class Order:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.paths:
             items[:] = [x for x in items if x.path.name != "test_cases.py" or x.name.startswith("test_against_the_ora")]
-        turns, places = Counter[str](), dict.fromkeys(item.path for item in items)
-        files: dict[Path, list[tuple[int, pytest.Item]]] = defaultdict(list)
-        for item in random.Random(0).sample(items, len(items)):
-            turns[item.nodeid.split("[")[0]] += 1
-            files[item.path].append((turns[item.nodeid.split("[")[0]], item))
-        ordered = [[item for _, item in sorted(files[path], key=lambda one: one[0])] for path in places]
-        items[:] = [item for some in ordered for item in some[:FIRST]] + [x for some in ordered for x in some[FIRST:]]
+        places = list(dict.fromkeys(item.path for item in items))
+        random.Random(0).shuffle(items)  # neighbours are alike: they pass together
+        items.sort(key=lambda item: places.index(item.path))
 
 
 class Tree:
@@ -120,7 +111,7 @@ class Tree:
         text = self.log.read_text("utf-8", errors="replace")
         begun = re.findall(r"^(tests/\S+::.+?)(?: Fatal Python error.*| [A-Z]+ .*)?$", text, re.MULTILINE)
         assert process.exitcode != WRONG_CODE, f"the library is not the copy, or pytest failed:\n{text[-3000:]}"
-        if not hung and process.exitcode in (0, NO_TESTS):
+        if not hung and (process.exitcode in (0, NO_TESTS) or "\nERROR: not found: " in text):
             return Outcome("passed", tests=len(begun), cpu=spent)
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
         assert failed or begun, f"pytest could not run:\n{text[-3000:]}"
@@ -153,13 +144,15 @@ class Tree:
             os._exit(code)
 
 
-def attack(mutant: Mutant, tree: Tree) -> Outcome:
-    """The first of the tests, then all others; likewise those in Triton's interpreter."""
+def attack(mutant: Mutant, tree: Tree, killer: str) -> Outcome:
+    """The last killer, the first of the tests, then all others; likewise those in Triton's interpreter."""
     plain = [one for one in tests_of(mutant) if not one.startswith(INTERPRETED)]
     kernels = [one.removeprefix(INTERPRETED) for one in tests_of(mutant) if one not in plain]
+    runs = [(is_interpreted(killer), [killer] if killer else [])]
+    runs += [(False, plain[:1]), (False, plain[1:]), (True, kernels[:1]), (True, kernels[1:])]
     count, spent = 0, 0.0
     with tree.changed(mutant):
-        for interpreted, some in ((False, plain[:1]), (False, plain[1:]), (True, kernels[:1]), (True, kernels[1:])):
+        for interpreted, some in runs:
             if some:
                 found = tree.run(some, interpreted)
                 count, spent = count + found.tests, spent + found.cpu
@@ -168,12 +161,15 @@ def attack(mutant: Mutant, tree: Tree) -> Outcome:
     return found._replace(tests=count, cpu=round(spent, 1))
 
 
+def is_interpreted(test: str) -> bool:
+    return test.startswith("tests/triton_kernels/") or ("test_against_the_oracle[" in test and "triton" in test)
+
+
 def check_killers(tree: Tree, record: dict[str, Any]) -> None:
     """Every test that noticed a mutant passes on the code as it is."""
     killers = {one["by"] for one in record["mutants"].values() if "::" in one["by"]}
-    kernels = {x for x in killers if x.startswith("tests/triton_kernels/") or re.search(r"oracle\[\w*triton", x)}
-    for some in (killers - kernels, kernels):
-        found = tree.run(sorted(some), some is kernels)
+    for interpreted in (False, True):
+        found = tree.run(sorted(x for x in killers if is_interpreted(x) == interpreted), interpreted)
         assert found.ended == "passed", f"on the code as it is, {found.by} {found.ended}: {found.says}"
     record["killers pass on the code as it is"] = True
 
@@ -190,13 +186,14 @@ def main() -> None:
     record = {"code": commit, **about, "date": datetime.date.today().isoformat(), "mutants": {}}
     if given.out.exists():
         record = json.loads(given.out.read_text("utf-8"))
+    last = {name: one["by"] for name, one in json.loads(AFTER.read_text("utf-8"))["mutants"].items()}
     todo = [x for x in MUTANTS if (x.name in given.only if given.only else x.name not in record["mutants"])]
     with tempfile.TemporaryDirectory() as folder:
         tree = Tree(Path(folder).resolve())
         for mutant in todo:
             if mutant.gpu and not torch.cuda.is_available():
                 continue
-            found = attack(mutant, tree)
+            found = attack(mutant, tree, last.get(mutant.name, ""))
             record["mutants"][mutant.name] = found._asdict()
             given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
             print(f"{mutant.name:40} {found.ended:7} {found.by} ({found.tests} tests, {found.cpu} s)", flush=True)
