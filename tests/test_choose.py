@@ -64,8 +64,8 @@ def test_packed_sequences_are_as_long_as_one_of_them(h200: None, monkeypatch: py
     """They share a launch, and the library's kernels would take each alone."""
     give_table(monkeypatch, library_from={"forward 64 nested": 8192})
     assert not preferred(call_for(8192))
-    assert preferred(call_for(8192, sequences=(0, 4096, 8192)))
-    assert not preferred(call_for(16384, sequences=(0, 4096, 16384)))
+    assert preferred(call_for(8192, cu_seqlens=(0, 4096, 8192)))
+    assert not preferred(call_for(16384, cu_seqlens=(0, 4096, 16384)))
 
 
 @pytest.mark.parametrize(

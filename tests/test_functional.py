@@ -430,7 +430,7 @@ def test_one_sequence_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan and its kernels are found again; and a row of nothing stays one."""
     seen: list[tuple[int, ...]] = []
     forward = run.forward
-    monkeypatch.setattr(run, "forward", lambda call, inputs: seen.append(call.sequences) or forward(call, inputs))
+    monkeypatch.setattr(run, "forward", lambda call, inputs: seen.append(call.cu_seqlens) or forward(call, inputs))
     q = testing.make_qkv(1, 24, 4, 8)[0]
     for borders in ([0, 24], [0, 0, 24, 24], torch.tensor([0, 24], dtype=torch.int32), (0, 4, 24)):
         dilated_attention(q, q, q, PATTERN, cu_seqlens=borders)
@@ -443,7 +443,7 @@ def test_equal_sequences_share_blocks() -> None:
     """As many as for one sequence, not as many as sequences."""
     call = Call(PATTERN).of(*testing.make_qkv(1, 24 * 50, 4, 8)[:2], None, 0)
     alone = plan(call._replace(queries=24, keys=24, total=24))
-    assert len(plan(call._replace(sequences=tuple(range(0, 1201, 24)))).blocks) == len(alone.blocks)
+    assert len(plan(call._replace(cu_seqlens=tuple(range(0, 1201, 24)))).blocks) == len(alone.blocks)
 
 
 def test_vmap_over_packed_rows() -> None:

@@ -383,7 +383,7 @@ def same(found: Table, expected: Table) -> None:
 
 def test_the_longest_periods_of_packed_sequences_come_first() -> None:
     """So that all processors have work up to the end."""
-    found = make_table(demand((Nest(0, (8,), (1,), 0, (0, 0)),), borders=(0, 5, 25, 32)))
+    found = make_table(demand((Nest(0, (8,), (1,), 0, (0, 0)),), cu_seqlens=(0, 5, 25, 32)))
     padded, count = found.sections[:2].tolist()
     records = found.sections[4 + padded :][: count * len(Section._fields)].reshape(count, -1)
     assert records[:, Section._fields.index("length")].tolist() == [8, 7, 5, 4]
@@ -417,7 +417,7 @@ def test_tables_that_take_much_memory_are_made_offset_by_offset(
 @pytest.mark.usefixtures("always_nested")
 def test_tables_are_made_on_the_cpu_whatever_the_default_device() -> None:
     for sees in SEES:
-        asked = demand(nested([26, 52], [1, 2]), samples=2, borders=(0, 57), sees=sees)  # lengths of no other test
+        asked = demand(nested([26, 52], [1, 2]), samples=2, cu_seqlens=(0, 57), sees=sees)  # lengths of no other test
         with torch.device("meta"):
             found = make_table(asked)
         assert {x.device.type for x in (found.sections, found.tiles, found.runs)} == {"cpu"}
@@ -478,7 +478,7 @@ def test_a_table_joins_its_parts(sees: str) -> None:
     ],
 )
 def test_a_table_is_as_wide_as_it_must_be(tokens: int, stride: int, dtype: torch.dtype) -> None:
-    asked = demand(nested([2048], [4], heads=2), borders=(0, tokens), own=64, other=32, widest_stride=stride)
+    asked = demand(nested([2048], [4], heads=2), cu_seqlens=(0, tokens), own=64, other=32, widest_stride=stride)
     found = table(asked)
     assert {x.dtype for x in (found.sections, found.tiles, found.runs)} == {dtype}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.problem import Inputs
-from dilated_attention.call import Call, read_sequences
+from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import Stats
 from dilated_attention.pattern import DilatedPattern
@@ -171,8 +171,8 @@ def run_sharded(
     cu_seqlens: Sequence[int] = (),
 ) -> tuple[Results, list[FakeTransport]]:
     """As `testing.run`, with the sequence cut into shards of these lengths, one per rank; the ranks are threads."""
-    sequences = read_sequences(cu_seqlens, sum(lengths)) if cu_seqlens else ()
-    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, sequences=sequences, in_parts=True)
+    packed = checked_cu_seqlens(cu_seqlens, sum(lengths)) if cu_seqlens else ()
+    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, cu_seqlens=packed, in_parts=True)
 
     def rank(transport: FakeTransport) -> Results:
         start = sum(lengths[: transport.rank])

@@ -17,7 +17,7 @@ from dilated_attention.call import ON_DEVICE, Call
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import Options, borders_of, resolve
+from dilated_attention.resolve import Options, cu_seqlens_on_host, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def explain(
     )
     call = resolve(
         query, key, value, options, key_padding_mask, query_offset,
-        None if cu_seqlens is None else borders_of(cu_seqlens),
+        None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens),
     )  # fmt: skip
     choice = choose(call)
     # positions that a tensor holds are not read: the last ones are used instead

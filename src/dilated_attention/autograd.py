@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Gradients, Inputs
-from dilated_attention.call import Call, Settings, accumulate_dtype, read_sequences, settings, unpacked
+from dilated_attention.call import Call, Settings, accumulate_dtype, checked_cu_seqlens, settings, unpacked
 
-INPUTS, SEED, SEQUENCES = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("sequences")
+INPUTS, SEED, CU_SEQLENS = len(Inputs._fields), Inputs._fields.index("seed"), Inputs._fields.index("cu_seqlens")
 NO_GRADIENTS = (None,) * (INPUTS - 2)  # of what is given to the node beside q, k and v
 PLAIN = (Tensor, torch.nn.Parameter)
 NOT_TWICE = (
@@ -169,11 +169,11 @@ def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, .
         found = tuple(torch.stack(some) for some in zip(*calls, strict=True))
     else:
         whole = [
-            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) and at != SEQUENCES else x
+            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) and at != CU_SEQLENS else x
             for at, (x, dim) in enumerate(zip(given, in_dims, strict=True))
         ]
         results = node.apply(
-            *(x.flatten(0, 1) if isinstance(x, Tensor) and at != SEQUENCES else x for at, x in enumerate(whole))
+            *(x.flatten(0, 1) if isinstance(x, Tensor) and at != CU_SEQLENS else x for at, x in enumerate(whole))
         )
         found = tuple(x.unflatten(0, (count, -1)) for x in results)
     return found, (0,) * len(found)
@@ -255,7 +255,7 @@ _library.define(
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], *packed: Any) -> tuple[Tensor, Tensor]:
-    """``others``: padding, seed, positions and sequences, or nothing."""
+    """``others``: padding, seed, positions and cu_seqlens, or nothing."""
     inputs = Inputs(query, key, value, *others)
     return run.forward(_read(inputs, packed), inputs)
 
@@ -269,9 +269,9 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *p
 def _read(inputs: Inputs, packed: Sequence[Any]) -> Call:
     """The call of an op, from what it was given."""
     q, k, padding = inputs.q, inputs.k, inputs.padding
-    if inputs.sequences is not None:
+    if inputs.cu_seqlens is not None:
         call = unpacked(*packed)
-        call = call._replace(sequences=read_sequences(inputs.sequences, k.shape[1]))
+        call = call._replace(cu_seqlens=checked_cu_seqlens(inputs.cu_seqlens, k.shape[1]))
         return call.of(q, k, padding, call.start)
     numbers, *others = packed
     dtype, device = q.dtype, q.device

@@ -225,10 +225,10 @@ class Piece(NamedTuple):
 
 def _pieces(call: Call, branch: int) -> list[Piece]:
     width = call.pattern.segment_lengths[branch]
-    if not call.sequences:
+    if not call.cu_seqlens:
         return list(_pieces_of(call, width, 0, call.total))
     found: dict[Hashable, list[Piece]] = {}  # by kind: equally long, with equally many zero keys
-    for begin, end in itertools.pairwise(call.sequences):
+    for begin, end in itertools.pairwise(call.cu_seqlens):
         for piece in _pieces_of(call, width, begin, end):
             at, length, first, stop, _, _, sequence = piece
             alike = found.setdefault((length, first - at, stop - at, min(width, sequence)), [])

@@ -68,7 +68,7 @@ class Call(NamedTuple):
     total: int = 0
     first_head: int = 0  # of the key/value heads here
     total_heads: int = 0  # 0: the heads here are all
-    sequences: tuple[int, ...] = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
+    cu_seqlens: tuple[int, ...] = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
     # --- how it is computed
     in_parts: bool = False  # other ranks or chunks add to the results, so whole-call kernels are out of question
     memory_cap: int = 0  # the number of a `MemoryCap` on memory; 0: none
@@ -86,11 +86,6 @@ class Call(NamedTuple):
     def is_decode(self) -> bool:
         """Whether the queries are some rows among the keys."""
         return (self.start, self.queries) != (self.key_start, self.keys)
-
-    @property
-    def borders(self) -> tuple[int, ...]:
-        """Where the sequences begin, and the end of the last one."""
-        return self.sequences or (0, self.total)
 
     @property
     def drops(self) -> bool:
@@ -144,7 +139,7 @@ class Call(NamedTuple):
                 *(self.pattern, self.is_causal, scale, self.dropout_p, self.backend),
                 *(samples, queries, keys, heads, kv_heads, head_dim, dtype, device, has_padding),
                 *(start, 0, keys),  # start, key_start and total
-                *(self.first_head, self.total_heads, self.sequences, self.in_parts, self.memory_cap),
+                *(self.first_head, self.total_heads, self.cu_seqlens, self.in_parts, self.memory_cap),
                 *told,
             )
         )
@@ -175,8 +170,8 @@ def outside(name: str, at: int, queries: int, keys: int) -> str:
     return f"{name} is {at}, and must be from 0 to {keys - queries}, so that {queries} queries fit among {keys} keys"
 
 
-def read_sequences(given: Sequence[int] | Tensor, tokens: int | None, name: str = "cu_seqlens") -> tuple[int, ...]:
-    """`Call.sequences` of ``cu_seqlens``; ``tokens`` is None where other ranks have some of them.
+def checked_cu_seqlens(given: Sequence[int] | Tensor, tokens: int | None, name: str = "cu_seqlens") -> tuple[int, ...]:
+    """`Call.cu_seqlens` of those given; ``tokens`` is None where other ranks have some of them.
 
     A tensor is read on the host. Empty sequences are left out, and one sequence alone is as if nothing was given.
     """
@@ -186,8 +181,8 @@ def read_sequences(given: Sequence[int] | Tensor, tokens: int | None, name: str 
         end = "the number of tokens of all ranks" if tokens is None else f"{tokens}, the number of tokens"
         shown = f"{numbers[:4]} ... {numbers[-4:]}" if len(numbers) > 8 else f"{numbers}"
         raise ValueError(f"{name} must begin with 0, never fall, and end with {end}, got {shown}")
-    borders = tuple(dict.fromkeys(numbers))
-    return borders if len(borders) > 2 or (tokens is None and len(borders) > 1) else ()
+    different = tuple(dict.fromkeys(numbers))
+    return different if len(different) > 2 or (tokens is None and len(different) > 1) else ()
 
 
 def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> Call:

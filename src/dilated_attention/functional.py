@@ -18,7 +18,7 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import Options, borders_of, check_total_length, resolve, warn_of_mistakes
+from dilated_attention.resolve import Options, check_total_length, cu_seqlens_on_host, resolve, warn_of_mistakes
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Ranks
 
@@ -162,8 +162,8 @@ def attend(
         options = Options(
             pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap
         )
-        borders = None if cu_seqlens is None else borders_of(cu_seqlens)
-        call = resolve(query, key, value, options, key_padding_mask, query_offset, borders)
+        packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)
+        call = resolve(query, key, value, options, key_padding_mask, query_offset, packed)
         if ranks is not None and alone:
             check_total_length(ranks.parallel.total_length, (query.shape[1],))
         if warns and alone and (call.queries < call.heads or key_padding_mask is not None):
@@ -177,7 +177,7 @@ def attend(
         if call.drops and seed is None:
             seed = drawn_seed(query.device)
     positions = query_offset if isinstance(query_offset, Tensor) else None
-    inputs = Inputs(query, key, value, key_padding_mask, seed, positions, borders)
+    inputs = Inputs(query, key, value, key_padding_mask, seed, positions, packed)
     if ranks is None or alone:
         return autograd.attend(inputs, call)
     return ring.attend(inputs, call, ranks)

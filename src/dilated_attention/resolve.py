@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.choose import NAMES, Backend, choose
-from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, outside, read_sequences, settings
+from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, checked_cu_seqlens, outside, settings
 from dilated_attention.checks import check_flag, checked_probability, checked_scale, is_int, warn
 from dilated_attention.pattern import DilatedPattern
 
@@ -52,7 +52,7 @@ def resolve(
     offset: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Call:
-    """The call, or the error that it raises. ``cu_seqlens`` is on the host: see `borders_of`."""
+    """The call, or the error that it raises. ``cu_seqlens`` is on the host: see `cu_seqlens_on_host`."""
     if is_compiling():
         return _checked(query, key, value, options, mask, offset, cu_seqlens, None, False)
     numbers = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
@@ -121,10 +121,10 @@ def _checked(
     if cu_seqlens is not None:
         check_packed(query, key, mask)
     start, dtype = checked_start(query, key, offset, is_alone=options.decodes), computed_dtype(query)
-    sequences = () if numbers is None else read_sequences(numbers, None if options.in_parts else key.shape[1])
+    packed = () if numbers is None else checked_cu_seqlens(numbers, None if options.in_parts else key.shape[1])
     call = Call(
         pattern, options.is_causal, scale, dropout_p, options.backend, dtype=dtype, start=start, first_head=first,
-        total_heads=total, sequences=sequences, in_parts=options.in_parts, memory_cap=options.memory_cap,
+        total_heads=total, cu_seqlens=packed, in_parts=options.in_parts, memory_cap=options.memory_cap,
     )  # fmt: skip
     if is_compiling():  # shapes may be symbols: the op sees the tensors when it runs
         return call
@@ -275,7 +275,7 @@ def check_packed(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
         raise ValueError("cu_seqlens takes no key_padding_mask: leave ignored tokens out of the packed row instead")
 
 
-def borders_of(given: Sequence[int] | Tensor, name: str = "cu_seqlens") -> Tensor:
+def cu_seqlens_on_host(given: Sequence[int] | Tensor, name: str = "cu_seqlens") -> Tensor:
     """``cu_seqlens`` as a tensor on the host; its numbers are not looked at."""
     if isinstance(given, Tensor):
         if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
@@ -289,10 +289,10 @@ def borders_of(given: Sequence[int] | Tensor, name: str = "cu_seqlens") -> Tenso
     return torch.tensor(given, dtype=torch.int64)
 
 
-def check_sequences_end(sequences: tuple[int, ...], tokens: int) -> None:
+def check_cu_seqlens_end(cu_seqlens: tuple[int, ...], tokens: int) -> None:
     """Raise if packed sequences do not end where the shards of all ranks end."""
-    if sequences and sequences[-1] != tokens:
-        raise ValueError(f"cu_seqlens ends with {sequences[-1]}, and all ranks together have {tokens} tokens")
+    if cu_seqlens and cu_seqlens[-1] != tokens:
+        raise ValueError(f"cu_seqlens ends with {cu_seqlens[-1]}, and all ranks together have {tokens} tokens")
 
 
 def check_total_length(total: int | None, lengths: tuple[int, ...]) -> None:

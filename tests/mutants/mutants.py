@@ -187,7 +187,7 @@ MUTANTS = [
       "backends/tensors.py", "if _seems_finite(q):\n        return inputs", "if True:\n        return inputs",
       tests=("tests/test_poison.py", *ONE_DEVICE)),
     M("zero-keys-forgotten", "The zero keys of the torchscale rule are not added.", "backends/blockwise.py",
-      "if log_zeros is not None and around is None:", "if False:"),
+      "if log_zeros is not None and fused is None:", "if False:"),
     M("zero-keys-of-the-wrong-offset", "With padding, zero keys are counted for an offset from the shard's start.",
       "backends/blockwise.py", "offset = (on_device(block.query_at, device) - block.segment) % rate",
       "offset = (on_device(block.query_at, device) - max(block.segment, self.call.key_start)) % rate", tests=THREADS),

@@ -242,20 +242,20 @@ class Work:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
-        around, group = self._around, self.call.q_per_kv
+        fused, group = self._fused_merge, self.call.q_per_kv
         for block, (part, part_lse) in self.each(self.plan.blocks, self.own):
             log_zeros = self.log_zero_keys(block)
-            if log_zeros is not None and around is None:
+            if log_zeros is not None and fused is None:
                 add_zero_keys_(part, part_lse, log_zeros)
             if out is None or lse is None:
-                if block.covers(self.call) and (around is None or log_zeros is None):
+                if block.covers(self.call) and (fused is None or log_zeros is None):
                     out = part.reshape(self.q.shape).to(self.out_dtype).contiguous()
                     lse = part_lse.reshape(self.q.shape[:3]).contiguous()
                     continue
                 out, lse = self.empty_result()
             here, here_lse = block.queries.of(out, group), block.queries.of(lse, group)
-            if around is not None:
-                around.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
+            if fused is not None:
+                fused.merge_(here, here_lse, part, part_lse, log_zeros, first=block.is_first)
             elif block.is_first:
                 here.copy_(part)
                 here_lse.copy_(part_lse)
@@ -265,7 +265,7 @@ class Work:
 
     def backward(self, results: Outputs) -> Gradients:
         grads: list[Tensor] = []
-        around, group = self._around, self.call.q_per_kv
+        fused, group = self._fused_merge, self.call.q_per_kv
         for block, parts in self.each(self.plan.blocks, self.own, results):
             if not grads:
                 if block.covers(self.call) and not self.call.is_decode:
@@ -276,16 +276,16 @@ class Work:
             views = [block.queries.of(grads[0], group), block.keys.of(grads[1]), block.keys.of(grads[2])]
             for view, x in zip(views, parts, strict=True):
                 x = x[..., : view.shape[-1]]  # the rows of few queries' keys were padded when they were read
-                if around is not None:
-                    around.put_(view, x, add=not block.is_first)
+                if fused is not None:
+                    fused.put_(view, x, add=not block.is_first)
                 else:
                     _ = view.copy_(x) if block.is_first else view.add_(x)
         dq, dk, dv = grads or self._empty_grads()
         return dq, dk, dv
 
     @functools.cached_property
-    def _around(self) -> ModuleType | None:
-        """What surrounds PyTorch's kernels in one launch each, on devices that have Triton."""
+    def _fused_merge(self) -> ModuleType | None:
+        """Our kernels for what surrounds PyTorch's, each step one launch, on devices that have Triton."""
         if self.q.device.type != "cuda" or not triton.INSTALLED or self.q.dtype is torch.float64:
             return None
         from dilated_attention.backends.triton import fuse
@@ -295,7 +295,7 @@ class Work:
     @property
     def out_dtype(self) -> torch.dtype:
         """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
-        one_device = not self.call.in_parts and not self.call.is_decode and self._around is not None
+        one_device = not self.call.in_parts and not self.call.is_decode and self._fused_merge is not None
         few_merges = one_device and len(self.call.pattern.segment_lengths) <= 3
         return self.call.exact if self.plan.merges and not few_merges else self.q.dtype
 
@@ -323,8 +323,8 @@ class Work:
         """Fill what no block writes."""
         first, end = self.plan.bare
         bare = x[:, :, first * group : end * group]
-        if self._around is not None and x.dim() == 4 and bare.shape != x.shape:  # torch takes longer for some than all
-            self._around.zero_(bare)
+        if self._fused_merge is not None and x.dim() == 4 and bare.shape != x.shape:  # all of it: torch is faster
+            self._fused_merge.zero_(bare)
         elif first < end:
             (x if x.device.type == "cuda" else bare).fill_(blank)
 

@@ -22,9 +22,7 @@ class Inputs(NamedTuple):
     padding: Tensor | None = None  # (B, N) bool, True = ignore this key
     seed: Tensor | None = None  # () int64, what dropout follows
     positions: Tensor | None = None  # (B,) each sample's first query among the keys, where few queries give a tensor
-    sequences: Tensor | None = (
-        None  # (S + 1,) `Call.sequences` on the host, where a registered op may have to read them
-    )
+    cu_seqlens: Tensor | None = None  # (S + 1,) those of the call, on the host: a registered op may have to read them
 
 
 class Outputs(NamedTuple):

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
-from dilated_attention.call import read_sequences
+from dilated_attention.call import checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.models.generate import generate_tokens
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import borders_of
+from dilated_attention.resolve import cu_seqlens_on_host
 from dilated_attention.ring.run import Ranks
 
 Over = Group | ContextParallel
@@ -174,7 +174,7 @@ def states_of(
 ) -> Tensor:  # fmt: skip
     """The states of whole sequences or documents, or of this rank's shards of them."""
     with functional.telling(group, tokens):
-        ends = None if documents is None else borders_of(documents)  # on the host, where every layer reads them
+        ends = None if documents is None else cu_seqlens_on_host(documents)  # on the host, where every layer reads them
         positions = _positions(tokens, positions, ends, group)
     given = is_causal, group, ends, padding, model.backend
     return model.states(
@@ -195,7 +195,7 @@ def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | Non
         raise ValueError("over a group, pass positions=local_positions(N, group), with N tokens on all ranks together")
     if documents is None:
         return torch.arange(n, device=tokens.device)
-    read_sequences(documents, n)
+    checked_cu_seqlens(documents, n)
     return document_positions(documents, tokens.device)
 
 
@@ -206,8 +206,8 @@ def document_positions(cu_seqlens: Documents, device: torch.device | str | None 
         >>> models.document_positions([0, 3, 5])
         tensor([0, 1, 2, 0, 1])
     """
-    ends = borders_of(cu_seqlens)
-    read_sequences(ends, None)
+    ends = cu_seqlens_on_host(cu_seqlens)
+    checked_cu_seqlens(ends, None)
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
     return within(ends, torch.arange(int(ends[-1]))).to(device)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dilated_attention.autograd import once
 from dilated_attention.backends.losses import losses_
-from dilated_attention.call import accumulate_dtype, read_sequences
+from dilated_attention.call import accumulate_dtype, checked_cu_seqlens
 from dilated_attention.checks import check_int
-from dilated_attention.resolve import borders_of, computed_dtype
+from dilated_attention.resolve import computed_dtype, cu_seqlens_on_host
 
 IGNORED = -100  # as in PyTorch
 NOT_TWICE = "a loss in chunks cannot be differentiated twice: take F.cross_entropy of the model's logits for that"
@@ -84,9 +84,9 @@ def shifted(tokens: Tensor, documents: Sequence[int] | Tensor | None = None) -> 
     labels = torch.full(tokens.shape, IGNORED, device=tokens.device)  # int64: bytes could not hold it
     labels[:, :-1] = tokens[:, 1:]
     if documents is not None:
-        ends = borders_of(documents)
+        ends = cu_seqlens_on_host(documents)
         if not torch.compiler.is_compiling():
-            read_sequences(ends, tokens.shape[1])
+            checked_cu_seqlens(ends, tokens.shape[1])
         if tokens.shape[1]:  # that of an empty document may be -1: the last token, which has no label anyway
             labels[:, ends[1:].to(labels.device) - 1] = IGNORED
     return labels

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dilated_attention.call import Call, read_sequences
+from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import ROUTES, Route
 from dilated_attention.pattern import DilatedPattern
@@ -218,7 +218,7 @@ def plan_cost(
     """
     shards = shards_of(check_int("seq_len", seq_len), check_int("num_ranks", num_ranks), lengths)
     if cu_seqlens is not None:
-        shards = replace(shards, sequences=read_sequences(cu_seqlens, shards.tokens))
+        shards = replace(shards, cu_seqlens=checked_cu_seqlens(cu_seqlens, shards.tokens) or shards.cu_seqlens)
     num_heads = check_int("num_heads", num_heads)
     if shards.ranks * num_heads > MOST_HEADS:
         raise ValueError(f"at most {MOST_HEADS:,} heads of all ranks are counted: ask for fewer ranks or heads")

@@ -138,7 +138,7 @@ def count(spread: Spread) -> tuple[Tally, Tally, Tally]:
     """The numbers of a ring, an all-gather and an all-to-all."""
     spread.check_range()
     with torch.device("cpu"):  # whatever device new tensors go to by default
-        starts, borders = torch.tensor(spread.shards.starts), torch.tensor(spread.shards.borders)
+        starts, borders = torch.tensor(spread.shards.starts), torch.tensor(spread.shards.cu_seqlens)
         ranks = spread.shards.ranks
         ring, allgather, alltoall = Tally(ranks), Tally(ranks), Tally(ranks)
         home_steps = [torch.zeros(0, dtype=torch.int64)]

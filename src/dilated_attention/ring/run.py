@@ -29,7 +29,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import Agreement, ask, telling
 from dilated_attention.distributed.group import Buffers, GroupTransport, Stats, telling_device
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.resolve import check_sequences_end, check_total_length
+from dilated_attention.resolve import check_cu_seqlens_end, check_total_length
 from dilated_attention.ring.alltoall import AllToAll
 from dilated_attention.ring.circulate import Circulation
 from dilated_attention.ring.cost import fastest_exchange
@@ -125,8 +125,8 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     seen.calls += 1  # two calls that look alike still have backward passes of their own
     transport.number = seen.calls
     transport.warm_up()
-    shards = Shards.of(lengths, call.sequences)
-    check_sequences_end(call.sequences, shards.tokens)
+    shards = Shards.of(lengths, call.cu_seqlens)
+    check_cu_seqlens_end(call.cu_seqlens, shards.tokens)
     exchange = parallel.exchange or "auto"
     if exchange == "auto":
         # in the dtype that travels, and without what differs from rank to rank
@@ -172,7 +172,7 @@ def _fields(inputs: Inputs, call: Call, parallel: ContextParallel, verify: str) 
         "scale": call.scale,
         "dropout_p": call.dropout_p,
         "heads": call.held,
-        "cu_seqlens": call.sequences,
+        "cu_seqlens": call.cu_seqlens,
         "key_padding_mask": "given" if call.has_padding else "not given",
         "exchange": parallel.exchange,
         "use_checkpointing": parallel.use_checkpointing,

@@ -19,11 +19,12 @@ class Shards:
     """The lengths of all ranks' shards, in the order of the tokens."""
 
     starts: tuple[int, ...]  # one more than ranks: the last is the number of tokens
-    sequences: tuple[int, ...] = ()  # as of `Call`
+    cu_seqlens: tuple[int, ...]  # of the sequences that are packed, or of the one that there is
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], sequences: tuple[int, ...] = ()) -> Shards:
-        return cls(tuple(itertools.accumulate(lengths, initial=0)), sequences)
+    def of(cls, lengths: tuple[int, ...], cu_seqlens: tuple[int, ...] = ()) -> Shards:
+        starts = tuple(itertools.accumulate(lengths, initial=0))
+        return cls(starts, cu_seqlens or (0, starts[-1]))
 
     @classmethod
     def even(cls, tokens: int, ranks: int) -> Shards:
@@ -39,15 +40,10 @@ class Shards:
     def tokens(self) -> int:
         return self.starts[-1]
 
-    @property
-    def borders(self) -> tuple[int, ...]:
-        """Where the sequences begin, and the end of the last one."""
-        return self.sequences or (0, self.tokens)
-
     def segment(self, token: int, width: int) -> tuple[int, int, int]:
         """The segment that a token is in, [start, stop), and the tokens of its sequence."""
-        after = bisect.bisect_right(self.borders, token)
-        begin, end = self.borders[after - 1 : after + 1]
+        after = bisect.bisect_right(self.cu_seqlens, token)
+        begin, end = self.cu_seqlens[after - 1 : after + 1]
         start = token - (token - begin) % width
         return start, min(start + width, end), end - begin
 

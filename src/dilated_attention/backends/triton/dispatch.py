@@ -139,7 +139,7 @@ def kinds_of(form: str) -> tuple[str, ...]:
 
 def rows_of_a_sequence(call: Call) -> int:
     """Query rows of all samples and heads; where sequences are packed, those of one of them on average."""
-    return call.rows // max(1, len(call.sequences) - 1)
+    return call.rows // max(1, len(call.cu_seqlens) - 1)
 
 
 # --- with which tiles -------------------------------------------------------------------------------------------

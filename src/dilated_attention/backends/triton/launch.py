@@ -48,7 +48,9 @@ def prepare(
     if kernel == "dkdv":
         sizes, sees, programs = sizes[::-1], "later", 1
     widest, seen = max(call.heads * call.head_dim, *(each[1] for each in strides)), sees if call.is_causal else "all"
-    found = table(Demand(nests, call.samples, call.borders, programs, *sizes, seen, widest, call.device))
+    found = table(
+        Demand(nests, call.samples, call.cu_seqlens or (0, call.total), programs, *sizes, seen, widest, call.device)
+    )
     aligned = [call.head_dim, *(stride for each in strides for stride in each[:3])]
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
     shifts = call.dtype is torch.bfloat16 and not (call.has_padding or call.drops)

@@ -1,7 +1,7 @@
 """A launch's work on the device: the tables of `tiling` for all heads, periods and samples as three runs of integers.
 
 Legend: a section is one nest over whole periods of a sequence, or over the tail that is left (empty where there is
-none); ``own`` rows of a program, which meets tiles of ``other`` rows; borders: where sequences begin, and the last end.
+none); ``own`` rows of a program, which meets tiles of ``other`` rows; cu_seqlens: where sequences begin, the last end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Demand(NamedTuple):
 
     nests: Nests
     samples: int
-    borders: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
     group: int  # programs for each tile of a key/value head: its query heads, or 1
     own: int
     other: int
@@ -100,14 +100,14 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
 
 
 def _made(demand: Demand) -> Table:
-    nests, samples, borders, group, own, other, _, widest_stride, device = demand
+    nests, samples, cu_seqlens, group, own, other, _, widest_stride, device = demand
     rows: list[Array] = []
     variants: list[int] = []
     parts: list[Tiling] = []
     programs = 0
     for nest in nests:
         offsets = tuple(sorted(set(nest.offsets)))
-        stretches, lengths, which = _stretches(nest.widths[-1], borders)
+        stretches, lengths, which = _stretches(nest.widths[-1], cu_seqlens)
         tile, tiles, apart = _placed(parts, nest, offsets, lengths, demand)[:, which]
         many = samples * len(nest.offsets) * group * stretches[2] * tiles
         firsts = programs + many.cumsum() - many
@@ -121,9 +121,9 @@ def _made(demand: Demand) -> Table:
     sections = np.concatenate(rows)
     # 32 bits are enough unless an offset inside a tile or a position needs more
     steps = max(nest.rates[-1] for nest in nests) * max(own, other) * widest_stride
-    wide = max(steps, borders[-1], programs, sections.max()) >= 2**31
+    wide = max(steps, cu_seqlens[-1], programs, sections.max()) >= 2**31
     count, most = len(sections), max(len(nest.widths) for nest in nests)
-    is_packed = len(borders) > 2
+    is_packed = len(cu_seqlens) > 2
     numbers: list[Any] = [sections.ravel(), variants]
     if is_packed:  # how many sections, with and without filling, and the first program of each, in steps of LANES
         filling = -count % LANES
@@ -153,10 +153,10 @@ class Section(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)  # other kernels of the call ask again
-def _stretches(width: int, borders: tuple[int, ...]) -> tuple[Array, tuple[int, ...], Array]:
+def _stretches(width: int, cu_seqlens: tuple[int, ...]) -> tuple[Array, tuple[int, ...], Array]:
     """The whole periods of each sequence, and its tail if there is one: the second to sixth numbers of a section. The
     longest first, so that all processors have work up to the end. And the lengths that there are, with that of each."""
-    begin, end = np.array([borders[:-1], borders[1:]])
+    begin, end = np.array([cu_seqlens[:-1], cu_seqlens[1:]])
     length = np.minimum(width, end - begin)
     whole, tail = np.divmod(end - begin, length)
     both = (begin, length, whole, begin, end), (end - tail, tail, np.ones_like(tail), begin, end)

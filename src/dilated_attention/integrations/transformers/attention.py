@@ -17,14 +17,14 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import output_capturing
 
 from dilated_attention import functional
-from dilated_attention.call import read_sequences
+from dilated_attention.call import checked_cu_seqlens
 from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
 from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, Grid, grid_mask, put_back, taken
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.resolve import borders_of
+from dilated_attention.resolve import cu_seqlens_on_host
 from dilated_attention.ring.run import Ranks
 
 NAME = "dilated"
@@ -130,13 +130,13 @@ def read_grid(
             "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
             "out, and pass use_cache=False"
         )
-    ends = borders_of(ends, "cu_seq_lens_q")
+    ends = cu_seqlens_on_host(ends, "cu_seq_lens_q")
     if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
-        if keys is not None and not torch.equal(borders_of(keys, "cu_seq_lens_k"), ends):
+        if keys is not None and not torch.equal(cu_seqlens_on_host(keys, "cu_seq_lens_k"), ends):
             raise ValueError(
                 "cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache"
             )
-        read_sequences(ends, tokens, "cu_seq_lens_q")
+        checked_cu_seqlens(ends, tokens, "cu_seq_lens_q")
     return Grid(tokens, tokens, documents=ends)
 
 
