@@ -38,86 +38,72 @@ QKV64 = testing.make_qkv(2, 20, 4, 8, dtype=torch.float64)
 
 # --- errors: before any work, saying what was got ---------------------------------------------------------------
 
-X, ONE, FEW, THREE = (
-    torch.zeros(2, 20, 4, 8),
-    torch.zeros(1, 20, 4, 8),
-    torch.zeros(2, 20, 2, 8),
-    torch.zeros(2, 20, 3, 8),
-)
-NARROW, LONGER, FLAGS = torch.zeros(2, 20, 4, 4), torch.zeros(2, 21, 4, 8), torch.zeros(2, 20, dtype=torch.bool)
-RAGGED = [torch.zeros(20, 4, 8), torch.zeros(10, 4, 8)]
-JAGGED, STRIDED = (torch.nested.as_nested_tensor(RAGGED, layout=x) for x in (torch.jagged, torch.strided))
+X = torch.zeros(2, 20, 4, 8)
+ONE, FEW, LONGER, FLAGS = X[:1], X[:, :, :2], torch.zeros(2, 21, 4, 8), torch.zeros(2, 20, dtype=torch.bool)
+JAGGED, STRIDED = (torch.nested.as_nested_tensor([X[0], X[0, :9]], layout=x) for x in (torch.jagged, torch.strided))
 NESTED = r"query is a nested tensor: pass {}\.unsqueeze\(0\), and cu_seqlens="
 BORDERS = "cu_seqlens must begin with 0, never fall, and end with 20, the number of tokens, got "
 GROUPS = DilatedPattern.head_groups([2, 4, 8], [1] * 3)
 DETACHED = DilatedPattern.torchscale([8, 16], [1, 3], mixing_gradient="detached")
-Refused = list[tuple[str, tuple[Any, ...], dict[str, Any]]]  # what the error says, tensors, options
 
+
+def every(x: Any, **options: Any) -> dict[str, Any]:
+    return {"query": x, "key": x, "value": x, **options}
+
+
+Refused = list[tuple[str, dict[str, Any]]]  # what the error says; the arguments that differ from a right call's
 VALUES: Refused = [
-    (r"query must be \(batch, tokens, heads, head_dim\), got .*20", (X[0], X, X), {}),
-    (r"value must be \(batch, tokens, heads, head_dim\), got", (X, X, X[None]), {}),
-    ("query has 21 tokens and key 20", (LONGER, X, X), {}),
-    (r"key and value must have one shape, got .*20.*21", (X, X, LONGER), {}),
-    (r"agree in batch and head_dim, got \(2, 20, 4, 8\)", (X, ONE, ONE), {}),
-    ("agree in batch and head_dim", (X, NARROW, NARROW), {}),
-    ("head_dim must be 1 or more", (X[..., :0],) * 3, {}),
-    ("0 query heads", (X[:, :, :0],) * 3, {}),
-    ("query has 4 heads and key 2.*enable_gqa=True", (X, FEW, FEW), {}),
-    ("4 query heads.*3 key/value heads", (X, THREE, THREE), {"enable_gqa": True}),
-    ("3 branches and 2 key/value heads", (X, FEW, FEW), {"enable_gqa": True, "pattern": GROUPS}),
-    ("value is torch.float64 on cpu and query torch.float32", (X, X, X.double()), {}),
-    ("key is torch.float32 on meta and query torch.float32 on cpu", (X, X.to("meta"), X.to("meta")), {}),
-    (r"query has the layout torch.sparse_coo: pass query.to_dense\(\)", (X.to_sparse(),) * 3, {}),
-    (NESTED.format(r"query\.values\(\)") + r"query\.offsets\(\)", (JAGGED,) * 3, {}),
-    (NESTED.format(r"torch\.cat\(query\.unbind\(\)\)") + r"\[0, ", (STRIDED,) * 3, {}),
-    ("cu_seqlens is for one row.*got a batch of 2", (X,) * 3, {"cu_seqlens": [0, 20]}),
-    ("got 3 queries and 20 keys", (ONE[:, :3], ONE, ONE), {"cu_seqlens": [0, 20]}),
-    ("leave ignored tokens out", (ONE,) * 3, {"key_padding_mask": FLAGS[:1], "cu_seqlens": [0, 20]}),
-    *((BORDERS, (ONE,) * 3, {"cu_seqlens": x}) for x in ([], [0], [1, 20], [0, 21], [0, 9, 4, 20], [*range(19)])),
-    (r"key_padding_mask must be .*\(2, 20\), got \(2, 19\)", (X,) * 3, {"key_padding_mask": FLAGS[:, 1:]}),
-    ("key_padding_mask is on meta and query on cpu", (X,) * 3, {"key_padding_mask": FLAGS.to("meta")}),
-    *(
-        (rf"dropout_p must .*\[0, 1\], got .?{p}", (X,) * 3, {"dropout_p": p})
-        for p in (-0.1, 1.1, math.nan, "half", True)
-    ),
-    *(
-        (f"scale must be .* 0 or more, got .?{x}", (X,) * 3, {"scale": x})
-        for x in (-1.0, math.nan, math.inf, "half", True)
-    ),
-    ("scale must be .* got one beyond the range of float", (X,) * 3, {"scale": 10**400}),
-    *(("unknown backend .*use one of auto, triton, sdpa, eager", (X,) * 3, {"backend": x}) for x in ("flash", None)),
-    ("works only on one device and without dropout", (X,) * 3, {"pattern": DETACHED, "dropout_p": 0.1}),
-    ("'sdpa' cannot run this call: .*dropout.*Use backend='auto'", (X,) * 3, {"backend": "sdpa", "dropout_p": 0.1}),
+    (r"query must be \(batch, tokens, heads, head_dim\), got .*20", {"query": X[0]}),
+    (r"value must be \(batch, tokens, heads, head_dim\), got", {"value": X[None]}),
+    ("query has 21 tokens and key 20", {"query": LONGER}),
+    (r"key and value must have one shape, got .*20.*21", {"value": LONGER}),
+    (r"agree in batch and head_dim, got \(2, 20, 4, 8\)", every(ONE, query=X)),
+    ("agree in batch and head_dim", every(X[..., :4], query=X)),
+    ("head_dim must be 1 or more", every(X[..., :0])),
+    ("0 query heads", every(X[:, :, :0])),
+    ("query has 4 heads and key 2.*enable_gqa=True", every(FEW, query=X)),
+    ("4 query heads.*3 key/value heads", every(X[:, :, :3], query=X, enable_gqa=True)),
+    ("3 branches and 2 key/value heads", every(FEW, query=X, enable_gqa=True, pattern=GROUPS)),
+    ("value is torch.float64 on cpu and query torch.float32", {"value": X.double()}),
+    ("key is torch.float32 on meta and query torch.float32 on cpu", every(X.to("meta"), query=X)),
+    (r"query has the layout torch.sparse_coo: pass query.to_dense\(\)", every(X.to_sparse())),
+    (NESTED.format(r"query\.values\(\)") + r"query\.offsets\(\)", every(JAGGED)),
+    (NESTED.format(r"torch\.cat\(query\.unbind\(\)\)") + r"\[0, ", every(STRIDED)),
+    ("cu_seqlens is for one row.*got a batch of 2", {"cu_seqlens": [0, 20]}),
+    ("got 3 queries and 20 keys", every(ONE, query=ONE[:, :3], cu_seqlens=[0, 20])),
+    ("leave ignored tokens out", every(ONE, key_padding_mask=FLAGS[:1], cu_seqlens=[0, 20])),
+    *((BORDERS, every(ONE, cu_seqlens=x)) for x in ([], [0], [1, 20], [0, 21], [0, 9, 4, 20], [*range(19)])),
+    (r"key_padding_mask must be .*\(2, 20\), got \(2, 19\)", {"key_padding_mask": FLAGS[:, 1:]}),
+    ("key_padding_mask is on meta and query on cpu", {"key_padding_mask": FLAGS.to("meta")}),
+    *((rf"dropout_p must .*\[0, 1\], got .?{p}", {"dropout_p": p}) for p in (-0.1, 1.1, math.nan, "half", True)),
+    *((f"scale must be .* 0 or more, got .?{x}", {"scale": x}) for x in (-1.0, math.nan, math.inf, "half", True)),
+    ("scale must be .* got one beyond the range of float", {"scale": 10**400}),
+    *(("unknown backend .*use one of auto, triton, sdpa, eager", {"backend": x}) for x in ("flash", None)),
+    ("works only on one device and without dropout", {"pattern": DETACHED, "dropout_p": 0.1}),
+    ("'sdpa' cannot run this call: .*dropout.*Use backend='auto'", {"backend": "sdpa", "dropout_p": 0.1}),
 ]
+PACKED = (20, [0.0, 20.0], torch.tensor([0.0, 20.0]), torch.tensor([[0, 20]]), [True, 20])
 TYPES: Refused = [
-    ("query must be float64, .*got torch.int64", (X.long(),) * 3, {}),
-    ("query must be a tensor, got ndarray", (X.numpy(), X, X), {}),
-    *(
-        ("cu_seqlens must be .* whole numbers", (ONE,) * 3, {"cu_seqlens": x})
-        for x in (20, [0.0, 20.0], torch.tensor([0.0, 20.0]), torch.tensor([[0, 20]]), [True, 20])
-    ),
-    (
-        "key_padding_mask must be bool with True = ignore.*got torch.float32",
-        (X,) * 3,
-        {"key_padding_mask": FLAGS.float()},
-    ),
-    ("key_padding_mask must be a tensor, got bool", (X,) * 3, {"key_padding_mask": False}),
-    ("enable_gqa must be True or False, got 'no'", (X,) * 3, {"enable_gqa": "no"}),
-    ("is_causal must be True or False, got 1", (X,) * 3, {"is_causal": 1}),
-    ("pattern must be a DilatedPattern, got str", (X,) * 3, {"pattern": "longnet"}),
+    ("query must be float64, .*got torch.int64", every(X.long())),
+    ("query must be a tensor, got ndarray", {"query": X.numpy()}),
+    *(("cu_seqlens must be .* whole numbers", every(ONE, cu_seqlens=x)) for x in PACKED),
+    ("key_padding_mask must be bool with True = ignore.*got torch.float32", {"key_padding_mask": FLAGS.float()}),
+    ("key_padding_mask must be a tensor, got bool", {"key_padding_mask": False}),
+    ("enable_gqa must be True or False, got 'no'", {"enable_gqa": "no"}),
+    ("is_causal must be True or False, got 1", {"is_causal": 1}),
+    ("pattern must be a DilatedPattern, got str", {"pattern": "longnet"}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "match", "qkv", "options"),
-    [(k, *bad) for k, some in ((ValueError, VALUES), (TypeError, TYPES)) for bad in some],
+    ("kind", "match", "given"), [(k, *bad) for k, some in ((ValueError, VALUES), (TypeError, TYPES)) for bad in some]
 )
-def test_bad_input_is_refused_before_any_work(kind: type[Exception], match: str, qkv: Any, options: Any) -> None:
+def test_bad_input_is_refused_before_any_work(kind: type[Exception], match: str, given: dict[str, Any]) -> None:
     """And explain() says the same."""
     before, said = torch.get_rng_state(), set()
     for function in (dilated_attention, explain):
         with Recorder() as recorder, pytest.raises(kind, match=match) as raised:
-            function(*qkv, **{"pattern": PATTERN, **options})
+            function(**{**every(X), "pattern": PATTERN, **given})
         assert recorder.names == []
         said.add(str(raised.value))
     assert len(said) == 1
@@ -138,27 +124,11 @@ def test_heads_are_two_whole_numbers(heads: Any, kind: type[Exception], match: s
 
 def test_numbers_of_numpy_are_numbers() -> None:
     pattern = DilatedPattern.longnet(np.array([8, 16]), np.array([1, 3]))
-    assert pattern == PATTERN
     got = dilated_attention(*QKV, pattern, scale=np.float32(0.5), dropout_p=np.float64(0.0))
     assert torch.equal(got, dilated_attention(*QKV, PATTERN, scale=0.5))
 
 
 # --- explain ----------------------------------------------------------------------------------------------------
-
-
-def test_explain_names_what_runs_and_why_nothing_else() -> None:
-    told = explain(*QKV, PATTERN)
-    assert (told.backend, told.kernel) == ("sdpa", "flash on CPU")
-    assert set(told.why_not) == {"triton", "eager"}
-    assert "could run, but sdpa (flash on CPU)" in told.why_not["eager"][0]
-    assert set(explain(*QKV, PATTERN, backend="eager").why_not) == {"triton", "sdpa/flash on CPU"}
-
-    told = explain(*QKV, PATTERN, dropout_p=0.1)
-    assert told.backend == "eager"
-    assert "matmul" in told.kernel
-    assert "dropout cannot follow the seeded mask" in told.why_not["sdpa/flash on CPU"][0]
-    begins = ("runs: eager, kernel: ", "backward: eager, kernel: ", "not triton: ", "not sdpa/flash on CPU: its drop")
-    assert all(map(str.startswith, str(told).splitlines(), begins))
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"backend": "eager"}, {"is_causal": True}], ids=str)
@@ -168,35 +138,35 @@ def test_explain_computes_nothing_and_names_what_runs(options: dict[str, Any]) -
         told = explain(*QKV, PATTERN, key_padding_mask=FLAGS, **options)
     assert recorder.names == []
     assert torch.equal(torch.get_rng_state(), before)
+    flash = "dropout_p" not in options and "backend" not in options
+    assert (told.backend, told.kernel == "flash on CPU", "matmul" in told.kernel) == (
+        ("sdpa", True, False) if flash else ("eager", False, True)
+    )
+    assert set(told.why_not) == {"triton", "eager" if flash else "sdpa/flash on CPU"}
+    assert not flash or "could run, but sdpa (flash on CPU)" in told.why_not["eager"][0]
+    if "dropout_p" in options:
+        assert "dropout cannot follow the seeded mask" in told.why_not["sdpa/flash on CPU"][0]
+        begins = "runs: eager, kernel: ", "backward: eager, kernel: ", "not triton: ", "not sdpa/flash on CPU: its drop"
+        assert all(map(str.startswith, str(told).splitlines(), begins))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         dilated_attention(*QKV, PATTERN, key_padding_mask=FLAGS, **options)
-    ran = any("flash_attention_for_cpu" in event.key for event in profile.key_averages())
-    assert ran == (told.kernel == "flash on CPU") == (options in ({}, {"is_causal": True}))
+    assert flash == any("flash_attention_for_cpu" in event.key for event in profile.key_averages())
 
 
 # --- layouts and sizes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mask_may_be_expanded(backend: str) -> None:
-    testing.check(QKV64, PATTERN, key_padding_mask=(torch.arange(20) > 14).expand(2, -1), backend=backend)
-
-
-@pytest.mark.parametrize(
-    "options", [{"backend": "sdpa"}, {"backend": "eager", "dropout_p": 0.5}, {"dropout_p": 0.5}], ids=str
-)
+@pytest.mark.parametrize("options", [{"backend": "sdpa"}, {"backend": "eager"}, {"dropout_p": 0.5}], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("pattern", "samples", "tokens"), zip(BY_RULE, (0, 2, 0), (20, 0, 0), strict=True))
-def test_nothing_in_nothing_out(
-    pattern: DilatedPattern, samples: int, tokens: int, masked: bool, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("samples", "tokens"), [(0, 20), (2, 0), (0, 0)])
+def test_nothing_in_nothing_out(samples: int, tokens: int, masked: bool, options: dict[str, Any]) -> None:
     qkv = leaves(*testing.make_qkv(samples, tokens, 4, 8, kv_heads=2))
     mask = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
-    out, lse = dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, key_padding_mask=mask, **options)
-    assert out.shape == (samples, tokens, 4, 8)
-    assert lse.shape == (samples, tokens, 4)
-    (out.sum() + lse.sum()).backward()
-    assert [x.grad.shape for x in qkv] == [x.shape for x in qkv]
+    for pattern in BY_RULE:
+        out, lse = dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, key_padding_mask=mask, **options)
+        assert (out.shape, lse.shape) == ((samples, tokens, 4, 8), (samples, tokens, 4))
+        grads = torch.autograd.grad(out.sum() + lse.sum(), qkv)
+        assert [x.shape for x in grads] == [x.shape for x in qkv]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -210,44 +180,27 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert ((out - expected).abs() <= 0.51 * step + 1e-6).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_same_call_twice_is_equal_to_the_bit(backend: str) -> None:
-    """The last backward pass is through the same graph, with create_graph=True."""
-    qkv, dout = leaves(*QKV), torch.randn(X.shape)
-    calls = [dilated_attention(*qkv, PATTERN, backend=backend, return_lse=True) for _ in range(2)]
-    assert all(map(torch.equal, *calls))
-    first, *others = (
-        torch.autograd.grad(call, qkv, (dout, dout[..., 0]), retain_graph=True, create_graph=again)
-        for call, again in zip((*calls, calls[0]), (False, False, True), strict=True)
-    )
-    assert all(map(torch.equal, first * 2, itertools.chain(*others)))
-
-
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("branches", "dtype"), [(1, torch.float64), (2, torch.float32), (4, torch.float32)])
 def test_one_node_and_five_saved_tensors(dtype: torch.dtype, branches: int) -> None:
     pattern = DilatedPattern.longnet([4, 8, 16, 32][:branches], [1, 2, 3, 4][:branches])
-    qkv = leaves(*testing.make_qkv(3, 20, 4, 8, kv_heads=2, dtype=dtype))
+    qkv, saved = leaves(*testing.make_qkv(3, 20, 4, 8, kv_heads=2, dtype=dtype)), []
 
-    def attended(**options: Any) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        """What is saved, and the results."""
-        saved: list[Tensor] = []
+    def attend(**options: Any) -> tuple[Tensor, Tensor]:
+        saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
-            return saved, dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, **options)
+            return dilated_attention(*qkv, pattern, enable_gqa=True, return_lse=True, **options)
 
-    saved, (out, lse) = attended()
+    out, lse = attend()
     assert lse.grad_fn is out.grad_fn is not None
-    nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
-    assert [node.name().split("::")[-1] for node in nodes] == ["AccumulateGrad"] * 3
-    assert {id(node.variable) for node in nodes} == {id(x) for x in qkv}
-
+    assert [node.variable for node, _ in out.grad_fn.next_functions if node is not None] == qkv
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     assert set(storages) == {x.untyped_storage().data_ptr() for x in (*qkv, out, lse)}
     assert sum(storages.values()) == 3 * pattern.saved_bytes(20, 4, 8, num_kv_heads=2, dtype=dtype)
 
-    saved, _ = attended(key_padding_mask=torch.zeros(3, 20, dtype=torch.bool), dropout_p=0.1)
+    attend(key_padding_mask=torch.zeros(3, 20, dtype=torch.bool), dropout_p=0.1)
     assert [(x.dtype, x.numel()) for x in saved if not x.is_floating_point()] == [(torch.bool, 60), (torch.int64, 1)]
     assert len(saved) == 5 + 2, "a mask and a seed are all that is saved besides"
 
@@ -256,8 +209,7 @@ def test_one_node_and_five_saved_tensors(dtype: torch.dtype, branches: int) -> N
 def test_without_gradients_nothing_is_recorded(context: Any) -> None:
     qkv = leaves(*QKV)
     with context():
-        out, lse = dilated_attention(*qkv, PATTERN, return_lse=True)
-    assert out.grad_fn is lse.grad_fn is None
+        out = dilated_attention(*qkv, PATTERN)
     assert not out.requires_grad
     assert torch.equal(out, dilated_attention(*qkv, PATTERN))
 
@@ -300,10 +252,6 @@ def test_double_backward_says_what_to_do(
 # --- kernels that the user switched off -------------------------------------------------------------------------
 
 
-def refuse(*_: Any) -> None:
-    raise AssertionError("this kernel is switched off")
-
-
 def test_a_kernel_switched_off_for_a_call_is_so_in_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's own attention does: what runs backward is decided where the call is made."""
     qkv = leaves(*QKV)
@@ -315,27 +263,25 @@ def test_a_kernel_switched_off_for_a_call_is_so_in_its_backward_pass(monkeypatch
         with pytest.raises(ValueError, match="switched off"):
             dilated_attention(*qkv, PATTERN, backend="sdpa")
         out = dilated_attention(*qkv, PATTERN)
-        wanted = torch.autograd.grad(plain.sum(), qkv)  # by the kernel that made it
-    monkeypatch.setattr(sdpa, "backward", refuse)
+        wanted = torch.autograd.grad(plain.sum(), qkv, retain_graph=True)  # by the kernel that made it
+    monkeypatch.delattr(sdpa, "backward")
     for grad, exact in zip(torch.autograd.grad(out.sum(), qkv), wanted, strict=True):
         assert testing.error(grad, exact) < 1e-5
-    with pytest.raises(AssertionError, match="switched off"):
-        dilated_attention(*qkv, PATTERN).sum().backward()
+    with pytest.raises(AttributeError, match="backward"):
+        plain.sum().backward()
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("use_reentrant", "dropout_p", "pattern"),
-    [(False, 0.5, BY_RULE[0]), (True, 0.5, BY_RULE[1]), (False, 0.0, BY_RULE[2]), (True, 0.0, BY_RULE[0])],
-)
-def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, dropout_p: float, pattern: DilatedPattern) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, dropout_p: float) -> None:
     qkv = leaves(*testing.make_qkv(2, 29, 4, 8))
 
     def block(*x: Tensor) -> Tensor:
-        out, lse = dilated_attention(*x, pattern, dropout_p=dropout_p, return_lse=True)
-        return out.square().sum() + finite(lse).sum()
+        out, lse = dilated_attention(*x, BY_RULE[1], dropout_p=dropout_p, return_lse=True)
+        return out.square().sum() + lse.sum()
 
     torch.manual_seed(1)
     expected = torch.autograd.grad(block(*qkv), qkv)
@@ -382,20 +328,15 @@ def compiled_once(attend: Any, **options: Any) -> tuple[Any, Any]:
     return torch.compile(attend, fullgraph=True, backend=counter, **options), counter
 
 
-def loss_and_grads(function: Any, qkv: list[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
+def loss_and_grads(function: Any, *given: Any) -> tuple[Tensor, ...]:
     torch.manual_seed(4)
-    out, lse = function(*qkv, mask)
-    return out, lse, *torch.autograd.grad(out.square().sum() + finite(lse).sum(), qkv)
+    out, lse = function(*given)
+    return out, lse, *torch.autograd.grad(out.square().sum() + finite(lse).sum(), given[:3])
 
 
 @pytest.mark.parametrize(
     ("pattern", "masked", "options"),
-    zip(
-        BY_RULE,
-        (False, True, True),
-        ({}, {"is_causal": True}, {"is_causal": True, "dropout_p": 0.4, "scale": 0.3}),
-        strict=True,
-    ),
+    [(BY_RULE[0], False, {}), (BY_RULE[2], True, {"is_causal": True, "dropout_p": 0.4, "scale": 0.3})],
 )
 def test_lengths_that_vary_are_compiled_once(pattern: DilatedPattern, masked: bool, options: dict[str, Any]) -> None:
     """In one graph, and bit for bit what is not compiled. The table of cases has more kinds of calls."""
@@ -407,20 +348,19 @@ def test_lengths_that_vary_are_compiled_once(pattern: DilatedPattern, masked: bo
     frames = []
     for tokens in (24, 29, 40, 7):
         qkv = leaves(*testing.make_qkv(2, tokens, 4, 8, kv_heads=2))
-        mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
-        assert all(map(torch.equal, *(loss_and_grads(function, qkv, mask) for function in (compiled, attend))))
+        mask = torch.arange(tokens).expand(2, -1) % 4 == 1 if masked else None
+        assert all(map(torch.equal, *(loss_and_grads(function, *qkv, mask) for function in (compiled, attend))))
         frames.append(counter.frame_count)
     assert 0 < frames[0] == frames[-1], "compiled again for another length"
 
 
 def test_another_packing_is_not_compiled_again() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return dilated_attention(q, k, v, PATTERN, cu_seqlens=cu_seqlens).square().sum()
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(q, k, v, PATTERN, cu_seqlens=cu_seqlens, return_lse=True)
 
     (compiled, counter), qkv = compiled_once(attend), leaves(*testing.make_qkv(1, 24, 4, 8))
     for borders in ([0, 5, 24], [0, 11, 24], [0, 23, 24]):
-        found = [torch.autograd.grad(f(*qkv, torch.tensor(borders)), qkv) for f in (compiled, attend)]
-        assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *(loss_and_grads(f, *qkv, torch.tensor(borders)) for f in (compiled, attend))))
         assert counter.frame_count == 1
     with pytest.raises(ValueError, match="cu_seqlens must begin with 0"):
         compiled(*qkv, torch.tensor([0, 25, 24]))
@@ -435,8 +375,7 @@ def test_one_sequence_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
     for borders in ([0, 24], [0, 0, 24, 24], torch.tensor([0, 24], dtype=torch.int32), (0, 4, 24)):
         dilated_attention(q, q, q, PATTERN, cu_seqlens=borders)
     assert seen == [(), (), (), (0, 4, 24)]
-    none = q[:, :0]
-    assert dilated_attention(none, none, none, PATTERN, cu_seqlens=[0, 0]).shape == none.shape
+    assert dilated_attention(*[q[:, :0]] * 3, PATTERN, cu_seqlens=[0, 0]).shape == (1, 0, 4, 8)
 
 
 def test_equal_sequences_share_blocks() -> None:
