@@ -62,19 +62,20 @@ def page_table(results: dict[str, Any]) -> str:
         verdict = verdicts.get(row, "–") if verdicts.get(row) in (None, "exact") else f"**{verdicts[row]}**"
         cells = " | ".join(_cell(records, row, tokens) for tokens in lengths)
         found.append(f"| {row} | {verdict} | {cells} |")
-    patterns = [x for (name, _, way), x in records.items() if way == "forward" and name in PATTERNS]
-    return "\n".join([*found, "", *map(_reach, patterns)] if is_suggested else found)
+    return "\n".join([*found, "", *(_reach(records, name) for name in PATTERNS)] if is_suggested else found)
 
 
-def _reach(record: dict[str, Any]) -> str:
-    """Which pattern was suggested, and how far it reaches for how many of the rows."""
+def _reach(records: dict[tuple[str, int, str], dict[str, Any]], name: str) -> str:
+    """Which share of the rows is in the longest segment, at each length."""
     from dilated_attention import DilatedPattern
     from dilated_attention.bench.conclude import far_rows
 
-    pattern = DilatedPattern(record["rule"], record["lengths"], record["rates"])
-    reach, share = far_rows(pattern, record["tokens"], record["heads"])
-    lists = "w={lengths}, r={rates}".format(**record)
-    return f"- N={record['tokens']:,}, {record['rule']}: {lists}; {share:.2%} of the rows are in segments of {reach:,}."
+    shares = []
+    for tokens in MEASURED:
+        record = records[name, tokens, "forward"]
+        pattern = DilatedPattern(record["rule"], record["lengths"], record["rates"])
+        shares.append(f"{far_rows(pattern, tokens, record['heads'])[1]:.2%} at {tokens:,}")
+    return f"- {name}: the rows in the longest segment are {', '.join(shares)}."
 
 
 def _cell(records: dict[tuple[str, int, str], dict[str, Any]], name: str, tokens: int) -> str:
