@@ -20,19 +20,16 @@ from torch import Tensor, nn
 from dilated_attention.models import SlideEncoder, finetuning
 
 FEATURE_LAYER = 11  # of 12: the published choice
-ACCUMULATION = 32
 
 
 class Classifier(nn.Module):
     def __init__(self, encoder: SlideEncoder, classes: int) -> None:
         super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(encoder.embed_dim, classes)
+        self.encoder, self.head = encoder, nn.Linear(encoder.embed_dim, classes)
 
     def forward(self, tiles: Tensor, coords: Tensor) -> Tensor:
         layers = self.encoder(tiles, coords, all_layer_embed=True)
-        logits: Tensor = self.head(layers[min(FEATURE_LAYER, self.encoder.depth)])
-        return logits
+        return self.head(layers[min(FEATURE_LAYER, self.encoder.depth)])
 
 
 def train(model: Classifier, slides: list[tuple[Tensor, Tensor, int]], epochs: int, accumulation: int) -> float:
@@ -41,19 +38,19 @@ def train(model: Classifier, slides: list[tuple[Tensor, Tensor, int]], epochs: i
     model.encoder.checkpoint_activations = True  # 12 times less memory, for a third more time
     optimizer, schedule = finetuning(model, max(1, len(slides) // accumulation), epochs=epochs)
     for epoch in range(epochs):
-        losses = []
-        for index, (tiles, coords, label) in enumerate(random.sample(slides, len(slides))):
+        total = 0.0
+        for index, (tiles, coords, label) in enumerate(random.sample(slides, len(slides)), start=1):
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 logits = model(tiles.to(device).unsqueeze(0), coords.unsqueeze(0))
             loss = F.cross_entropy(logits.float(), torch.tensor([label], device=device))
             (loss / accumulation).backward()
-            losses.append(loss.item())
-            if (index + 1) % accumulation == 0:
+            total += loss.item()
+            if index % accumulation == 0:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        print(f"epoch {epoch}: loss {sum(losses) / len(losses):.4f}")
-    return sum(losses) / len(losses)
+        print(f"epoch {epoch}: loss {total / len(slides):.4f}")
+    return total / len(slides)
 
 
 def noise(count: int = 64, tiles: int = 40, channels: int = 16) -> list[tuple[Tensor, Tensor, int]]:
@@ -77,10 +74,9 @@ def main() -> None:
         encoder, slides, accumulation = SlideEncoder(16, 32, 2, 4, **recipe), noise(), 4
     else:
         encoder = SlideEncoder.from_pretrained(options.weights, max_wsi_size=250000, **recipe)
-        slides, accumulation = [], ACCUMULATION
-        for name, label in csv.reader(options.labels.open(newline="")):
-            file = torch.load(options.features / f"{name}.pt", weights_only=True)
-            slides.append((file["features"], file["coords"], int(label)))
+        labels, accumulation = dict(csv.reader(options.labels.open(newline=""))), 32
+        read = {name: torch.load(options.features / f"{name}.pt", weights_only=True) for name in labels}
+        slides = [(file["features"], file["coords"], int(labels[name])) for name, file in read.items()]
     model = Classifier(encoder, 1 + max(label for _, _, label in slides)).train()
     train(model.to("cuda" if torch.cuda.is_available() else "cpu"), slides, options.epochs, accumulation)
 

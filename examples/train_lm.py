@@ -22,11 +22,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import witten_bell
+from texts import BEGIN, BYTES, held_out_rows, read_texts, summary, tokens_of
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,20 +36,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import dilated_attention as da
 from dilated_attention import charts
 from dilated_attention.models import LMConfig, LongNetLM, document_positions, shifted
-from dilated_attention.models.checkpoints import Checkpoints
 from dilated_attention.models.loss import IGNORED
-from dilated_attention.models.text import BEGIN, BYTES, PackedRows, held_out_rows, read_texts, summary, tokens_of
-from dilated_attention.models.training import Log, together
+from dilated_attention.models.text import PackedRows
+from dilated_attention.models.training import Checkpoints, Log, together
 from dilated_attention.models.transformer import SIZES
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -63,14 +54,15 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
         with contextlib.suppress(ValueError):
             if least <= kind(text) <= sys.maxsize:  # false for NaN, too
                 return kind(text)
-        wanted = "a whole number" if kind is int else "a finite number"
-        raise argparse.ArgumentTypeError(f"give {wanted} of {least} or more, got {text!r}")
+        wanted = "whole" if kind is int else "finite"
+        raise argparse.ArgumentTypeError(f"give a {wanted} number of {least} or more, got {text!r}")
 
     return read
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Train a LongNet language model on text files.", formatter_class=Help)
+    parser = argparse.ArgumentParser(description="Train a LongNet language model on text files.", formatter_class=Help)
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # in one line
     parser.add_argument("text", nargs="+", type=Path, help="files, or folders whose files are read")
     parser.add_argument("--suffix", nargs="+", default=[".txt", ".md", ".py"], help="of files in folders")
     parser.add_argument("--out", type=Path, required=True, help="for checkpoints, log.jsonl and loss.svg")
@@ -112,7 +104,6 @@ class Trainer:
     kind = LongNetLM  # of the model
 
     def __init__(self, options: argparse.Namespace, config: LMConfig, **facts: str) -> None:
-        """``facts``: what else a checkpoint must agree in."""
         self.options, self.config, self.step, device = options, config, 0, options.device
         world, sequence = dist.get_world_size(), options.sequence
         if world % sequence or options.rows % (world // sequence):
@@ -129,19 +120,19 @@ class Trainer:
             fully_shard(part, mesh=every, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr, (0.9, 0.95), weight_decay=0.1)
         same = {name: getattr(options, name) for name in ("tokens", "rows", "seed", "lr", "warmup")}
-        self.checkpoints = Checkpoints(options.out, {**config.to_dict(), **same, **facts})
+        self.checkpoints = Checkpoints(options.out, {**config.to_dict(), **same, **facts})  # in which both must agree
         if saved := self.checkpoints.load():
             states = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
             set_state_dict(self.model, self.optimizer, **states, options=StateDictOptions(full_state_dict=True))
             self.step = saved["step"]
 
-    def done(self) -> float:
-        """How much of the training is done: 1 at its end. The learning rate follows it."""
+    def done(self) -> float:  # 1 at the end
         return self.step / self.options.steps
 
     def state(self) -> dict[str, Any]:
         """All weights and the state of the optimizer, on the first rank; every rank calls it."""
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
         return {"config": self.config.to_dict(), "model": model, "optimizer": optimizer}
 
     def losses(self, row: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,8 +179,7 @@ class Trainer:
         mine = self.mine(every)
         for turn in range(-(-len(every) // self.mesh["data"].size())):  # every rank calls the model equally often
             losses, counted = self.losses(*rows[mine[turn] if turn < len(mine) else 0])
-            if turn < len(mine):
-                sums += torch.stack((losses.double().sum(), counted.sum().double()))
+            sums += torch.stack((losses.double().sum(), counted.sum())) * (turn < len(mine))
         dist.all_reduce(sums)
         return float(sums[0] / sums[1] / math.log(2))
 
@@ -207,8 +197,7 @@ class Trainer:
 
 def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
     """Train to the end; False: SIGTERM came, and all is saved."""
-    asked: list[bool] = []
-    stops = 0.0
+    asked, stops = [], 0.0
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     try:
         while trainer.done() < 1 and not stops:

@@ -2,16 +2,13 @@
 
     p(c | context) = (count(context, c) + kinds(context) * p(c | shorter context)) / (count(context) + kinds(context))
 
-kinds(context) is how many different bytes followed it; before any context every byte has 1 / 256. Contexts run over the
-borders of files: a file has thousands of bytes, and a context few. Counts are in sorted tensors.
+kinds(context) is how many different bytes followed it; before any context every byte has 1 / 256.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-WORD = 64  # bits: the bytes of a context and the one after it are one int64 number
 
 
 def codes(text: Tensor, order: int, width: int = 8) -> Tensor:
@@ -29,11 +26,9 @@ def looked_up(keys: Tensor, values: Tensor, wanted: Tensor) -> Tensor:
     return torch.where(keys[place] == wanted, values[place], 0)
 
 
-def bits_per_byte(
-    train: bytes, held_out: bytes, orders: tuple[int, ...] = (2, 5), *, width: int = 8, device: str = "cpu"
-) -> dict[int, float]:
+def bits_per_byte(train: bytes, held_out: bytes, orders=(2, 5), *, width=8, device="cpu") -> dict[int, float]:
     """The cross-entropy of held-out bytes under models of these orders, in bits. Bytes are below ``2**width``."""
-    longest = WORD // width - 1
+    longest = 64 // width - 1  # the bytes of a context and the one after it are one int64 number
     if not train or not held_out or max(orders) > longest:
         raise ValueError(f"give some bytes to count, some to judge, and orders up to {longest}, got {orders}")
     seen, new = (torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) for text in (train, held_out))

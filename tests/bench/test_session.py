@@ -19,7 +19,7 @@ from dilated_attention.bench.run import Timing
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.suites import ALL, SUITES, claimed, compared, decode, language, packed, slides, stream
-from dilated_attention.models.presets import PRESETS
+from dilated_attention.models.slide import PRESETS
 
 CPU = torch.device("cpu")
 SMALL = ((32, 64), (1, 2))

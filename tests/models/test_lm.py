@@ -84,43 +84,38 @@ def test_attention_is_the_oracles(name: str, kind: type[Any]) -> None:
 
 def test_positions_are_relative() -> None:
     """The angles of a model with rotary positions depend on distances alone, a million tokens away as well."""
-    model, tokens = small(), batch()
-    far = model(tokens, positions=torch.arange(TOKENS) + 1_000_003)
-    assert error(far, model(tokens)) < 1e-9
-    one_by_one = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS) + 5])
-    assert error(model(tokens, positions=one_by_one), model(tokens)) < 1e-9
+    model, tokens, places = small(), batch(), torch.arange(TOKENS)
+    for positions in (places + 1_000_003, torch.stack([places, places + 5])):
+        assert error(model(tokens, positions=positions), model(tokens)) < 1e-9
 
 
 def states_and_labels(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """States and weight that want gradients, and labels, some of which are ignored."""
+    """States, weight, and labels, some of which are ignored."""
     torch.manual_seed(0)
-    states, weight = (torch.randn(*size, 6, dtype=dtype).requires_grad_() for size in (shape, (19,)))
+    states, weight = (torch.randn(*size, 6, dtype=dtype) for size in (shape, (19,)))
     return states, weight, torch.randint(19, shape).masked_fill(torch.rand(shape) < 0.2, IGNORED)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("loss", [token_losses, summed_loss])
 @pytest.mark.parametrize("wanted", [[0, 1], [0], [1]])
-def test_losses_in_chunks(chunk: int, wanted: list[int]) -> None:
-    """Values and gradients of each loss, and of their sum."""
+def test_losses_in_chunks(chunk: int, loss: Any, wanted: list[int]) -> None:
+    """Values, and gradients of what wants them."""
     states, weight, labels = states_and_labels(2, 11)
-    leaves = [(states, weight)[index] for index in wanted]
-    for index in {0, 1} - set(wanted):
-        (states, weight)[index].requires_grad_(False)
+    leaves = [(states, weight)[index].requires_grad_() for index in wanted]
     expected = F.cross_entropy((states @ weight.T).transpose(1, 2), labels, reduction="none")
-    got, total = (loss(states, weight, labels, chunk) for loss in (token_losses, summed_loss))
+    got, factor = loss(states, weight, labels, chunk), torch.randn(2, 11, dtype=torch.float64)
+    if loss is summed_loss:
+        expected, factor = expected.sum(), factor[0, 0]
     assert error(got, expected) < 1e-12
-    assert error(total, expected.sum()) < 1e-12
-    factor = torch.randn(2, 11, dtype=torch.float64)
-    assert same(*(list(torch.autograd.grad((x * factor).sum(), leaves, retain_graph=True)) for x in (got, expected)))
-    assert same(*(list(torch.autograd.grad(-0.7 * x.sum(), leaves)) for x in (total, expected)))
+    assert same(*(list(torch.autograd.grad((x * factor).sum(), leaves)) for x in (got, expected)))
     with torch.no_grad():
-        assert torch.equal(
-            summed_loss(states, weight, labels, chunk), token_losses(states, weight, labels, chunk).sum()
-        )
+        assert error(loss(states, weight, labels, chunk), expected) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_loss_in_half_precision(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("loss", [token_losses, summed_loss])
+def test_the_loss_in_half_precision(dtype: torch.dtype, loss: Any) -> None:
     """Against float64, beside plain PyTorch; as if it were the mean of a million tokens, with easy and hard ones."""
     torch.manual_seed(0)
     states, weight, labels = torch.randn(200, 32), torch.randn(50, 32), torch.randint(50, (200,))
@@ -128,35 +123,32 @@ def test_the_loss_in_half_precision(dtype: torch.dtype) -> None:
 
     def plain(states: Tensor, weight: Tensor, *_: Any) -> Tensor:
         logits = states @ weight.T
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="sum")
 
-    def found(losses: Any, kind: torch.dtype = dtype, scale: float = 1.0) -> list[Tensor]:
+    def found(loss: Any, kind: torch.dtype = dtype, scale: float = 1.0) -> list[Tensor]:
         leaves = [x.to(dtype).to(kind).requires_grad_() for x in (states, weight)]
-        out = losses(*leaves, labels, 64)
-        return [out.double(), *(x.double() for x in torch.autograd.grad(out.sum() * scale, leaves))]
+        total = loss(*leaves, labels, 64).sum()
+        return [total.double(), *(x.double() for x in torch.autograd.grad(total * scale, leaves))]
 
-    exact, theirs, got, total = found(plain, torch.float64), found(plain), found(token_losses), found(summed_loss)
-    assert (total[0] - exact[0].sum()).abs() <= 2 * (theirs[0].sum() - exact[0].sum()).abs()
-    assert all(map(torch.equal, total[1:], got[1:]))
-    for ours, other, wanted, most in zip(got, theirs, exact, (2, 3, 3), strict=True):
+    exact, theirs, got = found(plain, torch.float64), found(plain), found(loss)
+    assert (got[0] - exact[0]).abs() <= 2 * (theirs[0] - exact[0]).abs()
+    for ours, other, wanted in zip(got[1:], theirs[1:], exact[1:], strict=True):
         for rows in (slice(50), slice(50, None)):
-            assert (ours - wanted)[rows].norm() <= most * (other - wanted)[rows].norm()
-    for loss in (token_losses, summed_loss):
-        assert (found(loss, scale=1e-6)[2] * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
+            assert (ours - wanted)[rows].norm() <= 3 * (other - wanted)[rows].norm()
+    assert (found(loss, scale=1e-6)[2] * 1e6 - exact[2]).norm() < 0.015 * exact[2].norm()
 
 
 def test_losses_of_no_tokens_in_place_and_under_autocast() -> None:
     states, weight, labels = states_and_labels(1, 0)  # as on a rank whose shard is empty
-    for grad, x in zip(
-        torch.autograd.grad(token_losses(states, weight, labels).sum(), [states, weight]), (states, weight), strict=True
-    ):
-        assert torch.equal(grad, torch.zeros_like(x))
+    (dweight,) = torch.autograd.grad(token_losses(states, weight.requires_grad_(), labels).sum(), weight)
+    assert not dweight.any()
     states, weight, labels = states_and_labels(5, dtype=torch.float32)
-    expected = torch.autograd.grad(2 * token_losses(states, weight, labels).sum(), states)[0]
-    assert error(torch.autograd.grad(token_losses(states, weight, labels).mul_(2).sum(), states)[0], expected) < 1e-6
+    states.requires_grad_()
+    once, twice = token_losses(states, weight, labels), token_losses(states, weight, labels).mul_(2)
+    assert error(*(torch.autograd.grad(x.sum(), states)[0] for x in (twice, 2 * once))) < 1e-6
     with torch.autocast("cpu", torch.bfloat16):
         losses = token_losses(states, weight, labels)
-    assert {losses.dtype, *(x.dtype for x in torch.autograd.grad(losses.sum(), [states, weight]))} == {torch.float32}
+    assert {losses.dtype, torch.autograd.grad(losses.sum(), states)[0].dtype} == {torch.float32}
     rounded = F.cross_entropy((states.bfloat16() @ weight.bfloat16().T).float(), labels, reduction="none")
     assert error(losses, rounded) < 1e-5
 
@@ -224,13 +216,10 @@ def test_blocks_are_compiled_once() -> None:
 # --- what a model is --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "millions"), [("125M", 124), ("350M", 354), ("760M", 757), ("2.7B", 2647), ("0.6B", 596)]
-)
+@pytest.mark.parametrize(("size", "millions"), [*zip(SIZES, (124, 354, 757, 2647, 596), strict=True)])
 def test_sizes(size: str, millions: int) -> None:
     model = LongNetLM(LMConfig.of(size, PATTERN), device="meta")
     assert round(sum(x.numel() for x in model.parameters()) / 1e6) == millions
-    assert set(SIZES) == {"125M", "350M", "760M", "2.7B", "0.6B"}
 
 
 def test_the_start_is_magnetos() -> None:
@@ -239,10 +228,7 @@ def test_the_start_is_magnetos() -> None:
     gain = math.sqrt(math.log(16))
     q, k, v = block.qkv.weight.split([64, 32, 32])
     for weight, expected in ((q, 1.0), (k, 1.0), (v, gain), (block.out.weight, gain), (block.up.weight, gain)):
-        rows, columns = weight.shape
-        assert weight.std().item() == pytest.approx(expected * math.sqrt(2 / (rows + columns)), rel=0.1)
-    assert isinstance(block.inner_norm, nn.LayerNorm)
-    assert isinstance(block.ffn_inner_norm, nn.LayerNorm)
+        assert weight.std().item() == pytest.approx(expected * math.sqrt(2 / sum(weight.shape)), rel=0.1)
 
 
 @ALL
@@ -253,64 +239,71 @@ def test_a_config_is_written_as_json(name: str) -> None:
         assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"heads": 5}, "dim must be a multiple of heads"),
-        ({"ffn": "relu"}, "ffn must be one of gelu, swiglu"),
-        ({"norm": "batch"}, "norm must be one of"),
-        ({"head_dim": 5}, "even head_dim"),
-        ({"rotary_base": 0.0}, "rotary_base must be a finite number above 0, or None, got 0.0"),
-        ({"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
-        ({"kv_heads": 3}, "cannot be shared evenly"),
-        ({"depth": 0}, "depth must be 1 or more"),
-        ({"pattern": None}, "pattern must be a DilatedPattern"),
-    ],
-)
-def test_a_config_is_checked(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=says):
-        LMConfig(**{**SHAPE, **changes})
-
-
 ENDS = "begin with 0, never fall, and end with 37, the number of tokens"
+ROWS = r"must be \(B, n\)"
+LABELS = "labels must be from 0 to 18, or -100, got "
+
+
+def called(name: str, *given: Any, **options: Any) -> Any:
+    """Whatever can be refused, by its name."""
+    losses = {"token_losses": token_losses, "summed_loss": summed_loss}
+    if name in losses:
+        return losses[name](torch.zeros(3, 6), torch.zeros(19, 6), *given)
+    if name == "shifted":
+        return shifted(*given)
+    if name == "config":
+        return LMConfig(**{**SHAPE, **options})
+    return getattr(small(), name)(*given, **options)
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("name", "given", "options", "says"),
     [
-        (lambda _, __: LMConfig.of("1T", PATTERN), "unknown size '1T'"),
-        (lambda model, tokens: model(tokens, cu_seqlens=[0, 5, TOKENS]), "one row, "),
-        (lambda model, tokens: model(tokens, positions=torch.arange(3)), "positions must be"),
-        (lambda model, tokens: model(tokens, tokens[:, 1:]), "labels are"),
-        (
-            lambda model, tokens: model(tokens, tokens, reduction="mean"),
-            "reduction must be 'none' or 'sum', got 'mean'",
-        ),
-        *(
-            (lambda model, tokens, ends=ends: model(tokens[:1], cu_seqlens=ends), ENDS)
-            for ends in ([0, 5], [0, 9, 5, 37])
-        ),
-        *((lambda _, tokens, ends=ends: shifted(tokens[:1], ends), ENDS) for ends in ([1, 37], torch.tensor([0, 5]))),
-        (lambda model, tokens: model(tokens[0]), r"must be \(B, n\)"),
-        (lambda _, __: shifted(torch.zeros(3, 24)), r"must be \(B, n\)"),
-        *(
-            (
-                lambda model, tokens, bad=bad, loss=loss: loss(torch.zeros(3, 6), torch.zeros(19, 6), bad[0], bad[1]),
-                bad[2],
-            )
-            for loss in (token_losses, summed_loss)
-            for bad in (
-                (torch.tensor([3, 19, -100]), 8, "labels must be from 0 to 18, or -100, got 19"),
-                (torch.tensor([3, -1, -100]), 8, "labels must be from 0 to 18, or -100, got -1"),
-                (torch.tensor([3, 1, -100]), 0, "chunk must be 1 or more"),
-                (torch.tensor([3, 1, -100]), 2.5, "chunk must be a whole number"),
-            )
-        ),
+        ("config", (), {"heads": 5}, "dim must be a multiple of heads"),
+        ("config", (), {"ffn": "relu"}, "ffn must be one of gelu, swiglu"),
+        ("config", (), {"norm": "batch"}, "norm must be one of"),
+        ("config", (), {"head_dim": 5}, "even head_dim"),
+        ("config", (), {"rotary_base": 0.0}, "rotary_base must be a finite number above 0, or None, got 0.0"),
+        ("config", (), {"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
+        ("config", (), {"kv_heads": 3}, "cannot be shared evenly"),
+        ("config", (), {"depth": 0}, "depth must be 1 or more"),
+        ("config", (), {"pattern": None}, "pattern must be a DilatedPattern"),
+        ("forward", (batch(),), {"cu_seqlens": [0, 5, TOKENS]}, "one row, "),
+        ("forward", (batch(),), {"positions": torch.arange(3)}, "positions must be"),
+        ("forward", (batch(), batch()[:, 1:]), {}, "labels are"),
+        ("forward", (batch(), batch()), {"reduction": "mean"}, "reduction must be 'none' or 'sum', got 'mean'"),
+        ("forward", (batch(1),), {"cu_seqlens": [0, 5]}, ENDS),
+        ("forward", (batch(1),), {"cu_seqlens": [0, 9, 5, 37]}, ENDS),
+        ("forward", (batch()[0],), {}, ROWS),
+        ("shifted", (batch(1), [1, 37]), {}, ENDS),
+        ("shifted", (batch(1), torch.tensor([0, 5])), {}, ENDS),
+        ("shifted", (torch.zeros(3, 24),), {}, ROWS),
+        ("token_losses", (torch.tensor([3, 19, -100]),), {}, LABELS + "19"),
+        ("summed_loss", (torch.tensor([3, -1, -100]),), {}, LABELS + "-1"),
+        ("token_losses", (torch.tensor([3, 1, -100]), 0), {}, "chunk must be 1 or more"),
+        ("summed_loss", (torch.tensor([3, 1, -100]), 2.5), {}, "chunk must be a whole number"),
+        ("generate_tokens", ([], 3), {}, "at least one token, got none"),
+        ("generate_tokens", (torch.zeros(2, 0, dtype=torch.int64), 3), {}, "at least one token"),
+        ("generate_tokens", (batch()[0], 3), {}, r"must be \(B, n\) token ids"),
+        ("generate_tokens", ("text", 3), {}, "got 'text': turn text into tokens"),
+        ("generate_tokens", (torch.tensor(3), 3), {}, "at least one token"),
+        ("generate_tokens", ([[1, 2], [3.0]], 3), {}, "got .*torch.float32"),
+        ("generate_tokens", (batch(), 3), {"top_k": 3}, "give a temperature"),
+        ("generate_tokens", (batch(), 3), {"temperature": -1.0}, "temperature must be 0 or more"),
+        ("generate_tokens", (batch(), 3), {"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),
+        ("generate_tokens", (batch(), 3), {"cuda_graph": True}, "needs a model on CUDA"),
+        ("generate_tokens", (batch(), 3), {"stop": 19}, "stop must be a token, below the 19 of the vocabulary, got 19"),
+        ("generate_tokens", (batch(), 3), {"stop": -1}, "stop must be 0 or more, got -1"),
     ],
 )
-def test_what_is_refused(call: Any, says: str) -> None:
+def test_what_is_refused(name: str, given: tuple[Any, ...], options: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
-        call(small(), batch())
+        called(name, *given, **options)
+
+
+def test_an_unknown_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown size '1T'"):
+        LMConfig.of("1T", PATTERN)
 
 
 def test_labels_of_bytes_and_of_no_tokens() -> None:
@@ -326,7 +319,7 @@ def test_labels_of_bytes_and_of_no_tokens() -> None:
 @pytest.mark.parametrize("by", [0, 1])
 def test_second_derivatives_are_refused(loss: Any, by: int) -> None:
     """Also where the gradient that comes in is a constant, and by one input alone: torch would leave them out."""
-    leaves = torch.ones(3, 6, requires_grad=True), torch.ones(19, 6, requires_grad=True)
+    leaves = [torch.ones(rows, 6, requires_grad=True) for rows in (3, 19)]
     total = loss(*leaves, torch.tensor([3, 1, -100])).sum()
     (grad,) = torch.autograd.grad(total, leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
@@ -338,35 +331,32 @@ def test_second_derivatives_are_refused(loss: Any, by: int) -> None:
 
 def over_ranks(name: str) -> list[str]:
     """What differs from one device, on a rank; tokens do not divide evenly."""
-    group, model, tokens = world(), small(name), batch()
-    labels = shifted(tokens)
+    group, model, encoder, tokens = world(), small(name), small(name, LongNetEncoder), batch()
+    labels, places = shifted(tokens), {"positions": local_positions(TOKENS, group)}
     losses = model(tokens, labels)
     expected = gradients(model, losses.sum() / (labels != IGNORED).sum())
     shard, mine = shard_sequence(tokens, group), shard_sequence(labels, group)
-    got = model(shard, mine, positions=local_positions(TOKENS, group), group=group)
-    loss = sequence_mean(got, group, mine != IGNORED)
-    grads = gradients(model, loss)
+    got = model(shard, mine, **places, group=group)
+    grads = gradients(model, sequence_mean(got, group, mine != IGNORED))
     for grad in grads:
         torch.distributed.all_reduce(grad)
         grad /= group.size()
-    found = ["losses"] if error(got, shard_sequence(losses, group)) > 1e-11 else []
-    found += [] if same(grads, expected) else ["gradients"]
-    try:
-        model(shard, group=group)
-        found.append("positions")
-    except ValueError as refused:
-        found += [] if "local_positions" in str(refused) else ["the error"]
-    own = {} if group.rank() else {"positions": local_positions(TOKENS, group)}
-    for one in (model, small(name, LongNetEncoder)):  # what one rank alone is refused, the others are told
-        found += [] if "local_positions" in raised(one, shard, group=group, **own) else ["an error of one rank"]
     documents = torch.tensor([0, 3, 30, TOKENS])
-    places = shard_sequence(document_positions(documents)[None], group)
-    packed = model(shard[:1], positions=places, cu_seqlens=documents, group=group)
+    starts = shard_sequence(document_positions(documents)[None], group)
+    packed = model(shard[:1], positions=starts, cu_seqlens=documents, group=group)
     whole = model(tokens[:1], cu_seqlens=documents)
-    found += [] if error(packed, shard_sequence(whole, group)) < 1e-11 else ["packed"]
-    encoder = small(name, LongNetEncoder)
-    pooled = encoder.pooled(shard, positions=local_positions(TOKENS, group), group=group)
-    return found + ([] if error(pooled, encoder.pooled(tokens)) < 1e-11 else ["pooled"])
+    own = {} if group.rank() else places
+    right = {
+        "losses": error(got, shard_sequence(losses, group)) < 1e-11,
+        "gradients": same(grads, expected),
+        "no positions": "local_positions" in raised(model, shard, group=group),
+        # what one rank alone is refused, the others are told
+        "one rank": "local_positions" in raised(model, shard, group=group, **own),
+        "one rank of an encoder": "local_positions" in raised(encoder, shard, group=group, **own),
+        "packed": error(packed, shard_sequence(whole, group)) < 1e-11,
+        "pooled": error(encoder.pooled(shard, **places, group=group), encoder.pooled(tokens)) < 1e-11,
+    }
+    return [what for what, is_right in right.items() if not is_right]
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "sinks"), (4, "qwen")])
@@ -394,8 +384,7 @@ def test_tokens_are_those_of_the_whole_sequence(name: str, prefill: int) -> None
     prompts = [batch(1, n)[0] for n in (3, 17, 9)]
     with torch.no_grad():
         expected = [greedy(model, prompt, 24) for prompt in prompts]
-    assert model.generate_tokens(prompts, 24, prefill=prefill).tolist() == expected
-    assert model.generate_tokens([prompt.tolist() for prompt in prompts], 24).tolist() == expected
+    assert model.generate_tokens([prompt.tolist() for prompt in prompts], 24, prefill=prefill).tolist() == expected
 
 
 def test_generation_under_autocast() -> None:
@@ -418,7 +407,7 @@ def test_a_cuda_graph_changes_no_token(dtype: torch.dtype) -> None:
     plain, captured = (model.generate_tokens(prompts, 50, cuda_graph=graph) for graph in (False, None))
     assert captured.tolist() == plain.tolist()
     if dtype is torch.float64:  # which our kernels do not compute in: without a graph, unless one is asked for
-        with pytest.raises(ValueError, match="needs our own kernels"):
+        with pytest.raises(ValueError, match="needs a model on CUDA that our own kernels can run"):
             model.generate_tokens(prompts, 50, cuda_graph=True)
     else:
         assert model.generate_tokens(prompts, 50, cuda_graph=True).tolist() == plain.tolist()
@@ -426,47 +415,20 @@ def test_a_cuda_graph_changes_no_token(dtype: torch.dtype) -> None:
 
 def test_drawing() -> None:
     model, prompt = small(), batch(2, 5)
-    drawn = [
-        model.generate_tokens(
-            prompt, 20, temperature=5.0, generator=torch.Generator().manual_seed(3), **options
-        ).tolist()
-        for options in ({}, {}, {"top_k": 1}, {"top_p": 1e-9}, {"top_p": 1.0, "top_k": 19})
-    ]
+
+    def drawn(**options: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return model.generate_tokens(prompt, 20, temperature=5.0, generator=generator, **options).tolist()
+
     likeliest = model.generate_tokens(prompt, 20).tolist()
-    assert drawn[0] == drawn[1] == drawn[4] != likeliest
-    assert drawn[2] == drawn[3] == likeliest
+    assert drawn() == drawn() == drawn(top_p=1.0, top_k=19) != likeliest
+    assert drawn(top_k=1) == drawn(top_p=1e-9) == likeliest
 
 
 def test_a_token_that_stops() -> None:
     model, prompt = small(), batch(2, 5)
     plain = model.generate_tokens(prompt, 40)
     stop = int(plain[0, 2])
-    found = model.generate_tokens(prompt, 40, stop=stop)
-    for row, free in zip(found.tolist(), plain.tolist(), strict=True):
-        end = free.index(stop) + 1 if stop in free else len(free)
-        assert row[:end] == free[: min(end, len(row))]
-        assert set(row[end:]) <= {stop}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "says"),
-    [
-        ([], {}, "at least one token"),
-        (torch.zeros(2, 0, dtype=torch.int64), {}, "at least one token"),
-        (torch.zeros(1, 3), {}, "token ids"),
-        (batch(1, 3)[0], {}, r"must be \(B, n\) token ids"),
-        ("text", {}, "turn it into tokens"),
-        (torch.tensor(3), {}, "at least one token"),
-        ([[1, 2], [3.0]], {}, "got torch.float32"),
-        (batch(1, 3), {"top_k": 3}, "give a temperature"),
-        (batch(1, 3), {"temperature": -1.0}, "temperature must be 0 or more"),
-        (batch(1, 3), {"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),
-        (batch(1, 3), {"cuda_graph": True}, "needs a model on CUDA"),
-        (batch(1, 3), {"stop": 19}, "stop must be a token, below the 19 of the vocabulary, got 19"),
-        (batch(1, 3), {"stop": -1}, "stop must be 0 or more, got -1"),
-        (batch(1, 3), {"stop": 1.5}, "stop must be a whole number, got 1.5"),
-    ],
-)
-def test_generation_is_checked(prompt: Any, options: dict[str, Any], says: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=says):
-        small().generate_tokens(prompt, 3, **options)
+    for row, free in zip(model.generate_tokens(prompt, 40, stop=stop).tolist(), plain.tolist(), strict=True):
+        end = min(len(row), [*free, stop].index(stop) + 1)
+        assert row == free[:end] + [stop] * (len(row) - end)

@@ -49,21 +49,6 @@ def plain(**options: Any) -> SlideEncoder:
     return changed(small(pattern=PATTERN, **options).double())
 
 
-@torch.no_grad()
-def tiles_over_ranks(tiles: Tensor, coords: Tensor) -> Tensor:
-    mine = shard_sequence(tiles, world()), shard_sequence(coords, world())
-    return small(embed_dim=16, depth=1).double()(*mine, per_tile=True, group=world())[0]
-
-
-@torch.no_grad()
-def test_a_segment_of_5792_across_ranks() -> None:
-    tiles = torch.randn(1, 6001, 6, dtype=torch.float64)
-    coords = torch.randint(0, 999, (1, 6001, 2)) * 256
-    [wanted] = small(embed_dim=16, depth=1).double()(tiles, coords, per_tile=True)
-    found = pool(2).run(tiles_over_ranks, tiles, coords)
-    torch.testing.assert_close(torch.cat(found, 1), wanted, atol=1e-12, rtol=1e-12)
-
-
 def without_a_part_over_ranks(mask: Tensor) -> tuple[list[Tensor], list[str]]:
     """What drop path leaves of slides; and the errors of three wrong calls, of which one is wrong on rank 1 alone."""
     model = small(dropout=0.0, drop_path_rate=1.0, depth=3).double().train()

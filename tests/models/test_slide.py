@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 import dilated_attention
 from dilated_attention import models
 from dilated_attention.models import PRESETS, SlideEncoder, layers, parts, slide_pattern
-from tests.models.golden import SLIDES, golden, slide_encoder, small
+from tests.models.golden import CLOSE, SLIDES, golden, slide_encoder, small
 
-CLOSE = {"atol": 1e-5, "rtol": 0.0}  # the released code runs in float32
 SAME = {"atol": 1e-12, "rtol": 1e-12}
 
 
@@ -34,15 +32,8 @@ def test_outputs_are_the_released_ones(name: str) -> None:
         torch.testing.assert_close(model(data["x"], data["coords"])[0], data["pooled"], **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("max_wsi_size", "lengths"),
-    [(262144, [1024, 5792, 32768, 185363, 1048576]), (250000, [1024, 4870, 23170, 110217, 524288])],
-)
-def test_segments_are_the_released_ones(max_wsi_size: int, lengths: list[int]) -> None:
-    pattern = slide_pattern(max_wsi_size)
-    assert list(pattern.segment_lengths) == lengths
-    assert pattern.dilation_rates == (1, 2, 4, 8, 16)
-    assert pattern.rule == "torchscale"
+def test_segments_are_the_released_ones() -> None:
+    assert slide_pattern(250000).segment_lengths == (1024, 4870, 23170, 110217, 524288)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -53,7 +44,7 @@ def test_presets_have_the_released_keys_and_sizes(name: str) -> None:
     assert len(keys) == 7 + 20 * sizes["depth"]
     assert keys["encoder.layers.11.ffn.fc1.weight"].shape == (4 * sizes["embed_dim"], sizes["embed_dim"])
     assert keys["patch_embed.proj.weight"].shape == (sizes["embed_dim"], sizes["in_chans"])
-    assert all(layer.self_attn.num_heads == 16 for layer in model.encoder.layers)
+    assert model.encoder.layers[0].self_attn.num_heads == 16
 
 
 @pytest.mark.parametrize(
@@ -64,7 +55,7 @@ def test_presets_have_the_released_keys_and_sizes(name: str) -> None:
         ({"pattern": "longnet"}, "pattern must be a DilatedPattern, got 'longnet'"),
         ({"backend": "best"}, "unknown backend 'best'"),
         ({"checkpoint_activations": "no"}, "checkpoint_activations must be True or False, got 'no'"),
-        ({"global_pool": None}, "global_pool must be True"),
+        ({"global_pool": None}, "global_pool must be True or False"),
         ({"embed_dim": 30}, "embed_dim must be a multiple of 4"),
         ({"num_heads": 5}, "embed_dim must be a multiple of num_heads"),
         ({"drop_path_rate": 2}, "drop_path_rate must be a number in"),
@@ -78,60 +69,50 @@ def test_options_are_checked_when_a_model_is_made(options: dict[str, Any], says:
 # --- loading ----------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path, kind: str) -> Path:
-    """The weights of a golden file in each format that can be loaded."""
-    _, state, _ = golden("gigapath_tiny_50")
-    file = folder / ("slide_encoder.safetensors" if kind == "safetensors" else "slide_encoder.pth")
+@pytest.mark.parametrize("kind", ["safetensors", "released", "plain"])
+def test_weights_load_from_a_file(kind: str, tmp_path: Path) -> None:
+    _, state, data = golden("gigapath_tiny_50")
+    file = tmp_path / ("slide_encoder.safetensors" if kind == "safetensors" else "slide_encoder.pth")
     if kind == "safetensors":
         save_file(state, file)
     else:
         torch.save({"model": state} if kind == "released" else state, file)
-    return file
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "released", "plain"])
-def test_weights_load_from_a_file(kind: str, tmp_path: Path) -> None:
-    file = saved(tmp_path, kind)
-    data = golden("gigapath_tiny_50")[2]
     for path in (tmp_path, str(file)):
         model = SlideEncoder.from_pretrained(path, global_pool=True, num_heads=4, slide_ngrids=64)
         assert not model.training
         torch.testing.assert_close(model.double()(data["x"], data["coords"])[0], data["pooled"], **CLOSE)
 
 
-def without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key: x for key, x in state.items() if key != name}
-
-
 FC1 = "encoder.layers.0.ffn.fc1.weight"
 LONG = "n" * 100_000
-BAD: dict[str, Any] = {
-    "missing: norm.bias": lambda s: without(s, "norm.bias"),
-    "unexpected: decoder.bias": lambda s: s | {"decoder.bias": torch.ones(1)},
-    r"another shape: norm.bias is \(3,\), not \(32,\)": lambda s: s | {"norm.bias": torch.ones(3)},
-    "missing: cls_token": lambda s: without(s, "cls_token"),
-    "fc1.weight is missing": lambda s: without(s, FC1),
-    r"proj.weight is \(2, 3, 4, 4\)": lambda s: s | {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)},
-    r"proj.weight is \(0, 6\), and must be a matrix": lambda s: s | {"patch_embed.proj.weight": torch.ones(0, 6)},
-    "encoder.layers.x is not one of 3 layers": lambda s: s | {"encoder.layers.x.bias": torch.ones(1)},
-    "encoder.layers.1000000000000 is not one of 3": lambda s: s | {f"encoder.layers.{10**12}.b": torch.ones(1)},
-    "unexpected: ...$": lambda s: s | {LONG: torch.ones(1)},
-    f"plain tensors of numbers: {LONG[:80]}$": lambda s: s | {LONG: torch.ones(2).to_sparse()},
-    "plain tensors of numbers: a": lambda s: s | {"a": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)},
-    "plain tensors of numbers: b": lambda s: s | {"b": torch.ones(2, device="meta")},
-    "plain tensors of numbers: c": lambda s: s | {"c": torch.ones(2, dtype=torch.complex64)},
-    f"plain tensors of numbers: {FC1}": lambda s: s | {FC1: torch.ones(1).expand(10**6, 10**6)},
-    "plain tensors of numbers: 3": lambda s: s | {3: torch.ones(1)},
-    "not a state dict": lambda s: {"epoch": 3},
-    "more in it than tensors": lambda s: s | {"norm.bias": Path("x")},
+with warnings.catch_warnings(action="ignore"):  # torch's, of quantized tensors
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+BAD: dict[str, Any] = {  # None: left out
+    'Missing .* "norm.bias"': {"norm.bias": None},
+    'Unexpected .* "decoder.bias"': {"decoder.bias": torch.ones(1)},
+    r"size mismatch for norm.bias: .*\[3\].*\[32\]": {"norm.bias": torch.ones(3)},
+    "fc1.weight is missing": {FC1: None},
+    r"proj.weight is \(2, 3, 4, 4\)": {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)},
+    r"proj.weight is \(0, 6\), and must be a matrix": {"patch_embed.proj.weight": torch.ones(0, 6)},
+    'Missing .* "encoder.layers.2.': {f"encoder.layers.{10**12}.b": torch.ones(1)},
+    "Unexpected .* ...$": {LONG: torch.ones(1)},
+    f"plain tensors of numbers: {LONG[:80]}$": {LONG: torch.ones(2).to_sparse()},
+    "plain tensors of numbers: a": {"a": QUANTIZED},
+    "plain tensors of numbers: b": {"b": torch.ones(2, device="meta")},
+    "plain tensors of numbers: c": {"c": torch.ones(2, dtype=torch.complex64)},
+    f"plain tensors of numbers: {FC1}": {FC1: torch.ones(1).expand(10**6, 10**6)},
+    "plain tensors of numbers: 3": {3: torch.ones(1)},
+    "more in it than tensors": {"norm.bias": Path("x")},
 }
 
 
-@pytest.mark.parametrize("said", BAD)
+@pytest.mark.parametrize("said", [*BAD, "not a state dict"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized tensors
 def test_weights_that_do_not_fit_are_refused(said: str, tmp_path: Path) -> None:
     """Before anything of their size is made."""
-    torch.save({"model": BAD[said](golden("gigapath_tiny_50")[1])}, tmp_path / "slide_encoder.pth")
+    state: dict[str, Any] = golden("gigapath_tiny_50")[1] | BAD[said] if said in BAD else {"epoch": 3}
+    kept = {key: x for key, x in state.items() if x is not None}
+    torch.save({"model": kept}, tmp_path / "slide_encoder.pth")
     with pytest.raises(ValueError, match=said) as raised:
         SlideEncoder.from_pretrained(tmp_path, global_pool=False, num_heads=4)
     assert len(str(raised.value)) < 700
@@ -147,14 +128,14 @@ def test_damaged_weights_are_refused(ending: str, tmp_path: Path) -> None:
     else:
         torch.save(small().state_dict(), file, _use_new_zipfile_serialization=ending == "pth")
     whole, numbers = file.read_bytes(), random.Random(0)
-    flipped = []
-    for _ in range(20):
-        flipped.append(bytearray(whole))
-        flipped[-1][numbers.randrange(min(len(whole), 4000))] ^= 1 << numbers.randrange(8)
-    for content in (b"", b"no weights at all", b"version of a pointer\n", whole[: len(whole) // 2], *flipped):
+    for content in (b"", b"no weights at all", b"version of a pointer\n", whole[: len(whole) // 2]):
         file.write_bytes(content)
-        refused = pytest.raises(ValueError, match=r"is damaged.*: .+")
-        with contextlib.suppress(ValueError) if content in flipped else refused:
+        with pytest.raises(ValueError, match=r"is damaged.*: .+"):
+            SlideEncoder.from_pretrained(file, global_pool=False, num_heads=4)
+    for _ in range(20):
+        at = numbers.randrange(min(len(whole), 4000))
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << numbers.randrange(8)]) + whole[at + 1 :])
+        with contextlib.suppress(ValueError):
             SlideEncoder.from_pretrained(file, global_pool=False, num_heads=4)
 
 
@@ -177,40 +158,24 @@ def test_a_download_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         SlideEncoder.from_pretrained("hf_hub:org/name", global_pool=False)
 
 
-@pytest.mark.parametrize("name", ["nothing.pth", "some/nothing.safetensors", "/a/b/c", "word"])
-def test_a_path_without_weights_is_an_error_not_a_download(name: str) -> None:
-    with pytest.raises(ValueError, match="no weights at"):
-        SlideEncoder.from_pretrained(name, global_pool=False)
-
-
-def test_saving_never_replaces_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "new.safetensors"
-    models.weights.save(small().state_dict(), file)
-    before = file.read_bytes()
-    with pytest.raises(ValueError, match="exists already"):
-        models.weights.save({}, file)
-    assert file.read_bytes() == before
-
-
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("global_pool", [False, True])
+@torch.no_grad()
 def test_a_slide_does_not_depend_on_its_batch(global_pool: bool) -> None:
     model, data = slide_encoder("gigapath_grid_1100", global_pool)
-    sizes, tiles, coords = [1100, 1, 700, 37], data["x"][0], data["coords"][0]
+    sizes, tiles, coords = [1100, 1, 37], data["x"][0], data["coords"][0]
     mask = torch.arange(1100) >= torch.tensor(sizes)[:, None]
-    padded = torch.where(mask[..., None], torch.nan, tiles.expand(4, -1, -1))  # padding is not read
-    with torch.no_grad():
-        batch = model(padded, coords, all_layer_embed=True, padding_mask=mask)
-        outputs = model(padded, coords, padding_mask=mask, per_tile=True)[0]
-        for index, size in enumerate(sizes):
-            alone = model(tiles[None, :size], coords[None, :size], all_layer_embed=True)
-            for one, many in zip(alone, batch, strict=True):
-                torch.testing.assert_close(many[index], one[0], **SAME)
-            per_tile = model(tiles[:size], coords[:size], per_tile=True)[0]
-            torch.testing.assert_close(outputs[index, :size], per_tile[0], **SAME)
-            assert not outputs[index, size:].any()
+    padded = torch.where(mask[..., None], torch.nan, tiles.expand(3, -1, -1))  # padding is not read
+    batch = torch.stack(model(padded, coords, all_layer_embed=True, padding_mask=mask), 1)
+    outputs = model(padded, coords, padding_mask=mask, per_tile=True)[0]
+    for index, size in enumerate(sizes):
+        alone = model(tiles[:size], coords[:size], all_layer_embed=True)
+        torch.testing.assert_close(batch[index], torch.cat(alone), **SAME)
+        per_tile = model(tiles[:size], coords[:size], per_tile=True)[0]
+        torch.testing.assert_close(outputs[index, :size], per_tile[0], **SAME)
+        assert not outputs[index, size:].any()
 
 
 def test_feed_forward_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,19 +191,15 @@ def test_feed_forward_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(widest) == 23  # all at once where a gradient is wanted
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_slide_of_few_tiles_is_no_mistake() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        small(num_heads=16)(torch.zeros(1, 3, 6), torch.zeros(1, 3, 2))
+    small(num_heads=16)(torch.zeros(1, 3, 6), torch.zeros(1, 3, 2))
 
 
-@pytest.mark.parametrize("name", models.__all__)
+@pytest.mark.parametrize("name", sorted({*models.__all__} - {"PRESETS"}))
 def test_public_names_are_documented(name: str) -> None:
     """And their examples run."""
-    value = getattr(models, name)
-    if name == "PRESETS":
-        return
-    text = value.__doc__
+    text = getattr(models, name).__doc__
     assert text.splitlines()[0].endswith(".")
     names = {"torch": torch, "models": models, "da": dilated_attention}
     examples = doctest.DocTestParser().get_doctest(text, names, name, None, None)

@@ -6,8 +6,7 @@ from dilated_attention.models.finetune import finetuning, parameter_groups
 from dilated_attention.models.lm import LongNetEncoder, LongNetLM, document_positions
 from dilated_attention.models.loss import shifted, summed_loss, token_losses
 from dilated_attention.models.positions import check_attributes
-from dilated_attention.models.presets import PRESETS, slide_pattern
-from dilated_attention.models.slide import SlideEncoder
+from dilated_attention.models.slide import PRESETS, SlideEncoder, slide_pattern
 from dilated_attention.models.transformer import LMConfig
 
 __all__ = [

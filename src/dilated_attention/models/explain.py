@@ -46,24 +46,20 @@ class AttentionMap(NamedTuple):
 
 def row_of(query: Query, tiles: int) -> int:
     """The row of a query: 0 for the class token, 1 + its index for a tile."""
-    if query != "cls" and not _is_index(query, 0, tiles):
-        raise ValueError(f"query must be 'cls' or the index of one of {tiles} tiles, got {query!r}")
-    return 0 if query == "cls" else operator.index(query) + 1  # type: ignore[arg-type]
+    said = f"query must be 'cls' or the index of one of {tiles} tiles"
+    return 0 if query == "cls" else 1 + _index(query, 0, tiles, said)
 
 
-def chosen(name: str, index: int | None, size: int) -> slice:
+def chosen(name: str, index: int | None, size: int) -> int | slice:
     """The index given, which may count from the end, or all for None."""
-    if index is None:
-        return slice(None)
-    if not _is_index(index, -size, size):
-        raise ValueError(f"{name} must be from {-size} to {size - 1}, or None for all, got {index!r}")
-    first = operator.index(index) % size
-    return slice(first, first + 1)
+    said = f"{name} must be from {-size} to {size - 1}, or None for all"
+    return slice(None) if index is None else _index(index, -size, size, said)
 
 
-def _is_index(value: object, least: int, end: int) -> bool:
-    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-    return is_whole and least <= operator.index(value) < end  # type: ignore[arg-type]
+def _index(value: Any, least: int, end: int, said: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or not least <= operator.index(value) < end:
+        raise ValueError(f"{said}, got {value!r}")
+    return operator.index(value)
 
 
 def attention_map(
@@ -73,15 +69,14 @@ def attention_map(
     attention, tokens = layers[0].self_attn, states[0].shape[1]
     row, heads = row_of(query, tokens - 1), attention.num_heads
     which, some = chosen("layer", layer, len(layers)), chosen("head", head, heads)
-    shape = {"num_tokens": tokens, "num_heads": heads}
-    keys = [torch.tensor(attention.pattern.keys(row, index, **shape), dtype=torch.long) for index in range(heads)]
-    zeros = torch.tensor([[attention.pattern.zero_keys(row, index, **shape)] for index in range(heads)])
-    # how often each head shows each key, (H, N + 1); zero keys are the last
-    counts = torch.cat([torch.stack([key.bincount(minlength=tokens) for key in keys]), zeros], 1).to(states[0].device)
-    pairs = zip(layers[which], states[which], strict=True)
-    weights = torch.stack([row_weights(one, x, row, counts) for one, x in pairs])[:, some]
-    weights = weights if head is None else weights[:, 0]
-    weights = weights if layer is None else weights[0]
+    counts = torch.empty(heads, tokens + 1, dtype=torch.long)  # how often heads show each key; zero keys are the last
+    for index, counted in enumerate(counts):
+        asked = {"query": row, "head": index, "num_tokens": tokens, "num_heads": heads}
+        key = torch.tensor(attention.pattern.keys(**asked), dtype=torch.long)
+        counted[:-1], counted[-1] = key.bincount(minlength=tokens), attention.pattern.zero_keys(**asked)
+    numbers = range(len(layers)) if isinstance(which, slice) else [which]
+    parts = [row_weights(layers[number], states[number], row, counts.to(states[0].device)) for number in numbers]
+    weights = torch.stack(parts)[slice(None) if layer is None else 0, some]
     return AttentionMap(weights[..., 1:tokens], weights[..., 0], weights[..., tokens])
 
 
@@ -109,7 +104,7 @@ def rollout(layers: Iterable[Any], states: Sequence[Tensor], start: Tensor) -> A
 def _transposed(attention: SelfAttention, x: Tensor, row: Tensor) -> Tensor:
     q, k, v = (part.to(row.dtype) for part in attention.project(x))
     with torch.inference_mode(False), torch.enable_grad():  # copies: what inference mode made has no gradients
-        q, k, v = (part.clone() if part.is_inference() else part.detach() for part in (q, k, v))
+        q, k, v = (part.clone() if part.is_inference() else part for part in (q, k, v))
         v.requires_grad_()
         out, _ = functional.attend(q, k, v, attention.pattern, warns=False)
         gradient = torch.zeros_like(out)

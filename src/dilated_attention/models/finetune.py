@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from torch import nn
@@ -27,21 +26,21 @@ def parameter_groups(
         >>> sorted({group["lr"] for group in models.parameter_groups(model, 1.0, layer_decay=0.5)})
         [0.125, 0.25, 0.5, 1.0]
     """
-    encoders = [(name, part) for name, part in module.named_modules() if isinstance(part, SlideEncoder)]
+    encoders = [part for part in module.modules() if isinstance(part, SlideEncoder)]
     if len(encoders) != 1:
         raise ValueError(f"the module must have one SlideEncoder in it, got {len(encoders)} in {type(module).__name__}")
-    ((prefix, encoder),) = encoders
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        inside, last = name.removeprefix(f"{prefix}." if prefix else ""), encoder.depth + 1
-        layer = re.match(r"encoder\.layers\.(\d+)\.", inside)
-        depth = int(layer[1]) + 1 if layer else 0 if inside == "cls_token" else last
-        decays = parameter.ndim > 1
-        rate = {"lr": lr * layer_decay ** (last - depth), "weight_decay": weight_decay if decays else 0.0}
-        groups.setdefault((depth, decays), {"params": [], **rate})["params"].append(parameter)
-    return [groups[key] for key in sorted(groups)]
+    (encoder,) = encoders
+    parts = [encoder.cls_token], *(layer.parameters() for layer in encoder.encoder.layers)
+    depths = {parameter: depth for depth, part in enumerate(parts) for parameter in part}
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            groups.setdefault((depths.get(parameter, len(parts)), parameter.ndim > 1), []).append(parameter)
+    return [
+        {"params": groups[depth, decays], "lr": lr * layer_decay ** (len(parts) - depth),
+         "weight_decay": weight_decay if decays else 0.0}
+        for depth, decays in sorted(groups)
+    ]  # fmt: skip
 
 
 def finetuning(

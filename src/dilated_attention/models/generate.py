@@ -6,7 +6,6 @@ Legend: tokens (B, n); logits (B, V); at (B,) the position of the next token of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,11 @@ LOOK = 16  # steps after which the host looks whether all samples have ended
 class Decoder:
     """A model with its kept rows, and the buffers of a step. It has seen nothing yet."""
 
-    def __init__(self, model: Trunk, tokens: Tensor) -> None:
+    def __init__(self, model: Any, tokens: Tensor) -> None:
         self.model, config, weight = model, model.config, model.embed.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        like = torch.empty(len(tokens), 0, config.kv_count, config.head_size, dtype=dtype, device=weight.device)
+        like = weight.new_empty(len(tokens), 0, config.kv_heads, config.head_dim, dtype=dtype)
         self.kept = [KVCache(pattern, like) for pattern in config.patterns]
         self.at, self.token = tokens.new_zeros(len(tokens)), tokens.new_zeros(len(tokens), 1)  # the input of a step
         self.logits = torch.empty(0)  # its output
@@ -45,37 +44,35 @@ class Decoder:
         kept.keep(k, v, self.at, self.count)
         return found
 
-    def states(self, tokens: Tensor) -> Tensor:
+    def states(self, tokens: Tensor) -> Any:
         positions = self.at.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         return self.model.states(tokens, positions, [partial(self.attend, kept) for kept in self.kept], apart=True)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int) -> None:
         """Take the prompts, padded at their ends; the logits are those after the last token of each."""
-        last = torch.empty(0, device=tokens.device)
-        for start in range(0, tokens.shape[1], chunk):
-            part = tokens[:, start : start + chunk]
+        last: Any = 0.0
+        for part in torch.split(tokens, chunk, dim=1):
             self.count = (lengths - self.at).clamp(0, part.shape[1])
             found = self.states(part)[torch.arange(len(tokens), device=tokens.device), (self.count - 1).clamp(min=0)]
-            last = found if not start else torch.where((self.count > 0).unsqueeze(1), found, last)
+            last = torch.where((self.count > 0).unsqueeze(1), found, last)
             self.at += self.count
         self.count = None
-        self.logits = self.model.get_submodule("head")(last)
+        self.logits = self.model.head(last)
 
     def step(self) -> None:
         """One token per sample. In place, as a CUDA graph needs it."""
         for kept in {kept.pattern: kept for kept in self.kept}.values():  # once for all layers that are alike
             self.slots[kept.pattern] = kept.slots(self.at)
-        logits = self.model.get_submodule("head")(self.states(self.token)[:, -1])
+        logits = self.model.head(self.states(self.token)[:, -1])
         self.at += 1
         self.logits.copy_(logits)
 
-    def capture(self) -> None:
-        """The step as a CUDA graph; nothing runs yet."""
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.step()
-
-    def advance(self, token: Tensor) -> None:
+    def advance(self, token: Tensor, captures: bool) -> None:
+        """The step with these tokens. ``captures``: as a CUDA graph, which is captured the first time."""
+        if captures and self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.step()  # nothing runs yet
         self.token.copy_(token)
         run = self.step if self.graph is None else self.graph.replay
         run()
@@ -122,20 +119,16 @@ def generate_tokens(
     steps = check_int("max_new_tokens", max_new_tokens)
     if stop is not None and check_int("stop", stop, least=0) >= model.embed.num_embeddings:
         raise ValueError(f"stop must be a token, below the {model.embed.num_embeddings} of the vocabulary, got {stop}")
-    pick = Pick(temperature, top_k, top_p, generator)
-    if cuda_graph and not tokens.is_cuda:
-        raise ValueError(f"cuda_graph=True needs a model on CUDA, and this one is on {tokens.device}")
+    check_choice(temperature, top_k, top_p)
     decoder = Decoder(model, tokens)
-    captures = tokens.is_cuda and cuda_graph is not False
-    if captures and not all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.kept):
-        if cuda_graph:
-            raise ValueError("cuda_graph=True needs our own kernels, which cannot run this model: see da.explain()")
-        captures = False
+    captures = tokens.is_cuda and all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.kept)
+    if cuda_graph and not captures:
+        raise ValueError("cuda_graph=True needs a model on CUDA that our own kernels can run: see da.explain()")
+    captures = captures and cuda_graph is not False
     decoder.prefill(tokens, lengths, check_int("prefill", prefill))
-    found = tokens.new_empty(len(tokens), steps)
-    ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+    found, ended = tokens.new_empty(len(tokens), steps), torch.zeros_like(tokens[:, :1], dtype=torch.bool)
     for step in range(steps):
-        token = pick(decoder.logits)
+        token = chosen(decoder.logits, temperature, top_k, top_p, generator)
         if stop is not None:
             token = token.masked_fill(ended, stop)
             ended |= token == stop
@@ -143,56 +136,46 @@ def generate_tokens(
         if stop is not None and step % LOOK == 0 and bool(ended.all()):
             return found[:, : step + 1]
         if step + 1 < steps:
-            if captures and decoder.graph is None and step >= WARM:
-                decoder.capture()
-            decoder.advance(token)
+            decoder.advance(token, captures and step >= WARM)
     return found
 
 
 def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The prompts as one tensor, filled up at their ends, and their lengths."""
-    given: Any = [prompt] if isinstance(prompt, str) or getattr(prompt, "ndim", 2) == 0 else list(prompt)
-    if any(isinstance(one, str) for one in given):
-        raise TypeError("prompt must be token ids, got text: turn it into tokens first")
-    prompts = [torch.as_tensor(one, device=device) for one in given]
-    if not prompts or any(one.dim() != 1 or not len(one) for one in prompts):
-        raise ValueError("prompt must be (B, n) token ids, or a list of 1-D tensors, each of at least one token")
-    if wrong := [one.dtype for one in prompts if one.is_floating_point()]:
-        raise TypeError(f"prompt must be token ids, got {wrong[0]}")
-    lengths = torch.tensor([len(one) for one in prompts], device=device)
+    wanted = "prompt must be (B, n) token ids, or a list of 1-D tensors or lists, each of at least one token"
+    try:
+        prompts = [torch.as_tensor(ids, device=device) for ids in prompt]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{wanted}, got {prompt!r:.50}: turn text into tokens first") from error
+    if not prompts or any(ids.dim() != 1 or not len(ids) or ids.is_floating_point() for ids in prompts):
+        raise ValueError(f"{wanted}, got {', '.join(f'{ids.dtype} {tuple(ids.shape)}' for ids in prompts) or 'none'}")
+    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     return nn.utils.rnn.pad_sequence(prompts, batch_first=True).long(), lengths
 
 
-@dataclass(frozen=True)
-class Pick:
-    """How the next token is taken from logits."""
+def check_choice(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or more, got {temperature}")
+    if not temperature and (top_k is not None or top_p is not None):
+        raise ValueError("top_k and top_p have no effect at temperature 0: give a temperature above 0")
+    if top_k is not None:
+        check_int("top_k", top_k)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
 
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    generator: torch.Generator | None
 
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if not self.temperature and (self.top_k is not None or self.top_p is not None):
-            raise ValueError("top_k and top_p have no effect at temperature 0: give a temperature above 0")
-        if self.top_k is not None:
-            check_int("top_k", self.top_k)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """(B, 1) token ids."""
-        if not self.temperature:
-            return logits.argmax(-1, keepdim=True)
-        logits = logits.float() / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        if self.top_p is not None:
-            ordered, index = logits.sort(dim=-1, descending=True)
-            shares = ordered.softmax(-1)
-            beyond = shares.cumsum(-1) - shares >= self.top_p  # the likeliest one stays
-            logits = logits.scatter(-1, index, ordered.masked_fill(beyond, -torch.inf))
-        return torch.multinomial(logits.softmax(-1), 1, generator=self.generator)
+def chosen(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """The next token of each sample, (B, 1)."""
+    if not temperature:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p is not None:
+        ordered, index = logits.sort(descending=True)
+        shares = ordered.softmax(-1)
+        beyond = shares.cumsum(-1) - shares >= top_p  # the likeliest one stays
+        logits = logits.scatter(-1, index, ordered.masked_fill(beyond, -torch.inf))
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -7,6 +7,7 @@ Legend: x (B, N, C) with N tokens of C channels; H heads of D channels. Packed: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,13 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int, checked_probability
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import wire_device
-from dilated_attention.distributed.sequence import Group
+from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.models.parts import in_parts
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import computed_dtype
 from dilated_attention.ring.run import Ranks
+
+CuSeqlens = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,33 @@ class Sequences:
     def firsts(self) -> int:
         """How many rows come before the tiles of a shard: the class token, on the first rank."""
         return int(self.group is None or self.process_group().rank() == 0)
+
+    def apart(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each sequence, (N, C)."""
+        return x.unbind() if self.bounds is None else x[0].tensor_split(self.bounds[1:-1])
+
+
+def attend_whole(
+    pattern: DilatedPattern, is_causal: bool, group: Group | ContextParallel | None, cu_seqlens: CuSeqlens | None,
+    padding: Tensor | None, backend: Backend, q: Tensor, k: Tensor, v: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """How tokens of whole sequences attend in a layer, or of this rank's shards of them."""
+    return functional.attend(  # short ones have fewer tokens than heads: nobody is to be warned of it
+        q, k, v, pattern, is_causal, key_padding_mask=padding, enable_gqa=True, backend=backend,
+        ranks=Ranks.of(group), cu_seqlens=cu_seqlens, warns=False,
+    )  # fmt: skip
+
+
+def mean_of(x: Tensor, padding: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    """(B, C): the mean of the rows of x that are no padding; over a group, of the rows of all ranks."""
+    wide = torch.promote_types(x.dtype, torch.float32)  # half precision cannot count beyond 65,504
+    count = x.new_full((len(x), 1), x.shape[1], dtype=wide)
+    if padding is not None:
+        x = x.masked_fill(padding.unsqueeze(-1), 0.0)  # not times 0: padding may be NaN
+        count -= padding.sum(1, keepdim=True)
+    sums = torch.cat((x.sum(1, dtype=wide), count), -1).unsqueeze(1)
+    total = (sums if group is None else gather_sequence(sums, group)).sum(1)
+    return (total[:, :-1] / total[:, -1:].clamp(min=1)).to(x.dtype)
 
 
 class XPos(nn.Module):
@@ -103,12 +133,8 @@ class SelfAttention(nn.Module):
         return (q, k, v) if self.xpos is None else (*self.xpos(q, k), v)
 
     def forward(self, x: Tensor, rows: Sequences) -> Tensor:
-        # q, k and v have no names here: they are gone before the next rows are made. A slide may well have fewer tiles
-        # than heads: no warning of that
-        out, _ = functional.attend(
-            *self.project(x), self.pattern, self.is_causal, backend=rows.backend, ranks=Ranks.of(rows.group),
-            cu_seqlens=rows.bounds, warns=False,
-        )  # fmt: skip
+        given = self.pattern, self.is_causal, rows.group, rows.bounds, None, rows.backend
+        out, _ = attend_whole(*given, *self.project(x))  # q, k and v are gone before the next rows are made
         return self.out_proj(self.inner_attn_ln(out.flatten(2)))  # type: ignore[no-any-return]
 
 
@@ -122,11 +148,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # without gradients, its hidden rows, four times as wide as its own, would take most of the memory
-        return in_parts(self._of, (x,), self.parameters())[0]
-
-    def _of(self, x: Tensor) -> tuple[Tensor]:
         # in half precision torch computes GELU in float32 and rounds the result, as the released code does with copies
-        return (self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x)))),)
+        return in_parts(lambda x: (self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x)))),), (x,), self.parameters())[0]
 
 
 class Layer(nn.Module):
@@ -156,16 +179,6 @@ def stacked(depth: int, drop_path_rate: float, *sizes: Any, **options: Any) -> n
     """Layers whose drop path grows from 0 to ``drop_path_rate``."""
     top = checked_probability(drop_path_rate, "drop_path_rate")
     return nn.ModuleList(Layer(*sizes, drop_path=top * index / max(1, depth - 1), **options) for index in range(depth))
-
-
-class Encoder(nn.Module):
-    """The layers, and the LayerNorm after the last."""
-
-    layers: Any  # a ModuleList of `Layer`
-
-    def __init__(self, layers: nn.ModuleList, embed_dim: int) -> None:
-        super().__init__()
-        self.layers, self.layer_norm = layers, nn.LayerNorm(embed_dim)
 
 
 def drop_path(x: Tensor, p: float, rows: Sequences) -> Tensor:

@@ -6,7 +6,6 @@ this rank's part of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -14,37 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention import functional
-from dilated_attention.backends.choose import Backend
 from dilated_attention.call import checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.sequence import Group, gather_sequence
+from dilated_attention.distributed.sequence import Group
 from dilated_attention.models.generate import generate_tokens
+from dilated_attention.models.layers import CuSeqlens, attend_whole, mean_of
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
-from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import cu_seqlens_on_host
-from dilated_attention.ring.run import Ranks
 
 Over = Group | ContextParallel
-Documents = Sequence[int] | Tensor
-
-
-def attend_whole(
-    pattern: DilatedPattern,
-    is_causal: bool,
-    group: Over | None,
-    documents: Documents | None,
-    padding: Tensor | None,
-    backend: Backend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """How tokens of whole sequences attend in a block, or of this rank's shards of them."""
-    return functional.attend(  # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        q, k, v, pattern, is_causal, key_padding_mask=padding, enable_gqa=True, backend=backend,
-        ranks=Ranks.of(group), cu_seqlens=documents, warns=False,
-    )  # fmt: skip
 
 
 class LongNetLM(Trunk):
@@ -83,7 +61,7 @@ class LongNetLM(Trunk):
         labels: Tensor | None = None,
         *,
         positions: Tensor | None = None,
-        cu_seqlens: Documents | None = None,
+        cu_seqlens: CuSeqlens | None = None,
         group: Over | None = None,
         chunk: int = 8192,
         reduction: Literal["none", "sum"] = "none",
@@ -138,7 +116,7 @@ class LongNetEncoder(Trunk):
         *,
         key_padding_mask: Tensor | None = None,
         positions: Tensor | None = None,
-        cu_seqlens: Documents | None = None,
+        cu_seqlens: CuSeqlens | None = None,
         group: Over | None = None,
     ) -> Tensor:
         """Returns the state of each token, (B, n, E).
@@ -156,20 +134,12 @@ class LongNetEncoder(Trunk):
         if options.get("cu_seqlens") is not None:
             raise ValueError("pooled() takes no cu_seqlens: call the model, and average the states of each document")
         states = self(tokens, key_padding_mask=key_padding_mask, **options)
-        wide = torch.promote_types(states.dtype, torch.float32)  # half precision cannot count beyond 65,504
-        count = states.new_full((len(states), 1), states.shape[1], dtype=wide)
-        if key_padding_mask is not None:
-            states = states.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)  # not times 0: padding may be NaN
-            count -= key_padding_mask.sum(1, keepdim=True)
-        sums = torch.cat((states.sum(1, dtype=wide), count), -1).unsqueeze(1)
-        if options.get("group") is not None:
-            sums = gather_sequence(sums, ContextParallel.of(options["group"]).process_group())
-        total = sums.sum(1)
-        return (total[:, :-1] / total[:, -1:].clamp(min=1)).to(states.dtype)
+        over = options.get("group")
+        return mean_of(states, key_padding_mask, None if over is None else ContextParallel.of(over).process_group())
 
 
 def states_of(
-    model: Trunk, is_causal: bool, tokens: Tensor, positions: Tensor | None, documents: Documents | None,
+    model: Trunk, is_causal: bool, tokens: Tensor, positions: Tensor | None, documents: CuSeqlens | None,
     group: Over | None, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The states of whole sequences or documents, or of this rank's shards of them."""
@@ -199,7 +169,7 @@ def _positions(tokens: Tensor, positions: Tensor | None, documents: Tensor | Non
     return document_positions(documents, tokens.device)
 
 
-def document_positions(cu_seqlens: Documents, device: torch.device | str | None = None) -> Tensor:
+def document_positions(cu_seqlens: CuSeqlens, device: torch.device | str | None = None) -> Tensor:
     """Returns the position of each packed token in its own document, (T,).
 
     Examples:

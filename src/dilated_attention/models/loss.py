@@ -53,7 +53,7 @@ def summed_loss(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 819
     """
     if not torch.is_grad_enabled():
         return token_losses(states, weight, labels, chunk).sum()
-    return _apply(_Sum, states, weight, labels, chunk)[0]  # type: ignore[no-any-return]
+    return _apply(_Sum, states, weight, labels, chunk)  # type: ignore[no-any-return]
 
 
 def _apply(function: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Any:
@@ -117,25 +117,19 @@ class _Losses(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The forward pass computes the gradients of the sum, and the backward pass multiplies them.
-
-    They are outputs as well: whoever differentiates them comes back here, and is refused.
-    """
+    """The forward pass computes the gradients of the sum, and the backward pass multiplies them."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Any:
+    def forward(ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
         losses, *grads = _gradients(states, weight, labels.flatten(), chunk, ctx.needs_input_grad[1])
-        ctx.save_for_backward(*grads)
-        ctx.set_materialize_grads(False)
-        ctx.dtype = weight.dtype
-        return losses.sum(), *grads
+        ctx.save_for_backward(*grads, states, weight)
+        return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *seconds: Tensor | None) -> tuple[Tensor | None, ...]:
-        if any(second is not None for second in seconds):
-            raise RuntimeError(NOT_TWICE)
-        dstates, dweight = ctx.saved_tensors
-        return dstates * grad, (dweight * grad).to(ctx.dtype), None, None
+    @once(NOT_TWICE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
+        dstates, dweight, states, weight = ctx.saved_tensors
+        return (dstates * grad, (dweight * grad).to(weight.dtype), None, None), (states, weight)
 
 
 def _gradients(

@@ -76,17 +76,24 @@ def check_attributes(coords: Tensor, attributes: Mapping[str, Any]) -> None:
             f"coords are in {unit}, as the attribute 'unit' says, and must be in pixels of level 0: divide them by the "
             "µm per pixel at level 0, and give the tile_size in the same pixels"
         )
+    if text := swapped(coords, attributes):
+        warn(text)
+
+
+def swapped(coords: Tensor, attributes: Mapping[str, Any]) -> str:
+    """What to say if x and y seem to be swapped; else nothing."""
     width, height = (plain(attributes.get(name)) for name in ("level0_width", "level0_height"))
     if width is None or height is None or not coords.numel():
-        return
-    if not all(isinstance(size, int | float) for size in (width, height)):
+        return ""
+    if not isinstance(width, int | float) or not isinstance(height, int | float):
         raise ValueError(f"level0_width and level0_height must be numbers, got {width!r} and {height!r}")
     x, y = coords.double().reshape(-1, 2).amax(0).tolist()  # unsigned integers have no amax
-    if (x >= width or y >= height) and x < height and y < width:
-        warn(
-            f"coords reach ({x:g}, {y:g}) on a slide {width} pixels wide and {height} high: they are probably (row, "
-            "column), and must be (x, y); pass coords.flip(-1)"
-        )
+    if (x < width and y < height) or x >= height or y >= width:
+        return ""
+    return (
+        f"coords reach ({x:g}, {y:g}) on a slide {width} pixels wide and {height} high: they are probably (row, "
+        "column), and must be (x, y); pass coords.flip(-1)"
+    )
 
 
 def unit_of(attributes: Mapping[str, Any]) -> str:
@@ -104,14 +111,14 @@ def plain(value: Any) -> Any:
 
 
 def _sides(tile_size: TileSize, slides: int) -> Tensor:
+    side = "a positive number, the side of a tile in pixels of level 0"
+    wanted = f"tile_size must be {side}, or one for each of {slides} slides, got {tile_size!r}"
     try:
         sides = torch.as_tensor(tile_size, dtype=torch.float64, device="cpu").reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:  # torch tells of a wrong kind by each of these
-        raise TypeError(f"tile_size must be a number, or one for each slide, got {tile_size!r}") from error
-    if len(sides) not in (1, slides):
-        raise ValueError(f"tile_size must be one number, or one for each of {slides} slides, got {len(sides)}")
-    if not bool(((sides > 0) & sides.isfinite()).all()):
-        raise ValueError(f"tile_size must be positive, the side of a tile in pixels of level 0, got {tile_size}")
+        raise TypeError(wanted) from error
+    if len(sides) not in (1, slides) or not bool(((sides > 0) & sides.isfinite()).all()):
+        raise ValueError(wanted)
     return sides.expand(slides)
 
 

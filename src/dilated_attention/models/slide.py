@@ -5,10 +5,11 @@ Legend: B slides of L tiles; tiles (B, L, in_chans); coords (B, L, 2); x (B, 1 +
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -22,13 +23,18 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group, gather_sequence
 from dilated_attention.functional import telling
 from dilated_attention.models import explain, positions, weights
-from dilated_attention.models.layers import Encoder, Sequences, stacked
+from dilated_attention.models.layers import Sequences, mean_of, stacked
 from dilated_attention.models.positions import TileSize
-from dilated_attention.models.presets import PRESETS, sizes_of, slide_pattern
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import check_backend
 
 Over = Group | ContextParallel | None
+PRESETS: dict[str, dict[str, int]] = {
+    "gigapath_slide_enc12l768d": {"in_chans": 1536, "embed_dim": 768, "depth": 12},
+    "gigapath_slide_enc12l384d": {"in_chans": 384, "embed_dim": 384, "depth": 12},
+    "gigapath_slide_enc24l1024d": {"in_chans": 1536, "embed_dim": 1024, "depth": 24},
+    "gigapath_slide_enc12l1536d": {"in_chans": 1536, "embed_dim": 1536, "depth": 12},
+}
 
 
 class SlideEncoder(nn.Module):
@@ -80,8 +86,7 @@ class SlideEncoder(nn.Module):
         super().__init__()
         if check_int("embed_dim", embed_dim) % 4:
             raise ValueError(f"embed_dim must be a multiple of 4, for sines and cosines of x and y, got {embed_dim}")
-        if not isinstance(global_pool, bool):
-            raise TypeError(f"global_pool must be True (mean of the tiles) or False (class token), got {global_pool!r}")
+        check_flag("global_pool", global_pool)
         check_flag("checkpoint_activations", checkpoint_activations)
         check_backend(backend)
         pattern = slide_pattern(max_wsi_size, tile_size) if pattern is None else pattern
@@ -98,7 +103,7 @@ class SlideEncoder(nn.Module):
         self.patch_embed: Any = nn.Sequential(OrderedDict(proj=nn.Linear(check_int("in_chans", in_chans), embed_dim)))
         ffn_dim = check_int("embed_dim * mlp_ratio", int(embed_dim * checked_scale(mlp_ratio, "mlp_ratio")))
         layers = stacked(depth, drop_path_rate, embed_dim, num_heads, ffn_dim, pattern, dropout=dropout)
-        self.encoder = Encoder(layers, embed_dim)
+        self.encoder: Any = nn.ModuleDict({"layers": layers, "layer_norm": nn.LayerNorm(embed_dim)})
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
 
@@ -197,14 +202,10 @@ class SlideEncoder(nn.Module):
         the index of a tile, or "mean" of all tiles; by default the one that the model pools.
         """
         states = self._explained(tiles, coords, tile_size)
-        count = states[0].shape[1] - 1
-        wide = torch.promote_types(states[0].dtype, torch.float32)
-        start = torch.zeros(count + 1, dtype=wide, device=states[0].device)
-        if query == "mean" or (query is None and self.global_pool):
-            start[1:] = 1 / count
-        else:
-            start[explain.row_of("cls" if query is None else query, count)] = 1
-        return explain.rollout(self.encoder.layers, states, start)
+        start = torch.zeros_like(states[0][0, :, 0], dtype=torch.promote_types(states[0].dtype, torch.float32))
+        query = ("mean" if self.global_pool else "cls") if query is None else query
+        start[slice(1, None) if query == "mean" else explain.row_of(query, len(start) - 1)] = 1
+        return explain.rollout(self.encoder.layers, states, start / start.sum())
 
     def _explained(self, tiles: Tensor, coords: Tensor, tile_size: TileSize | None) -> list[Tensor]:
         """The inputs of each layer, for one slide."""
@@ -226,10 +227,8 @@ class SlideEncoder(nn.Module):
         x, rows = self._embedded(tiles, cell, padding_mask, group)
         states = [x]
         for layer in self.encoder.layers:
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(layer, x, rows, use_reentrant=False)
-            else:
-                x = layer(x, rows)
+            again = self.checkpoint_activations and torch.is_grad_enabled()
+            x = checkpoint(layer, x, rows, use_reentrant=False) if again else layer(x, rows)
             states = [*states, x] if keeps_all else [x]
         return states, rows
 
@@ -237,11 +236,15 @@ class SlideEncoder(nn.Module):
         self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Over
     ) -> tuple[Tensor, Tensor]:
         """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
-        given = {"tiles": tiles, "coords": coords, **({} if padding_mask is None else {"padding_mask": padding_mask})}
-        if wrong := [f"{name} is {type(x).__name__}" for name, x in given.items() if not isinstance(x, Tensor)]:
-            raise TypeError(f"{', '.join(given)} must be tensors: {wrong[0]}")
-        in_chans = self.patch_embed.proj.in_features
-        tiles = tiles.unsqueeze(0) if tiles.dim() == 2 else tiles
+        is_padded = padding_mask is not None
+        for name, x in {
+            "tiles": tiles,
+            "coords": coords,
+            **({"padding_mask": padding_mask} if is_padded else {}),
+        }.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        tiles, in_chans = tiles.unsqueeze(0) if tiles.dim() == 2 else tiles, self.patch_embed.proj.in_features
         if tiles.dim() != 3 or tiles.shape[-1] != in_chans:
             wanted = f"(slides, tiles, {in_chans})"
             raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
@@ -249,16 +252,20 @@ class SlideEncoder(nn.Module):
         if coords.shape not in ((length, 2), (*shape, 2)):
             wanted = f"({slides}, {length}, 2) or ({length}, 2)"
             raise ValueError(f"coords must be {wanted} like the tiles, x and y of each, got {tuple(coords.shape)}")
-        if padding_mask is not None and group is not None:
-            raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
-        if padding_mask is not None and (padding_mask.dtype != torch.bool or padding_mask.shape != shape):
-            got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
-            raise ValueError(f"padding_mask must be bool (True = no tile) of shape ({slides}, {length}), got {got}")
-        if not length if padding_mask is None else bool(padding_mask.all(1).any()):
-            if group is None:
-                raise ValueError("a slide has no tiles: leave it out")
-            if Sequences(group=group).firsts:  # of the other ranks, one without tiles says nothing of the slide
-                raise ValueError("rank 0 has no tiles: give it the first tiles, and leave out a slide without tiles")
+        is_empty = not length
+        if padding_mask is not None:
+            if group is not None:
+                raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
+            if padding_mask.dtype != torch.bool or padding_mask.shape != shape:
+                wanted, got = f"bool (True = no tile) of shape {tuple(shape)}", tuple(padding_mask.shape)
+                raise ValueError(f"padding_mask must be {wanted}, got {padding_mask.dtype} of shape {got}")
+            is_empty = bool(padding_mask.all(1).any())
+        if is_empty and group is None:
+            raise ValueError("a slide has no tiles: leave it out")
+        if (
+            is_empty and Sequences(group=group).firsts
+        ):  # of the other ranks, one without tiles says nothing of the slide
+            raise ValueError("rank 0 has no tiles: give it the first tiles, and leave out a slide without tiles")
         return tiles, coords.expand(slides, length, 2)
 
     def _embedded(
@@ -271,36 +278,57 @@ class SlideEncoder(nn.Module):
             tiles, cell = tiles[kept.to(tiles.device)], cell[kept.cpu()]
         x = self.patch_embed(tiles.to(self.patch_embed.proj.weight.dtype))
         x = x + positions.embedded(cell, self.embed_dim, self.slide_ngrids, self.cls_token)
-        token, bounds = self.cls_token.to(x.dtype), None
-        if padding_mask is not None:
-            x = torch.cat([row for part in x.split(sizes) for row in (token[0], part)]).unsqueeze(0)
-            bounds = (0, *accumulate(size + 1 for size in sizes))
-        rows = Sequences(bounds, group, self.backend)
-        if bounds is None:  # an empty slice gives the other ranks a gradient of 0
+        token, rows = self.cls_token.to(x.dtype), Sequences(None, group, self.backend)
+        if padding_mask is None:  # an empty slice gives the other ranks a gradient of 0
             x = torch.cat([token.expand(len(tiles), -1, -1)[:, : rows.firsts], x], dim=1)
+        else:
+            x = torch.cat([row for part in x.split(sizes) for row in (token[0], part)]).unsqueeze(0)
+            rows = Sequences((0, *accumulate(size + 1 for size in sizes)), None, self.backend)
         return F.dropout(x, self.dropout, self.training), rows
 
     def _pooled(self, x: Tensor, rows: Sequences) -> Tensor:
         """(B, C): the mean of the tiles, or the class token."""
-        if rows.bounds is not None:
-            slides = torch.split(x[0], [last - first for first, last in pairwise(rows.bounds)])
-            return torch.stack([slide[1:].mean(0) if self.global_pool else slide[0] for slide in slides])
         if rows.group is None:
-            return x[:, 1:].mean(1) if self.global_pool else x[:, 0]
+            slides = rows.apart(x)
+            return torch.stack([slide[1:].mean(0) if self.global_pool else slide[0] for slide in slides])
         # from shards: gradients come out right if the trainer averages them over the ranks
         group, firsts = rows.process_group(), rows.firsts
         if not self.global_pool:
             return gather_sequence(x[:, :firsts], group)[:, 0]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        sums = gather_sequence(x[:, firsts:].sum(1, keepdim=True, dtype=wide), group).sum(1)
-        counts = gather_sequence(torch.tensor([[x.shape[1] - firsts]], device=x.device), group)
-        return (sums / counts.sum()).to(x.dtype)
+        return mean_of(x[:, firsts:], None, group)
 
     def _tiles(self, x: Tensor, padding_mask: Tensor | None, rows: Sequences) -> Tensor:
         """The tiles' rows without the class token, where the tiles were."""
         if padding_mask is None:
             return x[:, rows.firsts :]
-        is_tile = torch.ones(x.shape[1], dtype=torch.bool)
-        is_tile[list(rows.bounds or ())[:-1]] = False
         found = x.new_zeros(*padding_mask.shape, x.shape[-1])
-        return found.index_put((~padding_mask.to(x.device),), x[0, is_tile.to(x.device)])
+        tiles = torch.cat([slide[1:] for slide in rows.apart(x)])
+        return found.index_put((~padding_mask.to(x.device),), tiles)
+
+
+def slide_pattern(max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
+    """Makes the pattern of the released models: rule torchscale, rates 1, 2, 4, 8 and 16.
+
+    The five segment lengths grow geometrically from 1024 tokens to about (max_wsi_size / tile_size)², the most tiles on
+    a slide. Both arguments are in pixels.
+
+    Examples:
+        >>> models.slide_pattern()
+        DilatedPattern.torchscale(segment_lengths=[1024, 5792, 32768, 185363, 1048576], dilation_rates=[1, 2, 4, 8, 16])
+    """
+    across = check_int("max_wsi_size", max_wsi_size) // check_int("tile_size", tile_size)
+    if across < 32:
+        raise ValueError(f"max_wsi_size must be 32 tiles or more, got {max_wsi_size} with tile_size {tile_size}")
+    top = int(math.log2(across**2))  # floored, as released
+    return DilatedPattern.torchscale([int(2 ** (10 + (top - 10) * step / 4)) for step in range(5)], (1, 2, 4, 8, 16))
+
+
+def sizes_of(state: weights.State, said: str) -> dict[str, Any]:
+    """Width, depth and in_chans of the weights of a slide encoder."""
+    embed_dim, in_chans = weights.matrix(state, "patch_embed.proj.weight", said)
+    inner, _ = weights.matrix(state, "encoder.layers.0.ffn.fc1.weight", said)
+    mlp_ratio = inner / embed_dim
+    if int(embed_dim * mlp_ratio) < inner:  # rounded down
+        mlp_ratio = math.nextafter(mlp_ratio, math.inf)
+    depth = weights.depth(state, "encoder.layers.")
+    return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": depth, "mlp_ratio": mlp_ratio}

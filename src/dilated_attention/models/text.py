@@ -1,62 +1,12 @@
-"""Text for training: files as documents of tokens, packed one after the other into rows of equal length.
+"""Packed rows of text: documents of tokens, one after the other.
 
-Legend: a document (n,) int32; a row (1, T), with cu_seqlens of the documents in it.
+Legend: a document (n,); a row (1, T), with cu_seqlens of the documents in it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
-
-BEGIN = 256  # the token before the first byte of a document
-BYTES = 257  # tokens that bytes need
-
-
-def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:
-    """The contents of files, and of all files with these suffixes in folders, in the order of their names."""
-    texts = []
-    for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path} does not exist")
-        inside = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        for file in inside if path.is_dir() else [path]:
-            text = file.read_bytes()
-            if b"\0" in text:
-                raise ValueError(f"{file} is not text: it has zero bytes; leave it out")
-            texts += [text] if text else []
-    if len(texts) < 2:
-        names = ", ".join(map(str, paths))
-        raise ValueError(f"at least two files with text are needed, as one is held out, got {len(texts)} in {names}")
-    return texts
-
-
-def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) -> list[Tensor]:
-    """Documents as tokens: BEGIN and bytes, or those of a Hugging Face tokenizer."""
-    try:
-        numbers = [[BEGIN, *text] if tokenizer is None else tokenizer(text.decode())["input_ids"] for text in texts]
-    except UnicodeDecodeError as error:
-        near = error.object[max(0, error.start - 20) : error.start + 20]
-        raise ValueError(f"a text is not UTF-8, which a tokenizer needs: byte {error.start}, near {near!r}") from error
-    documents = [torch.tensor(some, dtype=torch.int32) for some in numbers if some]
-    most = max((int(document.max()) for document in documents), default=-1)
-    if most >= vocab_size:
-        raise ValueError(f"token {most} is outside the vocabulary of {vocab_size}: give a vocab_size above {most}")
-    return documents
-
-
-def summary(documents: Sequence[Tensor]) -> str:
-    """A short text that identifies documents: their number, tokens and hash. Another order gives another text."""
-    digest = hashlib.blake2b(digest_size=8)
-    for document in documents:
-        digest.update(len(document).to_bytes(8, "little"))
-        digest.update(document.numpy().astype("<i4", copy=False).data)
-    return f"{len(documents)} documents of {sum(map(len, documents))} tokens ({digest.hexdigest()})"
 
 
 class PackedRows:
@@ -80,8 +30,7 @@ class PackedRows:
         if around != self.round:
             self._arrange(around)
         first = int(self.order[place]) * self.tokens
-        inside = self.begins[(self.begins > first) & (self.begins < first + self.tokens)] - first
-        ends = torch.cat((torch.tensor([0]), inside, torch.tensor([self.tokens])))
+        ends = (self.begins - first).clamp(0, self.tokens).unique_consecutive()  # type: ignore[no-untyped-call]
         return self.whole[first : first + self.tokens].long().unsqueeze(0), ends
 
     def _arrange(self, around: int) -> None:
@@ -93,22 +42,3 @@ class PackedRows:
         arranged = [self.documents[index] for index in documents]
         self.whole, self.round = torch.cat(arranged), around
         self.begins = torch.tensor([0, *map(len, arranged)]).cumsum(0)
-
-
-def held_out_rows(documents: list[Tensor], lengths: Iterable[int], most: int = 1 << 16) -> dict[int, PackedRows]:
-    """Held-out documents in rows of each length: their first ``most`` tokens, or one row if a row is longer.
-
-    It raises ValueError if a length cannot be used, so call it before the training.
-    """
-    rows = {}
-    begins = [*accumulate(map(len, documents), initial=0)]
-    for length in lengths:
-        used = max(most, length)
-        some = [document[: used - begin] for document, begin in zip(documents, begins, strict=False) if begin < used]
-        try:
-            rows[length] = PackedRows(some, length)
-        except ValueError as error:
-            raise ValueError(f"held-out text does not fill a row of {length}: {error}") from error
-        if not any(bool((rows[length][index][1].diff() > 1).any()) for index in range(rows[length].count)):
-            raise ValueError(f"in held-out rows of {length}, no token has a next one: give longer texts or rows")
-    return rows

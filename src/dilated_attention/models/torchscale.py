@@ -60,13 +60,15 @@ class LongNet(nn.Module):
         self.backend: Backend = backend
         check_backend(backend)
         self.layers = stacked(
-            weights.depth(state, "layers.", "the state dict"), drop_path_rate, embed_dim, num_heads, ffn_dim, pattern,
+            weights.depth(state, "layers."), drop_path_rate, embed_dim, num_heads, ffn_dim, pattern,
             dropout=dropout, is_causal=self.is_causal,
             xpos=self.is_causal and "layers.0.self_attn.xpos.scale" in state,  # which is for causal models
         )  # fmt: skip
         self.embed_tokens, self.embed_positions = (_table(state, f"embed_{of}") for of in ("tokens", "positions"))
-        self.layernorm_embedding = nn.LayerNorm(embed_dim) if "layernorm_embedding.weight" in state else None
-        self.layer_norm = nn.LayerNorm(embed_dim) if "layer_norm.weight" in state else None
+        self.layernorm_embedding, self.layer_norm = (
+            nn.LayerNorm(embed_dim) if f"{name}.weight" in state else nn.Identity()
+            for name in ("layernorm_embedding", "layer_norm")
+        )
         self.output_projection = _table(state, "output_projection", lambda rows, c: nn.Linear(c, rows, bias=False))
 
     @classmethod
@@ -115,14 +117,11 @@ class LongNet(nn.Module):
             if x.shape[1] > room:
                 raise ValueError(f"the position embeddings are for {room} tokens, got {x.shape[1]}")
             x = x + self.embed_positions.weight[FIRST_POSITION : FIRST_POSITION + x.shape[1]]
-        if self.layernorm_embedding is not None:
-            x = self.layernorm_embedding(x)
-        x = F.dropout(x, self.dropout, self.training)
+        x = F.dropout(self.layernorm_embedding(x), self.dropout, self.training)
         for layer in self.layers:
             x = layer(x, Sequences(backend=self.backend))
-        for last in (self.layer_norm, self.output_projection):
-            x = x if last is None else last(x)
-        return x
+        x = self.layer_norm(x)
+        return x if self.output_projection is None else self.output_projection(x)  # type: ignore[no-any-return]
 
 
 class LongNetEncoder(LongNet):

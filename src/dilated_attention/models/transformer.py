@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import check_int
-from dilated_attention.models.parts import in_parts, is_long
+from dilated_attention.models.parts import Tensors, in_parts, is_long
 from dilated_attention.pattern import DilatedPattern
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
-Rotary = tuple[Tensor, Tensor]  # cos and sin, (1 or B, n, 1, D / 2)
 
 # Modules that draw numbers only at one of RATES. (nn.RReLU needs none, but PyTorch itself cannot checkpoint it.)
 CALM = ("torch.", "dilated_attention.", "peft.tuners.lora.layer")
@@ -79,10 +78,10 @@ class LMConfig:
     depth: int
     heads: int
     pattern: DilatedPattern | tuple[DilatedPattern, ...]
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    kv_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
     ffn: Literal["gelu", "swiglu"] = "gelu"
-    ffn_dim: int | None = None
+    ffn_dim: int = None  # type: ignore[assignment]
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
     sub_norm: bool = True
@@ -103,15 +102,12 @@ class LMConfig:
         for name, allowed in (("ffn", ("gelu", "swiglu")), ("norm", tuple(NORMS))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
-            raise ValueError(f"rotary_base must be a finite number above 0, or None, got {self.rotary_base}")
-        if self.rotary_base is not None and self.head_size % 2:
-            raise ValueError(f"rotary positions need an even head_dim, got {self.head_size}")
-        if not isinstance(self.pattern, DilatedPattern):
-            several = self.pattern if isinstance(self.pattern, list | tuple) else (None,)
-            if not all(isinstance(one, DilatedPattern) for one in several):
-                raise TypeError(f"pattern must be a DilatedPattern, or a list of one per layer, got {self.pattern!r}")
-            object.__setattr__(self, "pattern", tuple(several))
+        if self.rotary_base is not None:
+            if not 0 < self.rotary_base < math.inf:
+                raise ValueError(f"rotary_base must be a finite number above 0, or None, got {self.rotary_base}")
+            if self.head_dim % 2:
+                raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
+        object.__setattr__(self, "pattern", read_pattern(self.pattern))
         if len(self.patterns) != self.depth:
             raise ValueError(f"give one pattern, or one per layer: got {len(self.patterns)} for {self.depth} layers")
         for pattern in self.patterns:
@@ -132,14 +128,6 @@ class LMConfig:
         """The pattern of each layer."""
         return (self.pattern,) * self.depth if isinstance(self.pattern, DilatedPattern) else self.pattern
 
-    @property
-    def head_size(self) -> int:
-        return cast(int, self.head_dim)
-
-    @property
-    def kv_count(self) -> int:
-        return cast(int, self.kv_heads)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns this config as a dict that JSON can store. ``LMConfig.from_dict`` reads it back."""
         return {**vars(self), "pattern": written(self.pattern)}
@@ -147,7 +135,7 @@ class LMConfig:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> LMConfig:
         """Reads what `to_dict` wrote."""
-        return cls(**{**found, "pattern": read_pattern(found["pattern"])})
+        return cls(**found)
 
 
 def written(pattern: DilatedPattern | Iterable[DilatedPattern]) -> Any:
@@ -159,25 +147,28 @@ def written(pattern: DilatedPattern | Iterable[DilatedPattern]) -> Any:
     return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates, **mixing}
 
 
-def read_pattern(found: Any) -> DilatedPattern | tuple[DilatedPattern, ...]:
-    """What `written` was given; a pattern is given as it is."""
+def read_pattern(found: Any, is_one: bool = False) -> DilatedPattern | tuple[DilatedPattern, ...]:
+    """What `written` was given, a pattern or a tuple of them; patterns are taken as they are."""
     if isinstance(found, DilatedPattern):
         return found
-    if isinstance(found, list | tuple):
-        return tuple(map(read_pattern, found))  # type: ignore[arg-type]
+    if isinstance(found, list | tuple) and not is_one:
+        return tuple(read_pattern(pattern, is_one=True) for pattern in found)  # type: ignore[misc]
     needed = {"rule", "segment_lengths", "dilation_rates"}
     if not isinstance(found, dict) or not needed <= set(found) <= {*needed, "mixing_gradient"}:
-        raise ValueError(f"a pattern is a dict of rule, segment_lengths and dilation_rates, got {found!r}")
+        wanted = "a DilatedPattern, or a dict of rule, segment_lengths and dilation_rates"
+        raise ValueError(f"pattern must be {wanted}, or a list of one per layer, got {found!r}")
     return DilatedPattern.of(**found)
 
 
-def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Rotary:
+def rotary(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensors:
     """cos and sin of each position. Angles are in float64: in float32 they are off by 0.06 at a million tokens."""
-    positions = positions if positions.dim() > 1 else positions.unsqueeze(0)
     rates = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim)
-    angles = [part.unsqueeze(-1) * rates for part in torch.split(positions, 1 << 16, dim=-1)]
-    cos, sin = (torch.cat([wave(x).to(dtype) for x in angles], 1).unsqueeze(2) for wave in (torch.cos, torch.sin))
-    return cos, sin
+
+    def waves(positions: Tensor) -> Tensors:
+        angles = positions[..., None, None] * rates
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    return in_parts(waves, (positions if positions.dim() > 1 else positions.unsqueeze(0),), ())
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -191,7 +182,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
-        E, H, Hk, D, inner = config.dim, config.heads, config.kv_count, config.head_size, cast(int, config.ffn_dim)
+        E, H, Hk, D, inner = config.dim, config.heads, config.kv_heads, config.head_dim, config.ffn_dim
         self.counts, self.head_dim, self.ffn = (H, Hk, Hk), D, config.ffn
         linear: Any = partial(nn.Linear, bias=False, **factory)
 
@@ -207,14 +198,13 @@ class TransformerBlock(nn.Module):
         self._compiled: dict[Any, Any] = {}
 
     def forward(
-        self, x: Tensor, waves: Rotary | None, attend: Attend, again: bool = False, is_late: bool = False,
-        apart: bool = False,
-    ) -> Any:  # fmt: skip
+        self, x: Tensor, waves: Tensors, attend: Attend, again: bool = False, is_late: bool = False, apart: bool = False
+    ) -> Any:
         """``again``: a checkpoint is around this. A long row then goes in parts through what follows attention, and
         if ``is_late`` also through what comes before it. ``apart``: ``attend`` is never compiled with the block."""
         if not (apart or (again and is_long(x))):
             return self._run(whole, x, attend, waves)
-        first, given = partial(self._run, before), (x, *(waves or ()))
+        first, given = partial(self._run, before), (x, *waves)
         weights: tuple[list[Tensor], list[Tensor]] = [], []  # of what comes before attention, and after it
         for name, weight in self.named_parameters():
             weights[not name.startswith(BEFORE)].append(weight)
@@ -242,16 +232,15 @@ class TransformerBlock(nn.Module):
         Without sub_norm: normal of 0.02, outputs divided by sqrt(2 depth)."""
         q, k, v = torch.split(self.qkv.weight, [count * self.head_dim for count in self.counts])
         branches = [v, self.out.weight, *self.up.weight.chunk(2 if self.ffn == "swiglu" else 1), self.down.weight]
+        start: Any = nn.init.xavier_normal_
+        scaled, factor = branches, math.sqrt(math.log(2 * depth))
         if isinstance(self.inner_norm, nn.Identity):
-            for weight in (q, k, *branches):
-                nn.init.normal_(weight, std=0.02)
-            for weight in (self.out.weight, self.down.weight):
-                weight.mul_((2 * depth) ** -0.5)
-        else:
-            for weight in (q, k):
-                nn.init.xavier_normal_(weight)
-            for weight in branches:
-                nn.init.xavier_normal_(weight, gain=math.sqrt(math.log(2 * depth)))
+            start = partial(nn.init.normal_, std=0.02)
+            scaled, factor = [self.out.weight, self.down.weight], (2 * depth) ** -0.5
+        for weight in (q, k, *branches):
+            start(weight)
+        for weight in scaled:
+            weight.mul_(factor)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
         for module in self.modules():
@@ -259,12 +248,12 @@ class TransformerBlock(nn.Module):
                 module.reset_parameters()
 
 
-def whole(block: TransformerBlock, x: Tensor, attend: Attend, waves: Rotary | None) -> Tensor:
-    q, k, v = before(block, x, *(waves or ()))
+def whole(block: TransformerBlock, x: Tensor, attend: Attend, waves: Tensors) -> Tensor:
+    q, k, v = before(block, x, *waves)
     return after(block, x, *attend(q, k, v))[0]
 
 
-def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def before(block: TransformerBlock, x: Tensor, *waves: Tensor) -> Tensors:
     """q, k and v of each token."""
     qkv = block.qkv(block.attention_norm(x))
     q, k, v = torch.split(qkv.view(*x.shape[:-1], sum(block.counts), block.head_dim), list(block.counts), dim=-2)
@@ -313,7 +302,7 @@ class Trunk(nn.Module):
         self.checkpoint: Callable[..., Any] = checkpointed
         self.backend: Backend = "auto"
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory)
-        self.blocks = nn.ModuleList(TransformerBlock(config, **factory) for _ in range(config.depth))
+        self.blocks: Any = nn.ModuleList(TransformerBlock(config, **factory) for _ in range(config.depth))
         self.norm = NORMS[config.norm](config.dim, eps=config.norm_eps, **factory)
         # as in MAGNETO's models: small weights for the tied output, and an input of size 1
         self.scale = config.dim**0.5 if config.sub_norm else 1.0
@@ -323,7 +312,7 @@ class Trunk(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5 if self.config.sub_norm else 0.02)
         for block in self.blocks:
-            cast(TransformerBlock, block).reset_parameters(self.config.depth)
+            block.reset_parameters(self.config.depth)
         self.norm.reset_parameters()
 
     def states(self, x: Tensor, positions: Tensor, attends: Sequence[Attend], apart: bool = False) -> Tensor:
@@ -334,17 +323,14 @@ class Trunk(nn.Module):
         """
         if not x.is_floating_point():
             x = self.embed(x) * self.scale
-        base, waves = self.config.rotary_base, None
-        if base is not None:
-            waves = rotary(positions, self.config.head_size, base, x.dtype)
+        base = self.config.rotary_base
+        waves = () if base is None else rotary(positions, self.config.head_dim, base, x.dtype)
         again = self.checkpointing and torch.is_grad_enabled()
         for number, (block, attend) in enumerate(zip(self.blocks, attends, strict=True), start=1):
             # When the backward pass comes to the late blocks, the inputs of almost all blocks are still kept: memory is
             # shortest then. It begins with the last one, which would be computed again at once.
             is_late = number > len(self.blocks) * 3 // 4
             may_cut = again and not is_random(block)  # a part that is computed again would draw other random numbers
-            if again and number < len(self.blocks):
-                x = self.checkpoint(block, x, waves, attend, may_cut, is_late, apart)
-            else:
-                x = block(x, waves, attend, may_cut, is_late, apart)
+            run = partial(self.checkpoint, block) if again and number < len(self.blocks) else block
+            x = run(x, waves, attend, may_cut, is_late, apart)
         return self.norm(x)  # type: ignore[no-any-return]

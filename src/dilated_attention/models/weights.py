@@ -36,18 +36,14 @@ def located(path_or_hub_id: str | os.PathLike[str], *, takes_plain_ids: bool = T
     A hub id is ``hf_hub:org/name``, or with ``takes_plain_ids`` also ``org/name`` where no such file is here, nor a
     folder ``org``: that would be a path with a slip of the pen.
     """
-    text = os.fspath(path_or_hub_id)
-    path = Path(text)
-    if path.is_dir():
-        there = [path / name for name in FILES if (path / name).is_file()]
-        if not there:
-            raise ValueError(f"the folder {text} has neither {' nor '.join(FILES)}: name the file with the weights")
-        return there[0]
-    if path.is_file():
-        return path
+    text, path = os.fspath(path_or_hub_id), Path(path_or_hub_id)
+    for file in (path, *(path / name for name in FILES)):
+        if file.is_file():
+            return file
     is_id = takes_plain_ids and re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(ENDINGS)
     if not text.startswith(HUB) and (not is_id or path.parent.is_dir()):
-        raise ValueError(f"there are no weights at {text!r}: name a file, a folder, or a hub id (hf_hub:org/name)")
+        folder = f"a folder with {' or '.join(FILES)}"
+        raise ValueError(f"there are no weights at {text!r}: name a file, {folder}, or a hub id (hf_hub:org/name)")
     try:
         return Path(_optional("huggingface_hub").hf_hub_download(text.removeprefix(HUB), FILE))
     except (OSError, ValueError) as error:  # no connection, no such repository, or no access to it
@@ -69,22 +65,19 @@ def read(source: Mapping[str, Tensor] | str | os.PathLike[str]) -> tuple[State, 
     Its tensors are plain: each has all its numbers in memory.
     """
     found: Any = source
-    said = "the state dict" if isinstance(source, Mapping) else str(source)
+    said = "the state dict"
     if not isinstance(source, Mapping):
-        found = _safetensors(Path(source)) if said.endswith(".safetensors") else unpickled(Path(source))
-        if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
-            found = found["model"]
+        said = str(source)
+        found = (_safetensors if said.endswith(".safetensors") else unpickled)(Path(source))
+        found = found.get("model", found) if isinstance(found, Mapping) else found
     if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
         raise ValueError(f"{said} is not a state dict: it must hold names and tensors, at its top or under 'model'")
-    if odd := [name for name, x in found.items() if not isinstance(name, str) or not _is_plain(x)]:
-        raise ValueError(short(f"{said} has weights that are not plain tensors of numbers: {odd[0]!s:.80}"))
+    for name, x in found.items():
+        is_plain = x.layout is torch.strided and not (x.is_quantized or x.is_meta or x.is_complex())
+        # the second: numbers that are there, not one that is shown many times
+        if not (isinstance(name, str) and is_plain and x.numel() * x.element_size() <= x.untyped_storage().nbytes()):
+            raise ValueError(short(f"{said} has weights that are not plain tensors of numbers: {name!s:.80}"))
     return dict(found), said
-
-
-def _is_plain(x: Tensor) -> bool:
-    if x.layout is not torch.strided or x.is_quantized or x.is_meta or x.is_complex():
-        return False
-    return x.numel() * x.element_size() <= x.untyped_storage().nbytes()  # not one number shown many times
 
 
 def unpickled(path: Path, **options: Any) -> Any:
@@ -119,32 +112,20 @@ def matrix(state: State, name: str, said: str) -> tuple[int, int]:
     return shape
 
 
-def depth(state: State, prefix: str, said: str) -> int:
-    """The number of layers. Raises unless they are numbered from 0 on."""
-    found = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
-    if odd := sorted(found - set(map(str, range(len(found))))):
-        raise ValueError(
-            f"{said} has no weights of such a model: {short(prefix + odd[0])} is not one of {len(found)} layers"
-        )
-    return len(found)
+def depth(state: State, prefix: str) -> int:
+    """The number of layers. That they are numbered from 0 on is found when they are loaded."""
+    return len({name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)})
 
 
 def load(make: Callable[[], Model], state: State, said: str) -> Model:
     """The model that ``make`` makes, with exactly these weights, or one error that lists all that is wrong."""
     with torch.device("meta"):  # nothing large is made before it is clear that they fit
         model = make()
-    wanted = model.state_dict()
-    wrong = {
-        "missing": sorted(wanted.keys() - state.keys()),
-        "unexpected": sorted(state.keys() - wanted.keys()),
-        "of another shape": [
-            f"{name} is {tuple(state[name].shape)}, not {tuple(x.shape)}"
-            for name, x in wanted.items()
-            if name in state and state[name].shape != x.shape
-        ],
-    }
-    if said_wrong := "; ".join(f"{what}: {', '.join(names[:8])}" for what, names in wrong.items() if names):
-        raise ValueError(f"{said} does not fit {type(model).__name__}: {short(said_wrong)}")
+    try:
+        model.load_state_dict({name: x.to("meta") for name, x in state.items()})
+    except RuntimeError as error:
+        _, _, wrong = str(error).partition(":")
+        raise ValueError(f"{said} does not fit {type(model).__name__}: {short(wrong)}") from error
     model.to_empty(device=torch.get_default_device())
     model.load_state_dict(state)
     return model

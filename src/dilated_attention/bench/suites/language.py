@@ -20,7 +20,7 @@ from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import Call, graphed
 from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
-from dilated_attention.models.lm import attend_whole
+from dilated_attention.models.layers import attend_whole
 from dilated_attention.models.transformer import Attend
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
@@ -76,7 +76,7 @@ def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
 
 
 def is_exact(session: Session, model: LongNetLM, pattern: DilatedPattern, tokens: int) -> bool:
-    qkv = make_qkv(1, tokens, model.config.heads, model.config.head_size, **session.options)
+    qkv = make_qkv(1, tokens, model.config.heads, model.config.head_dim, **session.options)
     with torch.no_grad():
         out, _ = longnet(pattern)(*qkv)
     return session.rows_are_right("language model", out, qkv, pattern, True)[0]
@@ -85,7 +85,7 @@ def is_exact(session: Session, model: LongNetLM, pattern: DilatedPattern, tokens
 def operations(config: LMConfig, parameters: int, tokens: int) -> float:
     """Of a step on one row: 6 per weight and token, and 12 per pair of query and key, for each channel of a head."""
     pairs = config.patterns[0].pairs(tokens, config.heads, num_kv_heads=config.kv_heads, is_causal=True)
-    return 6 * parameters * tokens + 12 * pairs * config.head_size * config.depth
+    return 6 * parameters * tokens + 12 * pairs * config.head_dim * config.depth
 
 
 class Training:

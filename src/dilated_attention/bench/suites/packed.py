@@ -23,7 +23,7 @@ from dilated_attention.bench.run import Call, cpu_milliseconds, forward, forward
 from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.bench.setting import Setting, forget_inputs
 from dilated_attention.functional import dilated_attention
-from dilated_attention.models.presets import slide_pattern
+from dilated_attention.models import slide_pattern
 
 SUITE, COUNT = "packed", 64
 LENGTHS = {"cuda": (1_000, 30_000), "cpu": (10, 300)}  # of the shortest and of the longest sequence, nearly

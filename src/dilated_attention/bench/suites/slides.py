@@ -21,9 +21,8 @@ from dilated_attention.bench.implementations import RELEASED as RELEASED_NAME
 from dilated_attention.bench.implementations import named
 from dilated_attention.bench.run import Call
 from dilated_attention.bench.session import Row, Session, Step, Table
-from dilated_attention.models import SlideEncoder
+from dilated_attention.models import SlideEncoder, slide_pattern
 from dilated_attention.models.layers import FeedForward, SelfAttention, Sequences
-from dilated_attention.models.presets import slide_pattern
 from dilated_attention.units import GIB
 
 SUITE, HEADS, PATTERN = "slides", 16, slide_pattern(262144, 256)

@@ -1,0 +1,66 @@
+"""Text for training: files as documents of tokens, (n,) int32 each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention.models.text import PackedRows
+
+BEGIN = 256  # the token before the first byte of a document
+BYTES = 257  # tokens that bytes need
+
+
+def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:
+    """The contents of files, and of all files with these suffixes in folders, in the order of their names."""
+    texts = []
+    for path in paths:
+        inside = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+        for file in inside if path.is_dir() else [path]:
+            texts.append(file.read_bytes())
+            if b"\0" in texts[-1]:
+                raise ValueError(f"{file} is not text: it has zero bytes; leave it out")
+    texts = [text for text in texts if text]
+    if len(texts) < 2:
+        names = ", ".join(map(str, paths))
+        raise ValueError(f"at least two files with text are needed, as one is held out, got {len(texts)} in {names}")
+    return texts
+
+
+def tokens_of(texts: Iterable[bytes], vocab_size: int, tokenizer: Any = None) -> list[Tensor]:
+    """Documents as tokens: BEGIN and bytes, or those of a Hugging Face tokenizer."""
+    try:
+        numbers = [[BEGIN, *text] if tokenizer is None else tokenizer(text.decode())["input_ids"] for text in texts]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a text is not UTF-8, which a tokenizer needs: {error}") from error
+    documents = [torch.tensor(some, dtype=torch.int32) for some in numbers if some]
+    most = max((int(document.max()) for document in documents), default=-1)
+    if most >= vocab_size:
+        raise ValueError(f"token {most} is outside the vocabulary of {vocab_size}: give a vocab_size above {most}")
+    return documents
+
+
+def summary(documents: Sequence[Tensor]) -> str:
+    """A short text that identifies documents: their number, tokens and hash. Another order gives another text."""
+    sizes = torch.tensor([*map(len, documents)])
+    digest = hashlib.blake2b(torch.cat((sizes, *documents)).numpy().astype("<i8").tobytes(), digest_size=8)
+    return f"{len(documents)} documents of {sizes.sum()} tokens ({digest.hexdigest()})"
+
+
+def held_out_rows(documents: list[Tensor], lengths: Iterable[int], most: int = 1 << 16) -> dict[int, PackedRows]:
+    """Held-out documents in rows of each length: their first ``most`` tokens, or one row if a row is longer."""
+    rows, begins = {}, [*accumulate(map(len, documents), initial=0)]
+    for length in lengths:
+        if begins[-1] < length:
+            raise ValueError(f"held-out text does not fill a row of {length}: it has {begins[-1]} tokens")
+        left = [max(0, max(most, length) - begin) for begin in begins]
+        rows[length] = PackedRows([document[:n] for document, n in zip(documents, left, strict=False)], length)
+        if not any(bool((rows[length][index][1].diff() > 1).any()) for index in range(rows[length].count)):
+            raise ValueError(f"in held-out rows of {length}, no token has a next one: give longer texts or rows")
+    return rows
