@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from dilated_attention.models import SlideEncoder, finetuning
 
-FEATURE_LAYER = 11  # of 12: the published choice
-
 
 class Classifier(nn.Module):
     def __init__(self, encoder: SlideEncoder, classes: int) -> None:
@@ -29,7 +27,7 @@ class Classifier(nn.Module):
 
     def forward(self, tiles: Tensor, coords: Tensor) -> Tensor:
         layers = self.encoder(tiles, coords, all_layer_embed=True)
-        return self.head(layers[min(FEATURE_LAYER, self.encoder.depth)])
+        return self.head(layers[min(11, self.encoder.depth)])  # of 12: the published choice
 
 
 def train(model: Classifier, slides: list[tuple[Tensor, Tensor, int]], epochs: int, accumulation: int) -> float:

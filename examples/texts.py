@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dilated_attention.models.text import PackedRows
 
-BEGIN = 256  # the token before the first byte of a document
-BYTES = 257  # tokens that bytes need
+BEGIN, BYTES = 256, 257  # the token before the first byte of a document; tokens that bytes need
 
 
 def read_texts(paths: Sequence[Path], suffixes: Sequence[str] = (".txt", ".md", ".py")) -> list[bytes]:

@@ -142,14 +142,10 @@ class Trainer:
         found = self.model(tokens, labels, positions=positions, cu_seqlens=documents, group=self.group)
         return found, labels != IGNORED
 
-    def mine(self, rows: range) -> range:
-        """The rows that this rank takes part in."""
-        return rows[self.mesh["data"].get_local_rank() :: self.mesh["data"].size()]
-
     def gradients(self, rows: PackedRows) -> Tensor:
         """The loss of a step, averaged over its rows; gradients are those of one device."""
         first, total = self.step * self.options.rows, torch.zeros((), device=self.options.device)
-        mine = self.mine(range(first, first + self.options.rows))
+        mine = range(first + self.mesh["data"].get_local_rank(), first + self.options.rows, self.mesh["data"].size())
         for index in mine:
             self.model.set_requires_gradient_sync(index == mine[-1])
             losses, counted = self.losses(*rows[index])
@@ -175,11 +171,11 @@ class Trainer:
     @torch.no_grad()
     def bits(self, rows: PackedRows) -> float:
         """Bits per token of held-out rows."""
-        sums, every = torch.zeros(2, dtype=torch.float64, device=self.options.device), range(rows.count)
-        mine = self.mine(every)
-        for turn in range(-(-len(every) // self.mesh["data"].size())):  # every rank calls the model equally often
-            losses, counted = self.losses(*rows[mine[turn] if turn < len(mine) else 0])
-            sums += torch.stack((losses.double().sum(), counted.sum())) * (turn < len(mine))
+        sums, data = torch.zeros(2, dtype=torch.float64, device=self.options.device), self.mesh["data"]
+        for first in range(0, rows.count, data.size()):  # every rank calls the model equally often
+            mine = first + data.get_local_rank()
+            losses, counted = self.losses(*rows[mine])
+            sums += torch.stack((losses.double().sum(), counted.sum())) * (mine < rows.count)
         dist.all_reduce(sums)
         return float(sums[0] / sums[1] / math.log(2))
 
@@ -231,9 +227,8 @@ def train(options: argparse.Namespace) -> None:
             transformers = charts.library("transformers", "--tokenizer needs", "models")
             tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer)
         vocabulary = BYTES if tokenizer is None else len(tokenizer)
-        pattern = da.DilatedPattern.suggest(options.tokens, options.heads)
-        if options.segments is not None:
-            pattern = da.DilatedPattern.longnet(options.segments, options.rates)
+        branches, suggest = (options.segments, options.rates), da.DilatedPattern.suggest
+        pattern = da.DilatedPattern.longnet(*branches) if branches[0] else suggest(options.tokens, options.heads)
         config = LMConfig(vocabulary, options.dim, options.depth, options.heads, pattern)
         if options.size is not None:
             most = max(vocabulary, SIZES[options.size]["vocab_size"])

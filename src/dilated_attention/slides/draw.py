@@ -69,11 +69,13 @@ def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, A
         "mark": {"type": "rect", "clip": True, "opacity": 0.6 if maps.thumbnail else 1.0},
         "encoding": {**places, "x2": {"field": "x2"}, "y2": {"field": "y2"}, "color": weight},
     }
-    below = {
-        "data": {"values": [{"x": left, "y": top, "url": maps.thumbnail.url() if maps.thumbnail else ""}]},
-        "mark": {"type": "image", "align": "left", "baseline": "top", **size, "aspect": False},
-        "encoding": {**places, "url": {"field": "url", "type": "nominal"}},
-    }
+    layers: list[dict[str, Any]] = [tiles]
+    if maps.thumbnail is not None:
+        layers.insert(0, {
+            "data": {"values": [{"x": left, "y": top, "url": maps.thumbnail.url()}]},
+            "mark": {"type": "image", "align": "left", "baseline": "top", **size, "aspect": False},
+            "encoding": {**places, "url": {"field": "url", "type": "nominal"}},
+        })  # fmt: skip
     named = "the class token" if maps.queries[query] == "cls" else f"tile {maps.queries[query]:,}"
     about = f"layer {layer % maps.weights.shape[1]}, {'mean of all heads' if head is None else f'head {head}'}"
     rest = f"on tiles {1 - zero - cls:.3g}, on the class token {cls:.3g}, on zero keys {zero:.3g}"
@@ -82,7 +84,7 @@ def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, A
         "title": {"text": maps.name, "subtitle": [f"{about}, query: {named}", rest], "anchor": "start"},
         **size,
         "view": {"stroke": None, "fill": "#f5f6f8"},
-        "layer": [below, tiles] if maps.thumbnail else [tiles],
+        "layer": layers,
     }
 
 

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import io
 import json
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 import dilated_attention
 from dilated_attention import charts
 from dilated_attention.models import SlideEncoder
+from dilated_attention.models.weights import short
 from dilated_attention.slides import files
 from dilated_attention.slides.files import BadFile, Slide
 
@@ -34,7 +34,6 @@ EMBEDDING = "features"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what no other slide could be written after
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet computes, if a text begins with it
 Read = tuple[Slide, Tensor, Tensor]  # with its tiles and coordinates
-Batch = list[tuple[Slide, tuple[Tensor, Tensor] | BadFile]]  # tiles and coordinates, or what is wrong with the file
 Files = dict[str, bytes]  # by their endings
 Also = Callable[[SlideEncoder, Slide, Tensor, Tensor], tuple[dict[str, Any], Files]]
 Watch = Callable[[int, int, float, float], None]  # slides and tiles done, share of the tiles, seconds since the start
@@ -85,9 +84,10 @@ def run(job: Job, paths: Sequence[Path], outcome: Outcome, *, tile_size: float |
             (outcome.kept if _is_there(job, slide) else todo).append(slide)
     total, tiles, start = sum(slide.tiles for slide in todo), 0, time.monotonic()
     watch(0, 0, 0.0, 0.0)
-    for batch in _read_ahead(batches(todo, tile_bytes(job.model), job.budget)):
-        _finish(job, batch, outcome)
-        tiles += sum(slide.tiles for slide, _ in batch)
+    planned = batches(todo, tile_bytes(job.model), job.budget)
+    for batch, ready in zip(planned, _read_ahead(job, planned, outcome), strict=True):
+        _finish(job, ready, outcome)
+        tiles += sum(slide.tiles for slide in batch)
         watch(len(outcome.encoded), tiles, tiles / total, time.monotonic() - start)
 
 
@@ -109,9 +109,9 @@ def _reported(path: Path, outcome: Outcome) -> Iterator[None]:
         with _memory():
             yield
     except (BadFile, OSError) as error:
-        if isinstance(error, OSError) and error.errno in DISK:
+        if getattr(error, "errno", None) in DISK:
             raise
-        outcome.failed[path] = textwrap.shorten(str(error), 300, placeholder=" ...")
+        outcome.failed[path] = short(error)
 
 
 @contextlib.contextmanager
@@ -146,47 +146,40 @@ def batches(slides: Sequence[Slide], per_tile: int, budget: int) -> list[list[Sl
     return found
 
 
-def _read_ahead(planned: Sequence[list[Slide]]) -> Iterator[Batch]:
-    """Each batch with its tiles, or what is wrong with them; the next one is read meanwhile."""
+def _read_ahead(job: Job, planned: Sequence[list[Slide]], outcome: Outcome) -> Iterator[list[Read]]:
+    """The slides of each batch that can be read, with their tiles; the next batch is read meanwhile."""
+
+    def read(batch: list[Slide]) -> list[Read]:
+        found: list[Read] = []
+        for slide in batch:
+            with _reported(slide.path, outcome):
+                tiles, coords = files.read(slide)
+                for text in files.check_places(slide, coords, job.model.slide_ngrids):
+                    outcome.warned.append(f"{slide.path}: {text}")
+                found.append((slide, tiles, coords))
+        return found
+
     now = None
     with ThreadPoolExecutor(1) as reader:
         for batch in [*planned, None]:
-            coming = None if batch is None else reader.submit(_read, batch)
+            coming = None if batch is None else reader.submit(read, batch)
             if now is not None:
                 yield now.result()
             now = coming
 
 
-def _read(batch: list[Slide]) -> Batch:
-    found: Batch = []
-    for slide in batch:
-        try:
-            found.append((slide, files.read(slide)))
-        except BadFile as error:
-            found.append((slide, error))
-    return found
-
-
 # --- one batch --------------------------------------------------------------------------------------------------
 
 
-def _finish(job: Job, batch: Batch, outcome: Outcome) -> None:
+def _finish(job: Job, batch: list[Read], outcome: Outcome) -> None:
     """Encode a batch and write its results. If it does not fit in memory, its slides go one by one."""
-    good: list[Read] = []
-    for slide, content in batch:
-        with _reported(slide.path, outcome):
-            if isinstance(content, BadFile):
-                raise content
-            for text in files.check_places(slide, content[1], job.model.slide_ngrids):
-                outcome.warned.append(f"{slide.path}: {text}")
-            good.append((slide, *content))
-    embeddings: list[Tensor] | None = None
-    if len(good) > 1:
+    embeddings: list[Tensor] = []
+    if len(batch) > 1:
         with contextlib.suppress(BadFile), _memory():
-            embeddings = embed(job.model, good, job.layer)
-    for index, (slide, tiles, coords) in enumerate(good):
+            embeddings = embed(job.model, batch, job.layer)
+    for index, (slide, tiles, coords) in enumerate(batch):
         with _reported(slide.path, outcome):
-            embedding = (embeddings or embed(job.model, [good[index]], job.layer))[index if embeddings else 0]
+            embedding = embeddings[index] if embeddings else embed(job.model, [batch[index]], job.layer)[0]
             if not bool(embedding.isfinite().all()):
                 raise BadFile(f"its embedding is not finite: features as large as {tiles.abs().max():g} overflow")
             arrays, beside = ({}, {}) if job.also is None else job.also(job.model, slide, tiles, coords)
@@ -238,7 +231,7 @@ def write_table(job: Job, outcome: Outcome, file: Path) -> int:
             names = (f"'{text}" if text.startswith(FORMULA) else text for text in texts)
             rows.append([*names, slide.tiles, *arrays[EMBEDDING].tolist()])
     text = io.StringIO(newline="")
-    numbers = range(len(rows[0]) - 3 if rows else 0)
-    csv.writer(text).writerows([["slide", "file", "tiles", *(f"e{number}" for number in numbers)], *rows])
+    header = ["slide", "file", "tiles", *(f"e{number}" for number in range(job.model.embed_dim))]
+    csv.writer(text).writerows([header, *rows])
     charts.write(file, text.getvalue().encode())
     return len(rows)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,18 +72,18 @@ def look(path: Path, tile_size: float | None = None) -> Slide:
     """The slide in a file. ``tile_size``: in pixels, for files that do not say."""
     with _opened(path) as file:
         features, coords = _datasets(file)
-        shape = features.shape[1:] if len(features.shape) == 3 and features.shape[0] == 1 else features.shape
-        if len(shape) != 2 or features.dtype.kind != "f":
+        *more, tiles, channels = features.shape if len(features.shape) > 1 else (0, 0, 0)
+        if more not in ([], [1]) or features.dtype.kind != "f":
             raise BadFile(f"{features.name} must be (tiles, channels) of floats, got {features.shape} {features.dtype}")
-        if coords.shape not in ((shape[0], 2), (1, shape[0], 2)):
-            raise BadFile(f"coords must be ({shape[0]}, 2), x and y of each tile, got {coords.shape}")
+        if coords.shape not in ((tiles, 2), (1, tiles, 2)):
+            raise BadFile(f"coords must be ({tiles}, 2), x and y of each tile, got {coords.shape}")
         if coords.dtype.kind not in "iuf" or coords.dtype == "float16":
             raise BadFile(f"coords are {coords.dtype}: pixels must be integers, float32 or float64")
-        if not shape[0]:
+        if not tiles:
             raise BadFile("it has no tiles")
         attributes = {**file.attrs, **features.attrs, **coords.attrs}
         said = {name: positions.plain(value) for name, value in attributes.items()}
-        return Slide(path, shape[0], shape[1], *_scale(said, tile_size), said, stamp(path))
+        return Slide(path, tiles, channels, *_scale(said, tile_size), said, stamp(path))
 
 
 def read(slide: Slide) -> tuple[Tensor, Tensor]:
@@ -93,43 +92,34 @@ def read(slide: Slide) -> tuple[Tensor, Tensor]:
         if stamp(slide.path) != slide.stamp:
             raise BadFile("it changed while this command was running")
         features, coords = _datasets(file)
-        array = features[()]
-        kind = "float64" if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")  # torch has no others
-        tiles = torch.from_numpy(array.astype(kind, copy=False)).view(-1, slide.channels)
+        kind = "float64" if features.dtype.itemsize > 8 else features.dtype.newbyteorder("=")  # torch has no others
+        tiles = torch.from_numpy(features[()].astype(kind, copy=False)).view(-1, slide.channels)
         places = torch.from_numpy(coords[()].astype("float64")).view(-1, 2)
         if slide.pixels != 1:  # µm: a tile on the border of a cell belongs to it, however its place was rounded
             cells = places * (slide.pixels / slide.tile_size)
             near = cells.round()
             places = torch.where((cells - near).abs() < 1e-4, near, cells) * slide.tile_size
-        wrong = (~tiles.isfinite().all(1)).nonzero()
-        if len(wrong):
-            raise BadFile(
-                f"{len(wrong)} of {len(tiles)} tiles have NaN or infinite features, the first is {int(wrong[0])}"
-            )
+        if wrong := (~tiles.isfinite().all(1)).nonzero().flatten().tolist():
+            raise BadFile(f"{len(wrong)} of {len(tiles)} tiles have NaN or infinite features, the first is {wrong[0]}")
         return tiles, places
 
 
 def check_width(slide: Slide, channels: int) -> None:
     """Raise if the features are those of another encoder than the weights take."""
-    if slide.channels == channels:
-        return
-    stated = slide.attributes.get("extractor", slide.attributes.get("encoder"))
-    theirs, wanted = (f"looks like {ENCODERS.get(width, 'an unknown encoder')}" for width in (slide.channels, channels))
-    said = f"the file says {stated}" if stated else theirs
-    raise BadFile(f"its tiles have {slide.channels} features ({said}); the weights take {channels} ({wanted})")
+    if slide.channels != channels:
+        stated = slide.attributes.get("extractor", slide.attributes.get("encoder"))
+        theirs, ours = (f"looks like {ENCODERS.get(n, 'an unknown encoder')}" for n in (slide.channels, channels))
+        said = f"the file says {stated}" if stated else theirs
+        raise BadFile(f"its tiles have {slide.channels} features ({said}); the weights take {channels} ({ours})")
 
 
 def check_places(slide: Slide, coords: Tensor, slide_ngrids: int) -> list[str]:
     """Raise where tiles are not on the grid of positions; returns warnings."""
-    attributes = {name: value for name, value in slide.attributes.items() if name != "unit"}  # they are pixels by now
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            positions.check_attributes(coords, attributes)
-            positions.cells(coords.unsqueeze(0), slide.tile_size, slide_ngrids)
+        positions.cells(coords.unsqueeze(0), slide.tile_size, slide_ngrids)
+        return [text for text in (positions.swapped(coords, slide.attributes),) if text]
     except ValueError as error:
         raise BadFile(str(error)) from error
-    return [str(warning.message) for warning in caught]
 
 
 def write(path: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
@@ -182,17 +172,13 @@ def _scale(attributes: Mapping[str, Any], tile_size: float | None) -> tuple[floa
     names = ("tile_size_um", "tile_size_px") if microns else ("patch_size_level0", "tile_size_px", "tile_size")
     said = {name: attributes[name] for name in names if attributes.get(name) is not None}
     for name, value in said.items():
-        if not isinstance(value, int | float):
-            raise BadFile(f"its {name} is {value!r}, and must be a number")
-        if not 0 < value < math.inf:
-            raise BadFile(f"its {name} is {value}: it must be positive")
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise BadFile(f"its {name} is {value!r}, and must be a number above 0")
     if microns and len(said) < 2:
         raise BadFile("its coordinates are in µm: to convert them, it needs both tile_size_um and tile_size_px")
     if not said:
         return tile_size or TILE_SIZE, 1.0
     size = said["tile_size_px"] if microns else next(iter(said.values()))
-    if tile_size is not None and tile_size != size:
-        raise BadFile(
-            f"it says that its tiles are {size:g} pixels wide, and --tile-size is {tile_size:g}: leave --tile-size out"
-        )
+    if tile_size not in (None, size):
+        raise BadFile(f"its tiles are {size:g} pixels wide, it says, and --tile-size {tile_size}: leave the option out")
     return size, size / said["tile_size_um"] if microns else 1.0
