@@ -93,16 +93,17 @@ def test_questions_against_brute_force(
     assert torch.equal(pattern.coverage(tokens, heads, num_kv_heads=kv_heads), covered)
 
 
-def test_counts_without_kv_heads_or_tokens() -> None:
-    pattern = DilatedPattern.torchscale([4, 8], [1, 2])
-    assert pattern.pairs(9, 4) == pattern.pairs(9, 4, num_kv_heads=4)
-    assert pattern.flops(9, 4, 8) == pattern.flops(9, 4, 8, num_kv_heads=4)
-    assert pattern.saved_bytes(9, 4, 8) == pattern.saved_bytes(9, 4, 8, num_kv_heads=4, dtype=torch.bfloat16)
-    assert torch.equal(pattern.coverage(9, 4), pattern.coverage(9, 4, num_kv_heads=4))
-    assert (pattern.pairs(0, 4), pattern.flops(0, 4, 8), pattern.saved_bytes(0, 4, 8)) == (0, 0, 0)
-    assert pattern.coverage(0, 4).shape == (0, 4)
+@pytest.mark.parametrize("name", ["pairs", "flops", "saved_bytes", "coverage"])
+def test_counts_without_kv_heads_or_tokens(name: str) -> None:
+    more = {"num_heads": 4, **({"head_dim": 8} if name in ("flops", "saved_bytes") else {})}
+
+    def count(tokens: int, **heads: int) -> torch.Tensor:
+        return torch.as_tensor(getattr(DilatedPattern.torchscale([4, 8], [1, 2]), name)(tokens, **more, **heads))
+
+    assert torch.equal(count(9), count(9, num_kv_heads=4))
+    assert not count(0).any()
     with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -1"):
-        pattern.coverage(-1, 4)
+        count(-1)
 
 
 # --- a value object ---------------------------------------------------------------------------------------------
@@ -112,9 +113,7 @@ ONE = DilatedPattern.longnet([4, 8], [1, 2])
 
 def test_patterns_are_equal_by_value_and_by_rule() -> None:
     others = [DilatedPattern.torchscale([4, 8], [1, 2]), DilatedPattern.longnet([8, 4], [1, 2])]
-    others.append(DilatedPattern.longnet([4, 8], [2, 1]))
-    assert ONE not in others
-    assert len({ONE, *others, DilatedPattern.longnet((4, 8), (1, 2))}) == 4
+    assert len({ONE, *others, DilatedPattern.longnet((4, 8), (1, 2))}) == 3
     assert [eval(repr(pattern)) for pattern in others] == others
 
 
@@ -126,8 +125,7 @@ def test_frozen_with_slots_and_checked_again_when_replaced() -> None:
     assert dataclasses.replace(ONE, rule="torchscale") == DilatedPattern.torchscale([4, 8], [1, 2])
     with pytest.raises(ValueError, match="2 entries and dilation_rates 1"):
         dataclasses.replace(ONE, dilation_rates=(1,))
-    everything = {field.name: getattr(ONE, field.name) for field in dataclasses.fields(ONE)}
-    for again in (dataclasses.replace(ONE, **everything), copy.deepcopy(ONE), pickle.loads(pickle.dumps(ONE))):
+    for again in (dataclasses.replace(ONE), copy.deepcopy(ONE), pickle.loads(pickle.dumps(ONE))):
         assert (again, again.text) == (ONE, ONE.text)
 
 
@@ -189,18 +187,13 @@ def test_the_most_branches_and_unknown_rules() -> None:
             DilatedPattern(rule, (4,), (1,))
 
 
-def test_head_groups_with_fewer_heads_than_branches() -> None:
+def test_heads_that_do_not_fit() -> None:
     pattern = DilatedPattern.head_groups([2, 4, 8], [1, 2, 4])
-    for heads in ((2,), (8, 2)):  # the key/value heads count
-        with pytest.raises(ValueError, match=r"3 branches and 2 key/value heads"):
-            pattern.check_heads(*heads)
-    for question in (pattern.pairs, pattern.coverage):
-        with pytest.raises(ValueError, match="at least one key/value head per branch"):
-            question(8, 2)
     assert pattern.check_heads(6, 3) == 2
-
-
-def test_heads_that_cannot_be_shared() -> None:
+    fewer = ((pattern.check_heads, 2), (pattern.check_heads, 8, 2), (pattern.pairs, 8, 2), (pattern.coverage, 8, 2))
+    for question, *counts in fewer:  # the key/value heads count
+        with pytest.raises(ValueError, match=r"at least one key/value head per branch, got 3 branches and 2 key/value"):
+            question(*counts)
     for heads, kv_heads in ((4, 3), (2, 4), (4, 0), (0, 4), (-4, 2)):
         with pytest.raises(ValueError, match=f"{heads} query heads cannot be shared evenly by {kv_heads} key/value"):
             ONE.check_heads(heads, kv_heads)
@@ -228,10 +221,3 @@ def test_wrong_counts_are_refused(name: str) -> None:
         for value in values if which in counts or which == "num_kv_heads" else ():
             with pytest.raises((TypeError, ValueError), match=f"{which} must be|cannot be shared evenly"):
                 getattr(ONE, name)(**counts | {which: value})
-
-
-def test_a_shift_belongs_to_divided_heads() -> None:
-    """A branch that is taken alone, as a stream takes it, has no number that could shift its offsets."""
-    for rule in RULES:
-        head_rule = DilatedPattern(rule, (4,), (1,)).head_rule
-        assert head_rule.splits_heads or not head_rule.is_shifted

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention.backends.blockwise import MemoryCap
-from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, checked_probability, warn
+from dilated_attention.checks import MAX_NUMBER, check_flag, check_int, warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
@@ -50,7 +50,6 @@ class ImprovedDilatedAttention(DilatedAttention):
         softmax_scale: float | None = None,
         **options: Unpack[ModuleOptions],
     ) -> None:
-        dropout = checked_probability(dropout, "dropout")
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
         self.use_tf32 = use_tf32
         if use_tf32 is not None:
@@ -73,16 +72,14 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         self.qkv_proj = nn.Linear(self.embed_dim, sum(self._widths()), **factory)
 
     def _inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
-        weights, bias = torch.split(self.qkv_proj.weight, self._widths()), self.qkv_proj.bias
-        biases = (None,) * 3 if bias is None else torch.split(bias, self._widths())
-        return tuple(zip(weights, biases, strict=True))
+        bias, widths = self.qkv_proj.bias, self._widths()
+        biases = (None,) * 3 if bias is None else torch.split(bias, widths)
+        return tuple(zip(torch.split(self.qkv_proj.weight, widths), biases, strict=True))
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if key is query and value is query:
-            q, k, v = torch.split(self.qkv_proj(query), self._widths(), dim=-1)
-        else:
-            q, k, v = (F.linear(x, *third) for x, third in zip((query, key, value), self._inputs(), strict=True))
-        return self._heads(q), self._heads(k), self._heads(v)
+    def _project(self, *given: Tensor) -> tuple[Tensor, ...]:
+        if all(x is given[0] for x in given):
+            return torch.split(self.qkv_proj(given[0]), self._widths(), dim=-1)
+        return tuple(F.linear(x, *third) for x, third in zip(given, self._inputs(), strict=True))
 
 
 class RingOptions(ModuleOptions, total=False):

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config, StaticCache
 from transformers.models.auto import AutoModelForCausalLM
 
 from dilated_attention import DilatedPattern
-from dilated_attention.integrations.transformers import LongNetConfig, register, set_pattern
+from dilated_attention.integrations.transformers import DilatedCache, LongNetConfig, register, set_pattern
 from tests.over_ranks import changed
 
 PATTERN = DilatedPattern.longnet([4, 8, 16], [1, 2, 4])
 OTHER = DilatedPattern.head_groups([6, 20], [1, 2])
 LENGTHS = [20, 13, 7]
+CACHES = [DynamicCache, StaticCache, DilatedCache]
 VOCABULARY, PAD = 40, 0
+CLOSE = 1e-11
 
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -68,6 +70,16 @@ def alone() -> list[Tensor]:
     return [row[None, :length] for row, length in zip(tokens(), LENGTHS, strict=True)]
 
 
+@torch.no_grad()
+def expected(name: str = "llama") -> Tensor:
+    """The logits of each sample alone."""
+    return torch.cat([model_of(name)(row, use_cache=False).logits[0] for row in alone()])
+
+
+def cache_of(kind: Any, model: Any) -> Any:
+    return kind(config=model.config, **({"max_cache_len": 30} if kind is StaticCache else {}))
+
+
 def batch(side: str, junk: int = 7) -> dict[str, Tensor]:
     """Samples of different lengths, padded with junk: left, right, or in the midst. Positions count real tokens."""
     most = max(LENGTHS)
@@ -101,6 +113,6 @@ def stop_before(layer: Any, model: Any, *args: Any, **given: Any) -> None:
     hook.remove()
 
 
-def real(logits: Tensor, mask: Tensor) -> Tensor:
-    """Those of real tokens, sample after sample."""
-    return logits[mask.bool()]
+def refused(model: Any, says: str, **given: Any) -> None:
+    with pytest.raises(ValueError, match=says):
+        model(**({"input_ids": tokens()} | given))

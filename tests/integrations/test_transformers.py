@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, DynamicCache, Lfm2Config, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
+import dilated_attention.integrations.transformers.model as longnet
 from dilated_attention import reference
 from dilated_attention.checks import DilatedAttentionWarning
 from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
 from dilated_attention.integrations.transformers.grid import grid_mask
 from dilated_attention.testing import error
 from tests.integrations.hf import (
+    CACHES,
+    CLOSE,
     CONFIGS,
     LENGTHS,
     OTHER,
@@ -27,24 +31,22 @@ from tests.integrations.hf import (
     SHAPE,
     alone,
     batch,
+    cache_of,
     config_of,
+    expected,
     made,
     model_of,
     packed,
-    real,
+    refused,
     stop_before,
     tokens,
 )
 
 MODELS = pytest.mark.parametrize("name", CONFIGS)
-SLOW = pytest.mark.slow
-CLOSE = 1e-11
-
-
-def expected(name: str) -> Tensor:
-    """The logits of each sample alone."""
-    with torch.no_grad():
-        return torch.cat([model_of(name)(row, use_cache=False).logits[0] for row in alone()])
+TWO = pytest.mark.parametrize("name", ["llama", "longnet"])
+KINDS = pytest.mark.parametrize("kind", CACHES)
+MASK = torch.ones(3, 20, dtype=torch.int64)
+ENDS = torch.tensor([0, *LENGTHS]).cumsum(0)
 
 
 # --- one forward pass -------------------------------------------------------------------------------------------
@@ -64,178 +66,132 @@ def test_a_sample_alone_is_the_oracles(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @MODELS
-@pytest.mark.parametrize("side", ["right", "left", "middle"])
-def test_padding(name: str, side: str) -> None:
-    given = batch(side)
-    with torch.no_grad():
-        logits = model_of(name)(**given).logits
-    assert error(real(logits, given["attention_mask"]), expected(name)) < CLOSE
+@pytest.mark.parametrize("how", ["right", "left", "middle", "position_ids", "cu_seq_lens"])
+@torch.no_grad()
+def test_padding_and_packed_documents(name: str, how: str) -> None:
+    given = batch(how) if how in ("right", "left", "middle") else packed()
+    if how == "cu_seq_lens":
+        given |= {"cu_seq_lens_q": ENDS.int(), "cu_seq_lens_k": ENDS.int(), "max_length_q": 20, "max_length_k": 20}
+    mask = given.get("attention_mask", torch.ones(1, sum(LENGTHS)))
+    assert error(model_of(name)(**given).logits[mask.bool()], expected(name)) < CLOSE
 
 
-@MODELS
-@pytest.mark.parametrize("told", [False, True], ids=["position_ids", "cu_seq_lens"])
-def test_packed_documents(name: str, told: bool) -> None:
-    given = packed()
-    if told:
-        ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20}
-    with torch.no_grad():
-        logits = model_of(name)(**given).logits
-    assert error(logits[0], expected(name)) < CLOSE
-
-
-@pytest.mark.parametrize("given", ["left", "packed"])
+@pytest.mark.parametrize("given", [{**batch("left"), "use_cache": False}, packed()], ids=["left", "packed"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients(given: str, checkpointing: bool) -> None:
+def test_gradients(given: Any, checkpointing: bool) -> None:
     """Of every parameter, for the summed losses of all samples."""
     model = made(config_of()).train()
-    parameters = list(model.parameters())
     weight = torch.randn(sum(LENGTHS), 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    each = torch.cat([model(row, use_cache=False).logits[0] for row in alone()])
-    wanted = torch.autograd.grad((each * weight).sum(), parameters)
+    mask = given.get("attention_mask", torch.ones(1, sum(LENGTHS))).bool()
+
+    def gradients(logits: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((logits * weight).sum(), list(model.parameters()))
+
+    wanted = gradients(torch.cat([model(row, use_cache=False).logits[0] for row in alone()]))
     if checkpointing:
         model.gradient_checkpointing_enable()
-    inputs = packed() if given == "packed" else {**batch(given), "use_cache": False}
-    logits = model(**inputs).logits
-    logits = logits[0] if given == "packed" else real(logits, inputs["attention_mask"])
-    got = torch.autograd.grad((logits * weight).sum(), parameters)
-    assert max(error(x, y) for x, y in zip(got, wanted, strict=True)) < CLOSE
+    assert max(map(error, gradients(model(**given).logits[mask]), wanted)) < CLOSE
 
 
 def test_dropout_drops_and_sinks_are_honoured() -> None:
-    model = made(config_of(attention_dropout=0.5)).train()
-    inputs = batch("left")
+    model, inputs = made(config_of(attention_dropout=0.5)).train(), batch("left")
     assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
-    model.eval()
-    plain = model(**inputs).logits
-    assert error(model(**inputs, s_aux=torch.full((4,), -1e9, dtype=torch.float64)).logits, plain) < CLOSE
-    assert error(model(**inputs, s_aux=torch.zeros(4, dtype=torch.float64)).logits, plain) > 1e-3
+    plain = model.eval()(**inputs).logits
+    none, some = (model(**inputs, s_aux=torch.full((4,), x, dtype=torch.float64)).logits for x in (-1e9, 0.0))
+    assert error(none, plain) < CLOSE
+    assert error(some, plain) > 1e-3
 
 
 # --- generation -------------------------------------------------------------------------------------------------
 
 NEW = 30  # with the prompts, more than three of the longest segments
-GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-CACHES: dict[str, dict[str, Any]] = {
-    "none": {"use_cache": False},
-    "dynamic": {},
-    "static": {"cache_implementation": "static"},
-    "dilated": {},
-}
+OPTIONS: dict[str, Any] = {
+    "none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}, "dilated": {},
+}  # fmt: skip
 
 
-def options(cache: str, model: Any) -> dict[str, Any]:
-    return {"past_key_values": DilatedCache(model.config)} if cache == "dilated" else CACHES[cache]
+def generated(model: Any, given: Tensor, cache: str = "none", **more: Any) -> list[list[int]]:
+    more = {"attention_mask": torch.ones_like(given), "max_new_tokens": NEW, **OPTIONS[cache], **more}
+    if cache == "dilated":
+        more["past_key_values"] = DilatedCache(model.config)
+    found: list[list[int]] = model.generate(given, do_sample=False, **more)[:, given.shape[1] :].tolist()
+    return found
 
 
 @functools.cache
-def greedy(name: str) -> list[list[int]]:
+def greedy(name: str, **more: Any) -> list[list[int]]:
     """What each sample goes on with alone, without a cache."""
-    return torch.cat([generated(model_of(name), row, use_cache=False) for row in alone()]).tolist()
-
-
-def generated(model: Any, given: Tensor, **more: Any) -> Tensor:
-    found: Tensor = model.generate(given, **{"attention_mask": torch.ones_like(given), **GREEDY, **more})
-    return found[:, given.shape[1] :]
+    return [generated(model_of(name), row, **more)[0] for row in alone()]
 
 
 @pytest.mark.parametrize(
-    ("name", "cache"),
+    ("name", "cache", "beams"),
     [
-        *itertools.product(("llama", "longnet"), CACHES),
-        ("gpt2", "dilated"),
-        ("qwen3", "dilated"),
-        ("mistral", "dynamic"),
+        *itertools.product(("llama", "longnet"), OPTIONS, [{}]),
+        *(("gpt2", "dilated", {}), ("qwen3", "dilated", {}), ("mistral", "dynamic", {})),
+        *(("llama", cache, {"num_beams": 3, "max_new_tokens": 12}) for cache in ("dynamic", "dilated", "static")),
     ],
 )
-def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str) -> None:
-    model, given = model_of(name), batch("left", junk=PAD)
-    got = generated(model, given["input_ids"], attention_mask=given["attention_mask"], **options(cache, model))
-    assert got.tolist() == greedy(name)
-    assert len(set(got[0].tolist())) > 5  # not the same token over and over
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "dilated", "static"])
-def test_beams_of_left_padded_prompts_are_those_of_each_alone(cache: str) -> None:
-    model, given = model_of(), batch("left", junk=PAD)
-    wanted = [generated(model, row, num_beams=3, use_cache=False, max_new_tokens=12)[0].tolist() for row in alone()]
-    mask = given["attention_mask"]
-    got = generated(
-        model, given["input_ids"], attention_mask=mask, num_beams=3, max_new_tokens=12, **options(cache, model)
-    )
-    assert got.tolist() == wanted
+def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str, beams: dict[str, int]) -> None:
+    given = batch("left", junk=PAD)
+    got = generated(model_of(name), given["input_ids"], cache, attention_mask=given["attention_mask"], **beams)
+    assert got == greedy(name, **beams)
+    assert len(set(got[0])) > 5  # not the same token over and over
 
 
 @pytest.mark.parametrize(
     ("cache", "how"), [("dynamic", "prompt lookup"), ("dilated", "prompt lookup"), ("dilated", "assistant")]
 )
 def test_assisted_chunks(cache: str, how: str) -> None:
-    model, given = model_of(), tokens()[:1]
-    more: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
-    if how == "assistant":
-        more = {"assistant_model": changed_a_little(model)}
-    assert generated(model, given, **more, **options(cache, model)).tolist() == greedy("llama")[:1]
-
-
-def changed_a_little(model: Any) -> Any:
-    """A model that is right now and then."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for index, parameter in enumerate(other.parameters()):
-            noise = torch.randn(parameter.shape, dtype=parameter.dtype, generator=torch.Generator().manual_seed(index))
-            parameter.add_(0.02 * noise)
-    return other
+    model, more = model_of(), {"prompt_lookup_num_tokens": 3}
+    if how == "assistant":  # which is right now and then
+        more = {"assistant_model": copy.deepcopy(model)}
+        with torch.no_grad():
+            for index, parameter in enumerate(more["assistant_model"].parameters()):
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    assert generated(model, tokens()[:1], cache, **more) == greedy("llama")[:1]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache])
+@KINDS
+@torch.no_grad()
 def test_chunks_of_a_padded_batch(kind: Any, side: str) -> None:
     """Any number of tokens at a time, by hand; padding is where it is."""
-    model, given = model_of(), batch(side)
-    cache = kind(config=model.config, max_cache_len=30) if kind is StaticCache else kind(config=model.config)
-    logits = []
-    with torch.no_grad():
-        for start, stop in ((0, 5), (5, 6), (6, 17), (17, 20)):
-            part = {key: value[:, start:stop] for key, value in given.items()}
-            part["attention_mask"] = given["attention_mask"][:, :stop]
-            logits.append(model(**part, past_key_values=cache).logits)
-    assert error(real(torch.cat(logits, 1), given["attention_mask"]), expected("llama")) < CLOSE
+    model, given, logits = model_of(), batch(side), []
+    cache = cache_of(kind, model)
+    for start, stop in ((0, 5), (5, 6), (6, 17), (17, 20)):
+        part = {key: value[:, start:stop] for key, value in given.items()}
+        part["attention_mask"] = given["attention_mask"][:, :stop]
+        logits.append(model(**part, past_key_values=cache).logits)
+    assert error(torch.cat(logits, 1)[given["attention_mask"].bool()], expected()) < CLOSE
 
 
 # --- compilation ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["static", pytest.param("padded", marks=SLOW), pytest.param("packed", marks=SLOW)])
+@pytest.mark.parametrize("kind", ["static", *(pytest.param(x, marks=pytest.mark.slow) for x in ("padded", "packed"))])
+@torch.no_grad()
 def test_torch_compile(kind: str) -> None:
     """fullgraph, but for packed documents, whose number is in the data."""
-    model = made(config_of())
+    model, given, step = made(config_of()), packed() if kind == "packed" else batch("left"), {}
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=kind != "packed")
-    given = packed() if kind == "packed" else batch("left")
-    with torch.no_grad():
-        if kind != "static":
-            assert error(compiled(**given).logits, model(**given).logits) < CLOSE
-            return
-        cache = StaticCache(config=model.config, max_cache_len=30)
-        model(**{key: value[:, :19] for key, value in given.items()}, past_key_values=cache)
-        step = {key: value if key == "attention_mask" else value[:, 19:] for key, value in given.items()}
-        logits = compiled(**step, past_key_values=cache).logits
-        assert error(logits, model(**given, use_cache=False).logits[:, 19:]) < CLOSE
+    wanted = model(**{**given, "use_cache": False}).logits
+    if kind == "static":
+        step = {"past_key_values": cache_of(StaticCache, model), "attention_mask": given["attention_mask"]}
+        model(**{key: value[:, :19] for key, value in given.items()}, past_key_values=step["past_key_values"])
+        given, wanted = {key: value[:, 19:] for key, value in given.items()}, wanted[:, 19:]
+    assert error(compiled(**given | step).logits, wanted) < CLOSE
 
 
-MASK = torch.ones(3, 20, dtype=torch.int64)
-ODD = torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]])
-LATE = torch.tensor([[*range(10), *range(15, 25)]])
+def test_compiled_generation() -> None:
+    model = made(config_of(pattern=(PATTERN, OTHER)))
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert generated(model, tokens()[:1], "dilated", max_new_tokens=6) == [greedy("llama")[0][:6]]
+    torch.compiler.reset()
 
 
 # --- what cannot be honoured ------------------------------------------------------------------------------------
-
-ENDS = torch.tensor([0, 20, 33, 40])
-
-
-def refused(model: Any, says: str, **given: Any) -> None:
-    with pytest.raises(ValueError, match=says):
-        model(**({"input_ids": tokens()} | given))
 
 
 @pytest.mark.parametrize(
@@ -250,58 +206,47 @@ def test_configs_that_are_refused(name: str, changes: dict[str, Any], says: str)
     refused(made(config_of(name, **changes)), says)
 
 
+NO_CACHE = {"use_cache": False}
+ODD = torch.tensor([[*range(0, 20, 2), *range(1, 20, 2)]])
+OWN = "needs one that its own mask function made"
+EACH = "has 20 tokens, cached and new, and attention_mask .* has 25: give attention_mask one column per token"
+
+
+@TWO
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"output_attentions": True}, "output_attentions"),
         ({"head_mask": torch.ones(4)}, "head masks"),
         ({"softcap": 30.0}, "soft caps"),
-        ({"attention_mask": torch.ones(3, 1, 20, 20, dtype=torch.bool)}, "needs one that its own mask function made"),
-        *(
-            (
-                {"attention_mask": torch.ones(3, 1, n, 20, dtype=torch.int64)},
-                "needs one that its own mask function made",
-            )
-            for n in (1, 2, 3, 20)  # as many rows as a grid may have, and as many as tokens
-        ),
+        ({"is_causal": False}, "is for causal decoders"),
         ({"indices": torch.zeros(3, 20, 4)}, "sparse attention by an indexer"),
+        # as many rows as a grid may have, and as many as tokens
+        *(({"attention_mask": torch.ones(3, 1, n, 20, dtype=torch.int64)}, OWN) for n in (1, 2, 3, 20)),
+        ({"attention_mask": torch.ones(3, 1, 20, 20, dtype=torch.bool)}, OWN),
         ({**packed(), "cu_seq_lens_q": ENDS, "use_cache": True}, "without a cache: leave attention_mask out, and pass"),
         ({**packed(), "use_cache": True}, "must grow by 1"),
         ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "must grow by 1"),
-        ({"position_ids": LATE, "use_cache": False}, "another number than 0"),
+        ({"position_ids": torch.tensor([[*range(10), *range(15, 25)]]), **NO_CACHE}, "must begin at 0 in each packed"),
         ({"position_ids": ODD, "use_cache": True}, "must grow by 1"),
-        ({"cu_seq_lens_q": torch.tensor([0, 60]), "use_cache": False}, "one row of packed tokens"),
-        (
-            {**packed(), "position_ids": None, "cu_seq_lens_q": ENDS},
-            "numbers all documents as one, so pass position_ids",
-        ),
-        ({**packed(), "cu_seq_lens_q": ENDS[[0, 1, 3]]}, "position_ids and cu_seq_lens_q differ"),
+        ({"cu_seq_lens_q": torch.tensor([0, 60]), **NO_CACHE}, "one row of packed tokens"),
+        ({**packed(), "position_ids": torch.arange(40)[None], "cu_seq_lens_q": ENDS}, "as one; without documents"),
+        ({**packed(), "cu_seq_lens_q": ENDS[[0, 1, 3]]}, "must begin at 0 in each packed document"),
         ({**packed(), "cu_seq_lens_q": ENDS[1:]}, "cu_seq_lens_q must begin with 0"),
         ({**packed(), "cu_seq_lens_q": ENDS + ENDS // 40}, "end with 40, the number of tokens"),
         ({**packed(), "cu_seq_lens_q": ENDS[[0, 2, 1, 3]]}, "never fall"),
         ({"attention_mask": MASK[:1]}, "must be .batch, tokens., and the batch has 3, got .1, 20."),
         ({"attention_mask": MASK[:, :19]}, "19 columns, and there are 0 tokens in the cache and 20 new ones"),
-        (
-            {"attention_mask": torch.ones(3, 25), "use_cache": False},
-            "has 20 tokens, cached and new, and attention_mask .* has 25: give attention_mask one column per token",
-        ),
-        (
-            {"attention_mask": torch.ones(3, 25)},
-            "25 columns, .* 0 .* and 20 new ones: it must have a column for each",
-        ),
+        ({"attention_mask": torch.ones(3, 25), **NO_CACHE}, EACH),
+        ({"attention_mask": torch.ones(3, 25).tril(20), **NO_CACHE}, EACH),
+        ({"attention_mask": torch.ones(3, 25)}, "25 columns, .* 0 .* and 20 new ones: it must have a column for each"),
         ({"cu_seq_lens_k": ENDS}, "cu_seq_lens_k came without cu_seq_lens_q"),
-        (
-            {"attention_mask": torch.ones(3, 25).tril(20), "use_cache": False},
-            "has 20 tokens, cached and new, and attention_mask .* has 25: give attention_mask one column per token",
-        ),
-        (
-            {**packed(), "cu_seq_lens_q": torch.tensor([0, 20, 40]), "cu_seq_lens_k": torch.tensor([0, 40])},
-            "cu_seq_lens_q and cu_seq_lens_k differ",
-        ),
+        ({**packed(), "cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS[[0, 3]]}, "cu_seq_lens_q and cu_seq_lens_k differ"),
     ],
 )
-def test_calls_that_are_refused(given: dict[str, Any], says: str) -> None:
-    refused(model_of(), says, **given)
+@torch.no_grad()
+def test_calls_that_are_refused(name: str, given: dict[str, Any], says: str) -> None:
+    refused(model_of(name), says, **given)
 
 
 def test_models_whose_first_layer_is_of_another_kind_or_tells_less() -> None:
@@ -311,12 +256,12 @@ def test_models_whose_first_layer_is_of_another_kind_or_tells_less() -> None:
     refused(model_of("gpt2"), "output_attentions", output_attentions=True)  # which it does not tell its attention
 
 
-@pytest.mark.parametrize("kind", [DynamicCache, StaticCache, DilatedCache])
+@KINDS
 @torch.no_grad()
 def test_a_mask_of_another_width_is_refused(kind: Any) -> None:
     """Of the new tokens alone, or too wide; and nothing has happened to the cache."""
     model = model_of()
-    cache = kind(config=model.config, **({"max_cache_len": 30} if kind is StaticCache else {}))
+    cache = cache_of(kind, model)
     model(tokens()[:, :15], past_key_values=cache)
     step = {"input_ids": tokens()[:, 15:], "past_key_values": cache}
     for mask in (MASK[:, 15:], *(() if kind is StaticCache else (torch.ones(3, 21), torch.ones(3, 21).tril(18)))):
@@ -326,78 +271,70 @@ def test_a_mask_of_another_width_is_refused(kind: Any) -> None:
     assert error(model(**step, attention_mask=MASK).logits, wanted) < CLOSE
 
 
-@pytest.mark.parametrize("kind", [DynamicCache, DilatedCache, StaticCache])
+@KINDS
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("side", [None, "left"])
 @torch.no_grad()
-def test_positions_go_on_after_the_cache(kind: Any, n: int) -> None:
+def test_positions_go_on_after_the_cache(kind: Any, n: int, side: str | None) -> None:
     """Also those of a single token, and of samples with padding, whose positions count real tokens, or all columns."""
-    model, given = model_of(), batch("left")
-    room = {"max_cache_len": 40} if kind is StaticCache else {}
-    for padded, off in ((False, -1), (True, -1), (False, 4), (True, 4)):
-        prompt = given if padded else {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens())}
-        cache = kind(config=model.config, **room)
-        model(**prompt, past_key_values=cache)
+    model, mask = model_of(), MASK if side is None else batch(side)["attention_mask"]
+    place, logits = torch.arange(20, 20 + n).expand(3, -1), []
+    counted = place - 20 + mask.sum(1, keepdim=True)
+    for positions in (counted, place, counted - 1, counted + 4):
+        cache = cache_of(kind, model)
+        model(tokens(), mask, None if positions is place else (mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
         more = {
-            "input_ids": tokens()[:, :n], "past_key_values": cache,
-            "attention_mask": torch.cat((prompt["attention_mask"], torch.ones(3, n, dtype=torch.int64)), 1),
+            "input_ids": tokens()[:, :n], "attention_mask": F.pad(mask, (0, n), value=1), "position_ids": positions,
+            "past_key_values": cache,
         }  # fmt: skip
-        before = prompt["attention_mask"].sum(1, keepdim=True) + off
-        with pytest.raises(ValueError, match="and go on after those in the cache"):
-            model(**more, position_ids=before + torch.arange(n))
-    cache = kind(config=model.config, **room)
-    model(**{key: value for key, value in given.items() if key != "position_ids"}, past_key_values=cache)
-    model(**more | {"past_key_values": cache})
+        if positions is counted or positions is place:
+            logits.append(model(**more).logits)
+        else:
+            refused(model, "and go on after those in the cache", **more)
+    assert error(*logits) < 1e-5  # rotary positions are relative, in float32
 
 
-@pytest.mark.parametrize("kind", [DynamicCache, DilatedCache])
+def given_half(side: str | None, start: int, stop: int) -> dict[str, Tensor]:
+    mask = {} if side is None else {"attention_mask": batch(side)["attention_mask"][:, :stop]}
+    return {"input_ids": tokens()[:, start:stop], **mask}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*itertools.product(("llama", "longnet"), (DynamicCache, DilatedCache)), ("longnet", StaticCache)]
+)
 @pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("side", [None, "left"])
 @torch.no_grad()
-def test_a_cache_that_is_filled_by_half_is_refused(kind: Any, start: int) -> None:
+def test_a_cache_that_is_filled_by_half_is_refused(name: str, kind: Any, start: int, side: str | None) -> None:
     """As after an error, or a key that was pressed, between two layers."""
-    model = made(config_of())
-    for mask in (None, batch("left")["attention_mask"]):
-        cache = kind(config=model.config)
-        given = {} if mask is None else {"attention_mask": mask[:, :start]}
-        if start:
-            model(tokens()[:, :start], **given, past_key_values=cache)
-        given = {} if mask is None else {"attention_mask": mask[:, : start + 3]}
-        stop_before(model.model.layers[1], model, tokens()[:, start : start + 3], **given, past_key_values=cache)
-        given = {} if mask is None else {"attention_mask": mask[:, : start + 5]}
-        says = f"a layer has {start + 2} tokens, cached and new, and .* has {start + 5}: .* make a new cache"
-        refused(model, says, input_ids=tokens()[:, start + 3 : start + 5], **given, past_key_values=cache)
+    model = model_of(name)
+    cache = cache_of(kind, model)
+    if start:
+        model(**given_half(side, 0, start), past_key_values=cache)
+    layers = model.lm.blocks if name == "longnet" else model.model.layers
+    stop_before(layers[1], model, **given_half(side, start, start + 3), past_key_values=cache)
+    says = f"a layer has {start + 2} tokens, cached and new, and .* has {start + 5}: .* make a new cache"
+    says = f"hold from {start} to {start + 3} tokens: .* make a new cache" if name == "longnet" else says
+    refused(model, says, **given_half(side, start + 3, start + 5), past_key_values=cache)
 
 
 def test_checkpointing_that_leaves_a_filled_cache_out_is_refused() -> None:
     """transformers warns, and takes the cache away from its layers, not from the mask."""
     model = made(config_of()).train()
-    cache = DynamicCache(config=model.config)
+    cache = cache_of(DynamicCache, model)
     model(tokens()[:, :5], past_key_values=cache)
     model.gradient_checkpointing_enable()
     refused(model, "checkpointing left the cache out", input_ids=tokens()[:, 5:], past_key_values=cache)
 
 
-def test_a_model_that_does_not_tell_of_positions() -> None:
+def test_a_model_that_does_not_tell_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could check them, so there is a warning."""
-    model = made(config_of())
-    told = AttentionInterface()["dilated"]
-
-    def untold(*args: Any, position_ids: Any = None, **options: Any) -> Any:
-        return told(*args, **options)
-
-    AttentionInterface.register("dilated", untold)
-    try:
-        with pytest.warns(DilatedAttentionWarning, match="LlamaAttention does not tell its attention of position_ids"):
-            model(tokens())
-    finally:
-        AttentionInterface.register("dilated", told)
-
-
-def test_compiled_generation() -> None:
-    model = made(config_of(pattern=(PATTERN, OTHER)))
-    wanted = generated(model, tokens()[:1], use_cache=False, max_new_tokens=6)
-    model.forward = torch.compile(model.forward, backend="eager")
-    assert torch.equal(generated(model, tokens()[:1], max_new_tokens=6, **options("dilated", model)), wanted)
-    torch.compiler.reset()
+    model, told = made(config_of()), AttentionInterface()["dilated"]
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "dilated", lambda *x, position_ids=None, **more: told(*x, **more)
+    )
+    with pytest.warns(DilatedAttentionWarning, match="LlamaAttention does not tell its attention of position_ids"):
+        model(tokens())
 
 
 def test_a_config_without_a_pattern_or_with_too_many() -> None:
@@ -413,18 +350,21 @@ def test_a_config_without_a_pattern_or_with_too_many() -> None:
         set_pattern(object(), [])
 
 
-def test_the_pattern_is_saved_with_the_config(tmp_path: Any) -> None:
-    config = config_of(pattern=(PATTERN, OTHER))
-    config.save_pretrained(tmp_path)
-    assert type(config).from_pretrained(tmp_path).dilated_pattern == config.dilated_pattern
-    model = made(config_of())
-    before = model(tokens()).logits
-    set_pattern(model, OTHER)
-    assert error(model(tokens()).logits, before) > 1e-3
+@TWO
+@torch.no_grad()
+def test_the_pattern_is_saved_with_the_config_and_can_be_set_later(name: str, tmp_path: Any) -> None:
+    model = made(config_of(name, (PATTERN, OTHER)))
+    set_pattern(model, PATTERN)
+    logits = model(tokens()).logits
+    assert error(logits, model_of(name)(tokens()).logits) > 1e-3
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="dilated", dtype=torch.float64).eval()
+    assert again.config.dilated_pattern == model.config.dilated_pattern
+    assert error(again(tokens()).logits, logits) < CLOSE
 
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "sdpa_mask", lambda batch_size, cache_position: None)
+    monkeypatch.setattr(longnet, "sdpa_mask", lambda batch_size, cache_position: None)
     with pytest.raises(ImportError, match="too old"):
         register()
 

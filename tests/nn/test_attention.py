@@ -23,31 +23,38 @@ PATTERN = da.DilatedPattern.head_groups(LENGTHS, RATES)
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "eager"])
 def test_is_the_function(cls: Any, rule: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, and on the backend asked for."""
-    qkv = testing.make_qkv(2, 13, 4, 8)
-    ran = set()
+    qkv, ran = testing.make_qkv(2, 13, 4, 8), set()
     for module in (eager, sdpa):
         monkeypatch.setattr(module, "forward", lambda *x, m=module, f=module.forward: ran.add(m) or f(*x))
     made = cls(LENGTHS, RATES, rule=rule, backend=backend, softmax_scale=0.7)
     got = testing.run(made, qkv, qkv[2])
     assert ran == {eager if backend == "eager" else sdpa}
     expected = testing.run(lambda *x: da.dilated_attention(*x, made.pattern, scale=0.7, backend=backend), qkv, qkv[2])
-    for name, value in expected.items():
-        assert torch.equal(getattr(got, name), value), name
+    assert same(got, expected)
     assert not made.state_dict()
     for part in (rule, "[4, 8]", "[1, 2]", "softmax_scale=0.7", "dropout=0.0", f"backend={backend!r}"):
         assert part in repr(made)
 
 
-def test_dropout_is_for_training() -> None:
-    qkv, module = testing.make_qkv(2, 13, 4, 8), da.DilatedAttention(LENGTHS, RATES, attention_dropout=0.4)
+def same(got: testing.Results, expected: testing.Results) -> bool:
+    return all(torch.equal(value, getattr(expected, name)) for name, value in got.items())
 
-    def seeded(attention: Any) -> torch.Tensor:
+
+@BOTH
+def test_dropout_is_for_training_and_all_compiles_as_one_graph(cls: Any) -> None:
+    qkv, module = testing.make_qkv(2, 13, 4, 8), cls(LENGTHS, RATES)
+    options = {"is_causal": True, "key_padding_mask": torch.arange(13).expand(2, -1) > 10}
+    compiled, module.dropout = torch.compile(module, fullgraph=True, backend="aot_eager"), 0.4
+
+    def run(attention: Any, **more: Any) -> testing.Results:
         torch.manual_seed(1)
-        return attention(*qkv)
+        return testing.run(lambda *x: attention(*x, **options, **more), qkv, qkv[2])
 
-    expected = seeded(lambda *x: da.dilated_attention(*x, PATTERN, dropout_p=0.4))
-    assert torch.equal(seeded(module), expected)
-    assert torch.equal(seeded(module.eval()), da.dilated_attention(*qkv, PATTERN))
+    for dropout_p in (0.4, 0.0):
+        expected = run(da.dilated_attention, pattern=PATTERN, dropout_p=dropout_p)
+        assert same(run(module), expected)
+        assert same(run(compiled), expected)
+        module.eval()
 
 
 @pytest.mark.parametrize("use_tf32", [True, False])
@@ -72,21 +79,6 @@ def test_use_tf32_leaves_the_process_alone_and_says_so(use_tf32: bool) -> None:
     assert f"use_tf32={use_tf32}" in repr(module)
 
 
-@pytest.mark.parametrize(("cls", "dropout"), [(da.DilatedAttention, 0.0), (da.ImprovedDilatedAttention, 0.5)])
-def test_compiles_as_one_graph(cls: Any, dropout: float) -> None:
-    module = cls(LENGTHS, RATES)
-    module.dropout = dropout
-    qkv, mask = testing.make_qkv(2, 13, 4, 8), torch.arange(13).expand(2, -1) > 10
-
-    def run(attention: Any) -> testing.Results:
-        torch.manual_seed(0)
-        return testing.run(lambda *x: attention(*x, True, key_padding_mask=mask), qkv, qkv[2])
-
-    compiled = run(torch.compile(module, fullgraph=True, backend="aot_eager"))
-    for (name, value), (_, expected) in zip(compiled.items(), run(module).items(), strict=True):
-        assert torch.equal(value, expected), name
-
-
 @BOTH
 def test_errors(cls: Any) -> None:
     """The rest is that of a pattern."""
@@ -97,20 +89,21 @@ def test_errors(cls: Any) -> None:
         ((LENGTHS, RATES), {"rule": "fixed"}, ValueError, "unknown rule 'fixed': use one of longnet"),
         ((LENGTHS, RATES), {"backend": "fast"}, ValueError, "unknown backend 'fast': use one of auto"),
         ((LENGTHS, RATES, 0.5, None, "longnet"), {}, TypeError, "positional arguments"),  # rule goes by keyword
-        ((LENGTHS, RATES), {dropout: 1.1}, ValueError, rf"^{dropout} must be a number in \[0, 1\], got 1.1"),
+        ((LENGTHS, RATES), {dropout: 1.1}, ValueError, r"dropout must be a number in \[0, 1\], got 1.1"),
         ((LENGTHS, RATES), {"softmax_scale": -1.0}, ValueError, "^softmax_scale must be a finite number of 0 or more"),
     ):
         with pytest.raises(kind, match=message):
             cls(*lists, **options)
     with pytest.raises(TypeError, match=r"use_tf32 must be True or False, got 0\.5"):
         da.ImprovedDilatedAttention(LENGTHS, RATES, 0.1, 0.5)  # type: ignore[arg-type]
-    module, qkv = cls(LENGTHS, RATES), testing.make_qkv(1, 8, 2, 4)
-    with pytest.raises(ValueError, match=r"head_groups needs .* got 2 branches and 1 key/value heads"):
-        module(*testing.make_qkv(1, 8, 1, 4))
-    with pytest.raises(TypeError, match="key_padding_mask must be bool"):
-        module(*qkv, key_padding_mask=torch.zeros(1, 8))
-    with pytest.raises(TypeError, match="positional arguments"):
-        module(*qkv, False, torch.zeros(1, 8, dtype=torch.bool))
+    few, qkv = testing.make_qkv(1, 8, 1, 4), testing.make_qkv(1, 8, 2, 4)
+    for given, options, message in (
+        (few, {}, r"head_groups needs .* got 2 branches and 1 key/value heads"),
+        (qkv, {"key_padding_mask": torch.zeros(1, 8)}, "key_padding_mask must be bool"),
+        ((*qkv, False, torch.zeros(1, 8, dtype=torch.bool)), {}, "positional arguments"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            cls(LENGTHS, RATES)(*given, **options)
 
 
 @pytest.mark.parametrize(

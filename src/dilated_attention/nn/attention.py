@@ -6,7 +6,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from dilated_attention.checks import checked_probability, checked_scale
+from dilated_attention.checks import checked_scale
 from dilated_attention.nn.core import Core, Lengths, ModuleOptions
 
 
@@ -40,8 +40,7 @@ class DilatedAttention(Core):
         attention_dropout: float = 0.0,
         **options: Unpack[ModuleOptions],
     ) -> None:
-        dropout = checked_probability(attention_dropout, "attention_dropout")
-        super().__init__(segment_lengths, dilation_rates, dropout, **options)
+        super().__init__(segment_lengths, dilation_rates, attention_dropout, **options)
         self.softmax_scale = None if softmax_scale is None else checked_scale(softmax_scale, "softmax_scale")
 
     def forward(

@@ -47,7 +47,13 @@ class Core(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        self.pattern = _pattern(segment_lengths, dilation_rates, pattern, rule)
+        if pattern is None:
+            if segment_lengths is None or dilation_rates is None:
+                raise ValueError("no pattern: give segment_lengths and dilation_rates, or pattern=")
+            pattern = DilatedPattern.of(rule or "head_groups", segment_lengths, dilation_rates)
+        elif (segment_lengths, dilation_rates) != (None, None) or rule not in (None, getattr(pattern, "rule", None)):
+            raise ValueError(f"pattern={pattern} says segment_lengths, dilation_rates and rule: leave these out")
+        self.pattern = pattern
         self.dropout = checked_probability(dropout, "dropout")
         self.backend: Backend = backend
         check_options(Options(self.pattern, backend=backend))
@@ -69,39 +75,26 @@ class Core(nn.Module):
         return ", ".join([str(self.pattern), *(f"{x}={getattr(self, x)!r}" for x in self.shown), *ranks])
 
 
-def _pattern(lengths: Lengths, rates: Lengths, pattern: DilatedPattern | None, rule: Rule | None) -> DilatedPattern:
-    """The pattern given, or that of the two lists."""
-    if pattern is None:
-        if lengths is None or rates is None:
-            raise ValueError("no pattern: give segment_lengths and dilation_rates, or pattern=")
-        return DilatedPattern.of(rule or "head_groups", lengths, rates)
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
-    if lengths is not None or rates is not None:
-        raise ValueError(f"pattern={pattern} and a list of lengths or rates were given: give the lists or the pattern")
-    if rule not in (None, pattern.rule):
-        raise ValueError(f"rule={rule!r} and pattern={pattern} were both given: leave rule out")
-    return pattern
-
-
 def module_ranks(
     group: Group | ContextParallel | None,
     ring_size: int | None,
     use_checkpointing: bool | None,
     exchange: Exchange,
-    only: str = "",
+    name: str = "",
 ) -> Ranks:
-    """What the constructor of a module says of ranks. ``only``: the name of a class that has no other exchange."""
+    """What the constructor of a module says of ranks. ``name``: that of a class that has no other exchange."""
     parallel = ContextParallel() if group is None else ContextParallel.of(group)
-    if only and parallel.exchange not in (None, exchange):
+    if name and parallel.exchange not in (None, exchange):
         raise ValueError(
-            f"{only} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}: leave exchange "
+            f"{name} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}: leave exchange "
             "out, or call dilated_attention(), which takes every exchange"
         )
-    given = [x for x in (use_checkpointing, parallel.use_checkpointing, True) if x is not None]
-    if len(given) == 3 and given[0] != given[1]:
-        raise ValueError(f"use_checkpointing is {given[0]!r}, and {given[1]!r} in ContextParallel: give it once")
-    parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=given[0])
+    given = {use_checkpointing, parallel.use_checkpointing} - {None}
+    if len(given) > 1:
+        keeps = parallel.use_checkpointing
+        raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {keeps!r} in ContextParallel: give it once")
+    again = given.pop() if given else True
+    parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=again)
     ranks = Ranks(parallel, None if ring_size is None else check_int("ring_size", ring_size))
     ranks.for_call()  # errors now rather than in the first step
     return ranks

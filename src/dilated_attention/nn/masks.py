@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilated_attention.autograd import is_plain
 from dilated_attention.resolve import check_layout, check_padding_mask
@@ -21,7 +21,7 @@ def ignored(mask: Tensor, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or mask.is_meta:  # no value to look at yet
             torch._assert_async(known.all(), wanted)
         elif not unmapped(known).all():
-            raise ValueError(f"{wanted}, got {unmapped(mask)[~unmapped(known)][0].item()}")
+            raise ValueError(wanted)
         mask = is_ignored
     check_padding_mask(mask, x)
     return mask
@@ -44,18 +44,16 @@ def check_causal_mask(mask: Tensor, is_causal: bool, tokens: int, rows: int) -> 
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
     check_layout("attn_mask", mask)
-    if mask.shape not in ((tokens, tokens), (rows, tokens, tokens)):
+    is_bool = mask.dtype == torch.bool
+    if mask.shape not in ((tokens, tokens), (rows, tokens, tokens)) or not (is_bool or mask.is_floating_point()):
         raise ValueError(
-            f"attn_mask must be ({tokens}, {tokens}) or ({rows}, {tokens}, {tokens}) like the tokens, got "
-            f"{tuple(mask.shape)}"
+            f"attn_mask must be ({tokens}, {tokens}) or ({rows}, {tokens}, {tokens}) like the tokens, and bool or "
+            f"float, got {tuple(mask.shape)} of {mask.dtype}"
         )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask must be bool or float, got {mask.dtype}")
     if not is_plain(mask) or mask.device.type != "cpu" or tokens > MOST_CHECKED:
         return  # the caller's word is taken: there is no value yet, or the host would wait for it
-    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    right = mask == (later if mask.dtype == torch.bool else torch.zeros(later.shape).masked_fill(later, -torch.inf))
-    if not right.all():
+    causal = nn.Transformer.generate_square_subsequent_mask(tokens)
+    if not (mask == (causal < 0 if is_bool else causal)).all():
         raise ValueError(
             "attn_mask is not the causal mask (True or -inf above the diagonal, False or 0 elsewhere), and "
             "is_causal=True says that it is. The pattern says who sees whom: leave attn_mask out"

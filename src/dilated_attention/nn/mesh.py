@@ -13,16 +13,16 @@ loads on a mesh of any shape; for a plain state dict there is
 ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
 
 Dropout drops the same pairs as on one device: the first rank along the sequence and heads axes draws the seed. Seed
-ranks along the data axis differently. If one rank's arguments are wrong, ranks with other heads raise at once if the
-mesh's groups have gloo for the CPU; otherwise they wait for the timeout of their collectives.
+ranks along the data axis differently. Of one rank's wrong arguments, ranks with other heads hear at once if the mesh's
+groups have gloo for the CPU; otherwise they wait for the timeout of their collectives.
 
 Legend: E = H * D; T ranks along the heads axis, each with H / T heads; q, k, v here (B, n, H / T, D).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -36,7 +36,7 @@ from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.agreement import ask, together
 from dilated_attention.distributed.group import GroupTransport, wire_device
 from dilated_attention.nn.core import Lengths
-from dilated_attention.nn.multihead import MultiheadOptions, Prepared, each
+from dilated_attention.nn.multihead import MultiheadOptions, each
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 
 
@@ -76,11 +76,13 @@ class MeshAttention(RingMultiheadDilatedAttention):
         mesh = _checked(mesh, data, sequence, heads)
         if not isinstance(parallel, ContextParallel | None):
             raise TypeError(f"parallel must be a ContextParallel, got {type(parallel).__name__}")
-        how, axes = parallel or ContextParallel(), mesh.mesh_dim_names or ()
-        if how.group is not None:
+        group, axes, ring_size = parallel or ContextParallel(), mesh.mesh_dim_names or (), None
+        if group.group is not None:
             raise ValueError("parallel has a group, and the ranks are those of the mesh's axes: leave the group out")
-        # without a sequence axis every rank is on its own, whatever default group there is
-        group, ring_size = (replace(how, group=mesh[sequence]), None) if sequence in axes else (how, 1)
+        if sequence in axes:
+            group = replace(group, group=mesh[sequence])
+        else:
+            ring_size = 1  # every rank is on its own, whatever default group there is
         super().__init__(
             embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, ring_size,
             use_checkpointing, group=group, **options,
@@ -92,8 +94,8 @@ class MeshAttention(RingMultiheadDilatedAttention):
     def _split(self, mesh: DeviceMesh) -> None:
         """Split the parameters. The norm, which is over all heads, runs whole on every rank, so it is gathered for."""
         # not at the top: it takes long
-        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor import Replicate, Shard, distribute_module
+        from torch.distributed.tensor import parallel as tp
 
         share, rest = divmod(self.num_kv_heads, mesh.size())
         if rest:
@@ -103,17 +105,13 @@ class MeshAttention(RingMultiheadDilatedAttention):
             )
         self.held_heads = mesh.get_local_rank() * share, self.num_kv_heads
         self.over_heads = ContextParallel(mesh)  # which a copy of the module shares: a group cannot be copied
-
-        def gathered(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
-            heads = DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
-            return heads.redistribute(placements=[Replicate()])
-
-        is_whole = isinstance(self.norm, nn.LayerNorm)
-        if is_whole:
-            distribute_module(self.norm, mesh, input_fn=gathered)
-        projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-        output = RowwiseParallel(input_layouts=Replicate() if is_whole else Shard(-1))
-        parallelize_module(self, mesh, {**projections, "out_proj": output})
+        plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        plan["out_proj"] = tp.RowwiseParallel()
+        if isinstance(self.norm, nn.LayerNorm):
+            distribute_module(self.norm, mesh)
+            plan["norm"] = tp.PrepareModuleInput(input_layouts=Shard(-1), desired_input_layouts=Replicate())
+            plan["out_proj"] = tp.RowwiseParallel(input_layouts=Replicate())
+        tp.parallelize_module(self, mesh, plan)
 
     def _draw(self, weight: Any, gain: float) -> None:
         """Draws a weight as on one device, and then splits it: parts drawn with one seed would all be equal."""
@@ -126,28 +124,26 @@ class MeshAttention(RingMultiheadDilatedAttention):
         super()._draw(whole, gain)
         weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
 
-    def _prepared_here(self, *given: Any) -> Prepared:
-        if self.over_heads is None:
-            return super()._prepared_here(*given)
-        with together(self._say):  # ranks with other heads of the same tokens
-            return super()._prepared_here(*given)
+    @contextmanager
+    def _telling_ranks(self, x: Tensor) -> Iterator[None]:
+        def say(fields: Mapping[str, object]) -> None:  # to ranks with other heads of the same tokens
+            group = None if self.over_heads is None else self.over_heads.process_group()
+            if group is not None:
+                transport = GroupTransport(group, self.out_proj.weight.device, self.ranks.parallel.timeout)
+                if transport.agrees_on_host:
+                    ask(transport, "dilated_attention over heads", fields)
 
-    def _say(self, fields: Mapping[str, object]) -> None:
-        assert self.over_heads is not None
-        group, timeout = self.over_heads.process_group(), self.ranks.parallel.timeout
-        transport = GroupTransport(group, self.out_proj.weight.device, timeout)
-        if transport.agrees_on_host:
-            ask(transport, "dilated_attention over heads", fields)
+        with super()._telling_ranks(x), together(say):
+            yield
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, *given: Tensor) -> tuple[Tensor, ...]:
         if self.over_heads is not None:
             from torch.distributed.tensor import DTensor, Replicate
 
+            mesh: Any = self.over_heads.group
             # each tensor once: what q, k and v send back to the same one is added up before it is summed over ranks
-            how: dict[str, Any] = {"device_mesh": self.over_heads.group, "placements": [Replicate()]}
-            whole = functools.partial(DTensor.from_local, **how, run_check=False)
-            query, key, value = each(whole, query, key, value)
-        return super()._project(query, key, value)
+            given = each(lambda x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), *given)
+        return super()._project(*given)
 
     def _seed(self, x: Tensor) -> Tensor | None:
         """The first rank's draw: one seed says for all heads what is dropped, and nothing else makes ranks agree."""
@@ -163,20 +159,13 @@ def _checked(mesh: DeviceMesh | None, data: str, sequence: str, heads: str) -> D
     """A mesh whose axes are all known."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: make one with init_device_mesh()")
-    known = (data, sequence, heads)
-    if len(set(known)) < len(known):
+    known, names = (data, sequence, heads), mesh.mesh_dim_names
+    if len({*known}) < 3:
+        raise ValueError(f"data, sequence and heads must name three different axes, got {known}")
+    if names is None or not {*names} <= {*known}:
         raise ValueError(
-            f"data, sequence and heads must name three different axes, got {data!r}, {sequence!r} and {heads!r}"
-        )
-    if mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"the axes of {mesh} have no names: pass mesh_dim_names, out of {known}, to init_device_mesh()"
-        )
-    unknown = [name for name in mesh.mesh_dim_names if name not in known]
-    if unknown:
-        raise ValueError(
-            f"the mesh has axes {mesh.mesh_dim_names}, and {unknown} are not among {known}: slice the mesh, or name "
-            "its axes with data=, sequence= and heads="
+            f"the mesh has axes {names}, and all must have names out of {known}: pass mesh_dim_names to "
+            "init_device_mesh(), slice the mesh, or name its axes with data=, sequence= and heads="
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not a member of {mesh}: make the module only on the ranks in it")

@@ -7,20 +7,17 @@ Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention.checks import check_flag, check_int, checked_scale
+from dilated_attention.functional import NO_RANKS
 from dilated_attention.nn.core import Core, Lengths, ModuleOptions
 from dilated_attention.nn.masks import check_causal_mask, ignored
 from dilated_attention.resolve import DTYPES, check_layout
-
-_SEPARATE = ("q_proj", "k_proj", "v_proj")
-_FUSED = "qkv_proj"
-
-Prepared = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v (B, N, H, D) and the padding as bool
 
 
 class _NoPackedWeight:
@@ -54,18 +51,15 @@ class MultiheadDilatedAttention(Core):
     Args:
         embed_dim: E, the channels of a token; a multiple of ``num_heads``.
         num_heads: H, the query heads; head_groups needs at least one (key/value) head per branch.
-        segment_lengths, dilation_rates: one of each per branch, in tokens.
-        dropout: the share of (query, key) pairs dropped in training mode.
+        segment_lengths, dilation_rates, dropout, options: see :class:`DilatedAttention`.
         bias: whether the four projections have one.
-        layer_norm: put a LayerNorm over E before the output projection.
-        layer_norm_eps: added to the variance there.
+        layer_norm, layer_norm_eps: put a LayerNorm over E before the output projection.
         gamma_init: the gain with which the weights of v_proj and out_proj are drawn (Xavier normal). Those of q_proj
             and k_proj have gain 1.
         device, dtype: of the parameters.
         num_kv_heads: key and value heads, each of which serves ``num_heads // num_kv_heads`` query heads in a row;
             as many as ``num_heads`` by default.
         batch_first: False: tokens are (N, B, E) instead of (B, N, E).
-        options: see :class:`DilatedAttention`.
 
     Examples:
         >>> attention = da.MultiheadDilatedAttention(64, 4, [64, 256], [1, 4], num_kv_heads=2)
@@ -133,9 +127,8 @@ class MultiheadDilatedAttention(Core):
 
         Biases become 0, and the LayerNorm is reset.
         """
-        query, key, value = self._inputs()
-        output = (self.out_proj.weight, self.out_proj.bias)
-        for (weight, bias), gain in ((query, 1.0), (key, 1.0), (value, self.gamma_init), (output, self.gamma_init)):
+        weights = (*self._inputs(), (self.out_proj.weight, self.out_proj.bias))
+        for (weight, bias), gain in zip(weights, (1.0, 1.0, self.gamma_init, self.gamma_init), strict=True):
             self._draw(weight, gain)
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -168,12 +161,23 @@ class MultiheadDilatedAttention(Core):
             average_attn_weights: says how to return weights, so it changes nothing.
             is_causal: a query sees no later token.
         """
-        key = query if key is None else key
-        value = key if value is None else value
-        q, k, v, padding = self._prepared(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        tokens = query
+        with self._telling_ranks(query):  # all that can be wrong with a call
+            check_flag("is_causal", is_causal)
+            if need_weights:
+                raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
+            key = query if key is None else key
+            query, key, value = self._batch_first(query, key, key if value is None else value)
+            mask = key_padding_mask
+            if isinstance(mask, Tensor) and tokens.dim() == 2:
+                mask = mask.unsqueeze(0)
+            if attn_mask is not None:
+                check_causal_mask(attn_mask, is_causal, query.shape[1], len(query) * self.num_heads)
+            padding = None if mask is None else ignored(mask, query)
+            q, k, v = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in self._project(query, key, value))
         out = self._attend(q, k, v, is_causal, padding)
         out = self.out_proj(self.norm(out.flatten(-2)))
-        if query.dim() == 2:
+        if tokens.dim() == 2:
             return out.squeeze(0), None
         return out if self.batch_first else out.transpose(0, 1), None
 
@@ -188,39 +192,17 @@ class MultiheadDilatedAttention(Core):
         """Weight and bias that make q, k and v."""
         return tuple((linear.weight, linear.bias) for linear in (self.q_proj, self.k_proj, self.v_proj))
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
+    def _project(self, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear, x in zip((self.q_proj, self.k_proj, self.v_proj), given, strict=True))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return torch.unflatten(x, -1, (-1, self.head_dim))
+    def _telling_ranks(self, x: Tensor) -> AbstractContextManager[None]:
+        """An error in here reaches the other ranks, if there are any."""
+        return NO_RANKS
 
-    def _prepared(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Prepared:
-        """What the attention takes: all that comes before it, and all that can be wrong with a call."""
-        check_flag("is_causal", is_causal)
-        if need_weights:
-            raise ValueError("need_weights must be False, got True: the attention weights are never held in memory")
-        self._check_tokens(query, key, value)
-        if query.dim() == 2:
-            query, key, value = each(lambda x: x.unsqueeze(0), query, key, value)
-            mask = mask.unsqueeze(0) if isinstance(mask, Tensor) else mask
-        elif not self.batch_first:
-            query, key, value = each(lambda x: x.transpose(0, 1), query, key, value)
-        if attn_mask is not None:
-            check_causal_mask(attn_mask, is_causal, query.shape[1], len(query) * self.num_heads)
-        padding = None if mask is None else ignored(mask, query)
-        return *self._project(query, key, value), padding
-
-    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        for name, x in (("query", query), ("key", key), ("value", value)):
+    def _batch_first(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """query, key and value as (B, N, E)."""
+        query = given[0]
+        for name, x in zip(("query", "key", "value"), given, strict=True):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
             if x.is_nested:  # nn.TransformerEncoder makes them when its first layer is dense
@@ -236,15 +218,15 @@ class MultiheadDilatedAttention(Core):
                     f"got {name} {tuple(x.shape)} and query {tuple(query.shape)}: dilated attention is self-attention "
                     "and needs equal lengths; to decode, project q, k and v and call dilated_attention()"
                 )
+        if query.dim() == 2:
+            return each(lambda x: x.unsqueeze(0), *given)
+        return given if self.batch_first else each(lambda x: x.transpose(0, 1), *given)
 
 
-def each(
-    change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All three changed; what was one tensor stays one, as a fused projection asks."""
-    q = change(query)
-    k = q if key is query else change(key)
-    return q, k, q if value is query else k if value is key else change(value)
+def each(change: Callable[[Tensor], Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+    """All of them changed; what was one tensor stays one, as a fused projection asks."""
+    changed = {x: change(x) for x in dict.fromkeys(given)}
+    return tuple(changed[x] for x in given)
 
 
 def _refit(module: MultiheadDilatedAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -253,18 +235,17 @@ def _refit(module: MultiheadDilatedAttention, state_dict: dict[str, Any], prefix
     An incomplete set, or both at once, is left as it is, so that load_state_dict names what is wrong. So are the names
     of nn.MultiheadAttention where key and value have fewer heads than it.
     """
-    is_fused, widths = hasattr(module, _FUSED), module._widths()
     for kind in ("weight", "bias"):
-        parts, whole = [f"{prefix}{name}.{kind}" for name in _SEPARATE], f"{prefix}{_FUSED}.{kind}"
+        fused, *separate = names = [f"{prefix}{x}_proj.{kind}" for x in ("qkv", "q", "k", "v")]
         if module.num_kv_heads == module.num_heads:
-            theirs = [f"{prefix}in_proj_{kind}", *(f"{prefix}{name}_{kind}" for name in _SEPARATE)]
-            for name, ours in zip(theirs, [whole, *parts], strict=True):
-                if name in state_dict and ours not in state_dict:
-                    state_dict[ours] = state_dict.pop(name)
-        present = [name in state_dict for name in parts]
-        if is_fused and all(present) and whole not in state_dict:
-            state_dict[whole] = torch.cat([state_dict.pop(name) for name in parts])
-        elif not is_fused and whole in state_dict and not any(present) and len(state_dict[whole]) == sum(widths):
-            # copies, not views: load_state_dict(assign=True) would keep all three in one storage
-            thirds = (third.clone() for third in state_dict.pop(whole).split(widths))
-            state_dict.update(zip(parts, thirds, strict=True))
+            for name, theirs in zip(names, ("in", "q", "k", "v"), strict=True):
+                if f"{prefix}{theirs}_proj_{kind}" in state_dict and name not in state_dict:
+                    state_dict[name] = state_dict.pop(f"{prefix}{theirs}_proj_{kind}")
+        is_there, widths = [name in state_dict for name in separate], module._widths()
+        if hasattr(module, "q_proj"):
+            if fused in state_dict and not any(is_there) and len(state_dict[fused]) == sum(widths):
+                # copies, not views: load_state_dict(assign=True) would keep all three in one storage
+                thirds = (third.clone() for third in state_dict.pop(fused).split(widths))
+                state_dict.update(zip(separate, thirds, strict=True))
+        elif all(is_there) and fused not in state_dict:
+            state_dict[fused] = torch.cat([state_dict.pop(name) for name in separate])

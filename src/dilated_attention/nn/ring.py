@@ -5,14 +5,16 @@ The tensors of a call are this rank's contiguous shard of the sequence, and so i
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from contextlib import AbstractContextManager
+from typing import Unpack
 
-from dilated_attention.checks import checked_probability
+from torch import Tensor
+
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Lengths, ModuleOptions, module_ranks
-from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions, Prepared
+from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions
 from dilated_attention.ring.run import Ranks, telling_ranks
 
 
@@ -24,14 +26,12 @@ class RingDilatedAttention(DilatedAttention):
     model needs no change to run on one device. Each step of the exchange has a name in ``torch.profiler``.
 
     Args:
-        segment_lengths, dilation_rates: one of each per branch, in tokens.
-        dropout: the share of (query, key) pairs dropped in training mode.
+        segment_lengths, dilation_rates, dropout, softmax_scale, options: see :class:`DilatedAttention`.
         ring_size: the number of ranks that you expect; a group of another size is an error. 1 turns the ring off. None
             (the default): all ranks of the group, or one device if there is no group.
         use_checkpointing: see :class:`ContextParallel`.
         group: a process group, a 1-D DeviceMesh or a :class:`ContextParallel`. None, or a ContextParallel without a
             group: the default process group at the time of the call, or one device if there is none.
-        softmax_scale, options: see :class:`DilatedAttention`.
 
     Examples:
         >>> attention = da.RingDilatedAttention([64, 256], [1, 4], group=group)
@@ -55,9 +55,8 @@ class RingDilatedAttention(DilatedAttention):
         softmax_scale: float | None = None,
         **options: Unpack[ModuleOptions],
     ) -> None:
-        dropout = checked_probability(dropout, "dropout")
         super().__init__(segment_lengths, dilation_rates, softmax_scale, dropout, **options)
-        self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange, only=type(self).__name__)
+        self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange, name=type(self).__name__)
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
@@ -96,9 +95,5 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)
         self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange)
 
-    def _prepared(self, *given: Any) -> Prepared:
-        with telling_ranks(self.ranks.for_call(), given[0]):
-            return self._prepared_here(*given)
-
-    def _prepared_here(self, *given: Any) -> Prepared:
-        return super()._prepared(*given)
+    def _telling_ranks(self, x: Tensor) -> AbstractContextManager[None]:
+        return telling_ranks(self.ranks.for_call(), x)

@@ -6,14 +6,11 @@ the library has them.
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 from transformers.utils import output_capturing
 
 from dilated_attention import functional
@@ -22,7 +19,7 @@ from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
-from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, Grid, grid_mask, put_back, taken
+from dilated_attention.integrations.transformers.grid import NOT_CAUSAL, Grid, taken
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import cu_seqlens_on_host
 from dilated_attention.ring.run import Ranks
@@ -40,29 +37,14 @@ REFUSED = {
     "block_indices": "sparse attention by an indexer",
 }
 JUMPS = (
-    "position_ids jump to another number than 0: packed documents must begin at 0; leave position_ids out if these are "
-    "not documents"
+    "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass those that go with "
+    "cu_seq_lens_q, as a model without them numbers all documents as one; without documents, leave position_ids out"
 )
 BREAKS = (
     "position_ids must grow by 1 from token to token, and go on after those in the cache; those of packed documents "
     "may begin again at 0, but only without attention_mask and without a cache (use_cache=False). If there is a cache, "
     "make a new one or call its reset(): it may hold some of these tokens already"
 )
-DIFFERS = (
-    "position_ids and cu_seq_lens_q differ: position_ids must begin at 0 in each document, and grow by 1 inside it; "
-    "without position_ids a model numbers all documents as one, so pass position_ids"
-)
-
-
-def register() -> None:
-    """Makes ``attn_implementation="dilated"`` known to transformers, for attention and masks together.
-
-    The pattern is in the config of a model: see `set_pattern`.
-    """
-    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-        raise ImportError("this transformers is too old for dilated attention: install transformers 5.18 or newer")
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, grid_mask)
 
 
 def attention(
@@ -77,12 +59,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
     options.setdefault("is_causal", getattr(module, "is_causal", True))
-    kept, group = DilatedLayer.behind(key), options.get("group")
-    before = (key.shape[2] if kept is None else kept.length) - query.shape[2]
-    if group is not None and (before or kept is not None):
-        _refuse(group, query)
-    looks = is_first(module)
-    is_cached = bool(before or options.get("use_cache") or kept)
+    kept, looks = DilatedLayer.behind(key), is_first(module)
+    is_cached = bool(kept or options.get("use_cache") or key.shape[2] > query.shape[2])
     grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached, looks=looks)
     if looks:
         if not torch.compiler.is_compiling():
@@ -96,6 +74,7 @@ def attention(
             kept.check_past(grid, len(query))
         check_positions(options.get("position_ids"), len(query), grid, options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    group = options.get("group")
     out, lse = attend(pattern_of(module), q, k, v, grid, kept, group, scale=scaling, dropout_p=dropout)
     if options.get("s_aux") is not None:  # learned sinks
         out = out * torch.sigmoid(lse - options["s_aux"]).unsqueeze(-1).to(out.dtype)
@@ -121,10 +100,10 @@ def read_grid(
             "(batch, tokens), and call register() before the model runs"
         )
     ends, keys = (options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    if ends is None:
-        if keys is not None:
-            raise ValueError("cu_seq_lens_k came without cu_seq_lens_q: pass both, the same, or cu_seq_lens_q alone")
+    if ends is None and keys is None:
         return mask
+    if ends is None:
+        raise ValueError("cu_seq_lens_k came without cu_seq_lens_q: pass both, the same, or cu_seq_lens_q alone")
     if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
@@ -133,11 +112,9 @@ def read_grid(
     ends = cu_seqlens_on_host(ends, "cu_seq_lens_q")
     if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
         if keys is not None and not torch.equal(cu_seqlens_on_host(keys, "cu_seq_lens_k"), ends):
-            raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention, without a cache"
-            )
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention")
         checked_cu_seqlens(ends, tokens, "cu_seq_lens_q")
-    return Grid(tokens, tokens, documents=ends)
+    return Grid(tokens, tokens, documents=ends)  # of one row
 
 
 def attend(
@@ -153,8 +130,9 @@ def attend(
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
-    if group is not None and not (grid.is_plain and kept is None):
-        _refuse(group, q)
+    if group is not None and not (grid.is_plain and grid.queries == grid.keys and kept is None):
+        with functional.telling(group, q):
+            raise ValueError(ALONE)
     keys = k.shape[1] if kept is None else kept.length
     if keys != grid.keys:
         raise ValueError(
@@ -162,10 +140,9 @@ def attend(
             "attention_mask one column per token; if an earlier call stopped between two layers, or gradient "
             "checkpointing left the cache out, make a new cache or call its reset(), and train without one"
         )
-    if grid.query_order is not None:
-        # what a DilatedCache is given are the new tokens alone
-        order = grid.order if kept is None and grid.order is not None else grid.query_order
-        q, k, v = taken(q, grid.query_order), taken(k, order), taken(v, order)
+    if padding := grid.padding:
+        order = padding.order if kept is None else padding.query_order  # a DilatedCache is given the new tokens alone
+        q, k, v = taken(q, padding.query_order), taken(k, order), taken(v, order)
     if kept is not None:
         if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
             raise ValueError(
@@ -181,24 +158,19 @@ def attend(
             functional.attend, pattern=pattern, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True,
             ranks=Ranks.of(group), warns=False,
         )  # fmt: skip
-        start = grid.query_start
         if grid.documents is not None:
             rows = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
             out, lse = attended(*rows, cu_seqlens=grid.documents)
             return out.view(q.shape), lse.view(q.shape[:3])
-        if start is not None and q.shape[1] < keys:
-            start = start.expand(len(q)).contiguous()
-        else:
-            start, k, v = None, k[:, : grid.seen], v[:, : grid.seen]
-        out, lse = attended(q, k, v, query_offset=start)
-    if grid.query_order is not None:
-        out, lse = put_back(out, grid.query_order), put_back(lse, grid.query_order)
+        at = None
+        if padding is None and grid.end is not None:
+            k, v = k[:, : grid.end], v[:, : grid.end]
+        elif grid.queries < keys:
+            at = grid.first(q.device).expand(len(q)).contiguous()
+        out, lse = attended(q, k, v, query_offset=at)
+    if padding:
+        out, lse = (taken(x, padding.query_order.argsort(dim=1)) for x in (out, lse))
     return out, lse
-
-
-def _refuse(group: Any, x: Tensor) -> NoReturn:
-    with functional.telling(group, x):
-        raise ValueError(ALONE)
 
 
 def _check_weights() -> None:
@@ -221,27 +193,21 @@ def check_positions(positions: Tensor | None, samples: int, grid: Grid, options:
         return
     if torch.compiler.is_compiling():
         return
-    jumps = positions.diff() != 1
+    counted = grid.positions(samples, positions.device)
     if grid.documents is not None:
-        begins = torch.zeros(positions.numel() + 1, dtype=torch.bool, device=positions.device)
-        begins[grid.documents.to(positions.device)] = True
-        begins = begins[:-1].view(positions.shape)[:, 1:]
-        if bool(torch.where(begins, positions[:, 1:] != 0, jumps).any()):
-            raise ValueError(JUMPS if options.get("cu_seq_lens_q") is None else DIFFERS)
+        if bool((positions.diff() != 1).where(counted[:, 1:] > 0, positions[:, 1:] != 0).any()):
+            raise ValueError(JUMPS)
         return
-    first, wrong = positions[:, 0], jumps
-    # tokens in the cache; the positions of a sample with padding count its real ones, or all columns
-    before: Any = grid.seen - positions.shape[1] if grid.query_start is None else grid.query_start
-    column = before
-    if grid.order is not None and grid.query_order is not None and grid.real is not None:
-        ordered = positions.gather(1, grid.query_order)
-        # positions that count on over padding as well are no fault: nothing jumps then
-        wrong = (ordered.diff() != 1) & taken(grid.real, grid.query_order)[:, 1:] & jumps.any()
-        column = grid.order.gather(1, before[:, None].clamp(max=grid.order.shape[1] - 1))[:, 0]
-        first = torch.where(grid.real.any(1), ordered[:, 0], before)
-    # the first tokens of all may begin at any number, and none is skipped by that
-    skips = (first != before) & (first != column) & (before > 0)
-    if bool(wrong.any() | ((first < before) | skips).any()):
+    real = torch.ones_like(positions, dtype=torch.bool) if grid.padding is None else grid.padding.real
+    columns = grid.start + torch.arange(positions.shape[1], device=positions.device)
+    right = ~real.any(1)
+    for expected in (counted, columns):  # positions that count on over padding as well are no fault
+        off = positions - expected
+        first = off.gather(1, real.long().argmax(1, keepdim=True))
+        # the first tokens of all may begin at any number, and none is skipped by that
+        begins = (first == 0) | ((first > 0) & (grid.first(first.device).view(-1, 1) == 0))
+        right |= (begins & ((off == first) | ~real)).all(1)
+    if not bool(right.all()):
         raise ValueError(BREAKS)
 
 

@@ -9,7 +9,6 @@ Legend: keys, values (B, Hk, n, D), as transformers has them; q, k, v (B, n, H, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +27,10 @@ BY_POSITION = "which rows DilatedCache keeps depends on how many tokens came bef
 class Chunk(NamedTuple):
     """The last tokens, real ones first, and where they are in their sequences."""
 
-    k: Tensor
-    v: Tensor
-    real: Tensor  # (B, n), in the order of the input
+    kv: Tensor  # (2, B, n, Hk, D)
+    real: Tensor  # (B, n), in the order of the input; fewer than n after a crop
     at: Tensor
     is_kept: bool  # as a single token is at once
-
-    def each(self, change: Callable[[Tensor], Tensor], at: Tensor, is_kept: bool) -> Chunk:
-        """With k, v and real changed."""
-        return Chunk(change(self.k), change(self.v), change(self.real), at, is_kept)
 
 
 class DilatedLayer(CacheLayerMixin):
@@ -99,22 +93,20 @@ class DilatedLayer(CacheLayerMixin):
                 "DilatedCache was asked more than once for attention on the same tokens, as by a model with two "
                 "attentions in a layer: use another cache, such as DynamicCache"
             )
-        before, self.waiting = self.length - n, 0
+        self.waiting = 0
         if self.last is not None and not self.last.is_kept:
-            self.kept.keep(self.last.k, self.last.v, self.last.at, self.last.real.sum(1))
+            self.kept.keep(self.last.kv[0], self.last.kv[1], self.last.at, self.last.real.sum(1))
         self.kept.reserve(self.length)
         if grid.documents is not None:
             raise ValueError("packed documents are computed without a cache: pass use_cache=False")
-        at, real, count = grid.query_start, grid.real, None
-        if at is None:
-            at = torch.full((samples,), before, device=q.device)
-        if real is None:
-            real = torch.ones(samples, n, dtype=torch.bool, device=q.device)
-        else:
-            self.is_padded, count = True, real.sum(1)
+        at, count = grid.first(q.device).expand(samples), None
+        real = torch.ones(samples, n, dtype=torch.bool, device=q.device)
+        if grid.padding is not None:
+            self.is_padded, real = True, grid.padding.real
+            count = real.sum(1)
         out, lse = self.kept.attend(q, k, v, at, count, scale=scale)
         with any_mode():
-            self.last = Chunk(k.clone(), v.clone(), real, at.clone(), is_kept=n == 1)
+            self.last = Chunk(torch.stack((k, v)), real, at.clone(), is_kept=n == 1)
         return out, lse
 
     def check_samples(self, samples: int) -> None:
@@ -133,20 +125,20 @@ class DilatedLayer(CacheLayerMixin):
         One layer does it. Where nothing was ever padding, the host need not wait.
         """
         self.check_samples(samples)
-        if self.last is not None and (self.is_padded or grid.query_order is not None):
-            start: Any = self.length - self.waiting if grid.query_start is None else grid.query_start
-            if bool((self.last.at + self.last.real.sum(1) != start).any()):
-                raise ValueError(
-                    "attention_mask has other real tokens before this call than DilatedCache kept: pass a mask with "
-                    "the columns of all earlier calls, the same as then, or none if none of them had one; for another "
-                    "mask make a new cache, or call reset()"
-                )
+        last = self.last
+        if last is None or not (self.is_padded or grid.padding is not None):
+            return
+        if bool((last.at + last.real.sum(1) != grid.first(last.at.device)).any()):
+            raise ValueError(
+                "attention_mask has other real tokens before this call than DilatedCache kept: pass a mask with the "
+                "columns of all earlier calls, the same as then, or none if none of them had one; for another mask "
+                "make a new cache, or call reset()"
+            )
 
     @property
     def nbytes(self) -> int:
         """What is held."""
-        last = 0 if self.last is None else self.last.k.nbytes + self.last.v.nbytes
-        return last + (0 if self.kept is None else self.kept.nbytes)
+        return (0 if self.last is None else self.last.kv.nbytes) + (0 if self.kept is None else self.kept.nbytes)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -165,17 +157,15 @@ class DilatedLayer(CacheLayerMixin):
         """Forget the last tokens: as many as the last chunk had, at most."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
-        tokens = -tokens_to_remove
-        held = 0 if self.last is None else self.last.k.shape[1]
-        if tokens > held:
+        held = 0 if self.last is None else self.last.real.shape[1]
+        if -tokens_to_remove > held:
             raise ValueError(
-                f"DilatedCache can forget {held} tokens, those of the last chunk, and was asked to forget {tokens}: "
-                "older rows were dropped already; call reset() and start again"
+                f"DilatedCache can forget {held} tokens, those of the last chunk, and was asked to forget "
+                f"{-tokens_to_remove}: older rows were dropped already; call reset() and start again"
             )
-        if tokens and self.last is not None:
-            left = held - tokens
-            self.last = self.last.each(lambda x: x[:, :left].clone(), self.last.at, is_kept=False)
-            self.length -= tokens
+        if tokens_to_remove and self.last is not None:
+            self.last = self.last._replace(real=self.last.real[:, :tokens_to_remove], is_kept=False)
+            self.length += tokens_to_remove
 
     def offload(self) -> None:
         raise ValueError("DilatedCache cannot be offloaded: it is small, so leave it on its device")
@@ -189,7 +179,7 @@ class DilatedLayer(CacheLayerMixin):
             indices = torch.arange(len(self.kept.like), device=self.device)[indices.to(self.device)]
             self.kept.select(indices)
             if (last := self.last) is not None:
-                self.last = last.each(lambda x: x.index_select(0, indices), last.at[indices], last.is_kept)
+                self.last = Chunk(last.kv.index_select(1, indices), last.real[indices], last.at[indices], last.is_kept)
 
     reorder_cache = batch_select_indices
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,22 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from dilated_attention.integrations.transformers.config import check_model
+from dilated_attention.models.lm import within
 
 IN_THE_DATA = (
     "without attention_mask, transformers looks for packed documents in position_ids, and their number depends on the "
     "data: if there are none, pass an attention_mask for fullgraph=True"
 )
 NOT_CAUSAL = "dilated attention is for causal decoders: it takes no bidirectional and no cross-attention"
+
+
+class Padding(NamedTuple):
+    """Which tokens are real: these are moved to the front, as segments begin at the first real one and skip padding."""
+
+    before: Tensor  # (B,) real tokens before the queries
+    order: Tensor  # (B, N): the real keys of each sample in order, then the others
+    query_order: Tensor  # (B, n), the same of the queries
+    real: Tensor  # (B, n), which queries are real, where they are
 
 
 @dataclass(eq=False)
@@ -31,12 +41,10 @@ class Grid(BlockMask):
     It is a BlockMask in name alone: transformers passes only these, and tensors of four dimensions, on as they are.
     """
 
+    queries: int  # n
     keys: int  # N; a static cache has room for more than it holds
-    seen: int  # the keys after so many are not there yet
-    query_start: Tensor | None = None  # where the queries begin among the keys, () or (B,); None: they are the last
-    order: Tensor | None = None  # (B, N): the real keys of each sample in order, then the others
-    query_order: Tensor | None = None  # (B, n), the same of the queries
-    real: Tensor | None = None  # (B, n), which queries are real, where they are
+    start: int | Tensor = 0  # the column of the first query; () of a static cache
+    padding: Padding | None = None
     documents: Tensor | None = None  # cu_seqlens of all rows one after the other, on the CPU
 
     shape = 1, 1, 1, 1
@@ -45,12 +53,31 @@ class Grid(BlockMask):
     @property
     def is_plain(self) -> bool:
         """The queries are the last of the keys, or all of them, and nothing is padding."""
-        return self.query_start is None and self.documents is None and self.seen == self.keys
+        return self.padding is None and self.documents is None and self.end == self.keys
+
+    @property
+    def end(self) -> int | None:
+        """The keys after so many are not there yet; None: a tensor says how many."""
+        return None if isinstance(self.start, Tensor) else self.start + self.queries
+
+    def first(self, device: torch.device) -> Tensor:
+        """Where the queries of each sample begin among its real tokens, (B,) or ()."""
+        return torch.as_tensor(self.start if self.padding is None else self.padding.before, device=device)
+
+    def positions(self, samples: int, device: torch.device) -> Tensor:
+        """The place of each query in its document, or among the real tokens of its sample, (B or 1, n)."""
+        if self.documents is not None:
+            place = torch.arange(samples * self.queries, device=device)
+            return within(self.documents.to(device), place).view(samples, -1)
+        if self.padding is not None:
+            return (self.padding.real.cumsum(1) - 1 + self.padding.before.unsqueeze(1)).clamp(min=0)
+        return (torch.arange(self.queries, device=device) + self.start).unsqueeze(0)
 
     def to(self, device: torch.device | str) -> Grid:
         """On a device, as accelerate asks for it where a model has several."""
-        names = "query_start", "order", "query_order", "real"
-        return replace(self, **{x: getattr(self, x).to(device) for x in names if getattr(self, x) is not None})
+        start = self.start.to(device) if isinstance(self.start, Tensor) else self.start
+        padding = None if self.padding is None else Padding(*(x.to(device) for x in self.padding))
+        return replace(self, start=start, padding=padding)
 
     def contiguous(self) -> Grid:
         """Itself: generate() asks for it."""
@@ -88,7 +115,10 @@ def grid_mask(
     if mask_function is not causal_mask_function:
         if kv_length != q_length or attention_mask is not None:
             raise ValueError("dilated attention takes packed documents only without a cache and without attention_mask")
-        return Grid(kv_length, kv_length, documents=_documents(mask_function, batch_size, kv_length, device))
+        return Grid(q_length, kv_length, documents=_documents(mask_function, batch_size, kv_length, device))
+    if isinstance(q_offset, Tensor):
+        # a copy: the cache counts on in this very tensor before the first layer attends
+        q_offset = q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(())
     if attention_mask is not None:
         width = attention_mask.shape[1] if attention_mask.dim() == 2 else 0
         if attention_mask.shape != (batch_size, width):
@@ -107,21 +137,11 @@ def grid_mask(
                 )
         mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - width))).bool()
         if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet
-            return _padded(mask, q_length, q_offset)
-    if isinstance(q_offset, Tensor):
-        # a copy: the cache counts on in this very tensor before the first layer attends
-        start = q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(())
-        return Grid(kv_length, kv_length, start)
-    return Grid(kv_length, q_offset + q_length)
-
-
-def _padded(mask: Tensor, queries: int, start: int | Tensor) -> Grid:
-    """Moves the real tokens of each sample to the front: its segments begin at the first one, and skip padding."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    order = _real_first(mask & (position < start + queries))
-    real = mask[:, start + torch.arange(queries, device=mask.device)]
-    before = (mask & (position < start)).sum(1)
-    return Grid(mask.shape[1], mask.shape[1], before, order, _real_first(real), real)
+            column = torch.arange(kv_length, device=mask.device)
+            real, order = mask[:, q_offset + column[:q_length]], _real_first(mask & (column < q_offset + q_length))
+            padding = Padding((mask & (column < q_offset)).sum(1), order, _real_first(real), real)
+            return Grid(q_length, kv_length, q_offset, padding)
+    return Grid(q_length, kv_length, q_offset)
 
 
 def _real_first(mask: Tensor) -> Tensor:
@@ -149,9 +169,4 @@ def _documents(
 
 def taken(x: Tensor, order: Tensor) -> Tensor:
     """The tokens of each sample in this order."""
-    return x.gather(1, order.view(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
-
-
-def put_back(x: Tensor, order: Tensor) -> Tensor:
-    """The tokens where `taken` took them from."""
-    return taken(x, order.argsort(dim=1))
+    return torch.take_along_dim(x, order[(..., *[None] * (x.dim() - 2))], 1)

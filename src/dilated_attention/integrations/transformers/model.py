@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -10,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import create_causal_mask, sdpa_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -20,8 +29,8 @@ from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
 from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
-from dilated_attention.integrations.transformers.grid import Grid
-from dilated_attention.models.lm import LongNetLM, within
+from dilated_attention.integrations.transformers.grid import Grid, grid_mask
+from dilated_attention.models.lm import LongNetLM
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
 from dilated_attention.models.transformer import Attend, LMConfig, written
 from dilated_attention.pattern import DilatedPattern
@@ -114,7 +123,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm.head.weight": "lm.embed.weight"}  # noqa: RUF012 - transformers wants it here
 
     def __init__(self, config: LongNetConfig) -> None:
-        attention.register()
+        register()
         if config._attn_implementation != attention.NAME:
             raise ValueError(
                 f"LongNet always uses dilated attention: leave out attn_implementation={config._attn_implementation!r}"
@@ -192,16 +201,14 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 check_layers(cache, self.config.num_hidden_layers)
             if isinstance(cache, DilatedCache):
                 cache.layers[0].check_past(grid, len(tokens))
-            # + 0: a static cache counts on in the very tensor that it gives
-            before = 0 if cache is None else cache.get_seq_length() + 0
-        positions = self._positions(tokens, attention_mask, before, grid) if position_ids is None else position_ids
+        positions = grid.positions(len(tokens), tokens.device) if position_ids is None else position_ids
         if position_ids is not None or group is not None:
             attention.check_positions(positions, len(tokens), grid, kwargs)
         states = self.lm.states(tokens, positions, self._attends(grid, cache, group), apart=cache is not None)
         if labels is None and shift_labels is None:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             return CausalLMOutputWithPast(logits=self.lm.head(states[:, kept]), past_key_values=cache)
-        loss = self._loss(states, labels, shift_labels, attention_mask, before, grid, num_items_in_batch)
+        loss = self._loss(states, labels, shift_labels, grid, num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
 
     def _cache(self, cache: Any, is_wanted: bool | None, group: Any) -> Any:
@@ -245,18 +252,15 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         )  # fmt: skip
         return positions, attention.read_grid(made, samples, n, options, cache is not None)
 
-    def _loss(
-        self, states: Tensor, labels: Any, shift_labels: Any, mask: Any, before: int | Tensor, grid: Grid, items: Any
-    ) -> Tensor:
+    def _loss(self, states: Tensor, labels: Any, shift_labels: Any, grid: Grid, items: Any) -> Tensor:
         """The mean over the labels, or their part of that over ``items``: a trainer counts those of a larger batch."""
         asked: Any = 1
         kept: Any = 1
         if shift_labels is None:
             shift_labels = shifted(labels)
             asked = (shift_labels != IGNORED).sum()
-            if mask is not None and mask.dim() == 2:  # padding predicts nothing
-                place = (torch.arange(labels.shape[1], device=mask.device) + before).clamp(max=mask.shape[1] - 1)
-                shift_labels = shift_labels.masked_fill(~mask[:, place].bool(), IGNORED)
+            if grid.padding is not None:  # which predicts nothing
+                shift_labels = shift_labels.masked_fill(~grid.padding.real, IGNORED)
             if grid.documents is not None:  # of all rows one after the other: none predicts the next one
                 shift_labels.view(-1)[grid.documents[1:].to(labels.device) - 1] = IGNORED
             kept = (shift_labels != IGNORED).sum().clamp(min=1)
@@ -284,18 +288,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{tuple(embedded.shape)} of {embedded.dtype}"
             )
         return embedded * self.lm.scale
-
-    @staticmethod
-    def _positions(tokens: Tensor, mask: Tensor | None, before: int | Tensor, grid: Grid) -> Tensor:
-        """The place of each token in its document, or among the real tokens of its sample."""
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        if grid.documents is not None:
-            return within(grid.documents.to(tokens.device), place).unsqueeze(0)
-        place = place + before
-        if mask is None or mask.dim() != 2:
-            return place.unsqueeze(0)
-        # clamped: in compiled code a mask that is too short must get as far as the op that raises
-        return (mask.long().cumsum(1) - 1).clamp(min=0)[:, place.clamp(max=mask.shape[1] - 1)]
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         if self._pattern != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
@@ -335,6 +327,9 @@ def register() -> None:
         >>> AutoConfig.for_model("longnet").hidden_size
         768
     """
-    attention.register()
+    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError("this transformers is too old for dilated attention: install transformers 5.18 or newer")
+    AttentionInterface.register(attention.NAME, attention.attention)
+    AttentionMaskInterface.register(attention.NAME, grid_mask)
     AutoConfig.register(LongNetConfig.model_type, LongNetConfig, exist_ok=True)
     AutoModelForCausalLM.register(LongNetConfig, LongNetForCausalLM, exist_ok=True)
