@@ -191,7 +191,7 @@ def test_a_mask_of_floats_for_each_sample() -> None:
     one_by_one = [grad(loss)(*pair) for pair in zip(x, mask == -torch.inf, strict=True)]
     torch.testing.assert_close(vmap(grad(loss))(x, mask), torch.stack(one_by_one))
     mask[0, 0] = 0.5
-    with pytest.raises(ValueError, match=r"key_padding_mask must be bool.* got 0\.5"):
+    with pytest.raises(ValueError, match=r"key_padding_mask must be bool.* of 0 .keep. and -inf .ignore. only"):
         vmap(grad(loss))(x, mask)
 
 

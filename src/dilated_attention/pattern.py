@@ -6,6 +6,7 @@ Legend: N tokens; H query heads; Hk key/value heads, which rules count; the H //
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -285,12 +286,8 @@ class DilatedPattern(_Written):
             >>> da.DilatedPattern.torchscale([4], [3]).zero_keys(query=1, head=1, num_tokens=6, num_heads=3)
             1
         """
-        if is_causal:
-            return 0
-        return sum(
-            self.zeros_in_segment(branch, length, offset, num_tokens)
-            for branch, _, length, offset in self._branches_of(query, head, num_tokens, num_heads, num_kv_heads)
-        )
+        rows = self._branches_of(query, head, num_tokens, num_heads, num_kv_heads)
+        return 0 if is_causal else sum(self.zeros_in_segment(i, n, offset, num_tokens) for i, _, n, offset in rows)
 
     def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
         """How many zero keys a segment of ``length`` tokens in a sequence of ``num_tokens`` gets, if not causal."""
@@ -307,12 +304,10 @@ class DilatedPattern(_Written):
         group = self.check_heads(num_heads, num_kv_heads)
         total = 0
         for branch in self.branches_for(num_heads // group):
-            width = min(branch.length, num_tokens)
-            segments = [(num_tokens // width, width), (1, num_tokens % width)] if width else []
-            for head in branch.heads:
-                for count, length in segments:
-                    rows = rows_at_offset(length, branch.rate, branch.offset(head))
-                    total += count * (rows * (rows + 1) // 2 if is_causal else rows * rows)
+            count, rest = divmod(num_tokens, branch.length)
+            for head, (times, length) in itertools.product(branch.heads, ((count, branch.length), (1, rest))):
+                rows = rows_at_offset(length, branch.rate, branch.offset(head))
+                total += times * (rows * (rows + 1) // 2 if is_causal else rows * rows)
         return total * group
 
     def flops(
@@ -374,24 +369,23 @@ class DilatedPattern(_Written):
                 f"there is no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads: count "
                 "from 0"
             )
-        found = []
+        rows = []
         for index, branch in enumerate(self.branches_for(num_heads // group)):
             first, offset = query - query % branch.length, branch.offset(head // group)
             if head // group in branch.heads and (query - first) % branch.rate == offset:
-                found.append((index, first, min(branch.length, num_tokens - first), offset))
-        return found
+                rows.append((index, first, min(branch.length, num_tokens - first), offset))
+        return rows
 
 
 @functools.lru_cache(maxsize=256)
 def _branches_for(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
-    dealing, count = pattern.head_rule, len(pattern.segment_lengths)
-    each, extra = divmod(num_heads, count)
-    found = []
+    rule, (each, extra) = pattern.head_rule, divmod(num_heads, len(pattern.segment_lengths))
+    branches = []
     for index, (length, rate) in enumerate(pattern.branches):
         first, last = 0, num_heads
-        if dealing.splits_heads:  # the first branches take one head more where heads do not divide evenly
+        if rule.splits_heads:  # the first branches take one head more where heads do not divide evenly
             first = index * each + min(index, extra)
             last = first + each + (index < extra)
-        step = max(1, dealing.neighbours(num_heads, rate))
-        found.append(Branch(length, rate, first, last, step, index % rate if dealing.is_shifted else 0))
-    return tuple(found)
+        step, shift = max(1, rule.neighbours(num_heads, rate)), index % rate if rule.is_shifted else 0
+        branches.append(Branch(length, rate, first, last, step, shift))
+    return tuple(branches)

@@ -9,14 +9,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache
 
 from dilated_attention.integrations.transformers import DilatedCache
 from dilated_attention.integrations.transformers.grid import Grid
 from dilated_attention.testing import error
-from tests.integrations.hf import LENGTHS, OTHER, PATTERN, batch, config_of, made, model_of, tokens
-
-CLOSE = 1e-11
+from tests.integrations.hf import (
+    CLOSE,
+    OTHER,
+    PATTERN,
+    batch,
+    config_of,
+    made,
+    model_of,
+    packed,
+    refused,
+    tokens,
+)
 
 
 class Pair:
@@ -43,6 +53,10 @@ class Pair:
     def both(self, name: str, *args: Any) -> None:
         for cache in self.caches:
             getattr(cache, name)(*args)
+
+    def crop(self, count: int) -> None:
+        self.both("crop", -count)
+        self.mask = self.mask[:, : self.mask.shape[1] - count]
 
 
 def more(samples: int, count: int, seed: int = 5) -> Tensor:
@@ -74,10 +88,9 @@ def test_the_last_chunk_can_be_cropped(given: dict[str, Tensor], tokens_to_remov
     pair.run(more(3, 1))
     for _ in range(4):
         pair.run(more(3, 6))
-        pair.both("crop", -tokens_to_remove)
-        pair.mask = pair.mask[:, :-tokens_to_remove]
+        pair.crop(tokens_to_remove)
         pair.run(more(3, 2, seed=8))
-    pair.both("crop", 0)
+    pair.crop(0)
     pair.run(more(3, 1))
     with pytest.raises(ValueError, match="can forget 1 tokens, those of the last chunk, and was asked to forget 2"):
         pair.caches[1].crop(-2)
@@ -91,8 +104,7 @@ def test_a_single_token_can_be_cropped(given: dict[str, Tensor]) -> None:
     pair = Pair(**given)
     for at in range(20):
         pair.run(more(3, 1))
-        pair.both("crop", -1)
-        pair.mask = pair.mask[:, :-1]
+        pair.crop(1)
         pair.run(more(3, 1 + at % 3 // 2, seed=8))
 
 
@@ -134,28 +146,20 @@ def test_nothing_holds_on_to_a_cache() -> None:
     assert gone() is None
 
 
+@torch.no_grad()
 def test_a_cache_of_another_model_is_refused() -> None:
-    with torch.no_grad():
-        for cached, says in (
-            (
-                config_of(pattern=OTHER),
-                r"has DilatedPattern.longnet\(.*that of the DilatedCache DilatedPattern.head_gr",
-            ),
-            (config_of(num_hidden_layers=1), "is for 1 layers, and the model has at least 2"),
-        ):
-            with pytest.raises(ValueError, match=says):
-                model_of()(tokens(), past_key_values=DilatedCache(cached))
+    for cached, says in (
+        (config_of(pattern=OTHER), r"has DilatedPattern.longnet\(.*that of the DilatedCache DilatedPattern.head_gr"),
+        (config_of(num_hidden_layers=1), "is for 1 layers, and the model has at least 2"),
+    ):
+        refused(model_of(), says, past_key_values=DilatedCache(cached))
 
 
 def test_what_is_refused() -> None:
     model = made(config_of())
-    with pytest.raises(ValueError, match="no gradients"):
-        model(tokens(), past_key_values=DilatedCache(model.config))
+    refused(model, "no gradients", past_key_values=DilatedCache(model.config))
     with torch.no_grad():
-        given = {"input_ids": tokens().view(1, -1)[:, :40], "past_key_values": DilatedCache(model.config)}
-        positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-        with pytest.raises(ValueError, match="must grow by 1"):
-            model(**given, position_ids=positions)
+        refused(model, "must grow by 1", **packed() | {"past_key_values": DilatedCache(model.config)})
         cache = DilatedCache(model.config)
         model.set_attn_implementation("sdpa")
         model(tokens(), past_key_values=cache)
@@ -171,23 +175,23 @@ def test_another_number_of_samples_is_refused(count: int) -> None:
     """Before anything happens: the cache goes on."""
     pair = Pair(input_ids=tokens())
     for samples in (1, 2, 4):
-        with pytest.raises(ValueError, match=f"holds 3 samples, and this call has {samples}: make a new cache"):
-            pair.model(more(samples, count), past_key_values=pair.caches[1])
+        says = f"holds 3 samples, and this call has {samples}: make a new cache"
+        refused(pair.model, says, input_ids=more(samples, count), past_key_values=pair.caches[1])
     pair.run(more(3, count))
 
 
-PAST: dict[str, Any] = {"none": None, "ones": torch.ones(3, 20), "left": batch("left")["attention_mask"]}
+LEFT, ONES = batch("left")["attention_mask"], torch.ones(3, 20)
 
 
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize(("then", "now"), [("left", "none"), ("left", "ones"), ("none", "left"), ("ones", "left")])
+@pytest.mark.parametrize(("then", "now"), [(LEFT, None), (LEFT, ONES), (None, LEFT), (ONES, LEFT)])
 @torch.no_grad()
-def test_another_mask_of_earlier_tokens_is_refused(then: str, now: str, count: int) -> None:
+def test_another_mask_of_earlier_tokens_is_refused(then: Any, now: Any, count: int) -> None:
     cache = DilatedCache(model_of().config)
-    model_of()(tokens(), attention_mask=PAST[then], past_key_values=cache)
-    mask = None if PAST[now] is None else torch.nn.functional.pad(PAST[now], (0, count), value=1)
-    with pytest.raises(ValueError, match="other real tokens before this call than DilatedCache kept"):
-        model_of()(more(3, count), attention_mask=mask, past_key_values=cache)
+    model_of()(tokens(), attention_mask=then, past_key_values=cache)
+    now = None if now is None else F.pad(now, (0, count), value=1)
+    says = "other real tokens before this call than DilatedCache kept"
+    refused(model_of(), says, input_ids=more(3, count), attention_mask=now, past_key_values=cache)
 
 
 @torch.no_grad()
@@ -195,11 +199,9 @@ def test_a_mask_is_compared_after_a_crop() -> None:
     """Also where no token of the last chunk is left."""
     pair = Pair(**batch("left"))
     pair.run(more(3, 4))
-    pair.both("crop", -4)
-    pair.mask = pair.mask[:, :-4]
+    pair.crop(4)
     pair.run(more(3, 1))
-    with pytest.raises(ValueError, match="other real tokens before"):
-        pair.model(more(3, 1), past_key_values=pair.caches[1])
+    refused(pair.model, "other real tokens before", input_ids=more(3, 1), past_key_values=pair.caches[1])
 
 
 def test_a_second_attention_on_the_same_tokens_is_refused() -> None:

@@ -161,10 +161,10 @@ def test_embeddings_and_some_logits() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"output_hidden_states": True}, "no hidden states"),
-        ({"dropout": 0.5}, "LongNet takes no dropout"),
-        ({"scaling": 1.0}, "LongNet takes no scaling"),
-        ({"s_aux": torch.zeros(4)}, "LongNet takes no s_aux"),
+        ({"output_hidden_states": True}, "cannot honour output_hidden_states"),
+        ({"dropout": 0.5}, "cannot honour dropout"),
+        ({"scaling": 1.0}, "cannot honour scaling"),
+        ({"s_aux": torch.zeros(4)}, "cannot honour s_aux"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
         ({"position_ids": torch.arange(20).flip(0), "use_cache": False}, "must begin at 0 in each packed document"),
         ({"position_ids": torch.arange(19)[None]}, r"position_ids must be \(batch, tokens\) = \(3, 20\)"),
@@ -182,7 +182,7 @@ def test_what_is_refused(given: dict[str, Any], says: str) -> None:
 def test_hidden_states_by_the_config_are_refused() -> None:
     mine = fresh()
     mine.config.output_hidden_states = True
-    refused(mine, "no hidden states")
+    refused(mine, "cannot honour output_hidden_states")
     mine(tokens(), output_hidden_states=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torchtitan.models.common.attention import GQAttention, VarlenAttention, create_varlen_metadata_for_document
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.llama3 import llama3_configs
 
 from dilated_attention import DilatedPattern, reference
@@ -41,24 +41,15 @@ def positions(rows: int) -> Tensor:
     return torch.cat([torch.arange(n) for n in DOCUMENTS]).expand(rows, -1).contiguous()
 
 
-def with_inner(config: Any, inner: Any) -> Any:
-    config = copy.deepcopy(config)
-    for layer in config.layers:
-        layer.attention.inner_attention = inner
-    return config
-
-
-def llama() -> Any:
+def made(kind: type[DilatedAttention]) -> Any:
     """torchtitan's debug model, smaller."""
-    config = llama3_configs["debugmodel"]
-    config = config(attn_backend="varlen") if callable(config) else config
-    config.layers = config.layers[:2]
-    return config
-
-
-def made(config: Any, kind: type[DilatedAttention]) -> Any:
     torch.manual_seed(0)
-    model = with_inner(config, DILATED).build()
+    config = llama3_configs["debugmodel"]
+    config = copy.deepcopy(config(attn_backend="varlen") if callable(config) else config)
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = DILATED
+    model = config.build()
     model.init_states(buffer_device=torch.device("cpu"))
     for module in model.modules():
         if isinstance(module, DilatedAttention):
@@ -66,36 +57,17 @@ def made(config: Any, kind: type[DilatedAttention]) -> Any:
     return model.double()
 
 
-def test_torchtitans_attention() -> None:
-    """GQAttention as its llama3 configures it: output and the gradients of inputs and weights, as by the oracle."""
-    config = with_inner(llama(), DILATED).layers[0].attention
-    assert isinstance(config, GQAttention.Config)
-    masks = create_varlen_metadata_for_document(positions(2))
-    x = torch.randn(2, 64, config.dim, dtype=torch.float64)
-    found = []
-    for kind in (DilatedAttention, Oracle):
-        torch.manual_seed(0)
-        module: Any = config.build()
-        module.init_states(buffer_device=torch.device("cpu"))
-        module.inner_attention.__class__ = kind
-        module, leaf = module.double(), x.clone().requires_grad_()
-        out = module(leaf, masks, positions(2))
-        found.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *module.parameters()])])
-    assert max(error(a, b) for a, b in zip(*found, strict=True)) < 1e-6  # torchtitan's rotary positions are float32
-
-
 def test_torchtitans_model() -> None:
-    """The model asks for the borders of documents, and gives them to our module."""
-    tokens = torch.randint(2048, (2, 64))
-    models = [made(llama(), kind) for kind in (DilatedAttention, Oracle)]
-    masks = models[0].get_attention_masks(positions(2))
-    logits = [model(tokens, attention_masks=masks, positions=positions(2)) for model in models]
-    assert error(logits[0], logits[1]) < 1e-6
-    alone = models[0](
-        tokens[:, 13:40], positions=positions(2)[:, 13:40],
-        attention_masks=models[0].get_attention_masks(positions(2)[:, 13:40]),
-    )  # fmt: skip
-    assert error(logits[0][:, 13:40], alone) < 1e-6
+    """The model asks for the borders of documents, and gives them to our module: logits and gradients of weights."""
+    tokens, results = torch.randint(2048, (2, 64)), []
+    for model in (made(DilatedAttention), made(Oracle)):
+        masks = model.get_attention_masks(positions(2))
+        logits = model(tokens, attention_masks=masks, positions=positions(2))
+        results.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
+    assert max(error(a, b) for a, b in zip(*results, strict=True)) < 1e-6  # the rotary positions are float32
+    place, one = positions(2)[:, 13:40], made(DilatedAttention)
+    alone = one(tokens[:, 13:40], positions=place, attention_masks=one.get_attention_masks(place))
+    assert error(results[0][0][:, 13:40], alone) < 1e-6
 
 
 def test_what_is_refused() -> None:

@@ -21,25 +21,15 @@ from tests.integrations.test_collator import collated
 
 def main() -> None:
     ranks = int(sys.argv[2])
-    options: dict[str, Any] = {
-        "per_device_train_batch_size": 4 // ranks,
-        "max_steps": 3,
-        "optim": "sgd",
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "dataloader_num_workers": 0,
-        "remove_unused_columns": False,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
-    arguments = TrainingArguments(tempfile.mkdtemp(), **options)
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=4 // ranks, max_steps=3, optim="sgd", learning_rate=1e-2,
+        lr_scheduler_type="constant", dataloader_num_workers=0, remove_unused_columns=False, use_cpu=True,
+        report_to=[], save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
     model = made(config_of(pattern=PATTERN)).train()
     drawn = torch.Generator().manual_seed(0)
-    rows = [
-        torch.randint(1, 40, (length,), generator=drawn) for length in (20, 13, 17, 9, 20, 20, 5, 11, 18, 20, 16, 8)
-    ]
+    lengths = (20, 13, 17, 9, 20, 20, 5, 11, 18, 20, 16, 8)
+    rows = [torch.randint(1, 40, (length,), generator=drawn) for length in lengths]
     collator: Any = collated
     if ranks > 1:
         group = dist.group.WORLD

@@ -107,38 +107,31 @@ def assert_same(module: nn.Module, got: Tensor, expected: Tensor, *inputs: Tenso
 # --- the computation --------------------------------------------------------------------------------------------
 
 
-@BOTH
-@pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
-@pytest.mark.parametrize("shape", [(2, 3), (2, 13), (9,)], ids=["below the segment", "not divided", "no batch"])
-def test_agrees_with_the_oracle(cls: Any, rule: str, is_causal: bool, mask: str | None, shape: tuple[int, ...]) -> None:
-    module, x = make(cls, rule=rule), tokens(*shape).requires_grad_()
-    batch = x if len(shape) > 1 else x[None]
-    ignored = padding(*batch.shape[:2]) if mask else None
-    given = as_float(ignored) if mask == "float" else ignored
-    out, weights = module(x, is_causal=is_causal, key_padding_mask=None if given is None else given.view(shape))
-    assert weights is None
-    expected = by_hand(module, batch, is_causal=is_causal, key_padding_mask=ignored)
-    assert_same(module, out, expected.view(x.shape), x)
-
-
 @BY_CLASS
-@pytest.mark.parametrize(("kv_heads", "batch_first"), [*itertools.product((None, 2, 1), (True, False))])
-def test_fewer_key_heads_both_layouts_and_different_inputs(cls: Any, kv_heads: int | None, batch_first: bool) -> None:
-    module = make(cls, num_kv_heads=kv_heads, batch_first=batch_first)
-    assert [len(weight) for weight, _ in module._inputs()] == [E, *[E * (kv_heads or H) // H] * 2]
-    whole = a, b, c = [tokens(seed=seed).requires_grad_() for seed in (1, 2, 3)]
-    given = {x: turned(module, x) for x in whole}
-    for inputs in ((a,), (a, a, a), (a, b), (a, b, a), (a, a, b), (a, b, c)):
-        got = module(*(given[x] for x in inputs), is_causal=True, key_padding_mask=padding())[0]
-        expected = by_hand(module, *inputs, is_causal=True, key_padding_mask=padding())
+@pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
+@pytest.mark.parametrize(("kv_heads", "batch_first"), [*itertools.product((None, 2), (True, False))])
+@pytest.mark.parametrize(("is_causal", "mask"), [(True, "bool"), (False, "float"), (False, None)])
+def test_agrees_with_the_oracle(
+    cls: Any, rule: str, kv_heads: int | None, batch_first: bool, is_causal: bool, mask: str | None
+) -> None:
+    """With different inputs, fewer key heads, both layouts, and without a batch."""
+    module = make(cls, rule=rule, num_kv_heads=kv_heads, batch_first=batch_first)
+    a, b, c = (tokens(seed=seed).requires_grad_() for seed in (1, 2, 3))
+    turned_to = {x: turned(module, x) for x in (a, b, c)}
+    ignored = None if mask is None else padding()
+    given = as_float(ignored) if mask == "float" else ignored
+    for inputs in ((a, a, a), (a, b), (a, b, a), (a, a, b), (a, b, c), (a,)):
+        got, weights = module(*(turned_to[x] for x in inputs), is_causal=is_causal, key_padding_mask=given)
+        expected = by_hand(module, *inputs, is_causal=is_causal, key_padding_mask=ignored)
         assert_same(module, turned(module, got), expected, *dict.fromkeys(inputs), tolerance=1e-11)
-    for kind in (cls, OTHER[cls]):
-        twin = make(kind, num_kv_heads=kv_heads, batch_first=batch_first, gamma_init=2)
-        twin.load_state_dict(module.state_dict())
-        assert error(twin(given[a])[0], module(given[a])[0]) <= 1e-12
+        assert weights is None
+    alone = module(a[0], is_causal=is_causal, key_padding_mask=None if given is None else given[0])[0]
+    assert error(alone, expected[0]) <= 1e-12
+    assert [len(weight) for weight, _ in module._inputs()] == [E, *[E * (kv_heads or H) // H] * 2]
     assert f"num_kv_heads={kv_heads or H}, batch_first={batch_first}" in repr(module)
+    twin = make(OTHER[cls], rule=rule, num_kv_heads=kv_heads, gamma_init=2)
+    twin.load_state_dict(module.state_dict())
+    assert error(twin(a)[0], turned(module, module(turned_to[a])[0])) <= 1e-12
 
 
 def test_one_product_makes_all_three() -> None:
@@ -303,25 +296,6 @@ def layer_of(cls: Any, kind: Any = nn.TransformerEncoderLayer, batch_first: bool
     return layer
 
 
-@pytest.mark.parametrize("guard", ["in_proj_bias", "_qkv_same_embed_dim", "in_proj_weight"])
-def test_each_guard_alone_keeps_the_dense_shortcut_away(guard: str) -> None:
-    """PyTorch may change the order in which it looks at these; any one of them must do."""
-    dense = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
-    gates = {name: getattr(dense, name) for name in ("in_proj_bias", "in_proj_weight", "merge_masks")}
-    unguarded = type("Unguarded", (PLAIN,), gates | {"_qkv_same_embed_dim": True})
-    guarded = type("Guarded", (unguarded,), {guard: getattr(PLAIN, guard)})
-    results = []
-    for cls in (guarded, unguarded):
-        layer = layer_of(cls)
-        expected = by_oracle(layer, tokens())
-        with torch.no_grad():
-            results.append(error(layer.eval()(tokens()), expected))
-    assert results[0] <= 1e-12
-    assert results[1] > 1e-3, "without guards the shortcut runs: this test sees it"
-    with pytest.raises(TypeError, match="has no in_proj_weight: use q_proj"):
-        F.linear(tokens(), make(PLAIN).in_proj_weight)
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("replaced", "norm_first", "batch_first"),
@@ -459,6 +433,11 @@ def test_errors_of_the_call(cls: Any, inputs: Any, options: dict[str, Any], kind
     module._project = lambda *_: pytest.fail("it projected first")
     with pytest.raises(kind, match=match):
         module(*inputs, **options)
+
+
+def test_there_is_no_packed_weight() -> None:
+    with pytest.raises(TypeError, match="has no in_proj_weight: use q_proj"):
+        F.linear(X, make(PLAIN).in_proj_weight)
 
 
 def test_the_other_layout_is_named() -> None:

@@ -40,7 +40,8 @@ from tests.over_ranks import changed, raised, world
 B, N, H, HK, D = 2, 23, 4, 2, 4
 E = H * D
 LENGTHS, RATES = [8, 64], [1, 3]
-TOLERANCE = 1e-12
+LIMIT = timedelta(seconds=60)
+SHARD = 8  # tokens, of each of three ranks
 CLASSES: list[Any] = [
     RingDilatedAttention,
     RingDilatedAttentionV2Collective,
@@ -66,10 +67,6 @@ def inputs() -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     padding = torch.zeros(B, N, dtype=torch.bool)
     padding[0, -5:] = padding[1, 3:6] = True
     return qkv, testing.make_qkv(B, N, H, D, dtype=torch.float64, seed=1)[0], padding
-
-
-def tokens(seed: int = 0) -> Tensor:
-    return torch.randn(B, N, E, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def mine(x: Any) -> Any:
@@ -165,12 +162,10 @@ def made_first(meeting: str) -> list[str]:
     """A module made, and used, before there is a group, takes the group when there is one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    qkv, dout, _ = inputs()
-    module = make(RingDilatedAttention)
-    plain = testing.run(lambda *x: dilated_attention(*x, module.pattern, enable_gqa=True), qkv, dout)
+    module, (qkv, dout, _) = make(RingDilatedAttention), inputs()
+    plain = testing.run(documented(RingDilatedAttention, "longnet", None), qkv, dout)
     wrong = unequal(testing.run(module, qkv, dout), plain)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=LIMIT)
     testing.assert_exact(on_this_rank(module), Results(*map(mine, plain)))
     return wrong + ["sent nothing"] * (module.ranks.stats.bytes_sent == 0)
 
@@ -180,13 +175,11 @@ def test_a_module_made_before_the_group(tmp_path: Path) -> None:
 
 
 def copies() -> list[str]:
-    wrong = []
-    for cls in CLASSES:
-        module = make(cls, group=world())
-        wrong += unequal(on_this_rank(copy.deepcopy(module)), on_this_rank(module))
-    if "2 ranks" not in repr(module) or "one device" not in repr(make(RingDilatedAttention, ring_size=1)):
-        wrong.append(repr(module))
-    return wrong
+    """Of modules over a group, which go over the same one."""
+    modules = [make(cls, group=world()) for cls in CLASSES]
+    wrong = [x for module in modules for x in unequal(on_this_rank(copy.deepcopy(module)), on_this_rank(module))]
+    said = [repr(modules[0]), repr(make(RingDilatedAttention, ring_size=1))]
+    return wrong if "2 ranks" in said[0] and "one device" in said[1] else [*wrong, *said]
 
 
 def test_deep_copies_run_over_the_same_group() -> None:
@@ -221,24 +214,19 @@ def production(**options: Any) -> Any:
     return RingDilatedAttentionProduction([64], [1], rule="longnet", **options)
 
 
-def never(call: int, heads: int) -> bool:
-    return False
-
-
 @contextmanager
-def watched(name: str, fails: Callable[[int, int], bool] = never, backend: Any = sdpa) -> Iterator[list[int]]:
-    """The key heads of each call of the backend; those for which fails(call, heads) run out of memory."""
+def watched(name: str, fails: Callable[[int, int], bool] = lambda call, heads: False) -> Iterator[list[int]]:
+    """The key heads of each call of sdpa; those for which fails(call, heads) run out of memory."""
     heads: list[int] = []
-    original = getattr(backend, name)
+    original = getattr(sdpa, name)
 
     def counted(kernels: Any, *args: Any) -> Any:
-        key = args[1] if name == "forward" else args[2]
-        heads.append(key.shape[2])
-        if fails(len(heads), key.shape[2]):
+        heads.append(args[1 if name == "forward" else 2].shape[2])
+        if fails(len(heads), heads[-1]):
             raise torch.OutOfMemoryError("the needle")
         return original(kernels, *args)
 
-    with mock.patch.object(backend, name, counted):
+    with mock.patch.object(sdpa, name, counted):
         yield heads
 
 
@@ -303,27 +291,20 @@ def out_of_memory(name: str, hopeless: bool) -> tuple[list[str], list[float], li
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_a_block_that_runs_out_of_memory_is_computed_again(name: str) -> None:
-    for rank, (wrong, retries, said) in enumerate(pool(3).run(out_of_memory, name, False)):
-        assert wrong == []
-        if rank != 1:
-            assert (retries, said) == ([0, 0], [])
-            continue
-        assert retries[0] == 0
-        assert retries[1] == len(said) >= 2
-        assert said[:2] == [
-            "WARNING out of memory with 4 heads in a call: going on with 2 at a time",
-            "WARNING out of memory with 2 heads in a call: going on with 1 at a time",
-        ]
+    first, (wrong, (none, retries), said), last = pool(3).run(out_of_memory, name, False)
+    assert first == last == ([], [0, 0], [])
+    assert (wrong, none) == ([], 0)
+    assert retries == len(said) >= 2
+    for text, before, after in zip(said, (4, 2), (2, 1), strict=False):
+        assert text == f"WARNING out of memory with {before} heads in a call: going on with {after} at a time"
 
 
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_when_not_even_one_head_fits_every_rank_knows(name: str) -> None:
+@pytest.mark.parametrize(("name", "row"), [("forward", D * 8 + 8), ("backward", 3 * D * 8)])
+def test_when_not_even_one_head_fits_every_rank_knows(name: str, row: int) -> None:
     outcomes = pool(3).run(out_of_memory, name, True, check=False)
     assert [x.error_type for x in outcomes] == ["CommunicationError", "OutOfMemoryError", "CommunicationError"]
-    shard_tokens = 8
-    bytes_of_one = (D * 8 + 8 if name == "forward" else 3 * D * 8) * B * shard_tokens
     assert "out of memory with a single head in a call" in outcomes[1].error
-    assert f"results alone take {bytes_of_one:,} bytes: use more ranks, shorter segments, or" in outcomes[1].error
+    assert f"results alone take {row * B * SHARD:,} bytes: use more ranks, shorter segments, or" in outcomes[1].error
     assert any("rank 1" in outcomes[rank].error for rank in (0, 2))  # the other may hear it from a third
 
 

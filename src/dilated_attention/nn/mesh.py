@@ -3,14 +3,11 @@
 Each rank passes its samples (data axis) and its shard of their tokens (sequence axis). Ranks along the heads axis pass
 the same tensor. The result is laid out in the same way. An axis that the mesh does not have counts as size 1.
 
-Along the heads axis the parameters are DTensors. The projections of q, k and v and the output weight are split by
-heads; the others are replicated. Their gradients need nothing from the caller. Along the data and sequence axes
-parameters must be equal, and their gradients averaged over both axes, as DDP and FSDP2 do: for example,
-``fully_shard(attention, mesh=mesh["data", "sequence"])``, and the loss by ``sequence_mean(..., mesh["sequence"])``.
-
-The state dict has the keys and whole shapes of MultiheadDilatedAttention. A checkpoint of torch.distributed.checkpoint
-loads on a mesh of any shape; for a plain state dict there is
-``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
+Along the heads axis the parameters are DTensors, whose gradients need nothing from the caller. Over the data and
+sequence axes average the gradients, as DDP and FSDP2 do: for example ``fully_shard(attention, mesh=mesh["data",
+"sequence"])``, and the loss by ``sequence_mean(..., mesh["sequence"])``. The state dict has the keys and whole shapes
+of MultiheadDilatedAttention: a checkpoint of torch.distributed.checkpoint loads on a mesh of any shape, and a plain one
+by ``set_model_state_dict(..., StateDictOptions(full_state_dict=True))``.
 
 Dropout drops the same pairs as on one device: the first rank along the sequence and heads axes draws the seed. Seed
 ranks along the data axis differently. Of one rank's wrong arguments, ranks with other heads hear at once if the mesh's
@@ -48,8 +45,7 @@ class MeshAttention(RingMultiheadDilatedAttention):
         data, sequence, heads: the names of these axes in the mesh. ``num_heads``, and ``num_kv_heads`` if given, must
             be a multiple of the size of the heads axis.
         parallel: a ContextParallel without a group, for the sequence axis; its exchange is "auto" by default.
-        embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, options: see
-            MultiheadDilatedAttention.
+        others: see MultiheadDilatedAttention.
     """
 
     exchange = "auto"

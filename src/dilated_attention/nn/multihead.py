@@ -42,11 +42,10 @@ class MultiheadOptions(ModuleOptions, total=False):
 class MultiheadDilatedAttention(Core):
     """Projects tokens to queries, keys and values, attends, normalises, and projects back.
 
-    Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``. Each head has
-    ``embed_dim / num_heads`` channels of a token. Use it like ``nn.MultiheadAttention``, or as ``self_attn`` of
-    ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``. A call returns (output, None): there are no
-    attention weights. The norm and the initialisation are those of MAGNETO (arXiv:2210.06423), the transformer that
-    LongNet builds on. With ``layer_norm=False`` it loads a state dict of ``nn.MultiheadAttention``.
+    Equals ``out_proj(norm(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))``. Use it like
+    ``nn.MultiheadAttention``, or as ``self_attn`` of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``.
+    A call returns (output, None): there are no attention weights. The norm and the initialisation are those of MAGNETO
+    (arXiv:2210.06423). With ``layer_norm=False`` it loads a state dict of ``nn.MultiheadAttention``.
 
     Args:
         embed_dim: E, the channels of a token; a multiple of ``num_heads``.
@@ -154,11 +153,11 @@ class MultiheadDilatedAttention(Core):
         Args:
             query, key, value: (B, N, E) or (N, E), all of one length. Key is query by default, value is key.
             key_padding_mask: (B, N) or (N,): bool with True = ignore this key, or float with -inf = ignore and
-                0 = keep. The values of a float mask are checked, for which the host waits for the device.
-            need_weights: only False; the weights are never held in memory.
+                0 = keep, whose values are checked: the host waits for the device.
+            need_weights: only False.
             attn_mask: only the causal mask, together with ``is_causal=True``, as PyTorch's layers hand it over:
                 (N, N) or (B * H, N, N). Up to 4,096 tokens on a CPU its values are checked; it is not read otherwise.
-            average_attn_weights: says how to return weights, so it changes nothing.
+            average_attn_weights: changes nothing.
             is_causal: a query sees no later token.
         """
         tokens = query

@@ -62,11 +62,10 @@ class RingDilatedAttention(DilatedAttention):
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     """Computes this rank's shard of :class:`MultiheadDilatedAttention` over the whole sequence.
 
-    Give every rank the same parameters; the state dict is that of :class:`MultiheadDilatedAttention`. Compute the loss
-    with :func:`sequence_mean` and let DDP average the gradients: they then equal those of one device. If you sum
-    gradients instead, pass ``gradients="sum"`` to :func:`sequence_mean`. Arguments are those of
-    :class:`MultiheadDilatedAttention` and :class:`RingDilatedAttention`. A :class:`ContextParallel` may choose any
-    exchange; "ring" is the default.
+    Give every rank the same parameters. Compute the loss with :func:`sequence_mean` and let DDP average the gradients:
+    they then equal those of one device. Arguments and state dict are those of :class:`MultiheadDilatedAttention`, and
+    arguments those of :class:`RingDilatedAttention`. A :class:`ContextParallel` may choose any exchange; "ring" is the
+    default.
 
     Examples:
         >>> attention = da.RingMultiheadDilatedAttention(64, 4, [64, 256], [1, 4], group=da.ContextParallel(group))

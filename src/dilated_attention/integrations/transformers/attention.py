@@ -6,7 +6,6 @@ the library has them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,14 +81,15 @@ def attention(
 
 
 def read_grid(
-    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, *, looks: bool = True
-) -> Grid:
+    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, *, looks: bool = True,
+    refused: dict[str, str] = REFUSED,
+) -> Grid:  # fmt: skip
     """The grid of a call, or an error if something is asked for that cannot be honoured.
 
     ``looks``: whether to look at the numbers in cu_seq_lens_q and cu_seq_lens_k, which one layer does.
     """
-    for name, what in REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
+    for name, what in refused.items():
+        if isinstance(options.get(name), Tensor) or options.get(name):
             raise ValueError(f"dilated attention cannot honour {what}")
     if options.get("is_causal") is False:
         raise ValueError(NOT_CAUSAL)
@@ -153,21 +153,21 @@ def attend(
             raise ValueError("DilatedCache does not support dropout: call model.eval()")
         out, lse = kept.attend(q, k, v, grid, scale)
     else:
-        # a short prompt has fewer tokens than heads: nobody is to be warned of it
-        attended = partial(
-            functional.attend, pattern=pattern, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True,
-            ranks=Ranks.of(group), warns=False,
-        )  # fmt: skip
+        shape = q.shape
+        where: dict[str, Any] = {}
         if grid.documents is not None:
-            rows = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-            out, lse = attended(*rows, cu_seqlens=grid.documents)
-            return out.view(q.shape), lse.view(q.shape[:3])
-        at = None
-        if padding is None and grid.end is not None:
+            q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+            where = {"cu_seqlens": grid.documents}
+        elif padding is None and grid.end is not None:
             k, v = k[:, : grid.end], v[:, : grid.end]
         elif grid.queries < keys:
-            at = grid.first(q.device).expand(len(q)).contiguous()
-        out, lse = attended(q, k, v, query_offset=at)
+            where = {"query_offset": grid.first(q.device).expand(len(q)).contiguous()}
+        # a short prompt has fewer tokens than heads: nobody is to be warned of it
+        out, lse = functional.attend(
+            q, k, v, pattern=pattern, is_causal=True, scale=scale, dropout_p=dropout_p, enable_gqa=True,
+            ranks=Ranks.of(group), warns=False, **where,
+        )  # fmt: skip
+        out, lse = out.view(shape), lse.view(shape[:3])
     if padding:
         out, lse = (taken(x, padding.query_order.argsort(dim=1)) for x in (out, lse))
     return out, lse

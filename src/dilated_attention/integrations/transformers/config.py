@@ -31,10 +31,9 @@ def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern])
     """
     config = getattr(config, "config", config)
     check_model(config)
-    found = written(pattern)
-    if isinstance(found, list):
-        check_count(len(found), getattr(config, "num_hidden_layers", None))
-    setattr(config, FIELD, found)
+    if not isinstance(pattern, DilatedPattern):
+        check_count(len(pattern), getattr(config, "num_hidden_layers", None))
+    setattr(config, FIELD, written(pattern))
     return config
 
 
@@ -50,15 +49,13 @@ def check_model(config: Any) -> None:
 
 def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
     """The pattern of each layer, from a config."""
-    found = getattr(config, FIELD, None)
-    layers: int = config.num_hidden_layers
-    if found is None:
+    given = getattr(config, FIELD, None)
+    if given is None:
         raise ValueError(f"the config has no {FIELD}: call set_pattern(config, pattern) before the model is made")
-    read = read_pattern(found)
-    if isinstance(read, DilatedPattern):
-        return (read,) * layers
-    check_count(len(read), layers)
-    return read
+    read = read_pattern(given)
+    patterns = (read,) * config.num_hidden_layers if isinstance(read, DilatedPattern) else read
+    check_count(len(patterns), config.num_hidden_layers)
+    return patterns
 
 
 def check_count(patterns: int, layers: int | None) -> None:
@@ -76,8 +73,7 @@ def pattern_of(module: Any) -> DilatedPattern:
         kept = copy.deepcopy(now), patterns_of(module.config)[getattr(module, "layer_idx", 0)]
         if not torch.compiler.is_compiling():
             module._dilated = kept
-    found: DilatedPattern = kept[1]
-    return found
+    return kept[1]
 
 
 def is_first(module: Any) -> bool:

@@ -5,7 +5,6 @@ Legend: B samples, n queries, N keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -90,11 +89,11 @@ def grid_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
-    device: torch.device | str = "cpu",
+    device: Any = "cpu",
     config: Any = None,
     **_: Any,
 ) -> Grid:
@@ -149,22 +148,18 @@ def _real_first(mask: Tensor) -> Tensor:
 
 
 @torch.compiler.disable(reason=IN_THE_DATA)  # type: ignore[no-untyped-call, untyped-decorator]
-def _documents(
-    mask_function: Callable[..., Any], samples: int, tokens: int, device: torch.device | str
-) -> Tensor | None:
+def _documents(mask_function: Any, samples: int, tokens: int, device: Any) -> Tensor | None:
     """A document begins wherever a token does not see the one before it."""
-    position = torch.arange(tokens, device=device)
+    position, sample = torch.arange(tokens, device=device), torch.arange(samples, device=device).unsqueeze(1)
     before = (position - 1).clamp(min=0)
-    sample = torch.arange(samples, device=device).unsqueeze(1)
-    seen: Tensor = mask_function(sample, 0, position, before)
-    later: Tensor = mask_function(sample, 0, before, position)
-    if bool((later & (position > 0)).any()):
+    if bool(mask_function(sample, 0, before, position)[..., 1:].any()):
         raise ValueError("dilated attention cannot honour a mask in which tokens see later ones")
+    seen: Tensor = mask_function(sample, 0, position, before)
     begins = ~seen.expand(samples, tokens) | (position == 0)
     ends = begins.flatten().nonzero().flatten().cpu()
     if len(ends) == samples:  # a compiler asks also where there are none
         return None
-    return torch.cat((ends, ends.new_tensor([samples * tokens])))
+    return F.pad(ends, (0, 1), value=samples * tokens)
 
 
 def taken(x: Tensor, order: Tensor) -> Tensor:

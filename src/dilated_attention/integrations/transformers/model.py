@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from dataclasses import fields
 from functools import partial
@@ -28,11 +27,11 @@ from dilated_attention.checks import warn
 from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
 from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
-from dilated_attention.integrations.transformers.config import patterns_of, set_pattern
+from dilated_attention.integrations.transformers.config import set_pattern
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask
 from dilated_attention.models.lm import LongNetLM
 from dilated_attention.models.loss import IGNORED, shifted, summed_loss
-from dilated_attention.models.transformer import Attend, LMConfig, written
+from dilated_attention.models.transformer import Attend, LMConfig, read_pattern, written
 from dilated_attention.pattern import DilatedPattern
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -41,6 +40,11 @@ RENAMED = {
     "kv_heads": "num_key_value_heads", "ffn": "hidden_act", "ffn_dim": "intermediate_size",
     "tied": "tie_word_embeddings",
 }  # fmt: skip
+REFUSED = attention.REFUSED | {
+    **{name: f"{name}: the config and the weights of LongNet say how it attends" for name in ("dropout", "scaling")},
+    "s_aux": "s_aux: LongNet has sinks of its own",
+    "output_hidden_states": "output_hidden_states: call model.lm.states() for the last ones",
+}
 # what LMConfig has, and as transformers calls it
 NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) if one.name != "pattern"}
 
@@ -95,8 +99,7 @@ class LongNetConfig(PreTrainedConfig):
     def plain(self) -> LMConfig:
         """As the config of a plain model."""
         given = {ours: getattr(self, theirs) for ours, theirs in NAMES.items()}
-        patterns = patterns_of(self)
-        return LMConfig(**given, pattern=patterns[0] if isinstance(self.dilated_pattern, dict) else patterns)
+        return LMConfig(**given, pattern=read_pattern(self.dilated_pattern))
 
 
 class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
@@ -129,7 +132,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 f"LongNet always uses dilated attention: leave out attn_implementation={config._attn_implementation!r}"
             )
         super().__init__(config)
-        self.lm, self._pattern = LongNetLM(config.plain()), copy.deepcopy(config.dilated_pattern)
+        self.lm = LongNetLM(config.plain())
         self.post_init()
 
     def init_weights(self) -> None:
@@ -233,14 +236,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor | None, Grid]:
         """position_ids as (1 or batch, tokens), and the grid of the tokens."""
-        for name in ("dropout", "scaling", "s_aux"):
-            if options.get(name) is not None and not (name == "dropout" and options[name] == 0):
-                raise ValueError(
-                    f"LongNet takes no {name}: its config and its weights say how it attends; leave it out"
-                )
-        wants = options.get("output_hidden_states")
-        if self.config.output_hidden_states if wants is None else wants:
-            raise ValueError("LongNet gives no hidden states of its layers: call model.lm.states() for the last ones")
+        if options.get("output_hidden_states") is None:
+            options["output_hidden_states"] = self.config.output_hidden_states
         samples, n = tokens.shape[:2]
         if positions is not None:
             positions = positions.unsqueeze(0) if positions.dim() == 1 else positions
@@ -250,12 +247,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             config=self.config, inputs_embeds=torch.empty(samples, n, 0, device=tokens.device), attention_mask=mask,
             past_key_values=cache, position_ids=positions,
         )  # fmt: skip
-        return positions, attention.read_grid(made, samples, n, options, cache is not None)
+        return positions, attention.read_grid(made, samples, n, options, cache is not None, refused=REFUSED)
 
-    def _loss(self, states: Tensor, labels: Any, shift_labels: Any, grid: Grid, items: Any) -> Tensor:
+    def _loss(self, states: Tensor, labels: Any, shift_labels: Any, grid: Grid, items: Any) -> Any:
         """The mean over the labels, or their part of that over ``items``: a trainer counts those of a larger batch."""
-        asked: Any = 1
-        kept: Any = 1
+        share: Any = 1
         if shift_labels is None:
             shift_labels = shifted(labels)
             asked = (shift_labels != IGNORED).sum()
@@ -263,35 +259,32 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 shift_labels = shift_labels.masked_fill(~grid.padding.real, IGNORED)
             if grid.documents is not None:  # of all rows one after the other: none predicts the next one
                 shift_labels.view(-1)[grid.documents[1:].to(labels.device) - 1] = IGNORED
-            kept = (shift_labels != IGNORED).sum().clamp(min=1)
+            # a trainer counts also those that were left out: the mean of this batch stays as it is
+            share = (shift_labels != IGNORED).sum().clamp(min=1) / asked
         loss = summed_loss(states, self.lm.head.weight, shift_labels)
-        # a trainer counts also those that were left out: the mean of this batch stays as it is
-        mean: Tensor = loss / (shift_labels != IGNORED).sum() if items is None else loss * asked / kept / items
-        return mean
+        return loss / ((shift_labels != IGNORED).sum() if items is None else items * share)
 
     def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         """As the plain model takes them."""
-        if (ids is None) == (embedded is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        if ids is not None:
+        if ids is not None and embedded is None:
             if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     "input_ids must be (batch, tokens) of int64 or int32: use input_ids[None] for one row and "
                     f"input_ids.long() for another dtype, got {tuple(ids.shape)} of {ids.dtype}"
                 )
             return ids
-        assert embedded is not None
-        width = self.config.hidden_size
-        if embedded.dim() != 3 or embedded.shape[2] != width or not embedded.is_floating_point():
+        if embedded is None or ids is not None:
+            raise ValueError("give either input_ids or inputs_embeds")
+        if embedded.shape[2:] != (self.config.hidden_size,) or not embedded.is_floating_point():
             raise ValueError(
-                f"inputs_embeds must be (batch, tokens, {width}) of floating-point numbers, got "
+                f"inputs_embeds must be (batch, tokens, {self.config.hidden_size}) of floating-point numbers, got "
                 f"{tuple(embedded.shape)} of {embedded.dtype}"
             )
         return embedded * self.lm.scale
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
-        if self._pattern != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
-            self.lm.config, self._pattern = self.config.plain(), copy.deepcopy(self.config.dilated_pattern)
+        if written(self.lm.config.pattern) != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
+            self.lm.config = self.config.plain()
         patterns = self.lm.config.patterns
 
         def attend(
@@ -308,9 +301,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         return [partial(attend, *of_layer) for of_layer in zip(patterns, numbers, strict=True)]
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> Any:
-        wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
-        wanted = wanted and not generation_config.is_assistant  # whose cache is cropped by many tokens at a time
-        if wanted and model_kwargs.get("past_key_values") is None:
+        given = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        # the cache of an assistant is cropped by many tokens at a time
+        if given == (None, None) and generation_config.use_cache is not False and not generation_config.is_assistant:
             model_kwargs["past_key_values"] = DilatedCache(self.config)
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *more)
 
