@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from dilated_attention import charts
 from dilated_attention.cli import arguments
-from dilated_attention.cli.app import parsers
 from dilated_attention.cli.options import bandwidth, count, counts, index, latency, size, span, speed
-from dilated_attention.pattern import RULES
 
 READ: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
     (count, {
@@ -73,10 +71,6 @@ def test_no_text_does_worse_than_be_refused(text: str, read: Callable[[str], Any
     with contextlib.suppress(ArgumentTypeError):
         found = read(text)
         assert all(x >= 0 and math.isfinite(x) for x in (found if isinstance(found, list) else [found]))
-
-
-def test_the_help_names_all_rules() -> None:
-    assert all(rule in parsers()["plan"].format_help() for rule in RULES)
 
 
 def test_dtypes_and_devices() -> None:

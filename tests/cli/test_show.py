@@ -46,9 +46,7 @@ def test_every_option_reaches_the_picture(run: Any, tmp_path: Path, monkeypatch:
     assert saved == [(expected, file)]
 
 
-@pytest.mark.parametrize("ending", ["html", "svg", "png"])
-def test_into_a_file(run: Any, tmp_path: Path, ending: str) -> None:
-    file = tmp_path / f"pattern.{ending}"
-    code, out, _ = run("show", "-n", 16, "-w", "4,16", "-r", "1,4", "--heads", 2, "-o", file)
-    assert (code, out) == (0, f"written: {file}\n")
-    assert file.stat().st_size > 1000
+def test_into_a_file(run: Any, tmp_path: Path) -> None:
+    code, out, _ = run("show", "-n", 16, "-w", "4,16", "-r", "1,4", "--heads", 2, "-o", tmp_path / "a.svg")
+    assert (code, out) == (0, f"written: {tmp_path / 'a.svg'}\n")
+    assert (tmp_path / "a.svg").stat().st_size > 1000

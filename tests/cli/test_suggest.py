@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import dilated_attention
-from dilated_attention import DilatedPattern, advice
+from dilated_attention import advice
 from dilated_attention.pattern import RULES
 
 
@@ -60,7 +60,3 @@ def test_what_is_no_suggestion(refused: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(text)
     said = refused("plan", tmp_path / "s.json")
     assert "holds nothing that `suggest --json` wrote" in said or "'[]' is not a whole number" in said
-
-
-def test_a_pattern_is_suggested_for_a_method_too() -> None:
-    assert DilatedPattern.suggest(2**20, 12) == advice.pattern_for(2**20, 12)
