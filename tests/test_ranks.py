@@ -51,14 +51,15 @@ def fail_on(rank: int) -> int:
 SENT: list[Any] = []  # gloo forgets a message that nobody waits for
 
 
-def fail_before_receiving(value: float) -> float:
+def send_and_receive(value: float) -> float:
     """Rank 0 sends; rank 1 receives unless the value is negative."""
     tensor = torch.full((4,), value)
     if dist.get_rank() == 0:
         SENT.append(dist.isend(tensor, 1))
-        return value
-    fail_on(1 if value < 0 else -1)
-    dist.recv(tensor, 0)
+    elif value < 0:
+        raise ValueError(value)
+    else:
+        dist.recv(tensor, 0)
     return tensor[0].item()
 
 
@@ -100,8 +101,8 @@ def test_an_exception_is_reported_and_the_others_return(pair: Pool) -> None:
 
 def test_a_failed_call_leaves_no_message_for_the_next(pair: Pool) -> None:
     with pytest.raises(RanksFailed):
-        pair.run(fail_before_receiving, -1.0)
-    assert pair.run(fail_before_receiving, 5.0) == [5.0, 5.0]
+        pair.run(send_and_receive, -1.0)
+    assert pair.run(send_and_receive, 5.0) == [5.0, 5.0]
 
 
 @pytest.mark.parametrize(

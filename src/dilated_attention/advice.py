@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -65,10 +66,6 @@ class Workload:
             latency=self.latency, bandwidth=self.bandwidth, flops_per_second=self.flops_per_second,
         )  # fmt: skip
 
-    def pairs(self, pattern: DilatedPattern) -> int:
-        """Of one sample, over all ranks and heads."""
-        return pattern.pairs(self.tokens, self.heads, num_kv_heads=self.kv_heads, is_causal=self.is_causal)
-
     def need(self, cost: PlanCost, exchange: str | None = None) -> Need:
         """What the kernels that would run here take, with this exchange or with the best one.
 
@@ -84,11 +81,6 @@ class Workload:
             forward = ours.inference if choose(call).is_whole else forward
             backward = ours.training if choose(call, backward=True).is_whole else backward
         return Need(round(forward), round(max(forward, backward)))
-
-    @property
-    def may_run_ours(self) -> bool:
-        """Whether our own kernels could run on a GPU."""
-        return self.ranks == 1 and self.dtype is not torch.float64 and self.head_dim <= max(dispatch.SMALL)
 
     def need_of_ours(self, cost: PlanCost) -> Need:
         """What our own kernels take on one GPU."""
@@ -142,8 +134,8 @@ def suggest(workload: Workload, rule: Rule = "longnet", memory: int | None = Non
     """
     pattern = pattern_for(workload.tokens, workload.heads, rule, workload.kv_heads)
     cost = workload.cost(pattern)
-    figures = [*_figures(workload, cost), *([] if memory is None else verdict(workload, cost, memory))]
-    return Suggestion(pattern, workload, cost, " ".join(_reasons(pattern, workload)), tuple(figures))
+    figures = (*_figures(workload, cost), *verdict(workload, cost, memory))
+    return Suggestion(pattern, workload, cost, " ".join(_reasons(pattern, workload)), figures)
 
 
 def pattern_for(tokens: int, heads: int, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
@@ -194,11 +186,13 @@ def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
 
 def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
     """What it costs, one line each."""
-    best, dense = cost.exchanges[cost.best], workload.pairs(DilatedPattern.longnet([workload.tokens], [1]))
-    pairs = workload.pairs(cost.pattern)
-    less = f"{number_text(dense / pairs)} times less than" if pairs < dense else f"{pairs / dense:.3g} times"
-    flops = 4 * workload.head_dim * workload.batch * pairs
-    less = "as much as" if pairs == dense else less
+    dense, pairs = (
+        pattern.pairs(workload.tokens, workload.heads, num_kv_heads=workload.kv_heads, is_causal=workload.is_causal)
+        for pattern in (DilatedPattern.longnet([workload.tokens], [1]), cost.pattern)
+    )
+    more = f"{pairs / dense:.3g} times" if pairs > dense else "as much as"
+    less = f"{number_text(dense / pairs)} times less than" if pairs < dense else more
+    flops, best = 4 * workload.head_dim * workload.batch * pairs, cost.exchanges[cost.best]
     yield f"work: {flops_text(flops)} forward, {flops_text(2.5 * flops)} backward; {less} dense"
     yield f"keys that a row of a head sees: {pairs / workload.tokens / workload.heads:,.0f} on average"
     if cost.ranks > 1 and not best.bytes_total:
@@ -212,36 +206,45 @@ def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
 
 
 def on_a_gpu(workload: Workload, cost: PlanCost) -> Iterator[str]:
-    """The memory on a GPU, where there is none here: it may be less."""
-    if not torch.cuda.is_available() and workload.may_run_ours:
+    """The memory on a GPU, where there is none here: our own kernels may run there, and need less."""
+    may_run = workload.ranks == 1 and workload.dtype is not torch.float64 and workload.head_dim <= max(dispatch.SMALL)
+    if may_run and not torch.cuda.is_available():
         yield f"memory with our kernels, on a GPU: {workload.need_of_ours(cost)}"
 
 
-def verdict(workload: Workload, cost: PlanCost, memory: int) -> Iterator[str]:
+def verdict(workload: Workload, cost: PlanCost, memory: int | None) -> list[str]:
     """Whether training fits into so many bytes; if not, the smallest single change of each kind with which it does."""
+    if memory is None:
+        return []
     need = workload.need(cost)
+    training, inference, room = map(bytes_text, (need.training, need.inference, memory))
     if need.training <= memory:
-        yield f"training fits: it needs {bytes_text(need.training)} of {bytes_text(memory)}"
-        return
-    yield f"training does not fit: it needs {bytes_text(need.training)}, and there are {bytes_text(memory)}"
-    yield f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {bytes_text(need.inference)}"
+        return [f"training fits: it needs {training} of {room}"]
     last = f"no single change fits: another exchange, a smaller batch, another dtype, up to {MOST_TRIED:,} ranks"
-    yield from [*_changes(workload, cost, memory)] or [last]
+    return [
+        f"training does not fit: it needs {training}, and there are {room}",
+        f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {inference}",
+        *([*_changes(workload, cost, memory)] or [last]),
+    ]
 
 
 def _changes(workload: Workload, cost: PlanCost, memory: int) -> Iterator[str]:
-    batch, dtype, ranks, most = workload.batch, workload.dtype, workload.ranks, min(workload.tokens, MOST_TRIED)
+    batch, ranks, most = workload.batch, workload.ranks, min(workload.tokens, MOST_TRIED)
     fewer = [batch >> power for power in range(1, batch.bit_length())]
     more = [ranks << power for power in range(1, most.bit_length()) if ranks << power <= most]
-    kinds: tuple[list[tuple[str, Workload, str | None]], ...] = (
-        [(f"exchange={name!r} instead of {cost.best!r}", workload, name) for name in EXCHANGES if ranks > 1],
-        [(f"a batch of {n:,} instead of {batch:,}", replace(workload, batch=n), None) for n in fewer],
-        [(f"{x} instead of {dtype}", replace(workload, dtype=x), None) for x in CHEAPER.get(dtype, ())],
-        [(f"{n:,} ranks instead of {ranks:,}", replace(workload, ranks=n), None) for n in more],
+    kinds: tuple[tuple[str, str, object, Sequence[Any]], ...] = (
+        ("exchange", "exchange={!r} instead of {!r}", cost.best, EXCHANGES if ranks > 1 else ()),
+        ("batch", "a batch of {:,} instead of {:,}", batch, fewer),
+        ("dtype", "{} instead of {}", workload.dtype, CHEAPER.get(workload.dtype, ())),
+        ("ranks", "{:,} ranks instead of {:,}", ranks, more),
     )
-    for kind in kinds:
-        for text, changed, exchange in kind:
-            needed = changed.need(changed.cost(cost.pattern), exchange).training
+    for name, text, old, values in kinds:
+        for new in values:
+            if name == "exchange":
+                needed = workload.need(cost, new).training
+            else:
+                changed = replace(workload, **{name: new})
+                needed = changed.need(changed.cost(cost.pattern)).training
             if needed <= memory:
-                yield f"training fits with {text.replace('torch.', '')}: {bytes_text(needed)}"
+                yield f"training fits with {text.format(new, old).replace('torch.', '')}: {bytes_text(needed)}"
                 break

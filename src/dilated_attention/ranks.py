@@ -14,7 +14,7 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
+import sys
 import threading
 import time
 import traceback
@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -61,24 +60,23 @@ class Pool:
     """Ranks that form one group. One call runs at a time, and none when a rank died or hung: the pool is broken."""
 
     def __init__(self, size: int) -> None:
-        self.size, self._groups, self._used, self._out_of_step = size, 0, False, False
+        self.size, self._groups, self._used = size, 0, False
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # where ranks meet
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        for rank in range(size):
-            pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(far_end,), name=str(rank), daemon=True)
+        self._pipes, far_ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
+        self._processes = [
+            context.Process(target=_serve, args=(end,), name=str(rank), daemon=True)
+            for rank, end in enumerate(far_ends)
+        ]
+        for process, end in zip(self._processes, far_ends, strict=True):
             process.start()
-            far_end.close()  # the rank's copy is the only one: when it dies the pipe ends
-            self._pipes.append(pipe)
-            self._processes.append(process)
+            end.close()  # the rank's copy is the only one: when it dies the pipe ends
         self._join()
 
     @property
     def broken(self) -> bool:
-        return self._out_of_step or not all(x.is_alive() for x in self._processes)
+        return not all(process.is_alive() for process in self._processes)
 
     @property
     def pids(self) -> list[int]:
@@ -98,9 +96,7 @@ class Pool:
         self._used = True
         outcomes = self._call(function, args, timeout)
         failed = any(x.error_type for x in outcomes)
-        if self.broken:
-            self.close()
-        elif failed:
+        if failed and not self.broken:
             self._join()
         if check and failed:
             raise RanksFailed(getattr(function, "__qualname__", repr(function)), outcomes)
@@ -127,13 +123,15 @@ class Pool:
             raise RanksFailed("forming a group", outcomes)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Outcome]:
-        message, start = _pack((function, args)), time.monotonic()
-        self._out_of_step = True  # until every rank has answered, also if interrupted
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it is dead, which is seen below
-                pipe.send_bytes(message)
-        outcomes = [self._answer(rank, start, timeout) for rank in range(self.size)]
-        self._out_of_step = any(x.exitcode is not None for x in outcomes)
+        message, start, outcomes = _pack((function, args)), time.monotonic(), []
+        try:
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):  # it is dead, which is seen below
+                    pipe.send_bytes(message)
+            outcomes = [self._answer(rank, start, timeout) for rank in range(self.size)]
+        finally:
+            if not outcomes or self.broken:  # after an interruption answers would be taken for those of the next call
+                self.close()
         return outcomes
 
     def _answer(self, rank: int, start: float, timeout: float) -> Outcome:
@@ -220,9 +218,7 @@ def _enter_group(port: int, number: int, size: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     # The default is the address of the host's name, which on some machines is none that can be bound.
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     rank, limit = int(multiprocessing.current_process().name), timedelta(seconds=TIMEOUT)
     store = PrefixStore(str(number), TCPStore(LOOPBACK, port, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,8 @@ from dilated_attention import charts
 from dilated_attention.cli import arguments
 from dilated_attention.cli.options import bandwidth, count, counts, index, latency, size, span, speed
 
-READ: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
+Read = Callable[[str], Any]
+READ: list[tuple[Read, dict[str, Any]]] = [
     (count, {
         "1": 1, "65536": 65536, "64k": 65536, "64K": 65536, "1M": 2**20, "1.5M": 3 * 2**19, "2G": 2**31, "1T": 2**40,
         "1e9": 10**9, "1B": 10**9, "1,000,000": 10**6, "1E+9": 10**9, "2.5e3": 2500, "1e3k": 1024000, "0.5k": 512,
@@ -40,7 +40,7 @@ READ: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
     (latency, {"10us": 1e-5, "10µs": 1e-5, "10μs": 1e-5, "0.2ms": 2e-4, "1e-5s": 1e-5, "1s": 1, "0s": 0}),
     (speed, {"400T": 4e14, "400TFLOPS": 4e14, "4e14": 4e14, "0.4 PFLOP/s": 4e14}),
 ]  # fmt: skip
-REFUSED: list[tuple[Callable[[str], Any], str, list[str]]] = [
+REFUSED: list[tuple[Read, str, list[str]]] = [
     (count, "is not a whole number of 1 or more", [
         "", "k", "x", "1,00", "1GB", "0", "-1", "1.5", "0.3k", "1e-3", "nan", "inf", "1e", "1e999", "1e1000000000",
         "1,5", "--", "1 2", "2^-1", "^3", "0^2", "１", "1e5e5", "1__e", "0x10", "9" * 5000 + "q",
@@ -56,18 +56,18 @@ REFUSED: list[tuple[Callable[[str], Any], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("read", "text", "found"), [(read, *item) for read, some in READ for item in some.items()])
-def test_numbers(read: Callable[[str], Any], text: str, found: Any) -> None:
+def test_numbers(read: Read, text: str, found: Any) -> None:
     assert read(text) == found
 
 
 @pytest.mark.parametrize(("read", "message", "text"), [(read, said, one) for read, said, all in REFUSED for one in all])
-def test_what_is_no_number(read: Callable[[str], Any], message: str, text: str) -> None:
+def test_what_is_no_number(read: Read, message: str, text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
         read(text)
 
 
 @given(st.text(max_size=12), st.sampled_from([count, counts, size, bandwidth, latency, speed]))
-def test_no_text_does_worse_than_be_refused(text: str, read: Callable[[str], Any]) -> None:
+def test_no_text_does_worse_than_be_refused(text: str, read: Read) -> None:
     with contextlib.suppress(ArgumentTypeError):
         found = read(text)
         assert all(x >= 0 and math.isfinite(x) for x in (found if isinstance(found, list) else [found]))
@@ -84,14 +84,13 @@ def test_dtypes_and_devices() -> None:
 
 def test_folders(tmp_path: Path) -> None:
     """One that can be written is made and left empty."""
-    folder = tmp_path / "a" / "b"
+    folder, file = tmp_path / "a" / "b", tmp_path / "file"
     assert charts.writable(folder) == folder
-    assert os.listdir(folder) == []
-    (tmp_path / "file").write_text("")
-    bad = [tmp_path / "file", tmp_path / "file" / "below", *filter(Path.is_dir, [Path("/proc")])]
-    for folder in bad:
+    assert [*folder.iterdir()] == []
+    file.write_text("")
+    for bad in (file, file / "below", *filter(Path.is_dir, [Path("/proc")])):
         with pytest.raises(ValueError, match=r"cannot write into .* name another with --out"):
-            charts.writable(folder)
+            charts.writable(bad)
 
 
 def test_only_wrong_arguments_are_refused() -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,78 +15,61 @@ import torch
 from dilated_attention.bench import suites
 
 Results = dict[str, Any]
+Act = Callable[[Any, Results], None]  # with the function that saves results, and what it should save
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, results: Results) -> Callable[[Callable[..., None]], list[dict[str, Any]]]:
-    """Instead of a run: ``act(save, results)``. Returns the arguments of the calls."""
+def bench(run: Any, no_pictures: None, monkeypatch: pytest.MonkeyPatch, results: Results, tmp_path: Path) -> Any:
+    """The command line, with ``act`` instead of a run. Its ``calls`` are the arguments of those."""
+    calls: list[dict[str, Any]] = []
 
-    def install(act: Callable[..., None]) -> list[dict[str, Any]]:
-        calls: list[dict[str, Any]] = []
-
-        def run(names: Any, device: Any, dtypes: Any = None, *, save: Any, watch: Any, **more: Any) -> Results:
+    def command(*options: object, act: Act = lambda save, found: save(found)) -> Any:
+        def measure(names: Any, device: Any, dtypes: Any = None, *, save: Any, watch: Any, **more: Any) -> None:
             calls.append({"suites": names, "device": device, "dtypes": dtypes, **more})
             watch.step("measuring", 0.5)
             act(save, results)
-            return results
 
-        monkeypatch.setattr(suites, "run", run)
-        return calls
+        monkeypatch.setattr(suites, "run", measure)
+        return run("bench", "--device", "cpu", "--out", tmp_path, *options)
 
-    return install
-
-
-def complete(save: Any, results: Results) -> None:
-    save(results)
+    command.calls = calls  # type: ignore[attr-defined]
+    return command
 
 
-def test_a_run(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
-    calls = fake(complete)
-    code, out, err = run("bench", "--out", tmp_path / "new", "--device", "cpu")
+def written(folder: Path) -> Results:
+    found: Results = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def test_a_run(bench: Any, results: Results, tmp_path: Path) -> None:
+    code, out, err = bench("--out", tmp_path / "new")
     assert code == 0, err
     assert "[50%] measuring\n" in err
-    assert calls == [
+    assert bench.calls == [
         {"suites": ["quick"], "device": torch.device("cpu"), "dtypes": None, "seconds": None, "commit": None}
     ]
-    assert json.loads((tmp_path / "new" / "results.json").read_text()) == results
+    assert written(tmp_path / "new") == results
     assert (tmp_path / "new" / "index.html").is_file()
-    assert {file.name for file in (tmp_path / "new" / "plots").iterdir()} >= {"time.svg", "time.png"}
     for said in ("CPU 9000", "1.2 (1.11–1.48)", "Take longnet", "results.json", "index.html"):
         assert said in out
+    ran = bench("--out", tmp_path / "new", "--json")
+    assert json.loads(ran.out) == results
+    assert f"written: {tmp_path / 'new/index.html'}" in ran.err
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_options_reach_the_run(run: Any, fake: Any, tmp_path: Path) -> None:
-    calls = fake(complete)
+def test_options_reach_the_run(bench: Any) -> None:
     line = ("--suite", "copies,ring", "--suite", "profile", "--dtype", "bf16,float32", "--seconds", "1.5")
-    assert run("bench", "--out", tmp_path, "--device", "cpu", *line, "--commit", "abc").code == 0
-    assert calls == [
-        {
-            "suites": ["copies", "ring", "profile"],
-            "device": torch.device("cpu"),
-            "dtypes": [torch.bfloat16, torch.float32],
-            "seconds": 1.5,
-            "commit": "abc",
-        }
-    ]
+    assert bench(*line, "--commit", "abc").code == 0
+    assert bench.calls == [
+        {"suites": ["copies", "ring", "profile"], "device": torch.device("cpu"),
+         "dtypes": [torch.bfloat16, torch.float32], "seconds": 1.5, "commit": "abc"},
+    ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_json(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
-    fake(complete)
-    code, out, err = run("bench", "--out", tmp_path, "--json")
-    assert (code, json.loads(out)) == (0, results)
-    assert f"written: {tmp_path / 'index.html'}" in err
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_second_run_keeps_the_first_and_says_what_changed(
-    run: Any, fake: Any, results: Results, tmp_path: Path
-) -> None:
-    fake(complete)
-    run("bench", "--out", tmp_path)
+def test_a_second_run_keeps_the_first_and_says_what_changed(bench: Any, tmp_path: Path) -> None:
+    bench()
     before = (tmp_path / "results.json").read_bytes()
-    out = run("bench", "--out", tmp_path).out
+    out = bench().out
     assert (tmp_path / "previous.json").read_bytes() == before
     assert "compared with the run before" in out
     assert " same" in out
@@ -101,11 +83,9 @@ def test_the_help_names_every_suite(run: Any) -> None:
     assert (len(suites.ALL), suites.ALL[0], suites.ALL[-1]) == (6, "copies", "optimisations")
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_a_busy_machine_is_told(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
+def test_a_busy_machine_is_told(bench: Any, results: Results) -> None:
     results["machine"] |= {"too_busy": True, "others": 0.46, "load_max": 5.0}
-    fake(complete)
-    assert "too busy to trust these times: other work took 46% of its cores" in run("bench", "--out", tmp_path).out
+    assert "too busy to trust these times: other work took 46% of its cores" in bench().out
 
 
 def test_with_pytorch_alone_it_still_measures(tmp_path: Path) -> None:
@@ -119,66 +99,52 @@ def test_with_pytorch_alone_it_still_measures(tmp_path: Path) -> None:
         "for wrong in (['--seconds', 'nan'], ['--out', '/dev/null/x'], ['--suite', 'fast']):\n"
         "    assert main(['bench', *wrong]) == 2\n"
     )
-    suites = ("--suite", "copies,ring", "--suite", "decode")
-    command = [sys.executable, "-c", code, "bench", *suites, "--out", str(tmp_path), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "copies,ring,decode" in done.stdout
-    assert json.loads((tmp_path / "results.json").read_text())["answer"] == "copies,ring,decode"
+    line = f"bench --suite copies,ring --suite decode --out {tmp_path} --device cpu"
+    done = subprocess.run([sys.executable, "-c", code, *line.split()], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "copies,ring,decode" in done.stdout
+    assert written(tmp_path)["answer"] == "copies,ring,decode"
     told = [line for line in done.stderr.splitlines() if "error: " in line]
     for line, says in zip(told, ("--seconds must be", "/dev/null", "fast"), strict=True):
         assert says in line
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_one_of_ours_is_wrong(run: Any, fake: Any, results: Results, tmp_path: Path) -> None:
-    results["checks"][0]["verdict"] = "wrong"
-    fake(complete)
-    ran = run("bench", "--out", tmp_path)
-    assert ran.code == 1
-    assert "OURS: longnet, sdpa" in ran.out
-
-
 def interrupted(save: Any, results: Results) -> None:
-    save({**deepcopy(results), "measurements": results["measurements"][:2]})
+    save({**results, "measurements": results["measurements"][:2]})
     raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("is_ours_wrong", [False, True])
-def test_interrupted(run: Any, fake: Any, results: Results, tmp_path: Path, is_ours_wrong: bool) -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_one_of_ours_is_wrong(bench: Any, results: Results, is_interrupted: bool) -> None:
+    results["checks"][0]["verdict"] = "wrong"
+    ran = bench(**({"act": interrupted} if is_interrupted else {}))
+    assert ran.code == (130 if is_interrupted else 1)
+    assert "OURS: longnet, sdpa" in ran.out
+
+
+def test_interrupted(bench: Any, tmp_path: Path) -> None:
     """What there is was written, says so, and has its report."""
-    if is_ours_wrong:
-        results["checks"][0]["verdict"] = "wrong"
-    fake(interrupted)
-    ran = run("bench", "--out", tmp_path)
+    ran = bench(act=interrupted)
     assert ran.code == 130
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert written["complete"] is False
-    assert len(written["measurements"]) == 2
+    assert (written(tmp_path)["complete"], len(written(tmp_path)["measurements"])) == (False, 2)
     assert "interrupted" in (tmp_path / "index.html").read_text()
     assert "The run was interrupted" in ran.out
 
 
-def at_once(save: Any, results: Results) -> None:
-    raise KeyboardInterrupt
+def test_interrupted_at_once(bench: Any, tmp_path: Path) -> None:
+    def act(save: Any, results: Results) -> None:
+        raise KeyboardInterrupt
 
-
-def test_interrupted_at_once(run: Any, fake: Any, tmp_path: Path) -> None:
-    fake(at_once)
-    ran = run("bench", "--out", tmp_path)
-    assert ran.code == 130
-    assert "nothing was written" in ran.out
+    ran = bench(act=act)
+    assert (ran.code, "nothing was written" in ran.out) == (130, True)
     assert list(tmp_path.iterdir()) == []
 
 
-def failing(save: Any, results: Results) -> None:
-    save({**results, "complete": False})
-    raise RuntimeError("a fault of ours")
+def test_a_fault_keeps_what_was_measured(bench: Any, tmp_path: Path) -> None:
+    def act(save: Any, results: Results) -> None:
+        save({**results, "complete": False})
+        raise RuntimeError("a fault of ours")
 
-
-def test_a_fault_keeps_what_was_measured(run: Any, fake: Any, tmp_path: Path) -> None:
-    fake(failing)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        run("bench", "--out", tmp_path)
-    assert json.loads((tmp_path / "results.json").read_text())["complete"] is False
+        bench(act=act)
+    assert written(tmp_path)["complete"] is False

@@ -7,6 +7,7 @@ import re
 from copy import deepcopy
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from dilated_attention.bench.keep import is_ours_wrong
@@ -21,57 +22,40 @@ def printed(results: Results, width: int = 160, **options: Any) -> str:
     return screen.file.getvalue()  # type: ignore[attr-defined]
 
 
-def line(text: str, start: str) -> str:
-    return next(line for line in text.splitlines() if line.startswith(start))
-
-
-def test_measurements(results: Results) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        r"quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32",
+        r"longnet, sdpa +forward +1.2 \(1.11–1.48\) +3.81 MiB +exact",
+        r"longnet, sdpa +forward \+ backward +46 \(41.1–54.8\) +8.58 MiB +exact",
+        r"RingDilatedAttention, 2 ranks +forward +346 \(once\) +1.91 MiB +exact",
+        r"RingDilatedAttention, 2 ranks +forward \+ backward +out of memory +– +exact",
+        r"gather \[padded\] +forward +7.0 \S+ +2.86 MiB +wrong gradients",
+        r"gather \[padded\] +forward \+ backward +wrong +– +wrong gradients",
+        r"gather \[padded\] \(float32\): wrong gradients: dq off by 2.5e-01, allowed 5.0e-06; "
+        r"dk off by inf, allowed 5.0e-06",
+        r"ring: bytes",
+        r"two +1,234,567 +0.500",
+        r"four +– +2,350",
+        r"as planned",
+        r"long +.*DilatedPattern.longnet\(w, r\), backend=\"sdpa\"\) \(level with RingDilatedAttention\).* 5.67",
+        r"Take longnet with sdpa\.",
+    ],
+)
+def test_lines(results: Results, line: str) -> None:
     text = printed(results)
-    assert "quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32" in text
-    ours = line(text, "longnet, sdpa ")
-    assert "1.2 (1.11–1.48)" in ours
-    assert "3.81 MiB" in ours
-    assert ours.rstrip().endswith("exact")
-    assert re.search(r"longnet, sdpa +forward \+ backward +46 \(41.1–54.8\) +8.58 MiB +exact", text)
-    assert "346 (once)" in line(text, "RingDilatedAttention, 2 ranks")
-    assert re.search(r"RingDilatedAttention, 2 ranks +forward \+ backward +out of memory +– +exact", text)
-
-
-def test_what_is_wrong_has_no_time_and_says_why(results: Results) -> None:
-    text = printed(results)
-    assert re.search(r"gather \[padded\] +forward +7.0 \S+ +2.86 MiB +wrong gradients", text)
-    assert re.search(r"gather \[padded\] +forward \+ backward +wrong +– +wrong gradients", text)
-    said = (
-        "gather [padded] (float32): wrong gradients: dq off by 2.5e-01, allowed 5.0e-06; dk off by inf, allowed 5.0e-06"
-    )
-    assert said in text
+    assert re.search(f"^{line} *$", text, re.MULTILINE), text
     assert "OURS" not in text
+    assert "interrupted" not in text
+    assert "interrupted" in printed({**results, "complete": False})
 
 
 def test_ours_come_first_and_loud(results: Results) -> None:
-    results["checks"].append(
-        {**results["checks"][0], "verdict": "failed", "errors": {}, "limits": {}, "why": "no kernel"}
-    )
+    failed = {"verdict": "failed", "errors": {}, "limits": {}, "why": "no kernel"}
+    results["checks"].append({**results["checks"][0], **failed})
     first, second = wrong(results)
     assert first.plain == "OURS: longnet, sdpa (float32): failed: no kernel"
     assert not second.plain.startswith("OURS")
-
-
-def test_tables_of_suites(results: Results) -> None:
-    text = printed(results)
-    assert "ring: bytes" in text
-    assert line(text, "two").split() == ["two", "1,234,567", "0.500"]
-    assert line(text, "four").split() == ["four", "–", "2,350"]
-    assert "as planned" in text
-
-
-def test_recommendations_and_answer(results: Results) -> None:
-    text = printed(results)
-    assert 'DilatedPattern.longnet(w, r), backend="sdpa") (level with RingDilatedAttention)' in " ".join(text.split())
-    assert "5.67" in line(text, "long ")
-    assert "Take longnet with sdpa." in text
-    assert "interrupted" not in text
-    assert "interrupted" in printed({**results, "complete": False})
 
 
 def test_nothing_measured(results: Results) -> None:
@@ -83,8 +67,7 @@ def test_a_narrow_terminal_cuts_nothing(results: Results) -> None:
     text = printed(results, width=60, force_terminal=True, color_system="truecolor")
     assert "\x1b[" in text
     assert "…" not in text
-    joined = "".join(part for part in text.split() if not part.startswith("\x1b"))
-    assert "54.8" in joined
+    assert "54.8" in "".join(part for part in text.split() if not part.startswith("\x1b"))
 
 
 def test_when_ours_is_wrong(results: Results) -> None:

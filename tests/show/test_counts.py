@@ -25,15 +25,9 @@ def views(draw: st.DrawFn) -> View:
     branches = draw(st.lists(branch, min_size=count, max_size=count))
     pattern = DilatedPattern(draw(st.sampled_from(RULES)), *zip(*branches, strict=True))
     start = draw(st.integers(0, tokens - 1))
-    return View(
-        pattern,
-        tokens,
-        kv_heads * group,
-        kv_heads=kv_heads,
-        is_causal=draw(st.booleans()),
-        window=(start, draw(st.integers(start + 1, tokens))),
-        cells=draw(st.integers(1, 40)),
-    )
+    window = start, draw(st.integers(start + 1, tokens))
+    more = {"kv_heads": kv_heads, "is_causal": draw(st.booleans()), "cells": draw(st.integers(1, 40))}
+    return View(pattern, tokens, kv_heads * group, window=window, **more)
 
 
 def seen_in_branch(view: View, branch: int, head: int, query: int) -> list[int]:
@@ -50,29 +44,21 @@ def seen_in_branch(view: View, branch: int, head: int, query: int) -> list[int]:
 
 @given(views(), st.data())
 def test_every_cell_has_the_pairs_that_the_pattern_lists(view: View, data: st.DataObject) -> None:
-    pictures = view.pictures()
-    assert sorted(head for picture in pictures for head in picture.heads) == [*range(view.heads)]
-    picture = data.draw(st.sampled_from(pictures))
+    assert sorted(head for picture in view.pictures for head in picture.heads) == [*range(view.heads)]
+    picture = data.draw(st.sampled_from(view.pictures))
     head = data.draw(st.sampled_from(picture.heads))
-    seen = [
-        [seen_in_branch(view, branch, head, query) for query in range(view.tokens)]
-        for branch in range(len(view.pattern.branches))
-    ]
+    branches = range(len(view.pattern.branches))
+    seen = [[seen_in_branch(view, branch, head, query) for query in range(view.tokens)] for branch in branches]
+    options = {"num_tokens": view.tokens, "num_heads": view.heads, "num_kv_heads": view.kv_heads}
     for query in range(view.tokens):
-        listed = view.pattern.keys(
-            query, head, num_tokens=view.tokens, num_heads=view.heads, num_kv_heads=view.kv_heads,
-            is_causal=view.is_causal,
-        )  # fmt: skip
+        listed = view.pattern.keys(query, head, is_causal=view.is_causal, **options)
         assert Counter(listed) == Counter(key for of_branch in seen for key in of_branch[query])
     stretches = [range(*pair) for pair in itertools.pairwise(view.edges)]
     for (i, queries), (j, keys) in itertools.product(enumerate(stretches), repeat=2):
-        shares = [
-            sum(key in keys for query in queries for key in of_branch[query]) / (len(queries) * len(keys))
-            for of_branch in seen
-        ]
-        assert picture.share[i, j].item() == pytest.approx(max(shares), rel=1e-12)
-        if max(shares):
-            assert picture.branch[i, j] == max(range(len(shares)), key=shares.__getitem__), "the first of the densest"
+        pairs = [sum(key in keys for query in queries for key in of_branch[query]) for of_branch in seen]
+        assert picture.share[i, j].item() == pytest.approx(max(pairs) / len(queries) / len(keys), rel=1e-12)
+        if max(pairs):
+            assert picture.branch[i, j] == pairs.index(max(pairs)), "the first of the densest"
 
 
 LONGNET = (2048, 4096, 1, 2, 4, 6, 12)
@@ -108,8 +94,7 @@ def test_what_no_cell_divides_is_nearly_in_step(numbers: tuple[int, ...], most: 
 
 def test_cells_of_a_window_begin_where_segments_do() -> None:
     cuts = edges(1000, 5096, 64, (64, 1024, 1, 4))
-    assert cuts[:3] == (1000, 1024, 1088)
-    assert cuts[-1] == 5096
+    assert (*cuts[:3], cuts[-1]) == (1000, 1024, 1088, 5096)
     assert edges(3, 7, 4, (4,)) == (3, 4, 5, 6, 7), "few tokens are drawn one by one"
 
 
@@ -118,7 +103,7 @@ def test_no_length_is_too_long(tokens: int) -> None:
     """Squares of these overflow 64-bit integers, and nothing may have as many entries as there are tokens."""
     pattern = DilatedPattern.longnet([2048, 2**20, tokens], [1, 512, 2**20])
     view = View(pattern, tokens, 8)
-    (picture,) = view.pictures()
+    (picture,) = view.pictures
     assert len(view.edges) <= 130
     assert torch.all((picture.share > 0) & (picture.share <= 1))
     assert picture.share[0, 1] == 2.0**-40, "one row in 2**20, queries and keys"
@@ -127,6 +112,9 @@ def test_no_length_is_too_long(tokens: int) -> None:
 
 def test_heads_that_look_the_same_are_one_picture() -> None:
     pattern = DilatedPattern.longnet([16, 64], [1, 4])
-    assert [picture.heads for picture in View(pattern, 64, 8).pictures()] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [sorted(picture.heads) for picture in View(pattern, 1024, 8).pictures()] == [[*range(8)]]
-    assert [picture.heads for picture in View(pattern, 64, 8, head=6).pictures()] == [[2, 6]]
+    for view, heads in (
+        (View(pattern, 64, 8), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (View(pattern, 1024, 8), [[0, 4, 1, 5, 2, 6, 3, 7]]),
+        (View(pattern, 64, 8, head=6), [[2, 6]]),
+    ):
+        assert [picture.heads for picture in view.pictures] == heads

@@ -34,9 +34,7 @@ on many devices, encode slides.
 
 Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
 """
-NEEDED = {  # unless a suggestion has them
-    "tokens": "-n/--tokens", "segment_lengths": "-w/--segment-lengths", "dilation_rates": "-r/--dilation-rates",
-}  # fmt: skip
+NEEDED = ("tokens", "segment_lengths", "dilation_rates")  # unless a suggestion has them
 COLOURS = {r"^[\w ]+:": "1", r"(?<![\w-])--?[a-zA-Z][\w-]*": "36", r"(?<=  )[A-Z][A-Z:.,]*": "33"}  # of help
 COMPLETION = """
 _dilated_attention() {{
@@ -55,18 +53,17 @@ complete -o default -F _dilated_attention dilated-attention
 class Parser(argparse.ArgumentParser):
     """One line for what is wrong, and help in colour on a terminal."""
 
-    def __init__(self, name: str, about: str) -> None:
-        lines = argparse.RawDescriptionHelpFormatter
-        super().__init__(name, description=inspect.cleandoc(about), formatter_class=lines, allow_abbrev=False)
+    def __init__(self, name: str, about: str, **more: Any) -> None:
+        lines, about = argparse.RawDescriptionHelpFormatter, inspect.cleandoc(about)
+        super().__init__(name, description=about, formatter_class=lines, allow_abbrev=False, **more)
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")
 
     def print_help(self, file: Any = None) -> None:
         text = self.format_help()
-        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-            for what, colour in COLOURS.items():
-                text = re.sub(what, rf"\033[{colour}m\g<0>\033[0m", text, flags=re.MULTILINE)
+        for what, colour in COLOURS.items() if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ():
+            text = re.sub(what, rf"\033[{colour}m\g<0>\033[0m", text, flags=re.MULTILINE)
         print(text, end="", file=file)
 
 
@@ -92,50 +89,39 @@ def parsers() -> dict[str, Parser]:
     """One for each command."""
     found = {}
     for run, some in COMMANDS.items():
-        parser = Parser(f"{NAME} {run.__name__}", run.__doc__ or "")
+        parser = found[run.__name__] = Parser(f"{NAME} {run.__name__}", run.__doc__ or "")
         for add in some:
             add(parser)
         parser.set_defaults(run=run)
-        found[run.__name__] = parser
     return found
 
 
 def top() -> Parser:
     """What stands before a command."""
-    first_lines = {run.__name__: (run.__doc__ or "").partition("\n")[0] for run in COMMANDS}
-    listed = "\n".join(f"  {name:<12}{line}" for name, line in first_lines.items())
-    found = Parser(NAME, ABOUT)
-    found.epilog = f"Commands:\n{listed}"
+    listed = "\n".join(f"  {run.__name__:<12}{(run.__doc__ or '').partition(chr(10))[0]}" for run in COMMANDS)
+    epilog = f"Commands, whose options --help after them lists:\n{listed}"
+    found = Parser(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
     found.add_argument("--version", action="version", version=f"{NAME} {dilated_attention.__version__}")
-    found.add_argument("command", nargs="?", help="one of those below; --help after it lists its options")
     return found
 
 
 def run(given: Sequence[str]) -> int:
     """The exit code of a command line; whatever is wrong with it is Refused."""
-    made = parsers()
+    made, (name, *rest) = parsers(), given or ["--help"]
+    parser = made.get(name) or top()
     try:
-        if not given or given[0] not in made:
-            return _without_command(given, made)
-        parser = made[given[0]]
-        found = parser.parse_intermixed_args(given[1:])
+        if name not in made and not name.startswith("-"):
+            near = difflib.get_close_matches(name, made, 1)
+            parser.error(f"no such command: {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        found = parser.parse_intermixed_args(rest if name in made else [name])
         with arguments.refusing():
             said = options.defaults(found)
         if said:
             parser.set_defaults(**said)
-            found = parser.parse_intermixed_args(given[1:])
+            found = parser.parse_intermixed_args(rest)
     except SystemExit as ended:  # of --help and --version
         return int(ended.code or 0)
-    missing = [names for name, names in NEEDED.items() if getattr(found, name, names) is None]
-    if missing:
-        parser.error(f"missing {', '.join(missing)}")
+    needed = [x for x in parser._actions if x.dest in NEEDED and getattr(found, x.dest) is None]
+    if needed:
+        parser.error(f"missing {', '.join('/'.join(x.option_strings) for x in needed)}")
     return found.run(found) or 0
-
-
-def _without_command(given: Sequence[str], made: dict[str, Parser]) -> int:
-    wrong = top().parse_args(given[:1]).command
-    if wrong is not None:
-        near = difflib.get_close_matches(wrong, made, 1)
-        top().error(f"no such command: {wrong!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    top().print_help()
-    return 0

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
     from dilated_attention.advice import Workload
 
-DTYPES = {
-    "float64": "float64", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16",
-    "fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16",
-}  # fmt: skip
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Refused(Exception):  # noqa: N818 - it says what happened
@@ -40,9 +37,10 @@ def refusing() -> Iterator[None]:
 def dtype(option: str, text: str) -> torch.dtype:
     import torch
 
-    if text.lower() not in DTYPES:
+    name = text.lower().replace("fp", "float").replace("bf1", "bfloat1")
+    if name not in DTYPES:
         raise ValueError(f"{option} must be one of {', '.join(DTYPES)}, got {text!r}")
-    found: torch.dtype = getattr(torch, DTYPES[text.lower()])
+    found: torch.dtype = getattr(torch, name)
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,17 +68,16 @@ def encode(given: Namespace) -> int:
 
     Example: dilated-attention encode features/*.h5 --weights slide_encoder.pth --pool mean --out embeddings/
     """
-    pool, out, thumbnails = given.pool, given.out, given.thumbnails
+    out, thumbnails = given.out, given.thumbnails
     with arguments.refusing():
         paths = _files(given.features)
-        if thumbnails is not None and not (given.attention and thumbnails.is_dir()):
+        if thumbnails and not (given.attention and thumbnails.is_dir()):
             raise ValueError("--thumbnails must be a folder, and needs --attention")
-        if thumbnails is not None and thumbnails.resolve() == out.resolve():
+        if thumbnails and thumbnails.resolve() == out.resolve():
             raise ValueError("--thumbnails and --out must be different folders: maps would replace the thumbnails")
         charts.writable(out)
         table = arguments.file("--table", given.table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
-
     from dilated_attention.models import SlideEncoder
     from dilated_attention.models import weights as stored
     from dilated_attention.slides import draw, files
@@ -90,10 +89,10 @@ def encode(given: Namespace) -> int:
         kind = arguments.dtype("--dtype", given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
         located = stored.located(given.weights)
         sizes = {name: getattr(given, name) for name in ("max_wsi_size", "slide_ngrids")} | {"num_heads": given.heads}
-        model = SlideEncoder.from_pretrained(located, global_pool=pool == "mean", **sizes).to(where, kind)
+        model = SlideEncoder.from_pretrained(located, global_pool=given.pool == "mean", **sizes).to(where, kind)
         if given.layer is not None and given.layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {given.layer}")
-    key = work.hashed(work.digest(located), pool, given.layer, str(kind), sizes, given.attention, thumbnails)
+    key = work.hashed(work.digest(located), given.pool, given.layer, str(kind), sizes, given.attention, thumbnails)
     also, beside = (draw.Writer(thumbnails), draw.ENDINGS) if given.attention else (None, ())
     job = work.Job(model, out, key, given.layer, given.memory or _budget(where), also, beside)
     return _run(job, paths, table, given.tile_size)
@@ -101,23 +100,21 @@ def encode(given: Namespace) -> int:
 
 def _files(given: Sequence[Path]) -> list[Path]:
     """The files, and those in the folders. Each must have a name of its own, which its result gets."""
-    found: dict[Path, None] = {}
+    found: dict[str, Path] = {}
     for path in given:
         if not path.exists():
             raise ValueError(f"there is no file or folder {path}")
         if not path.is_dir() and path.suffix.lower() not in ENDINGS:
             raise ValueError(f"only .h5 files are read, got {path}")
-        found |= dict.fromkeys(sorted(path.glob("*.h5")) if path.is_dir() else [path])
+        for file in sorted(path.glob("*.h5")) if path.is_dir() else [path]:
+            if found.setdefault(file.stem, file) != file:
+                raise ValueError(
+                    f"these files have the same name, and so would their results: {found[file.stem]}, {file}; encode "
+                    "them in separate runs, each with its own --out"
+                )
     if not found:
         raise ValueError(f"there is no .h5 file in {', '.join(map(str, given))}")
-    name, times = Counter(file.stem for file in found).most_common(1)[0]
-    if times > 1:
-        raise ValueError(
-            f"these files have the same name, and so would their results: "
-            f"{', '.join(str(file) for file in found if file.stem == name)}; encode them in separate runs, each with "
-            "its own --out"
-        )
-    return [*found]
+    return [*found.values()]
 
 
 def _budget(device: torch.device) -> int:
@@ -130,20 +127,18 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
     from dilated_attention.cli.output import watching
     from dilated_attention.slides import encode as work
 
-    outcome, start, code = work.Outcome(), time.monotonic(), 0
+    outcome, start, is_whole, rows = work.Outcome(), time.monotonic(), False, None
     try:
-        try:
-            with watching() as bar:
-                work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, bar))
-        except KeyboardInterrupt:
-            code = 130
+        with watching() as bar, suppress(KeyboardInterrupt):
+            work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, bar))
+            is_whole = True
         rows = work.write_table(job, outcome, table)
     except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
-        _tell(outcome, start, is_whole=False)
         raise arguments.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
-    _tell(outcome, start, is_whole=not code)
+    finally:
+        _tell(outcome, time.monotonic() - start, is_whole=is_whole and rows is not None)
     print(f"written: {table}, slides: {rows:,}")
-    return code or int(bool(outcome.failed))
+    return int(bool(outcome.failed)) if is_whole else 130
 
 
 def _step(bar: Lines, slides: int, tiles: int, share: float, seconds: float) -> None:
@@ -151,13 +146,15 @@ def _step(bar: Lines, slides: int, tiles: int, share: float, seconds: float) -> 
     bar.step(f"{slides:,} slides{pace}", share, seconds * (1 - share) / share if share else None)
 
 
-def _tell(outcome: Outcome, start: float, *, is_whole: bool) -> None:
-    told = [f"warning: {text}" for text in outcome.warned]
-    for line in [*told, *(f"skipped: {path}: {reason}" for path, reason in outcome.failed.items())]:
+def _tell(outcome: Outcome, seconds: float, *, is_whole: bool) -> None:
+    skipped = [f"skipped: {path}: {reason}" for path, reason in outcome.failed.items()]
+    for line in [*(f"warning: {text}" for text in outcome.warned), *skipped]:
         print(escaped(line), file=sys.stderr)
-    tiles, took = sum(slide.tiles for slide in outcome.encoded), seconds_text(time.monotonic() - start)
-    parts = [f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {took})"]
-    parts += [f"{len(outcome.kept):,} were encoded before"] if outcome.kept else []
-    parts += [f"{len(outcome.failed):,} skipped"] if outcome.failed else []
-    parts += [] if is_whole else ["interrupted: run the same command again to continue"]
-    print("; ".join(parts))
+    tiles = sum(slide.tiles for slide in outcome.encoded)
+    parts = {
+        f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {seconds_text(seconds)})": True,
+        f"{len(outcome.kept):,} were encoded before": outcome.kept,
+        f"{len(skipped):,} skipped": skipped,
+        "interrupted: run the same command again to continue": not is_whole,
+    }
+    print("; ".join(part for part, is_said in parts.items() if is_said))

@@ -13,6 +13,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,15 @@ SIZES: Units = (
     | {unit + end: DECIMAL[unit] for unit in "kmgtp" for end in ("", "b")}
     | {f"{unit}ib": BINARY[unit] for unit in "kmgt"}
 )
+PREFIXES = {"": 1} | {x: DECIMAL[x.lower()] for x in "kKMGTP"} | {f"{x}i": BINARY[x.lower()] for x in "kKMGT"}
+# Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits.
+RATES: Units = {
+    prefix + unit + per: Fraction(factor, 8 if unit.startswith("b") else 1)
+    for prefix, factor in PREFIXES.items()
+    for unit in ("B", "b", "bit", "")
+    for per in ("/s", "ps", "")
+    if prefix or unit
+}
 MICRO = Fraction(1, 10**6)
 TIMES: Units = {"s": 1, "ms": Fraction(1, 10**3), "us": MICRO, "µs": MICRO, "μs": MICRO}  # the sign, the Greek letter
 # At most forty digits and exponents of two: enough for any number here, and none that takes all memory to write out.
@@ -37,30 +47,21 @@ NUMBER = re.compile(
 )
 POWER = re.compile(r"\s*([0-9]{1,6})\s*(?:\^|\*\*)\s*([0-9]{1,3})\s*")
 TINY = Fraction(1, 10**99)  # more than 0
-HEADS, MOST_HEADS = 8, 2**14
 COUNTING = "65,536, 2^16, 1e9, 64k (k, M, G and T count by 1024) or 1B (10^9)"
 
 
-def count(text: str, least: int = 1) -> int:
+def count(text: str, least: int = 1, most: int | None = None) -> int:
     """Tokens, segment lengths, dilation rates or ranks."""
-    what = f"a whole number of {least} or more, such as {COUNTING}"
+    what = f"a whole number of {least} {'or more' if most is None else f'to {most:,}'}, such as {COUNTING}"
     power = POWER.fullmatch(text)
     number = Fraction(int(power[1]) ** int(power[2])) if power else _read(text, {**BINARY, "b": 10**9}, what)
-    if number.denominator != 1 or number < least:
+    if number.denominator != 1 or not least <= number <= (most or number):
         raise ArgumentTypeError(f"{text!r} is not {what}")
     return int(number)
 
 
-def heads(text: str) -> int:
-    number = count(text)
-    if number > MOST_HEADS:
-        raise ArgumentTypeError(f"at most {MOST_HEADS:,} heads are counted, got {text}")
-    return number
-
-
-def index(text: str) -> int:
-    """A token or a head, counted from 0."""
-    return count(text, least=0)
+heads = partial(count, most=2**14)
+index = partial(count, least=0)  # of a token or a head
 
 
 def counts(text: str) -> list[int]:
@@ -82,33 +83,23 @@ def span(text: str) -> tuple[int, int]:
     return index(start), count(stop)
 
 
-def bandwidth(text: str) -> float:
-    """Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits."""
-    what = "bytes per second such as 50GB/s, or bits such as 400Gbit/s, of more than 0"
-    found = re.fullmatch(r"(.*?)([kKMGT]i|[kKMGTP]|(?=[Bb]))(B|b|bit|)(?:/s|ps)?", text)
-    if not found:
-        raise ArgumentTypeError(f"{text!r} is not {what}")
-    factor = (BINARY if found[2].endswith("i") else DECIMAL)[found[2][:1].lower()]
-    unit = text[found.end(1) :].lower()
-    return float(_read(text, {unit: Fraction(factor, 8 if found[3].startswith("b") else 1)}, what, least=TINY))
-
-
 def _read(text: str, units: Units, what: str, least: int | Fraction = 0) -> Fraction:
-    """The number times its unit, exactly. In units, case does not matter."""
+    """The number times its unit, exactly. The case of a unit matters where it makes another one."""
     found = NUMBER.fullmatch(text)
-    if found and found[2].lower() in units:
-        number = Fraction(re.sub("[_,]", "", found[1])) * units[found[2].lower()]
+    if found and (factor := units.get(found[2], units.get(found[2].lower(), 0))):
+        number = Fraction(re.sub("[_,]", "", found[1])) * factor
         if number >= least:
             return number
     raise ArgumentTypeError(f"{text!r} is not {what}")
 
 
-def reader(units: Units, what: str, least: int) -> Callable[[str], float]:
+def reader(units: Units, what: str, least: int | Fraction) -> Callable[[str], float]:
     return lambda text: float(_read(text, units, what, least))
 
 
 # Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³.
 size = reader(SIZES, "a size of a byte or more with its unit, such as 80GB or 24GiB", 1)
+bandwidth = reader(RATES, "bytes per second such as 50GB/s, or bits such as 400Gbit/s, of more than 0", TINY)
 latency = reader(TIMES, "a time with its unit, such as 10us or 0.2ms", 0)
 # Operations per second. Fewer than a million are a slip: a unit was left out.
 SPEEDS = {unit + name: factor for unit, factor in DECIMAL.items() for name in ("", "flops", "flop/s")}
@@ -170,7 +161,7 @@ RULE = option(
     "torchscale (as in the released code) or head_groups (one branch per head; the default of the modules).",
 )  # fmt: skip
 SHAPE = (
-    option("--heads", type=heads, default=HEADS, metavar="H", help="The number of query heads."),
+    option("--heads", type=heads, default=8, metavar="H", help="The number of query heads."),
     option("--kv-heads", type=heads, metavar="H", help="The number of key/value heads; --heads by default."),
     flag("--causal", "No query sees later tokens."),
 )

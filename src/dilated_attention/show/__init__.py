@@ -1,7 +1,7 @@
 """Pictures of a pattern: which keys each query sees.
 
-`View` counts what there is to see, and `counts` how. `terminal` prints it, `chart` draws it, and `page` puts the chart
-on a page. `save` writes a file.
+`View` counts what there is to see, and `counts` how. `terminal` prints it, and `chart` draws it. `save` writes a file:
+a picture, or a page with style, script and data inside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from dilated_attention import charts
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.show.view import MOST_CELLS, Colour, View
+from dilated_attention.show import chart
+from dilated_attention.show.view import COLOURS, MOST_CELLS, Colour, View
 
 __all__ = ["ENDINGS", "MOST_CELLS", "Colour", "View", "plot", "save"]
 
@@ -20,13 +21,10 @@ ENDINGS = (".html", ".svg", ".png")
 
 def plot(pattern: DilatedPattern, tokens: int | None = None, heads: int | None = None, **options: Any) -> Any:
     """An Altair chart of a pattern; ``options`` are those of `View`."""
-    charts.library("altair")
-    from dilated_attention.show.chart import panels
-
     tokens = min(max(pattern.segment_lengths), MOST_CELLS) if tokens is None else tokens
     if heads is None:
         heads = len(pattern.branches) if pattern.head_rule.splits_heads else min(4, max(pattern.dilation_rates))
-    return panels(View(pattern, tokens, heads, **options))
+    return charts.library("altair").Chart.from_dict(chart.panels(View(pattern, tokens, heads, **options)))
 
 
 def save(view: View, file: Path) -> None:
@@ -34,13 +32,11 @@ def save(view: View, file: Path) -> None:
     ending = file.suffix.lower()
     if ending not in ENDINGS:
         raise ValueError(f"cannot save {file.name!r}: give it a name that ends in {', '.join(ENDINGS)}")
-    charts.library("altair")
     if ending == ".html":
-        from dilated_attention.show.page import page
-
-        content = page(view).encode()
+        captions, cells = {colour: view.caption(colour) for colour in COLOURS}, len(view.edges) - 1
+        data = {"specification": chart.choosable(view), "captions": captions, "cells": cells, "embed": charts.EMBED}
+        folder, scripts = Path(__file__).parent / "page", [charts.scripts()]
+        content = charts.page(folder, data, scripts=scripts, view=view, facts=view.facts()).encode()
     else:
-        from dilated_attention.show.chart import panels
-
-        content = charts.drawn(panels(view).to_dict(), ending)
+        content = charts.drawn(chart.panels(view), ending)
     charts.write(file, content)

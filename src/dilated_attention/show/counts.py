@@ -14,21 +14,24 @@ import torch
 from torch import Tensor
 
 
-def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, is_causal: bool) -> Tensor:
+def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, *, is_causal: bool) -> Tensor:
     """(stretches of queries, stretches of keys): the share of the cell's pairs that the branch computes, 0 to 1."""
     start, stop = torch.tensor(edges[:-1]), torch.tensor(edges[1:])
     first, last = start // width, (stop - 1) // width
 
+    def before(token: Tensor) -> Tensor:
+        """How many rows of a segment come before one of its tokens: as float64, whose squares do not overflow."""
+        return (-((offset - token) // rate)).clamp(min=0).double()
+
     def rows(segment: Tensor) -> Tensor:
         """How many rows of a segment are in each stretch."""
-        begin, end = (start - segment * width).clamp(min=0), (stop - segment * width).clamp(max=width)
-        return _rows_before(end, rate, offset) - _rows_before(begin, rate, offset)
+        return before((stop - segment * width).clamp(max=width)) - before((start - segment * width).clamp(min=0))
 
     def alone(count: Tensor) -> Tensor:
         """The pairs of so many rows of one segment among themselves."""
         return count * (count + 1) / 2 if is_causal else count * count
 
-    front, back, whole = rows(first), rows(last), _rows_before(torch.tensor(width), rate, offset)
+    front, back, whole = rows(first), rows(last), before(torch.tensor(width))
     inside = alone(back) + (last - first - 1) * alone(whole)
     own = alone(front) + torch.where(last > first, inside, 0)
     pairs = torch.where(first[:, None] == last, front[:, None] * back, 0).tril(-1)  # queries after keys
@@ -36,11 +39,6 @@ def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, is_c
         pairs = pairs + pairs.T
     lengths = (stop - start).double()
     return (pairs + own.diag()) / (lengths[:, None] * lengths)
-
-
-def _rows_before(token: Tensor, rate: int, offset: int) -> Tensor:
-    """How many rows of a segment come before one of its tokens: as float64, whose squares do not overflow."""
-    return (-((offset - token) // rate)).clamp(min=0).double()
 
 
 def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int, ...]:

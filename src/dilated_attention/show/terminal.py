@@ -36,7 +36,7 @@ def cells_in(console: Console, tokens: int) -> int:
 
 def text(view: View, console: Console) -> Text:
     """The whole view. Shades are shares of pairs, whatever colour the view asks for."""
-    pictures, is_coloured = view.pictures()[:MOST_PANELS], _is_coloured(console)
+    pictures, is_coloured = view.pictures[:MOST_PANELS], _is_coloured(console)
     found = Text(f"{view.title}\n{view.subtitle}\nQueries go down and keys across. {view.caption('share')}\n")
     levels = shades(pictures)
     for level, name in enumerate(levels if view.cell_size > 1 else ()):
@@ -44,8 +44,7 @@ def text(view: View, console: Console) -> Text:
         found.append(f" {name}\n" if level == len(levels) - 1 else f" {name}   ")
     for picture in pictures:
         found.append(f"\n{picture.name}\n").append_text(_drawn(view, picture, [*levels.values()], is_coloured))
-    for sentence in [*view.facts(), *view.left_out(pictures)]:
-        found.append(f"\n{sentence}")
+    found.append("".join(f"\n{sentence}" for sentence in view.facts(MOST_PANELS)))
     return Text(found.plain.translate(ASCII)) if console.options.ascii_only else found
 
 
@@ -56,12 +55,9 @@ def _drawn(view: View, picture: Picture, limits: list[float], is_coloured: bool)
     margin = _margin(view.tokens)
     every = max(16 if count > 16 else 4, 2 ** (margin // wide).bit_length())  # cells between two numbers
     numbers = [f"{token:,}" if at % every == 0 else "" for at, token in enumerate(view.edges[:-1])]
-    found = Text(" " * margin)
-    for at in range(0, count, every):
-        fits = at == 0 or at * wide + len(numbers[at]) <= count * wide
-        found.append(numbers[at].ljust(every * wide) if fits else "")
-    found.rstrip()
-    found.append("\n")
+    fitting = [at for at in range(0, count, every) if not at or at * wide + len(numbers[at]) <= count * wide]
+    across = "".join(numbers[at].ljust(every * wide) for at in fitting)
+    found = Text(f"{' ' * margin}{across.rstrip()}\n")
     for at in range(0, count, high):
         is_query = view.query is not None and view.edges[at] <= view.query < view.edges[min(at + high, count)]
         found.append(f"{numbers[at]:>{margin - 3}} {'▸' if is_query else ' '} ")

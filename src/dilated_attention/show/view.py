@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -29,9 +30,12 @@ MOST_RANKS = 64  # more borders would hide the picture
 COUNTED = 2**16  # tokens that are looked at to say which rows get an output
 
 
+Runs = tuple[tuple[int, int, int, int], ...]  # of some heads: index, width, rate and offset of each of their branches
+
+
 class Kind(NamedTuple):
     heads: list[int]
-    branches: tuple[tuple[int, int, int, int], ...]  # index, width, rate and offset of those that these heads run
+    branches: Runs
 
 
 class Picture(NamedTuple):
@@ -84,66 +88,58 @@ class View:
     ranks: int | None = None  # draw the borders between the shards of this many ranks
     colour: Colour = "share"
     cells: int = MOST_CELLS
-    edges: tuple[int, ...] = field(init=False)
-    kinds: tuple[Kind, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         tokens, heads = check_int("tokens", self.tokens), check_int("heads", self.heads)
         self.pattern.check_heads(heads, self.kv_heads)
-        if self.query is not None and not 0 <= self.query < tokens:
-            raise ValueError(f"there is no query {self.query} among {tokens} tokens: count from 0 to {tokens - 1}")
-        if self.head is not None and not 0 <= self.head < heads:
-            raise ValueError(f"there is no head {self.head} among {heads}: count from 0 to {heads - 1}")
-        start, stop = self.window or (0, tokens)
+        for name, index, among in (("query", self.query, tokens), ("head", self.head, heads)):
+            if index is not None and not 0 <= index < among:
+                raise ValueError(f"there is no {name} {index}: count from 0 to {among - 1}")
+        start, stop = self.shown
         if not 0 <= start < stop <= tokens:
             raise ValueError(f"window is [{start}, {stop}): give a first token and a later end, from 0 to {tokens}")
         if self.ranks is not None and not 1 <= self.ranks <= MOST_RANKS:
             raise ValueError(f"a picture shows the borders of 1 to {MOST_RANKS} ranks, got {self.ranks}")
         if self.colour not in COLOURS:
             raise ValueError(f"unknown colour {self.colour!r}: use one of {', '.join(COLOURS)}")
-        numbers = (*(w for w in self.pattern.segment_lengths if w < tokens), *self.pattern.dilation_rates)
-        most = self.cells if stop - start <= self.cells else min(self.cells, OVERVIEW)
-        object.__setattr__(self, "edges", counts.edges(start, stop, most, numbers))
-        object.__setattr__(self, "kinds", tuple(self._kinds()))
 
-    def _kinds(self) -> list[Kind]:
+    @property
+    def shown(self) -> tuple[int, int]:
+        """The tokens that are drawn: the first, and the first after them."""
+        return self.window or (0, self.tokens)
+
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        start, stop = self.shown
+        numbers = (*(w for w in self.pattern.segment_lengths if w < self.tokens), *self.pattern.dilation_rates)
+        most = self.cells if stop - start <= self.cells else min(self.cells, OVERVIEW)
+        return counts.edges(start, stop, most, numbers)
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
         kv_heads = self.kv_heads or self.heads
-        group = self.heads // kv_heads
         branches = self.pattern.branches_for(kv_heads)
-        alike: dict[tuple[tuple[int, int, int, int], ...], list[int]] = {}
-        for head in range(kv_heads):
-            runs = ((i, x.length, x.rate, x.offset(head)) for i, x in enumerate(branches) if head in x.heads)
-            alike.setdefault(tuple(runs), []).extend(range(head * group, (head + 1) * group))
+        alike: dict[Runs, list[int]] = {}
+        for head in range(self.heads):
+            kv_head = head * kv_heads // self.heads
+            runs = ((i, x.length, x.rate, x.offset(kv_head)) for i, x in enumerate(branches) if kv_head in x.heads)
+            alike.setdefault(tuple(runs), []).append(head)
         return [Kind(heads, runs) for runs, heads in alike.items() if self.head is None or self.head in heads]
 
+    @cached_property
     def pictures(self) -> list[Picture]:
         """The kinds to draw. Those that look the same are one picture: in large cells some do."""
-        found: list[Picture] = []
+        found: dict[bytes, Picture] = {}
         for kind in self.kinds[:MOST_KINDS]:
-            one = self._picture(kind)
-            alike = (old for old in found if old.share.equal(one.share) and old.branch.equal(one.branch))
-            same = next(alike, None)
-            if same is not None:
-                same.heads.extend(kind.heads)
-            elif len(found) < MOST_PICTURES:
-                found.append(one)
-        return found
-
-    def left_out(self, drawn: Sequence[Picture]) -> list[str]:
-        """A sentence about the heads that are in none of these pictures."""
-        rest = sum(len(kind.heads) for kind in self.kinds) - sum(len(picture.heads) for picture in drawn)
-        if not rest:
-            return []
-        return [f"{_many(rest, 'more head')} {'is' if rest == 1 else 'are'} not drawn: name one to see it."]
-
-    def _picture(self, kind: Kind) -> Picture:
-        best = torch.zeros(len(self.edges) - 1, len(self.edges) - 1, dtype=torch.float64)
-        which = torch.zeros_like(best, dtype=torch.long)
-        for index, width, rate, offset in kind.branches:
-            share = counts.branch_shares(self.edges, width, rate, offset, self.is_causal)
-            which[share > best] = index
-            best = torch.maximum(best, share)
-        return Picture([*kind.heads], best, which)
+            best, which = torch.zeros(2, len(self.edges) - 1, len(self.edges) - 1, dtype=torch.float64)
+            for index, *branch in kind.branches:
+                share = counts.branch_shares(self.edges, *branch, is_causal=self.is_causal)
+                which[share > best] = index
+                best = torch.maximum(best, share)
+            look = torch.stack([best, which]).numpy().tobytes()
+            if look in found or len(found) < MOST_PICTURES:
+                found.setdefault(look, Picture([], best, which.long())).heads.extend(kind.heads)
+        return [*found.values()]
 
     @property
     def cell_size(self) -> int:
@@ -153,8 +149,8 @@ class View:
     @property
     def borders(self) -> list[int]:
         """The first tokens of all ranks but the first, as far as the picture shows them."""
-        starts = Shards.even(self.tokens, self.ranks or 1).starts
-        return sorted({token for token in starts if self.edges[0] < token < self.edges[-1]})
+        start, stop = self.shown
+        return sorted({token for token in Shards.even(self.tokens, self.ranks or 1).starts if start < token < stop})
 
     @property
     def branch_names(self) -> list[str]:
@@ -164,30 +160,27 @@ class View:
 
     @property
     def title(self) -> str:
-        names = self.branch_names
-        listed = [*names[:2], "…", names[-1]] if len(names) > 5 else names
-        return f"{self.pattern.rule}: {', '.join(listed)}"
+        return f"{self.pattern.rule}: {_listed(self.branch_names, 5)}"
 
     @property
     def subtitle(self) -> str:
         heads = _many(self.heads, "head")
         if self.kv_heads not in (None, self.heads):
             heads += f" on {_many(self.kv_heads or 1, 'key/value head')}"
-        drawn = "" if self.window is None else f"; tokens {self.edges[0]:,} to {self.edges[-1] - 1:,} are drawn"
+        drawn = f"; tokens {self.window[0]:,} to {self.window[1] - 1:,} are drawn" if self.window else ""
         return f"{_many(self.tokens, 'token')}, {heads}, {'causal' if self.is_causal else 'not causal'}{drawn}"
 
     def caption(self, colour: Colour) -> str:
         """What the cells and their colours mean."""
         size = self.cell_size
-        if size == 1:
-            cell = "A coloured cell is a key that the query sees."
-            return cell if colour == "share" else f"{cell} Its colour is the first branch that contains it."
-        cell = f"A cell is {size:,} × {size:,} tokens."
-        cell += " Its shade is the largest share of its pairs that one branch computes."
-        return cell if colour == "share" else f"{cell} Its colour is that branch."
+        cell, branch = "A coloured cell is a key that the query sees.", "the first branch that contains it"
+        if size > 1:
+            cell = f"A cell is {size:,} × {size:,} tokens. Its shade is the largest share of its pairs that one branch "
+            cell, branch = f"{cell}computes.", "that branch"
+        return cell if colour == "share" else f"{cell} Its colour is {branch}."
 
-    def facts(self) -> list[str]:
-        """Which rows get no output, what the query sees, and what else the picture needs to be understood."""
+    def facts(self, most: int = MOST_PICTURES) -> list[str]:
+        """Which rows get no output, what the query sees, and what else so many pictures need to be understood."""
         said: dict[str, list[int]] = {}
         for kind in self.kinds[:MOST_KINDS]:
             for sentence in self._facts_of(kind):
@@ -197,19 +190,20 @@ class View:
             found = [*found[:MOST_PICTURES], "More could be said about other heads: name one to read it."]
         if self.ranks is not None:
             found.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
-        return found
+        rest = sum(len(x.heads) for x in self.kinds) - sum(len(x.heads) for x in self.pictures[:most])
+        more = f"{_many(rest, 'more head')} {'is' if rest == 1 else 'are'} not drawn: name one to see it."
+        return [*found, more] if rest else found
 
     def _facts_of(self, kind: Kind) -> Iterator[str]:
         token = torch.arange(min(self.tokens, COUNTED))
         covered = torch.zeros_like(token, dtype=torch.bool)
         for index, width, rate, offset in kind.branches:
             covered |= token % width % rate == offset
-            if self.window and rate == 1 and self.edges[0] // width == (self.edges[-1] - 1) // width:
+            if self.window and rate == 1 and self.window[0] // width == (self.window[1] - 1) // width:
                 yield f"all drawn tokens lie in one segment of {self.branch_names[index]}: draw more to see less."
         if not covered.all():
-            first = "" if len(token) == self.tokens else "the first "
-            tokens = _many(len(token), "token")
-            yield f"{int(covered.sum()):,} of {first}{tokens} get an output. The others get 0."
+            tokens = ("" if len(token) == self.tokens else "the first ") + _many(len(token), "token")
+            yield f"{int(covered.sum()):,} of {tokens} get an output. The others get 0."
         if self.query is not None:
             yield f"query {self.query:,} sees {self._keys(kind, self.query)}."
 
@@ -217,17 +211,15 @@ class View:
         found = []
         for index, width, rate, offset in kind.branches:
             start = query - query % width
-            if (query - start) % rate == offset:
+            if query % width % rate == offset:
                 keys = range(start + offset, query + 1 if self.is_causal else min(start + width, self.tokens), rate)
-                listed = [f"{key:,}" for key in (keys if len(keys) <= 8 else keys[:6])]
-                listed += [] if len(keys) <= 8 else ["…", f"{keys[-1]:,}"]
-                found.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({' '.join(listed)})")
+                listed = _listed(keys, 8, " ", "{:,}")
+                found.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({listed})")
         zeros = self.pattern.zero_keys(
             query, kind.heads[0], num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
             is_causal=self.is_causal,
         )  # fmt: skip
-        if zeros:
-            found.append(_many(zeros, "zero key"))
+        found += [_many(zeros, "zero key")] if zeros else []
         return ", ".join(found) or "nothing, because no branch contains it"
 
 
@@ -235,12 +227,15 @@ def _many(count: int, thing: str) -> str:
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
+def _listed(things: Sequence[object], most: int, between: str = ", ", how: str = "{}") -> str:
+    """All of them or, where there are more than ``most``, the first ones and the last."""
+    parts = [things] if len(things) <= most else [things[: most - 2], ["…"], things[-1:]]
+    return between.join(x if x == "…" else how.format(x) for part in parts for x in part)
+
+
 def _heads_name(heads: Sequence[int]) -> str:
     """head 3; heads 0, 4, 8; heads 0–7."""
     heads = sorted(heads)
-    if len(heads) == 1:
-        return f"head {heads[0]}"
     if len(heads) > 2 and heads[-1] - heads[0] + 1 == len(heads):
         return f"heads {heads[0]}–{heads[-1]}"
-    listed = [*map(str, heads[:4]), f"… {heads[-1]}"] if len(heads) > 5 else map(str, heads)
-    return f"heads {', '.join(listed)}"
+    return f"head{'s' if len(heads) > 1 else ''} {_listed(heads, 6)}"
