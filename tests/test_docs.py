@@ -320,14 +320,6 @@ def test_the_map_of_the_code_is_true() -> None:
             pkgutil.resolve_name(f"dilated_attention.{file.replace('/', '.')}:{name}")
 
 
-def test_the_words_of_the_design_are_names_of_the_code() -> None:
-    text = TEXTS["docs/design.md"]
-    words = re.findall(r"^\| `(\w+)` \|", text[text.index("| word |") : text.index("## Map")], re.MULTILINE)
-    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
-    assert len(words) > 9
-    assert not [word for word in words if not re.search(rf"^class {word}\b", source, re.MULTILINE)]
-
-
 FIGURES = [
     (name, *figure)
     for name, text in TEXTS.items()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention import charts
-from dilated_attention.cli import arguments
+from dilated_attention.cli import options
 from dilated_attention.cli.options import bandwidth, count, counts, index, latency, size, span, speed
 
 Read = Callable[[str], Any]
@@ -74,12 +74,12 @@ def test_no_text_does_worse_than_be_refused(text: str, read: Read) -> None:
 
 
 def test_dtypes_and_devices() -> None:
-    assert arguments.dtype("--dtype", "bf16") is arguments.dtype("--dtype", "BFloat16") is torch.bfloat16
-    assert arguments.device("--device", "cpu") == torch.device("cpu")
-    assert arguments.device("--device", "").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert options.dtype("bf16") is options.dtype("BFloat16") is torch.bfloat16
+    assert options.device("cpu") == torch.device("cpu")
+    assert options.device("").type == ("cuda" if torch.cuda.is_available() else "cpu")
     for text in ("cuda:x", "cpu:0"):
         with pytest.raises(ValueError, match="--device must be cpu, cuda or cuda:0, got"):
-            arguments.device("--device", text)
+            options.device(text)
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -91,11 +91,3 @@ def test_folders(tmp_path: Path) -> None:
     for bad in (file, file / "below", *filter(Path.is_dir, [Path("/proc")])):
         with pytest.raises(ValueError, match=r"cannot write into .* name another with --out"):
             charts.writable(bad)
-
-
-def test_only_wrong_arguments_are_refused() -> None:
-    for wrong in (ValueError("a\nb"), TypeError("c")):
-        with pytest.raises(arguments.Refused), arguments.refusing():
-            raise wrong
-    with pytest.raises(KeyError), arguments.refusing():
-        raise KeyError("a fault of ours")

@@ -52,10 +52,7 @@ def test_without_what_draws_it_says_what_to_install(
 
 
 def test_what_cannot_be_is_one_line(refused: Any, results: dict[str, Any], tmp_path: Path) -> None:
-    assert "No such file" in refused("report", tmp_path / "none.json")
     assert "two lines.json" in refused("report", tmp_path / "two\nlines.json")
     file = tmp_path / "other.json"
-    file.write_text('{"runs": []}')
-    assert "is not a results file" in refused("report", file)
     file.write_text(json.dumps(results))
     assert "cannot write into" in refused("report", file, "--out", file / "below")

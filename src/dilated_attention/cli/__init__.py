@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from dilated_attention.bench.results import escaped
-from dilated_attention.cli.arguments import Refused
+from dilated_attention.cli.options import Refused
 
 # what the extras `bench`, `models` and `slides` install
 OPTIONAL = ("rich", "altair", "vl_convert", "jinja2", "safetensors", "huggingface_hub", "h5py")

@@ -1,31 +1,18 @@
-"""All commands: their options, their help, and completion for a shell. Each has its options and its work in a file."""
+"""All commands. Each has its help, its options and its work in a file of its name."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dilated_attention
-from dilated_attention.cli import (
-    arguments,
-    bench,
-    compare,
-    convert,
-    doctor,
-    encode,
-    options,
-    plan,
-    report,
-    show,
-    suggest,
-)
-from dilated_attention.cli.arguments import Refused
+from dilated_attention.cli import bench, compare, completion, convert, doctor, encode, plan, report, show, suggest
+from dilated_attention.cli.options import Refused, defaults, refusing
 
 NAME = "dilated-attention"
 ABOUT = """
@@ -36,26 +23,15 @@ Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
 """
 NEEDED = ("tokens", "segment_lengths", "dilation_rates")  # unless a suggestion has them
 COLOURS = {r"^[\w ]+:": "1", r"(?<![\w-])--?[a-zA-Z][\w-]*": "36", r"(?<=  )[A-Z][A-Z:.,]*": "33"}  # of help
-COMPLETION = """
-_dilated_attention() {{
-    local words="{commands}"
-    case "${{COMP_WORDS[1]}}" in
-{cases}
-    esac
-    [ "$COMP_CWORD" -gt 1 ] || words="{commands}"
-    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
-}}
-[ -z "$ZSH_VERSION" ] || {{ autoload -U +X bashcompinit && bashcompinit; }}
-complete -o default -F _dilated_attention dilated-attention
-"""
+COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, convert, completion)
 
 
 class Parser(argparse.ArgumentParser):
     """One line for what is wrong, and help in colour on a terminal."""
 
     def __init__(self, name: str, about: str, **more: Any) -> None:
-        lines, about = argparse.RawDescriptionHelpFormatter, inspect.cleandoc(about)
-        super().__init__(name, description=about, formatter_class=lines, allow_abbrev=False, **more)
+        lines = argparse.RawDescriptionHelpFormatter
+        super().__init__(name, description=about.strip(), formatter_class=lines, allow_abbrev=False, **more)
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")
@@ -67,39 +43,22 @@ class Parser(argparse.ArgumentParser):
         print(text, end="", file=file)
 
 
-def completion(given: argparse.Namespace) -> None:
-    """Print what makes bash or zsh complete commands and options.
-
-    Example: eval "$(dilated-attention completion)"
-    """
-    made = parsers()
-    words = {name: " ".join(word for word in parser._option_string_actions) for name, parser in made.items()}
-    cases = "\n".join(f'        {name}) words="{some}" ;;' for name, some in words.items())
-    print(COMPLETION.format(commands=" ".join(made), cases=cases).strip())
-
-
-COMMANDS: dict[Callable[[argparse.Namespace], int | None], Sequence[options.Option]] = {
-    bench.bench: bench.OPTIONS, report.report: report.OPTIONS, compare.compare: compare.OPTIONS,
-    show.show: show.OPTIONS, suggest.suggest: suggest.OPTIONS, plan.plan: plan.OPTIONS, doctor.doctor: (options.JSON,),
-    encode.encode: encode.OPTIONS, convert.convert: convert.OPTIONS, completion: (),
-}  # fmt: skip
-
-
 def parsers() -> dict[str, Parser]:
-    """One for each command."""
+    """One for each command, whose file says in its docstring what --help says."""
     found = {}
-    for run, some in COMMANDS.items():
-        parser = found[run.__name__] = Parser(f"{NAME} {run.__name__}", run.__doc__ or "")
-        for add in some:
+    for command in COMMANDS:
+        name = command.__name__.rpartition(".")[2]
+        parser = found[name] = Parser(f"{NAME} {name}", command.__doc__ or "")
+        for add in command.OPTIONS:
             add(parser)
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=command.run)
     return found
 
 
-def top() -> Parser:
+def top(made: dict[str, Parser]) -> Parser:
     """What stands before a command."""
-    listed = "\n".join(f"  {run.__name__:<12}{(run.__doc__ or '').partition(chr(10))[0]}" for run in COMMANDS)
-    epilog = f"Commands, whose options --help after them lists:\n{listed}"
+    first_lines = "\n".join(f"  {name:<12}{(x.description or '').partition(chr(10))[0]}" for name, x in made.items())
+    epilog = f"Commands, whose options --help after them lists:\n{first_lines}"
     found = Parser(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
     found.add_argument("--version", action="version", version=f"{NAME} {dilated_attention.__version__}")
     return found
@@ -108,14 +67,14 @@ def top() -> Parser:
 def run(given: Sequence[str]) -> int:
     """The exit code of a command line; whatever is wrong with it is Refused."""
     made, (name, *rest) = parsers(), given or ["--help"]
-    parser = made.get(name) or top()
+    parser = made.get(name) or top(made)
     try:
         if name not in made and not name.startswith("-"):
             near = difflib.get_close_matches(name, made, 1)
             parser.error(f"no such command: {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         found = parser.parse_intermixed_args(rest if name in made else [name])
-        with arguments.refusing():
-            said = options.defaults(found)
+        with refusing():
+            said = defaults(found)
         if said:
             parser.set_defaults(**said)
             found = parser.parse_intermixed_args(rest)

@@ -1,4 +1,29 @@
-"""`bench`: run suites, keep what was found whatever happens, and show it."""
+"""Check and time implementations of dilated attention.
+
+They are those of this library and those of others. Each one is compared with
+the oracle, a slow float64 reference. Those that are right are timed, and a
+report is written. Results are saved after every setting, so an interrupted run
+keeps them and still makes its report. The exit code is 1 if one of this
+library's implementations is wrong, and 130 if the run was interrupted.
+
+Suites:
+  quick          the most telling ones at three lengths, 1 to 2 minutes
+  copies         what copies of rows cost
+  improved       DilatedAttention and ImprovedDilatedAttention
+  ring           the Ring classes over ranks
+  profile        why one is faster than another
+  scaling        all by length, batch size, heads and dtype
+  optimisations  published optimisations, each on and off
+  all            the six from copies to optimisations
+  kernels        how near our kernels come to dense ones
+  decode         one token more at the end of a long context
+  stream         a sequence longer than memory
+  packed         many sequences in one row
+  slides         slide encoders
+  language       LongNet as a language model
+
+Example: dilated-attention bench --suite quick --out report
+"""
 
 from __future__ import annotations
 
@@ -9,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilated_attention import charts
-from dilated_attention.cli import arguments, options
+from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 
 if TYPE_CHECKING:
@@ -31,43 +56,17 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def bench(given: Namespace) -> int:
-    """Check and time implementations of dilated attention.
-
-    They are those of this library and those of others. Each one is compared with
-    the oracle, a slow float64 reference. Those that are right are timed, and a
-    report is written. Results are saved after every setting, so an interrupted run
-    keeps them and still makes its report. The exit code is 1 if one of this
-    library's implementations is wrong, and 130 if the run was interrupted.
-
-    Suites:
-      quick          the most telling ones at three lengths, 1 to 2 minutes
-      copies         what copies of rows cost
-      improved       DilatedAttention and ImprovedDilatedAttention
-      ring           the Ring classes over ranks
-      profile        why one is faster than another
-      scaling        all by length, batch size, heads and dtype
-      optimisations  published optimisations, each on and off
-      all            the six from copies to optimisations
-      kernels        how near our kernels come to dense ones
-      decode         one token more at the end of a long context
-      stream         a sequence longer than memory
-      packed         many sequences in one row
-      slides         slide encoders
-      language       LongNet as a language model
-
-    Example: dilated-attention bench --suite quick --out report
-    """
+def run(given: Namespace) -> int:
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.bench import suites
     from dilated_attention.bench.keep import Kept, check_seconds, is_ours_wrong
     from dilated_attention.bench.pace import Lines
 
-    with arguments.refusing():
+    with options.refusing():
         names = suites.named(given.suite or ["quick"])
         check_seconds(given.seconds)
-        where = arguments.device("--device", given.device)
-        dtypes = [arguments.dtype("--dtype", name) for name in given.dtype.split(",")] if given.dtype else None
+        where = options.device(given.device)
+        dtypes = [options.dtype(name) for name in given.dtype.split(",")] if given.dtype else None
         charts.writable(given.out)
     kept, is_pretty = Kept(given.out), find_spec("rich") is not None  # a benchmark needs PyTorch alone
     if is_pretty:

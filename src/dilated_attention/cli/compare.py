@@ -1,4 +1,12 @@
-"""`compare`: two results files beside one another, and an exit code for scripts."""
+"""Compare two results files.
+
+It says what became slower, faster, wrong or right, what is in only one of the
+files, and where they come from. A change of time counts if the ratio of the
+medians passes the threshold and the quartiles do not overlap. The exit code is
+1 if something became slower, wrong or too large for the memory, else 0.
+
+Example: dilated-attention compare before/results.json report
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilated_attention.bench.results import load
-from dilated_attention.cli import arguments, options
+from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.cli.report import RESULTS
 from dilated_attention.units import number_text
@@ -29,20 +37,11 @@ OPTIONS = (
 )
 
 
-def compare(given: Namespace) -> int:
-    """Compare two results files.
-
-    It says what became slower, faster, wrong or right, what is in only one of the
-    files, and where they come from. A change of time counts if the ratio of the
-    medians passes the threshold and the quartiles do not overlap. The exit code is
-    1 if something became slower, wrong or too large for the memory, else 0.
-
-    Example: dilated-attention compare before/results.json report
-    """
+def run(given: Namespace) -> int:
     from dilated_attention.bench import regress
     from dilated_attention.cli.output import console, print_json
 
-    with arguments.refusing():
+    with options.refusing():
         found = regress.compare(load(given.before), load(given.after), given.threshold)
     if given.json:
         print_json(found)

@@ -1,4 +1,12 @@
-"""`doctor`: what is installed, which kernels run where and why not others, and a short check against the oracle."""
+"""Say what is installed, and check that it works.
+
+It says which kernels run here and why others do not, and compares results with
+the oracle, a slow float64 reference. The exit code is 1 if a check fails. Paste
+the output into a bug report. `python -m torch.utils.collect_env` tells more of
+the machine.
+
+Example: dilated-attention doctor
+"""
 
 from __future__ import annotations
 
@@ -9,20 +17,15 @@ from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING
 
+from dilated_attention.cli import options
+
 if TYPE_CHECKING:
     import torch
 
+OPTIONS = (options.JSON,)
 
-def doctor(given: Namespace) -> int:
-    """Say what is installed, and check that it works.
 
-    It says which kernels run here and why others do not, and compares results with
-    the oracle, a slow float64 reference. The exit code is 1 if a check fails. Paste
-    the output into a bug report. `python -m torch.utils.collect_env` tells more of
-    the machine.
-
-    Example: dilated-attention doctor
-    """
+def run(given: Namespace) -> int:
     import torch
 
     from dilated_attention.bench import machine

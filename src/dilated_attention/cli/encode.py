@@ -1,4 +1,12 @@
-"""`encode`: the embeddings of many slides, from files with the features of their tiles."""
+"""Compute embeddings of slides from their tiles' features.
+
+Reads the files of TRIDENT, GigaPath and STAMP. Slides that are done with the
+same weights and options are not computed again. A file that cannot be encoded
+is reported and left out; the exit code is then 1. After Ctrl-C, what was
+written stays, and the exit code is 130.
+
+Example: dilated-attention encode features/*.h5 --weights slide_encoder.pth --pool mean --out embeddings/
+"""
 
 from __future__ import annotations
 
@@ -13,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from dilated_attention import charts
 from dilated_attention.bench.results import escaped
-from dilated_attention.cli import arguments, options
+from dilated_attention.cli import options
 from dilated_attention.cli.options import count, flag, option
 from dilated_attention.units import GIB, number_text, seconds_text
 
@@ -58,25 +66,16 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def encode(given: Namespace) -> int:
-    """Compute embeddings of slides from their tiles' features.
-
-    Reads the files of TRIDENT, GigaPath and STAMP. Slides that are done with the
-    same weights and options are not computed again. A file that cannot be encoded
-    is reported and left out; the exit code is then 1. After Ctrl-C, what was
-    written stays, and the exit code is 130.
-
-    Example: dilated-attention encode features/*.h5 --weights slide_encoder.pth --pool mean --out embeddings/
-    """
+def run(given: Namespace) -> int:
     out, thumbnails = given.out, given.thumbnails
-    with arguments.refusing():
+    with options.refusing():
         paths = _files(given.features)
         if thumbnails and not (given.attention and thumbnails.is_dir()):
             raise ValueError("--thumbnails must be a folder, and needs --attention")
         if thumbnails and thumbnails.resolve() == out.resolve():
             raise ValueError("--thumbnails and --out must be different folders: maps would replace the thumbnails")
         charts.writable(out)
-        table = arguments.file("--table", given.table or out / "embeddings.csv", (".csv",))
+        table = options.file("--table", given.table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.models import SlideEncoder
     from dilated_attention.models import weights as stored
@@ -84,9 +83,9 @@ def encode(given: Namespace) -> int:
     from dilated_attention.slides import encode as work
 
     files.h5py()
-    with arguments.refusing():
-        where = arguments.device("--device", given.device)
-        kind = arguments.dtype("--dtype", given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
+    with options.refusing():
+        where = options.device(given.device)
+        kind = options.dtype(given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
         located = stored.located(given.weights)
         sizes = {name: getattr(given, name) for name in ("max_wsi_size", "slide_ngrids")} | {"num_heads": given.heads}
         model = SlideEncoder.from_pretrained(located, global_pool=given.pool == "mean", **sizes).to(where, kind)
@@ -134,7 +133,7 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
             is_whole = True
         rows = work.write_table(job, outcome, table)
     except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
-        raise arguments.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
+        raise options.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
     finally:
         _tell(outcome, time.monotonic() - start, is_whole=is_whole and rows is not None)
     print(f"written: {table}, slides: {rows:,}")

@@ -1,4 +1,4 @@
-"""The options that several commands take, and how their numbers are read: 64k tokens, 80GB, 10us.
+"""The options that several commands take, how their numbers are read (64k tokens, 80GB, 10us), and what is checked.
 
 Tokens, segment lengths and rates count by 1024, as people do who say 64k. Bytes follow their units: GB is 1000³ and
 GiB is 1024³. Sizes and times need a unit, because nobody means 80 bytes or 10 seconds per hop. The parser
@@ -11,13 +11,19 @@ import json
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dilated_attention import charts
+
 if TYPE_CHECKING:
+    import torch
+
+    from dilated_attention.advice import Workload
     from dilated_attention.pattern import DilatedPattern
 
 Units = Mapping[str, int | Fraction]
@@ -47,6 +53,7 @@ NUMBER = re.compile(
 )
 POWER = re.compile(r"\s*([0-9]{1,6})\s*(?:\^|\*\*)\s*([0-9]{1,3})\s*")
 TINY = Fraction(1, 10**99)  # more than 0
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 COUNTING = "65,536, 2^16, 1e9, 64k (k, M, G and T count by 1024) or 1B (10^9)"
 
 
@@ -179,3 +186,68 @@ CALL = (
     ),
 )  # fmt: skip
 DEVICE = option("--device", default="", metavar="DEVICE", help="cpu, cuda or cuda:1. By default cuda, if there is any.")
+
+
+# --- what is checked before a command starts ---------------------------------------------------------------------
+
+
+class Refused(Exception):  # noqa: N818 - it says what happened
+    """What the user asked for cannot be done. The message is one line that says why and what to do."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Around the checking of arguments only: a ValueError in here is the user's, elsewhere it is a fault of ours."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise Refused(str(error)) from error
+    except OSError as error:  # a name that is too long, for example
+        raise Refused(f"{error.strerror or error}: {str(error.filename)[:60]!r}") from error
+
+
+def dtype(text: str) -> torch.dtype:
+    import torch
+
+    kind = text.lower().replace("fp", "float").replace("bf1", "bfloat1")
+    if kind not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {text!r}")
+    found: torch.dtype = getattr(torch, kind)
+    return found
+
+
+def device(text: str) -> torch.device:
+    """cpu, or a CUDA device that is there; "" is cuda, if there is one."""
+    import torch
+
+    text = text or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", text)
+    if not found:
+        raise ValueError(f"--device must be cpu, cuda or cuda:0, got {text!r}")
+    if text != "cpu":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(found[1] or 0) >= there:
+            raise ValueError(f"--device is {text}, and torch {torch.__version__} sees {there} CUDA devices: use cpu")
+    return torch.device(text)
+
+
+def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
+    """A file that can be written, whose name says what it is."""
+    if path.suffix.lower() not in endings:
+        raise ValueError(f"{name} must end in {', '.join(endings)}, got {str(path)!r}")
+    if path.is_dir():
+        raise ValueError(f"{name} must be a file, and {path} is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}: make it, or name another file with {name}")
+    charts.writable(path.parent, name)
+    return path
+
+
+def workload(given: Namespace) -> Workload:
+    """What `suggest` and `plan` are about; `suggest` has no speeds."""
+    from dilated_attention.advice import Workload
+
+    speeds = [getattr(given, name) for name in ("latency", "bandwidth", "flops_per_second") if name in given]
+    kind = dtype(given.dtype)
+    shape = (given.tokens, given.heads, given.head_dim, given.kv_heads, given.ranks, given.batch)
+    return Workload(*shape, kind, given.causal, *speeds)

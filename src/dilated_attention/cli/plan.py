@@ -1,4 +1,14 @@
-"""`plan`: what a call over many ranks will cost, and what to change where memory is short. Nothing is run."""
+"""Count what a call on many devices will cost.
+
+It compares three ways to send keys and values between devices (ring, allgather,
+alltoall), and a naive ring that sends everything: what the call sends, holds
+and computes. A hop is one step in which devices send and receive. Bytes, hops
+and operations are exact. Times are a model: hops times latency plus bytes over
+bandwidth, and operations over speed. With --memory it also says what to change
+if training does not fit.
+
+Example: dilated-attention plan -n 1M -w 2k,16k,128k,1M -r 1,8,64,512 --ranks 8
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dilated_attention.cli import arguments, options
+from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.units import bytes_text, count_text, flops_text, seconds_text
 
@@ -26,23 +36,12 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def plan(given: Namespace) -> None:
-    """Count what a call on many devices will cost.
-
-    It compares three ways to send keys and values between devices (ring, allgather,
-    alltoall), and a naive ring that sends everything: what the call sends, holds
-    and computes. A hop is one step in which devices send and receive. Bytes, hops
-    and operations are exact. Times are a model: hops times latency plus bytes over
-    bandwidth, and operations over speed. With --memory it also says what to change
-    if training does not fit.
-
-    Example: dilated-attention plan -n 1M -w 2k,16k,128k,1M -r 1,8,64,512 --ranks 8
-    """
+def run(given: Namespace) -> None:
     from dilated_attention import advice
     from dilated_attention.cli.output import console, print_json, print_table
 
-    with arguments.refusing():
-        pattern, workload = options.pattern(given), arguments.workload(given)
+    with options.refusing():
+        pattern, workload = options.pattern(given), options.workload(given)
         cost = workload.cost(pattern)
     verdict = [] if given.memory is None else [*advice.verdict(workload, cost, given.memory)]
     if given.json:

@@ -1,4 +1,10 @@
-"""`report`: the page of a results file, made again."""
+"""Make the report of a results file again.
+
+With --conclude it also works out again which implementation is best, what it
+recommends, and which published claims hold, and stores this in results.json.
+
+Example: dilated-attention report my-results/
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from pathlib import Path
 
 from dilated_attention import charts
 from dilated_attention.bench.results import load
-from dilated_attention.cli import arguments
+from dilated_attention.cli import options
 from dilated_attention.cli.options import flag, option
 
 RESULTS = "A results.json, or a folder that holds one."
@@ -18,15 +24,8 @@ OPTIONS = (
 )
 
 
-def report(given: Namespace) -> None:
-    """Make the report of a results file again.
-
-    With --conclude it also works out again which implementation is best, what it
-    recommends, and which published claims hold, and stores this in results.json.
-
-    Example: dilated-attention report my-results/
-    """
-    with arguments.refusing():
+def run(given: Namespace) -> None:
+    with options.refusing():
         found = load(given.results)
         folder = charts.writable(given.out or (given.results if given.results.is_dir() else given.results.parent))
     # here and not above: help needs no torch, and what the page needs may not be installed: `main` says so

@@ -1,11 +1,17 @@
-"""`show`: which keys each query sees, drawn on the terminal or into a file."""
+"""Draw which keys each query sees: a picture of a pattern.
+
+Up to 512 tokens (64 in a terminal) are drawn one by one. A longer sequence is
+drawn in larger cells of several tokens. --window draws only a part of it.
+
+Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
 
-from dilated_attention.cli import arguments, options
+from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 
 OPTIONS = (
@@ -24,22 +30,15 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def show(given: Namespace) -> None:
-    """Draw which keys each query sees: a picture of a pattern.
-
-    Up to 512 tokens (64 in a terminal) are drawn one by one. A longer sequence is
-    drawn in larger cells of several tokens. --window draws only a part of it.
-
-    Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
-    """
+def run(given: Namespace) -> None:
     from dilated_attention import show as pictures
     from dilated_attention.cli.output import console
     from dilated_attention.show import terminal
 
     screen = console()
-    with arguments.refusing():
+    with options.refusing():
         if given.output is not None:
-            arguments.file("-o", given.output, pictures.ENDINGS)
+            options.file("-o", given.output, pictures.ENDINGS)
         elif given.borders is not None or given.colour != "share":
             raise ValueError("--ranks and --colour change what is drawn into a file: name one with -o")
         view = pictures.View(

@@ -1,10 +1,17 @@
-"""`suggest`: segment lengths and dilation rates for a length, and why."""
+"""Suggest segments and rates for a length, and say why.
+
+It prints the reasons, Python to paste, and the cost. With --memory it also says
+whether training fits, and if not, what to change. `plan` and `show` read what
+it writes with --json.
+
+Example: dilated-attention suggest 1M --heads 12 --memory 80GB
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
-from dilated_attention.cli import arguments, options
+from dilated_attention.cli import options
 from dilated_attention.cli.options import written
 
 OPTIONS = (
@@ -13,20 +20,12 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def suggest(given: Namespace) -> None:
-    """Suggest segments and rates for a length, and say why.
-
-    It prints the reasons, Python to paste, and the cost. With --memory it also says
-    whether training fits, and if not, what to change. `plan` and `show` read what
-    it writes with --json.
-
-    Example: dilated-attention suggest 1M --heads 12 --memory 80GB
-    """
+def run(given: Namespace) -> None:
     from dilated_attention import advice
     from dilated_attention.cli.output import console, print_json
 
-    with arguments.refusing():
-        found = advice.suggest(arguments.workload(given), given.rule, given.memory)
+    with options.refusing():
+        found = advice.suggest(options.workload(given), given.rule, given.memory)
     drawn = {
         "tokens": written(given.tokens),
         "segment_lengths": ",".join(map(written, found.pattern.segment_lengths)),
