@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -163,27 +163,17 @@ ON_API_PAGES = [
 ]
 
 
-def documented(path: str) -> Iterator[tuple[str, str]]:
-    """The docstrings of a name and of its methods, by their paths."""
-    value = pkgutil.resolve_name(path)
-    yield path, value.__doc__ or ""
-    for name, member in vars(value).items() if isinstance(value, type) else ():
-        if isinstance(member, FunctionType | classmethod | staticmethod | property) and not name.startswith("_"):
-            yield f"{path}.{name}", member.__doc__ or ""
-
-
 def wrong_examples(paths: list[str]) -> dict[str, str]:
     """For every public name whose docstring has no example, or whose examples or those of its methods fail: why."""
-    wrong = {}
+    wrong, finder = {}, doctest.DocTestFinder(exclude_empty=False)
     given = {name: importlib.import_module(f"dilated_attention.{name}") for name in API_MODULES}
     given |= {"torch": torch, "da": da, "group": dist.group.WORLD}  # type: ignore[dict-item]
-    for name, text in [pair for path in paths for pair in documented(path)]:
+    for test in [test for path in paths for test in finder.find(pkgutil.resolve_name(path), path, False, given)]:
         said = io.StringIO()
-        examples = doctest.DocTestParser().get_doctest(text, dict(given), name, None, None)
         with warnings.catch_warnings():
-            failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples, out=said.write).failed
-        if failed or (name.rpartition(".")[2] in da.__all__ and not examples.examples):
-            wrong[name] = said.getvalue() or "no example"
+            failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.write).failed
+        if failed or (test.name.rpartition(".")[2] in da.__all__ and not test.examples):
+            wrong[test.name] = said.getvalue() or "no example"
     return wrong
 
 

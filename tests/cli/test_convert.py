@@ -36,6 +36,8 @@ def test_what_is_refused(refused: Refused, source: Path, tmp_path: Path) -> None
     other = tmp_path / "other.pth"
     torch.save({"model": {"norm.weight": torch.ones(3)}}, other)
     assert "no weights of such a model" in refused("convert", other, target)
+    torch.save({"model": {"x": Path("y")}}, other)  # which would run code
+    assert "more in it than tensors" in refused("convert", other, target)
     assert not target.exists()
     target.write_bytes(b"mine")
     assert "exists already" in refused("convert", source, target)

@@ -60,11 +60,10 @@ def _plain(thing: Any) -> Any:
 def print_written(screen: Console, folder: Path, files: Iterable[Path]) -> None:
     """Those below the folder by number, then each file of the folder."""
     files = list(dict.fromkeys(files))
-    for where, number in Counter(file.parent for file in files if file.parent != folder).items():
-        screen.print(f"written: {number} files in {where}")
-    for file in files:
-        if file.parent == folder:
-            screen.print(f"written: {file}")
+    below = Counter(file.parent for file in files if file.parent != folder)
+    lines = [f"{number} files in {where}" for where, number in below.items()]
+    for line in [*lines, *(file for file in files if file.parent == folder)]:
+        screen.print(f"written: {line}")
 
 
 class Bar(Lines):

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -30,12 +30,9 @@ MOST_RANKS = 64  # more borders would hide the picture
 COUNTED = 2**16  # tokens that are looked at to say which rows get an output
 
 
-Runs = tuple[tuple[int, int, int, int], ...]  # of some heads: index, width, rate and offset of each of their branches
-
-
 class Kind(NamedTuple):
     heads: list[int]
-    branches: Runs
+    branches: tuple[tuple[int, ...], ...]  # index, width, rate and offset of those that these heads run
 
 
 class Picture(NamedTuple):
@@ -119,7 +116,7 @@ class View:
     def kinds(self) -> list[Kind]:
         kv_heads = self.kv_heads or self.heads
         branches = self.pattern.branches_for(kv_heads)
-        alike: dict[Runs, list[int]] = {}
+        alike: dict[Any, list[int]] = {}
         for head in range(self.heads):
             kv_head = head * kv_heads // self.heads
             runs = ((i, x.length, x.rate, x.offset(kv_head)) for i, x in enumerate(branches) if kv_head in x.heads)
