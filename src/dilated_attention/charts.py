@@ -23,6 +23,8 @@ from typing import Any
 # the page needs no eval. The page brings its own style, also for tooltips, because the policy allows no other.
 EMBED = {"ast": True, "actions": False, "defaultStyle": False, "tooltip": {"disableDefaultStyle": True}}
 
+# What a page may use: its own scripts and styles. It may load nothing.
+POLICY = "default-src 'none'; script-src {}; style-src {}; img-src data:; base-uri 'none'; form-action 'none'"
 # What XML forbids in any form: control characters, and what stands in for names that are not UTF-8. At the first one,
 # vl-convert ends the whole process.
 NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -80,21 +82,14 @@ def page(
         lstrip_blocks=True,
     )  # fmt: skip
     values |= {"styles": [*map(safe, styles)], "scripts": [*map(safe, scripts)], "data": safe(as_json(data))}
-    return str(environment.get_template("page.html").render(policy=safe(_policy(scripts, styles)), **values))
+    policy = safe(POLICY.format(_hashes(scripts), _hashes(styles)))
+    return str(environment.get_template("page.html").render(policy=policy, **values))
 
 
-def _policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """What a page may use: these texts. It may load nothing."""
-    script, style = ("".join(f"{known(text)} " for text in texts) for texts in (scripts, styles))
-    return (
-        f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
-    )
-
-
-def known(text: str) -> str:
-    """A script or style as a policy names it."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def _hashes(texts: Iterable[str]) -> str:
+    """Scripts or styles as a policy names them."""
+    found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{code}'" for code in found)
 
 
 def as_json(data: object) -> str:

@@ -160,14 +160,14 @@ def pool(size: int) -> Pool:
 
 
 def renew_pools() -> None:
-    for one in _pools.values():
-        one.renew()
+    for ranks in _pools.values():
+        ranks.renew()
 
 
 @atexit.register
 def close_pools() -> None:
-    for one in _pools.values():
-        one.close()
+    for ranks in _pools.values():
+        ranks.close()
 
 
 def _pack(thing: Any) -> bytes:

@@ -55,13 +55,9 @@ def measured_text(median: float, lower: float, upper: float) -> str:
         return number_text(median)
     supported = 1 + math.floor(math.log10(abs(median))) - math.floor(math.log10(upper - lower))
     digits = min(DIGITS, max(2, supported))
-    while digits < 9 and lower <= median <= upper and not lower <= _number(number_text(median, digits)) <= upper:
+    while digits < 9 and not lower <= float(number_text(median, digits).replace(",", "")) <= upper:
         digits += 1  # rounded so, it would leave its own quartiles
     return number_text(median, digits)
-
-
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
 
 
 def _plain(number: float, digits: int = DIGITS) -> str:

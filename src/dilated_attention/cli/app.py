@@ -45,23 +45,23 @@ class Parser(argparse.ArgumentParser):
 
 def parsers() -> dict[str, Parser]:
     """One for each command, whose file says in its docstring what --help says."""
-    found = {}
+    made = {}
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
-        parser = found[name] = Parser(f"{NAME} {name}", command.__doc__ or "")
+        parser = made[name] = Parser(f"{NAME} {name}", command.__doc__ or "")
         for add in command.OPTIONS:
             add(parser)
         parser.set_defaults(run=command.run)
-    return found
+    return made
 
 
 def top(made: dict[str, Parser]) -> Parser:
     """What stands before a command."""
     first_lines = "\n".join(f"  {name:<12}{(x.description or '').partition(chr(10))[0]}" for name, x in made.items())
     epilog = f"Commands, whose options --help after them lists:\n{first_lines}"
-    found = Parser(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
-    found.add_argument("--version", action="version", version=f"{NAME} {dilated_attention.__version__}")
-    return found
+    parser = Parser(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
+    parser.add_argument("--version", action="version", version=f"{NAME} {dilated_attention.__version__}")
+    return parser
 
 
 def run(given: Sequence[str]) -> int:
@@ -72,15 +72,15 @@ def run(given: Sequence[str]) -> int:
         if name not in made and not name.startswith("-"):
             near = difflib.get_close_matches(name, made, 1)
             parser.error(f"no such command: {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        found = parser.parse_intermixed_args(rest if name in made else [name])
+        arguments = parser.parse_intermixed_args(rest if name in made else [name])
         with refusing():
-            said = defaults(found)
+            said = defaults(arguments)
         if said:
             parser.set_defaults(**said)
-            found = parser.parse_intermixed_args(rest)
+            arguments = parser.parse_intermixed_args(rest)
     except SystemExit as ended:  # of --help and --version
         return int(ended.code or 0)
-    needed = [x for x in parser._actions if x.dest in NEEDED and getattr(found, x.dest) is None]
+    needed = [x for x in parser._actions if x.dest in NEEDED and getattr(arguments, x.dest) is None]
     if needed:
         parser.error(f"missing {', '.join('/'.join(x.option_strings) for x in needed)}")
-    return found.run(found) or 0
+    return arguments.run(arguments) or 0

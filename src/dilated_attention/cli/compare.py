@@ -42,39 +42,39 @@ def run(given: Namespace) -> int:
     from dilated_attention.cli.output import console, print_json
 
     with options.refusing():
-        found = regress.compare(load(given.before), load(given.after), given.threshold)
+        regression = regress.compare(load(given.before), load(given.after), given.threshold)
     if given.json:
-        print_json(found)
+        print_json(regression)
     else:
-        _print(console(), found)
-    return int(found.is_worse)
+        _print(console(), regression)
+    return int(regression.is_worse)
 
 
-def _print(screen: Console, found: Regression) -> None:
+def _print(screen: Console, regression: Regression) -> None:
     """What is the same is only counted."""
     from dilated_attention.cli import tables
     from dilated_attention.cli.output import print_table
 
-    if found.origins:
-        print_table(screen, "where they come from", ["", "<before", "<after"], found.origins)
-    if found.is_other_machine:
+    if regression.origins:
+        print_table(screen, "where they come from", ["", "<before", "<after"], regression.origins)
+    if regression.is_other_machine:
         screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
-    for change in found.verdicts:
+    for change in regression.verdicts:
         text = f": {change.before['verdict']}, now {change.after['verdict']}"
         screen.print(tables.checked_as(change.before), tables.styled(change.verdict).append(text))
-    told = [change for change in found.changes if change.verdict != "same"]
+    told = [change for change in regression.changes if change.verdict != "same"]
     for title, changes in tables.grouped(told, lambda change: tables.titled(change.before)).items():
         columns = ["implementation", "<pass", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
         print_table(screen, title, columns, map(_row, changes))
-    for title, records in (("only before", found.only_before), ("only after", found.only_after)):
+    for title, records in (("only before", regression.only_before), ("only after", regression.only_after)):
         for name, number in Counter(f"{x['suite']}: {x['implementation']}" for x in records).items():
             screen.print(f"{title}: {name}, {number} measurements")
-    screen.print(f"\n{summary(found)}")
+    screen.print(f"\n{summary(regression)}")
 
 
-def summary(found: Regression) -> str:
+def summary(regression: Regression) -> str:
     """How many of each kind of change."""
-    count = Counter(change.verdict for change in found.changes)
+    count = Counter(change.verdict for change in regression.changes)
     return ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common"
 
 

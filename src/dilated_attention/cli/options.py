@@ -29,12 +29,8 @@ if TYPE_CHECKING:
 Units = Mapping[str, int | Fraction]
 BINARY: Units = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 DECIMAL: Units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
-SIZES: Units = (
-    {"b": 1}
-    | {unit + end: DECIMAL[unit] for unit in "kmgtp" for end in ("", "b")}
-    | {f"{unit}ib": BINARY[unit] for unit in "kmgt"}
-)
 PREFIXES = {"": 1} | {x: DECIMAL[x.lower()] for x in "kKMGTP"} | {f"{x}i": BINARY[x.lower()] for x in "kKMGT"}
+SIZES = {(prefix + end).lower(): n for prefix, n in PREFIXES.items() for end in ("", "b") if prefix or end}
 # Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits.
 RATES: Units = {
     prefix + unit + per: Fraction(factor, 8 if unit.startswith("b") else 1)

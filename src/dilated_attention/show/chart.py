@@ -36,7 +36,9 @@ def panels(view: View) -> Specification:
         "$schema": SCHEMA,
         "title": {"text": view.title, "subtitle": about, "anchor": "start", "offset": 16},
         "params": [{"name": "colour", "value": view.colour}],
-        "concat": [{"title": one.name, **size, "layer": _layers(view, [one], is_fixed=True)} for one in pictures],
+        "concat": [
+            {"title": picture.name, **size, "layer": _layers(view, [picture], is_fixed=True)} for picture in pictures
+        ],
         "columns": 2,
         "config": {"view": {"fill": "#f5f6f8", "stroke": None}},
     }

@@ -62,8 +62,8 @@ def _cell_size(least: int, numbers: Sequence[int]) -> int:
         return worst if not worst and size <= 2 * least else max(worst, 1 / 16)
 
     whole = math.lcm(*(x for x in numbers if x < least))
-    found = {least, 4 * least, whole * -(-least // whole)}
+    sizes = {least, 4 * least, whole * -(-least // whole)}
     for x in numbers:
-        found |= {x // parts for parts in range(1, x // least + 1) if x % parts == 0}
-        found.add(x * -(-least // x))
-    return min((size for size in found if size <= 4 * least), key=lambda size: (misfit(size), size))
+        sizes |= {x // parts for parts in range(1, x // least + 1) if x % parts == 0}
+        sizes.add(x * -(-least // x))
+    return min((size for size in sizes if size <= 4 * least), key=lambda size: (misfit(size), size))

@@ -37,15 +37,15 @@ def cells_in(console: Console, tokens: int) -> int:
 def text(view: View, console: Console) -> Text:
     """The whole view. Shades are shares of pairs, whatever colour the view asks for."""
     pictures, is_coloured = view.pictures[:MOST_PANELS], _is_coloured(console)
-    found = Text(f"{view.title}\n{view.subtitle}\nQueries go down and keys across. {view.caption('share')}\n")
+    screen = Text(f"{view.title}\n{view.subtitle}\nQueries go down and keys across. {view.caption('share')}\n")
     levels = shades(pictures)
     for level, name in enumerate(levels if view.cell_size > 1 else ()):
-        found.append("██" if is_coloured else SIGNS[level], COLOURS[level] if is_coloured else "")
-        found.append(f" {name}\n" if level == len(levels) - 1 else f" {name}   ")
+        screen.append("██" if is_coloured else SIGNS[level], COLOURS[level] if is_coloured else "")
+        screen.append(f" {name}\n" if level == len(levels) - 1 else f" {name}   ")
     for picture in pictures:
-        found.append(f"\n{picture.name}\n").append_text(_drawn(view, picture, [*levels.values()], is_coloured))
-    found.append("".join(f"\n{sentence}" for sentence in view.facts(MOST_PANELS)))
-    return Text(found.plain.translate(ASCII)) if console.options.ascii_only else found
+        screen.append(f"\n{picture.name}\n").append_text(_drawn(view, picture, [*levels.values()], is_coloured))
+    screen.append("".join(f"\n{sentence}" for sentence in view.facts(MOST_PANELS)))
+    return Text(screen.plain.translate(ASCII)) if console.options.ascii_only else screen
 
 
 def _drawn(view: View, picture: Picture, limits: list[float], is_coloured: bool) -> Text:
@@ -57,14 +57,14 @@ def _drawn(view: View, picture: Picture, limits: list[float], is_coloured: bool)
     numbers = [f"{token:,}" if at % every == 0 else "" for at, token in enumerate(view.edges[:-1])]
     fitting = [at for at in range(0, count, every) if not at or at * wide + len(numbers[at]) <= count * wide]
     across = "".join(numbers[at].ljust(every * wide) for at in fitting)
-    found = Text(f"{' ' * margin}{across.rstrip()}\n")
+    drawn = Text(f"{' ' * margin}{across.rstrip()}\n")
     for at in range(0, count, high):
         is_query = view.query is not None and view.edges[at] <= view.query < view.edges[min(at + high, count)]
-        found.append(f"{numbers[at]:>{margin - 3}} {'▸' if is_query else ' '} ")
+        drawn.append(f"{numbers[at]:>{margin - 3}} {'▸' if is_query else ' '} ")
         if is_coloured:
             for upper, *lower in zip(*levels[at : at + 2], strict=True):
-                found.append("▀", Style(color=COLOURS[upper], bgcolor=COLOURS[lower[0]] if lower else None))
+                drawn.append("▀", Style(color=COLOURS[upper], bgcolor=COLOURS[lower[0]] if lower else None))
         else:
-            found.append("".join(SIGNS[level] for level in levels[at]).rstrip())
-        found.append("\n")
-    return found
+            drawn.append("".join(SIGNS[level] for level in levels[at]).rstrip())
+        drawn.append("\n")
+    return drawn

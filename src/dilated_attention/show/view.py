@@ -126,7 +126,7 @@ class View:
     @cached_property
     def pictures(self) -> list[Picture]:
         """The kinds to draw. Those that look the same are one picture: in large cells some do."""
-        found: dict[bytes, Picture] = {}
+        looks: dict[bytes, Picture] = {}
         for kind in self.kinds[:MOST_KINDS]:
             best, which = torch.zeros(2, len(self.edges) - 1, len(self.edges) - 1, dtype=torch.float64)
             for index, *branch in kind.branches:
@@ -134,9 +134,9 @@ class View:
                 which[share > best] = index
                 best = torch.maximum(best, share)
             look = torch.stack([best, which]).numpy().tobytes()
-            if look in found or len(found) < MOST_PICTURES:
-                found.setdefault(look, Picture([], best, which.long())).heads.extend(kind.heads)
-        return [*found.values()]
+            if look in looks or len(looks) < MOST_PICTURES:
+                looks.setdefault(look, Picture([], best, which.long())).heads.extend(kind.heads)
+        return [*looks.values()]
 
     @property
     def cell_size(self) -> int:
@@ -182,14 +182,14 @@ class View:
         for kind in self.kinds[:MOST_KINDS]:
             for sentence in self._facts_of(kind):
                 said.setdefault(sentence, []).extend(kind.heads)
-        found = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items()]
-        if len(found) > MOST_PICTURES:
-            found = [*found[:MOST_PICTURES], "More could be said about other heads: name one to read it."]
+        facts = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items()]
+        if len(facts) > MOST_PICTURES:
+            facts = [*facts[:MOST_PICTURES], "More could be said about other heads: name one to read it."]
         if self.ranks is not None:
-            found.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
+            facts.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
         rest = sum(len(x.heads) for x in self.kinds) - sum(len(x.heads) for x in self.pictures[:most])
         more = f"{_many(rest, 'more head')} {'is' if rest == 1 else 'are'} not drawn: name one to see it."
-        return [*found, more] if rest else found
+        return [*facts, more] if rest else facts
 
     def _facts_of(self, kind: Kind) -> Iterator[str]:
         token = torch.arange(min(self.tokens, COUNTED))
@@ -205,19 +205,19 @@ class View:
             yield f"query {self.query:,} sees {self._keys(kind, self.query)}."
 
     def _keys(self, kind: Kind, query: int) -> str:
-        found = []
+        seen = []
         for index, width, rate, offset in kind.branches:
             start = query - query % width
             if query % width % rate == offset:
                 keys = range(start + offset, query + 1 if self.is_causal else min(start + width, self.tokens), rate)
                 listed = _listed(keys, 8, " ", "{:,}")
-                found.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({listed})")
+                seen.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({listed})")
         zeros = self.pattern.zero_keys(
             query, kind.heads[0], num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
             is_causal=self.is_causal,
         )  # fmt: skip
-        found += [_many(zeros, "zero key")] if zeros else []
-        return ", ".join(found) or "nothing, because no branch contains it"
+        seen += [_many(zeros, "zero key")] if zeros else []
+        return ", ".join(seen) or "nothing, because no branch contains it"
 
 
 def _many(count: int, thing: str) -> str:
