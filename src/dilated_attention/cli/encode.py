@@ -58,7 +58,8 @@ OPTIONS = (
            help="Only with --attention. A folder with a picture of each slide, named as its .h5 file "
            "(slide1.png or slide1.jpg for slide1.h5), to draw the maps over. The .h5 file needs the attributes "
            "level0_width and level0_height."),
-    option("--heads", type=count, default=16, metavar="H", help="The number of heads that the weights have."),
+    option("--heads", dest="num_heads", type=count, default=16, metavar="H",
+           help="The number of heads that the weights have."),
     option("--max-wsi-size", type=count, default=262144, metavar="PIXELS",
            help="The longest side of a slide, as set when the weights were trained. It sets the segment lengths."),
     option("--slide-ngrids", type=count, default=1000, metavar="CELLS",
@@ -87,7 +88,7 @@ def run(given: Namespace) -> int:
         where = options.device(given.device)
         kind = options.dtype(given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
         located = stored.located(given.weights)
-        sizes = {name: getattr(given, name) for name in ("max_wsi_size", "slide_ngrids")} | {"num_heads": given.heads}
+        sizes = {name: getattr(given, name) for name in ("max_wsi_size", "slide_ngrids", "num_heads")}
         model = SlideEncoder.from_pretrained(located, global_pool=given.pool == "mean", **sizes).to(where, kind)
         if given.layer is not None and given.layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {given.layer}")
