@@ -51,7 +51,7 @@ def parsers() -> dict[str, Parser]:
         parser = made[name] = Parser(f"{NAME} {name}", command.__doc__ or "")
         for add in command.OPTIONS:
             add(parser)
-        parser.set_defaults(run=command.run)
+        parser.set_defaults(run=command.run, parsers=made)
     return made
 
 

@@ -23,8 +23,6 @@ OPTIONS = ()
 
 
 def run(given: Namespace) -> None:
-    from dilated_attention.cli.app import parsers
-
-    made = parsers()
-    cases = "\n".join(f'        {name}) words="{" ".join(x._option_string_actions)}" ;;' for name, x in made.items())
-    print(COMPLETION.format(commands=" ".join(made), cases=cases).strip())
+    words = {name: " ".join(parser._option_string_actions) for name, parser in given.parsers.items()}
+    cases = "\n".join(f'        {name}) words="{options}" ;;' for name, options in words.items())
+    print(COMPLETION.format(commands=" ".join(words), cases=cases).strip())
