@@ -522,7 +522,7 @@ MUTANTS = [
     M("bits-are-bytes", "A bandwidth of 400Gbit/s is one of 400 GB/s.", "cli/options.py",
       '8 if unit.startswith("b") else 1', "1"),
     M("worse-and-exit-code-0", "Comparing runs ends with exit code 0 though something became worse.", "cli/compare.py",
-      "return int(found.is_worse)", "return 0"),
+      "return int(regression.is_worse)", "return 0"),
     M("trains-where-it-infers", "plan says that training fits where inference does.", "cli/plan.py",
       '"yes" if need.training <= room', '"yes" if need.inference <= room'),
     M("skipped-and-exit-code-0", "encode ends with exit code 0 though it left out slides.", "cli/encode.py",
