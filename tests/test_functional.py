@@ -385,13 +385,6 @@ def test_equal_sequences_share_blocks() -> None:
     assert len(plan(call._replace(cu_seqlens=tuple(range(0, 1201, 24)))).blocks) == len(alone.blocks)
 
 
-def test_vmap_over_packed_rows() -> None:
-    def attend(*qkv: Tensor) -> Tensor:
-        return dilated_attention(*(x.unsqueeze(0) for x in qkv), PATTERN, cu_seqlens=[0, 7, 20])[0]
-
-    assert testing.error(torch.func.vmap(attend)(*QKV64), torch.stack(list(map(attend, *QKV64)))) < 1e-12
-
-
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_new_numbers_are_a_new_graph(dynamic: bool | None) -> None:
     """Numbers that torch.compile would make symbols of: those of the pattern, and which heads these are."""

@@ -83,33 +83,23 @@ OPTIONAL = [
 ]  # fmt: skip
 
 
-def test_the_public_names_are_these() -> None:
-    assert sorted(dilated_attention.__all__) == PUBLIC
+def test_the_public_names_are_these_and_only_they_are_shown() -> None:
+    assert sorted(dilated_attention.__all__) == dir(dilated_attention) == PUBLIC
     for name in PUBLIC:
-        assert getattr(dilated_attention, name).__module__.startswith(NAME)
+        found = getattr(dilated_attention, name)
+        assert found.__module__.startswith(NAME)
+        assert found.__doc__, name
     assert dilated_attention.__version__
-
-
-def test_only_the_public_names_are_shown() -> None:
-    assert dir(dilated_attention) == PUBLIC
+    assert (PACKAGE / "py.typed").is_file(), "types are shipped"
 
 
 def test_the_old_names_still_import() -> None:
     """Those of compat: in no list of names, and the same objects."""
     for name in compat.__all__:
         assert getattr(dilated_attention, name) is getattr(compat, name)
-        assert name not in {*dir(dilated_attention), *dilated_attention.__all__, *dilated_attention.nn.__all__}
+        assert name not in {*PUBLIC, *dilated_attention.nn.__all__}
     assert sorted(compat.__all__) == sorted(dilated_attention._OLD)
     assert len(compat.__all__) == 6
-
-
-def test_the_public_names_are_documented() -> None:
-    for name in PUBLIC:
-        assert getattr(dilated_attention, name).__doc__, name
-
-
-def test_types_are_shipped() -> None:
-    assert (PACKAGE / "py.typed").is_file()
 
 
 # --- imports in a fresh process ---------------------------------------------------------------------------------
@@ -165,11 +155,8 @@ print(dilated_attention(q, k, v, DilatedPattern.longnet([8], [1])).shape)
 
 def modules() -> dict[str, Path]:
     """Dotted name without the package's to file, e.g. backends.sdpa; the package itself is ''."""
-    found = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        parts = file.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+    files = {file.relative_to(PACKAGE).with_suffix("").parts: file for file in sorted(PACKAGE.rglob("*.py"))}
+    return {".".join(parts[: -1 if parts[-1] == "__init__" else None]): file for parts, file in files.items()}
 
 
 # Where methods open the tools above their file: `DilatedPattern.suggest` and `plot`.
@@ -178,25 +165,17 @@ DOORS = {"pattern": ("suggest", "plot")}
 
 def imports_of(module: str, file: Path, known: set[str]) -> set[str]:
     """The modules of this package that a file imports, wherever in the file but in its DOORS, and however written."""
-    found: set[str] = set()
+    names: set[str] = set()
     tree = ast.parse(file.read_text(encoding="utf-8"))
     doors = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name in DOORS.get(module, ())]
-    behind = {node for door in doors for node in ast.walk(door)}
-
-    def add(dotted: str) -> None:
-        if dotted == NAME or dotted.startswith(NAME + "."):
-            found.add(dotted[len(NAME) + 1 :])
-
-    for node in {*ast.walk(tree)} - behind:
+    for node in {*ast.walk(tree)}.difference(*map(ast.walk, doors)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                add(alias.name)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{module} imports relatively"
-            for alias in node.names:
-                one = f"{node.module}.{alias.name}"
-                add(one if one[len(NAME) + 1 :] in known else str(node.module))
-    return found & known
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name.partition(".")[2] in known else str(node.module) for name in inside}
+    return known & {name.partition(".")[2] for name in names if name.partition(".")[0] == NAME}
 
 
 @functools.cache
@@ -205,58 +184,45 @@ def graph() -> dict[str, set[str]]:
     return {module: imports_of(module, file, set(files)) for module, file in files.items()}
 
 
-def test_the_graph_is_read_right() -> None:
-    found = graph()
-    assert "autograd" in found["functional"]
-    assert "backends.sdpa" in found["backends.choose"]
-    assert found["pattern"] == {"checks"}
-
-
 def test_there_are_no_circles() -> None:
+    assert "backends.sdpa" in graph()["backends.choose"]
+    assert graph()["pattern"] == {"checks"}
     # a package's __init__ may import its own modules, and those name the package only by importing from it
     graphlib.TopologicalSorter(graph()).prepare()
 
 
-@pytest.mark.parametrize("module", sorted(set(modules()) - {""}))
-def test_a_module_imports_only_what_is_above_it(module: str) -> None:
-    layer = module.split(".")[0]
-    assert layer in LAYERS, f"{layer} has no place in the order of modules"
-    for other in graph()[module]:
-        if other == "":  # the package itself stands above nn
-            assert LAYERS.index(layer) > LAYERS.index("nn"), f"{module} imports the package itself"
-        elif other.split(".")[0] != layer:
-            assert LAYERS.index(other.split(".")[0]) < LAYERS.index(layer), f"{module} imports {other}"
+def test_a_module_imports_only_what_is_above_it() -> None:
+    # the package itself stands behind nn
+    places = {layer: at for at, layer in enumerate(LAYERS)} | {"": LAYERS.index("nn") + 0.5}
+    for module, others in graph().items():
+        layer = module.split(".")[0]
+        assert layer in places, f"{layer} has no place in the order of modules"
+        below = {x for x in others if x.split(".")[0] != layer and places[x.split(".")[0]] >= places[layer]}
+        assert not module or not below, f"{module} imports {below}"
 
 
-TOOLS = ("charts", "slides", "show", "advice", "bench", "cli", "ranks", "__main__")
+WALLS = {  # what may not import what
+    # a backend is named in its folder only, and in tools
+    r"(?!backends|charts|slides|show|advice|bench|cli|ranks|__main__)": r"backends\.(triton|sdpa|eager|aten)",
+    # what computes dense problems knows nothing of patterns
+    r"backends\.(problem|aten|sdpa|eager)$": r"(pattern|blocks)$",
+    r"distributed": r"(?!distributed)",
+    # the oracle shares no code with what it checks
+    r"reference$": r"(?!(pattern|dropout)$)",
+}
 
 
-def test_a_backend_is_named_in_its_folder_only() -> None:
-    for module, found in graph().items():
-        if module.split(".")[0] not in ("backends", *TOOLS):
-            named = {other for other in found if re.match(r"backends\.(triton|sdpa|eager|aten)", other)}
-            assert not named, f"{module} imports {named}"
-
-
-def test_what_computes_dense_problems_knows_nothing_of_patterns() -> None:
-    for module in ("backends.problem", "backends.aten", "backends.sdpa", "backends.eager"):
-        assert not graph()[module] & {"pattern", "blocks"}, module
+@pytest.mark.parametrize(("these", "those"), WALLS.items())
+def test_walls(these: str, those: str) -> None:
+    inside = {module: others for module, others in graph().items() if re.match(these, module)}
+    assert inside
+    assert not {module: bad for module, others in inside.items() if (bad := {x for x in others if re.match(those, x)})}
 
 
 def test_only_the_pattern_looks_at_the_name_of_a_rule() -> None:
     for module, file in modules().items():
         if module != "pattern":
             assert not re.search(r"pattern\.rule\s*(==|!=|in\b)", file.read_text(encoding="utf-8")), module
-
-
-def test_distributed_knows_nothing_of_attention() -> None:
-    for module, found in graph().items():
-        if module.startswith("distributed"):
-            assert all(other.startswith("distributed") for other in found), module
-
-
-def test_the_oracle_shares_no_code_with_what_it_checks() -> None:
-    assert graph()["reference"] <= {"pattern", "dropout"}
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import multiprocessing
 import os
-import platform
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -47,8 +44,6 @@ class Outcome(NamedTuple):
     ended: str  # "passed", "failed" or "hung"
     by: str = ""  # the test that failed
     says: str = ""  # the first line of its error
-    tests: int = 0  # that began
-    cpu: float = 0.0  # seconds
 
 
 class Order:
@@ -96,8 +91,9 @@ class Tree:
             shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)  # failing examples of this mutant
 
     def run(self, tests: Sequence[str], interpreted: bool) -> Outcome:
+        if not tests:
+            return Outcome("passed")
         self.log.write_text("")
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         # forked: torch is imported already, and nothing of the library
         process = multiprocessing.get_context("fork").Process(target=self._become_pytest, args=(tests, interpreted))
         process.start()
@@ -106,18 +102,16 @@ class Tree:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)  # ranks of a pool, too
         process.join()
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent = round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1)
         text = self.log.read_text("utf-8", errors="replace")
-        begun = re.findall(r"^(tests/\S+::.+?)(?: Fatal Python error.*| [A-Z]+ .*)?$", text, re.MULTILINE)
         assert process.exitcode != WRONG_CODE, f"the library is not the copy, or pytest failed:\n{text[-3000:]}"
         if not hung and (process.exitcode in (0, NO_TESTS) or "\nERROR: not found: " in text):
-            return Outcome("passed", tests=len(begun), cpu=spent)
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
-        assert failed or begun, f"pytest could not run:\n{text[-3000:]}"
+            return Outcome("passed")
+        failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE)
+        # without a summary, the process died in the last test
+        failed += reversed(re.findall(r"^(tests/\S+::.+?)(?: Fatal Python error.*| [A-Z]+ .*)?$", text, re.MULTILINE))
+        assert failed, f"pytest could not run:\n{text[-3000:]}"
         says = re.search(r"^E +(.+)$", text, re.MULTILINE)
-        by = failed[1] if failed else begun[-1].strip()  # without a summary: the process died
-        return Outcome("hung" if hung else "failed", by, says[1][:160] if says else "", len(begun), spent)
+        return Outcome("hung" if hung else "failed", failed[0].strip(), says[1][:160] if says else "")
 
     def _become_pytest(self, tests: Sequence[str], interpreted: bool) -> None:
         code = WRONG_CODE
@@ -148,17 +142,15 @@ def attack(mutant: Mutant, tree: Tree, killer: str) -> Outcome:
     """The last killer, the first of the tests, then all others; likewise those in Triton's interpreter."""
     plain = [one for one in tests_of(mutant) if not one.startswith(INTERPRETED)]
     kernels = [one.removeprefix(INTERPRETED) for one in tests_of(mutant) if one not in plain]
-    runs = [(is_interpreted(killer), [killer] if killer else [])]
-    runs += [(False, plain[:1]), (False, plain[1:]), (True, kernels[:1]), (True, kernels[1:])]
-    count, spent = 0, 0.0
     with tree.changed(mutant):
-        for interpreted, some in runs:
-            if some:
-                found = tree.run(some, interpreted)
-                count, spent = count + found.tests, spent + found.cpu
-                if found.ended != "passed":
-                    break
-    return found._replace(tests=count, cpu=round(spent, 1))
+        for interpreted, some in (
+            (is_interpreted(killer), [killer] if killer else []),
+            (False, plain[:1]), (False, plain[1:]), (True, kernels[:1]), (True, kernels[1:]),
+        ):  # fmt: skip
+            found = tree.run(some, interpreted)
+            if found.by:
+                break
+    return found
 
 
 def is_interpreted(test: str) -> bool:
@@ -182,8 +174,7 @@ def main() -> None:
     given = parser.parse_args()
     told = ["git", "log", "-1", "--format=%H", "--", "src"]
     commit = subprocess.run(told, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    about = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
-    record = {"code": commit, **about, "date": datetime.date.today().isoformat(), "mutants": {}}
+    record = {"code": commit, "mutants": {}}
     if given.out.exists():
         record = json.loads(given.out.read_text("utf-8"))
     last = {name: one["by"] for name, one in json.loads(AFTER.read_text("utf-8"))["mutants"].items()}
@@ -196,7 +187,7 @@ def main() -> None:
             found = attack(mutant, tree, last.get(mutant.name, ""))
             record["mutants"][mutant.name] = found._asdict()
             given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-            print(f"{mutant.name:40} {found.ended:7} {found.by} ({found.tests} tests, {found.cpu} s)", flush=True)
+            print(f"{mutant.name:40} {found.ended:7} {found.by}", flush=True)
         if not given.only:
             check_killers(tree, record)
             given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
