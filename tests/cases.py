@@ -6,8 +6,8 @@ import functools
 import itertools
 import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -163,17 +163,21 @@ class Case:
         dlse = strided(self.dout, like.shape[:3], draws, torch.promote_types(like.dtype, torch.float32))
         return dout, dlse if self.dlse else None
 
+    def borders(self, what: str, count: int) -> list[int]:
+        draw = self.draw(what)
+        return sorted(draw.randint(0, self.tokens) for _ in range(count))
+
     def lengths(self) -> tuple[int, ...]:
         """Of the shards."""
         if self.own_lengths:
             return self.own_lengths
-        draw = self.draw("shards")
-        borders = sorted(draw.randint(0, self.tokens) for _ in range(self.ranks - 1))
+        tokens, draw = self.tokens, self.draw("shards")
+        borders = sorted(draw.randint(0, tokens) for _ in range(self.ranks - 1))
         if self.shards == "even":
-            borders = [self.tokens * rank // self.ranks for rank in range(1, self.ranks)]
-        elif self.shards == "empty" and self.ranks > 1:  # for some ranks
-            borders = sorted(draw.choice([0, self.tokens // 3, self.tokens]) for _ in borders)
-        return tuple(b - a for a, b in itertools.pairwise([0, *borders, self.tokens]))
+            borders = [tokens * rank // self.ranks for rank in range(1, self.ranks)]
+        elif self.shards == "empty":  # for some ranks
+            borders = sorted(draw.choice([0, tokens // 3, tokens]) for _ in borders)
+        return between([0, *borders, tokens])
 
     def shard(self, rank: int) -> slice:
         lengths = self.lengths()
@@ -181,31 +185,29 @@ class Case:
 
     def cu_seqlens(self) -> list[int]:
         """Of packed sequences."""
-        tokens, draw = self.tokens, self.draw("packing")
-        if self.packing == "even":  # but for the last
-            return [*range(0, tokens, max(1, tokens // 3)), tokens]
-        if self.packing == "ones":  # and a long one
-            return [0, *range(min(tokens, 3), min(tokens, 6)), tokens]
-        borders = sorted(draw.randint(0, tokens) for _ in range(4))
-        return [0, *borders, *(borders[-1:] * 2 if self.packing == "empty" else []), tokens]
+        tokens, borders = self.tokens, self.borders("packing", 4)
+        inner = {
+            "even": range(tokens // 3 or 1, tokens, tokens // 3 or 1),  # but for the last
+            "ones": range(min(tokens, 3), min(tokens, 6)),  # and a long one
+            "mixed": borders,
+            "empty": [*borders, *borders[-1:] * 2],
+        }
+        return [0, *inner[self.packing], tokens]
 
-    def chunks(self) -> list[int]:
+    def chunks(self) -> tuple[int, ...]:
         """Of a stream."""
-        tokens, draw = self.tokens, self.draw("cuts")
         if self.cuts == "ones":
-            return [1] * tokens
-        if self.cuts == "whole":
-            return [tokens]
-        several = {"some": 6, "halves": 1, "with empty ones": 3}[self.cuts]
-        borders = sorted(draw.randint(0, tokens) for _ in range(several)) * (2 if self.cuts == "with empty ones" else 1)
-        return [b - a for a, b in itertools.pairwise([0, *sorted(borders), tokens])]
+            return (1,) * self.tokens
+        several = {"whole": 0, "some": 6, "halves": 1, "with empty ones": 3}[self.cuts]
+        times = 2 if self.cuts == "with empty ones" else 1
+        return between([0, *sorted(self.borders("cuts", several) * times), self.tokens])
 
     def options(self) -> dict[str, Any]:
         """Of the call; the oracle takes the same."""
-        offset = {"query_offset": self.query_offset()} if self.rows else {}
-        given = {"scale": self.scale, "dropout_p": self.dropout_p, "key_padding_mask": self.padding()}
-        packed = {"cu_seqlens": self.cu_seqlens()} if self.packing else {}
-        return {"is_causal": self.is_causal, **given, **offset, **packed}
+        given = {"is_causal": self.is_causal, "scale": self.scale, "dropout_p": self.dropout_p}
+        given |= {"query_offset": self.query_offset()} if self.rows else {}
+        given |= {"cu_seqlens": self.cu_seqlens()} if self.packing else {}
+        return {**given, "key_padding_mask": self.padding()}
 
     def seed(self) -> Tensor | None:
         """Of dropout; leaves torch's generator so that the next call draws the same."""
@@ -228,19 +230,18 @@ class Case:
         qkv = self.qkv()
         return (qkv, *self.gradients(qkv[0]), self.padding())
 
-    def on_one_device(self) -> Results:
-        qkv, dout, dlse, _ = self.inputs()
+    def on_one_device(self, attention: Callable[..., Any] | None = None) -> Results:
+        given = self.inputs()[:3]
         self.seed()
-        return testing.run(self.attention(), qkv, dout, dlse)
+        return testing.run(attention or self.attention(), *given)
 
     def on_threads(self) -> tuple[Results, list[FakeTransport]]:
         """The ranks being threads, and what each of them sent."""
         qkv, dout, dlse, _ = self.inputs()
-        options = {name: value for name, value in self.options().items() if name != "scale"}
-        return run_sharded(
-            qkv, self.lengths(), self.the_pattern(), dout, dlse, exchange=self.exchange, seed=self.seed(),
-            use_checkpointing=self.recompute, backend=self.backend, **options,
-        )  # fmt: skip
+        options = {**self.options(), "exchange": self.exchange, "use_checkpointing": self.recompute}
+        del options["scale"]
+        lengths, pattern = self.lengths(), self.the_pattern()
+        return run_sharded(qkv, lengths, pattern, dout, dlse, seed=self.seed(), backend=self.backend, **options)
 
     def cost(self, **more: Any) -> PlanCost:
         heads, kv_heads = self.head_counts()
@@ -268,23 +269,21 @@ class Case:
 
     def expected(self, dtype: torch.dtype | None = torch.float64) -> Results:
         """The oracle's results; dtype=None: those of plain PyTorch in the case's own dtype."""
-        qkv = self.qkv()
-        return testing.oracle(
-            qkv, self.the_pattern(), *self.gradients(qkv[0]), dtype=dtype, seed=self.seed(), **self.options()
-        )
-
-    def without_dropout(self) -> Results:
-        return replace(self, dropout_p=0.0).expected()
+        given = self.inputs()[:3]
+        return testing.oracle(given[0], self.the_pattern(), *given[1:], dtype=dtype, seed=self.seed(), **self.options())
 
     def check(self, got: Results) -> None:
         dtype = DTYPES[self.dtype]
         assert got.out.dtype is dtype
         assert got.lse is None or got.lse.dtype is torch.promote_types(dtype, torch.float32)
-        plain = None if DTYPES[self.dtype] in testing.TOLERANCE else self.expected(dtype=None)
-        testing.assert_exact(got, self.expected(), plain)
+        testing.assert_exact(got, self.expected(), None if dtype in testing.TOLERANCE else self.expected(dtype=None))
 
 
 # --- helpers of many tests --------------------------------------------------------------------------------------
+
+
+def between(borders: Sequence[int]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in itertools.pairwise(borders))
 
 
 def leaves(*tensors: Tensor) -> list[Tensor]:

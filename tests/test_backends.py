@@ -10,7 +10,7 @@ import torch
 from dilated_attention import DilatedPattern, dilated_attention, explain, testing
 from dilated_attention.backends import choose, eager, sdpa
 from dilated_attention.backends.problem import Limits, Masking
-from dilated_attention.call import Call, accumulate_dtype, compute_dtype
+from dilated_attention.call import Call
 
 PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
 CPU = torch.device("cpu")
@@ -60,14 +60,6 @@ def test_auto_takes_the_first_that_can_and_every_reason_is_told(monkeypatch: pyt
         dilated_attention(x, x, x, PATTERN, backend="sdpa")
     assert explain(x, x, x, PATTERN).why_not["sdpa/flash on CPU"] == ["it is Sunday", "it is raining"]
     choose.choose.cache_clear()
-
-
-def test_accumulators_and_half_precision_where_it_is_fast() -> None:
-    dtypes = torch.float64, torch.float32, torch.float16, torch.bfloat16
-    assert [*map(accumulate_dtype, dtypes)] == [torch.float64, *[torch.float32] * 3]
-    *others, last = (compute_dtype(dtype, CPU) for dtype in dtypes)
-    assert others == [torch.float64, torch.float32, torch.float32]
-    assert last in (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
