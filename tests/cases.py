@@ -118,25 +118,23 @@ class Case:
         padding = self.padding()
         if padding is not None and self.layout == "contiguous":
             k, v = (x.masked_fill(padding[:, :, None, None], torch.nan) for x in (k, v))
-        start, stop = self.some_rows()
-        return q[:, start:stop], k, v
+        return q[:, : self.queries()], k, v
 
-    def some_rows(self) -> tuple[int, int]:
-        """Those of `qkv` that are queries; which positions they have is said by `query_offset`."""
+    def queries(self) -> int:
+        """How many of the rows of `qkv` are queries; which positions they have is said by `query_offset`."""
         if not self.rows:
-            return 0, self.tokens
+            return self.tokens
         most = min(self.tokens, FEW_ROWS if self.path == "triton_few" else self.tokens)
         most = most if self.rows == "many" else min(3, most)
-        return 0, self.draw("rows").randint(max(1, most // 2), most)
+        return self.draw("rows").randint(max(1, most // 2), most)
 
     def query_offset(self) -> int | Tensor | None:
-        last, draw = self.tokens - self.some_rows()[1], self.draw("offset")
+        last, draw = self.tokens - self.queries(), self.draw("offset")
         if self.rows in ("each", "each32"):
             places = [draw.randint(0, last) for _ in range(self.samples)]
             if self.samples > 2:  # neighbours at one position are computed together
                 places[1] = places[0]
-            first = torch.tensor(places, device=self.device)
-            return first.int() if self.rows == "each32" else first
+            return torch.tensor(places, dtype=torch.int32 if self.rows == "each32" else None, device=self.device)
         return {"first": 0, "inside": draw.randint(0, last), "many": draw.randint(0, last)}.get(self.rows)
 
     def padding(self) -> Tensor | None:

@@ -207,22 +207,26 @@ PATHS = {
 Values = tuple[tuple[str, Any], ...]  # (axis, value) of several axes
 
 
-def tuples(path: Path, values: Mapping[str, Any]) -> Iterator[Values]:
-    """What a case of the path with these values covers: pairs, triples, and the values of those that meet."""
-    named = list(values.items())
-    yield from itertools.combinations(named, 2)
-    yield from itertools.combinations([(axis, value) for axis, value in named if axis in path.triples], 3)
+def groups(path: Path) -> Iterator[tuple[str, ...]]:
+    """Axes whose values meet: each two, each three of those named for that, and those that are all named together."""
+    yield from itertools.combinations(path.axes, 2)
+    yield from itertools.combinations([axis for axis in path.axes if axis in path.triples], 3)
     if path.together:
-        yield tuple((axis, value) for axis, value in named if axis in path.together)
+        yield tuple(axis for axis in path.axes if axis in path.together)
 
 
-def wanted(path: Path) -> Iterator[Values]:
+def tuples(path: Path, values: Mapping[str, Any]) -> list[Values]:
+    """What a case of the path with these values covers."""
+    return [tuple((axis, values[axis]) for axis in some) for some in groups(path)]
+
+
+def wanted(path: Path) -> list[Values]:
     """All of the path."""
-    sizes = ((2, tuple(path.axes)), (3, path.triples), (len(path.together), path.together))
-    for size, axes in sizes if path.together else sizes[:2]:
-        for some in itertools.combinations([axis for axis in path.axes if axis in axes], size):
-            for values in itertools.product(*(path.axes[axis] for axis in some)):
-                yield tuple(zip(some, values, strict=True))
+    return [
+        tuple(zip(some, values, strict=True))
+        for some in groups(path)
+        for values in itertools.product(*(path.axes[axis] for axis in some))
+    ]
 
 
 @functools.cache

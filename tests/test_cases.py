@@ -128,18 +128,12 @@ def run_few_on_triton(case: Case) -> Results:
     return run_function(case)
 
 
-RUN: dict[str, Callable[[Case], Results]] = {
+RUN: dict[str, Callable[[Case], Results]] = {  # by the path without packed_ and cuda_; else run_function
     "module": run_module,
     "compiled": run_compiled,
     "stream": run_stream,
-    "cuda_stream": run_stream,
     "threads": run_threads,
-    "packed_threads": run_threads,
-    "packed_ranks": run_ranks,
-    "packed_compiled": run_compiled,
-    "packed_flash": run_kernel,
     "ranks": run_ranks,
-    "cuda_ranks": run_ranks,
     "triton_few": run_few_on_triton,
     **dict.fromkeys(KERNELS, run_kernel),
 }
@@ -176,9 +170,9 @@ HERE = [name for name in PATHS if "triton" in name or not INTERPRETED]
 @pytest.mark.usefixtures("always_nested")
 @pytest.mark.parametrize("case", [case for name in HERE for case in marked(name)])
 def test_against_the_oracle(case: Case) -> None:
-    own = case.path.removeprefix("packed_") in KERNELS  # deterministic algorithms refuse cuDNN
-    with contextlib.nullcontext() if own else poisoned_memory():
-        got = RUN.get(case.path, run_function)(case)
+    path = case.path.removeprefix("packed_").removeprefix("cuda_")
+    with contextlib.nullcontext() if path in KERNELS else poisoned_memory():  # deterministic algorithms refuse cuDNN
+        got = RUN.get(path, run_function)(case)
     case.check(got)
 
 

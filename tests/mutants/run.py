@@ -1,11 +1,11 @@
 """Runs tests against each mutant and writes down which test fails first.
 
-    python tests/mutants/run.py [--only NAME ...] [--out FILE]
+    python tests/mutants/run.py [--only NAME ... | --again] [--out FILE]
 
 Each mutant is applied to a copy of the tree, in which pytest runs: whatever a test starts (ranks, scripts, Triton's
 interpreter) imports that copy, too. The test that noticed the mutant by the last record comes first. The record is
-written after every mutant; started again with the same --out, the script goes on with the mutants that are missing. In
-the end every test that noticed a mutant runs once on the code as it is, and must pass.
+written after every mutant; started again with the same --out, the script goes on with the mutants that are missing, or,
+with --again, takes all. In the end every test that noticed a mutant runs once on the code as it is, and must pass.
 """
 
 from __future__ import annotations
@@ -170,21 +170,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [mutant.name for mutant in MUTANTS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="these mutants alone, and again")
+    parser.add_argument("--again", action="store_true", help="all mutants, and again")
     parser.add_argument("--out", type=Path, default=AFTER)
     given = parser.parse_args()
     told = ["git", "log", "-1", "--format=%H", "--", "src"]
     commit = subprocess.run(told, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    record = {"code": commit, "mutants": {}}
-    if given.out.exists():
-        record = json.loads(given.out.read_text("utf-8"))
-    last = {name: one["by"] for name, one in json.loads(AFTER.read_text("utf-8"))["mutants"].items()}
-    todo = [x for x in MUTANTS if (x.name in given.only if given.only else x.name not in record["mutants"])]
+    last, record = (
+        json.loads(path.read_text("utf-8")) if path.exists() else {"code": commit, "mutants": {}}
+        for path in (AFTER, given.out)
+    )
+    record["code"] = commit if given.again else record["code"]
+    killers = {name: one["by"] for name, one in last["mutants"].items()}
+    todo = MUTANTS if given.again else [x for x in MUTANTS if x.name not in record["mutants"]]
+    todo = [x for x in MUTANTS if x.name in given.only] if given.only else todo
     with tempfile.TemporaryDirectory() as folder:
         tree = Tree(Path(folder).resolve())
         for mutant in todo:
             if mutant.gpu and not torch.cuda.is_available():
                 continue
-            found = attack(mutant, tree, last.get(mutant.name, ""))
+            found = attack(mutant, tree, killers.get(mutant.name, ""))
             record["mutants"][mutant.name] = found._asdict()
             given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
             print(f"{mutant.name:40} {found.ended:7} {found.by}", flush=True)
