@@ -122,7 +122,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         shown = ("backend", "tokens", "heads", "dim", "dtype", "exchange", "causal")
         result = {"ranks": ranks, **{name: getattr(options, name) for name in shown}, **row}
-        result["planned_received_mib"] = cost.exchanges[options.exchange].bytes_received_max / MIB if ranks > 1 else 0
+        result["planned_received_mib"] = (
+            cost.exchanges[options.exchange].forward.bytes_received / MIB if ranks > 1 else 0
+        )
         file = options.out / "ring.json"
         before = json.loads(file.read_text("utf-8"))["runs"] if file.exists() else []
         found = {**result, "machine": machine.describe(device, options.commit)}

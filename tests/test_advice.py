@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, advice, plan_cost
 from dilated_attention.advice import MOST_TRIED, Workload, suggest, verdict
+from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.pattern import RULES
-from dilated_attention.ring.cost import EXCHANGES
 from dilated_attention.testing import check, make_qkv
 from dilated_attention.units import bytes_text
 

@@ -2,8 +2,6 @@
 
 First the engine itself on drawn problems against the oracle, beyond what the table of cases has. Then what is sent,
 received and held.
-
-Legend as in `circulate` and `alltoall`.
 """
 
 from __future__ import annotations
@@ -21,16 +19,9 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, testing
 from dilated_attention import call as calls
-from dilated_attention.backends.problem import Inputs
-from dilated_attention.call import Call
-from dilated_attention.ring import packing
-from dilated_attention.ring import run as ring
-from dilated_attention.ring.alltoall import bundles
-from dilated_attention.ring.circulate import traffic
-from dilated_attention.ring.packing import Field
+from dilated_attention.ring.routes import bundles
 from tests.cases import EXCHANGES, Case
-from tests.drawn import drawn, few, shards_of, shared_segments_of
-from tests.threads import FakeRanks, FakeTransport, run_threads
+from tests.drawn import drawn, few, shared_segments_of
 
 # --- the engine -------------------------------------------------------------------------------------------------
 
@@ -64,42 +55,20 @@ def test_exchanges_agree_and_keeping_rows_changes_no_bit(case: Case) -> None:
 @few(100)
 @given(drawn(), st.booleans())
 def test_every_head_of_a_channel_is_in_one_bundle(case: Case, apart: bool) -> None:
-    shards = shards_of(case)
     for shared in {shared for rank in range(case.ranks) for shared in shared_segments_of(case, rank)}:
-        found = bundles((shared,), shards, apart)
-        assert sorted(head for one in found for head in one.segment.heads) == sorted(shared.heads)
+        found = bundles((shared,), apart)
+        assert sorted(head for segment, _ in found for head in segment.heads) == sorted(shared.heads)
         dealt = Counter(dict.fromkeys(shared.members, 0))
-        for one in found:
-            dealt[one.target] += len(one.segment.heads)
-            assert not apart or len({offset for _, offset in one.segment.heads}) == 1
-            for member in shared.members:
-                piece = shared.piece(shards, member)
-                assert len({shared.rows(offset, piece) for _, offset in one.segment.heads}) == 1
+        for segment, target in found:
+            dealt[target] += len(segment.heads)
+            assert not apart or len({offset for _, offset in segment.heads}) == 1
+            for piece in shared.pieces:
+                assert len({shared.rows(offset, piece) for _, offset in segment.heads}) == 1
         assert set(dealt) == set(shared.members)
         assert max(dealt.values()) - min(dealt.values()) <= 1, "as even as can be"
 
 
 # --- what is sent and held --------------------------------------------------------------------------------------
-
-
-@few(40)
-@given(drawn(most_ranks=64, most_tokens=3000), st.sampled_from(["ring", "allgather"]))
-def test_both_ends_of_every_message_agree(case: Case, exchange: str) -> None:
-    """(blocks or sums, step, source, target) and how many rows, as the source says and as the target says."""
-    shards = shards_of(case)
-    leaving: dict[tuple[str, int, int, int], int] = {}
-    coming: dict[tuple[str, int, int, int], int] = {}
-    for rank in range(case.ranks):
-        mine = shared_segments_of(case, rank)
-        plan = traffic(mine, exchange, case.is_causal, rank)
-        for kind, steps in plan._asdict().items():
-            for number, step in enumerate(steps):
-                for peers, found, where in ((step.sends, leaving, (rank, None)), (step.receives, coming, (None, rank))):
-                    for peer, parts in peers.items():
-                        source, target = (peer if x is None else x for x in where)
-                        rows = sum(mine[part.segment].packed_rows(shards, part.owner) for part in parts)
-                        found[kind, number, source, target] = rows
-    assert leaving == coming
 
 
 ZEROS = {  # segments that do not divide by their rate, so that zero keys fill their rows up: tokens, then the pattern
@@ -133,34 +102,6 @@ def spanning(*lengths: int, pattern: DilatedPattern | None = None, **more: Any) 
         "spanning", 0, "longnet", pattern="own", tokens=sum(lengths), ranks=len(lengths), own_lengths=lengths,
         own_pattern=pattern or DilatedPattern.longnet([60], [2]), **given,
     )  # fmt: skip
-
-
-def forward_only(case: Case) -> list[FakeTransport]:
-    qkv = case.qkv()
-
-    def rank(transport: FakeTransport) -> None:
-        q, k, v = (x[:, case.shard(transport.rank)] for x in qkv)
-        call = Call(case.the_pattern(), case.is_causal, in_parts=True).of(q, k, None, 0)
-        ring.attend(Inputs(q, k, v), call, FakeRanks(transport, exchange=case.exchange))
-
-    return run_threads(case.ranks, rank)[1]
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("lengths", [(10,) * 6, (20, 3, 7, 0, 25, 5), (1, 58, 1)], ids=str)
-def test_a_ring_holds_two_blocks_and_the_sums_of_one_step(lengths: tuple[int, ...], is_causal: bool) -> None:
-    """A block: keys and values of one rank's rows; the sums of their gradients are as large."""
-    case = spanning(*lengths, is_causal=is_causal)
-    shards, blocks = shards_of(case), []
-    for rank in range(case.ranks):
-        rows = sum(shared.packed_rows(shards, rank) for shared in shared_segments_of(case, rank))
-        blocks.append(packing.part_bytes((Field(torch.float64, 1, (3,)),) * 2, rows))
-    # on a line the sum to go on with and the one that comes home may come in the same step
-    for sums, transports in ((0, forward_only(case)), (2 if is_causal else 1, case.on_threads()[1])):
-        for transport in transports:
-            assert transport.stats.buffer_bytes == 0
-            assert transport.stats.peak_buffer_bytes <= sum(sorted(blocks)[-2:]) + sums * max(blocks)
-    assert max(transport.stats.peak_buffer_bytes for transport in transports) > 0
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

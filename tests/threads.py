@@ -165,14 +165,12 @@ def run_sharded(
     use_checkpointing: bool = True,
     key_padding_mask: Tensor | None = None,
     seed: Tensor | None = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    backend: str = "auto",
     cu_seqlens: Sequence[int] = (),
+    **options: Any,
 ) -> tuple[Results, list[FakeTransport]]:
     """As `testing.run`, with the sequence cut into shards of these lengths, one per rank; the ranks are threads."""
     packed = checked_cu_seqlens(cu_seqlens, sum(lengths)) if cu_seqlens else ()
-    asked = Call(pattern, is_causal, dropout_p=dropout_p, backend=backend, cu_seqlens=packed, in_parts=True)
+    asked = Call(pattern, cu_seqlens=packed, in_parts=True, **options)
 
     def rank(transport: FakeTransport) -> Results:
         start = sum(lengths[: transport.rank])

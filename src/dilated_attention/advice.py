@@ -19,8 +19,9 @@ from dilated_attention.backends.choose import choose
 from dilated_attention.backends.triton import dispatch, nesting
 from dilated_attention.call import Call
 from dilated_attention.checks import check_int
+from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule
-from dilated_attention.ring.cost import EXCHANGES, LINKS, Memory, PlanCost, plan_cost
+from dilated_attention.ring.cost import LINKS, Memory, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, flops_text, number_text
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
@@ -72,10 +73,10 @@ class Workload:
         On one CUDA device our own kernels may run, which need less. Without such a device the kernels of PyTorch are
         assumed, and over ranks they always run.
         """
-        memory, exchange = cost.memory, exchange or cost.best
-        held = memory.saved + memory.received[exchange]
+        memory, over = cost.memory, cost.exchanges[exchange or cost.best]
+        held = memory.saved + over.held
         forward = (held + memory.out_sums) * FORWARD_MORE
-        backward = (held + _gradients(memory) + memory.sums[exchange]) * BACKWARD_MORE
+        backward = (held + _gradients(memory) + over.sums) * BACKWARD_MORE
         if self.ranks == 1 and torch.cuda.is_available():
             call, ours = self._call(cost), self.need_of_ours(cost)
             forward = ours.inference if choose(call).is_whole else forward
@@ -102,7 +103,7 @@ class Workload:
 
 def _gradients(memory: Memory) -> int:
     """Bytes of the gradients; that of out comes in."""
-    return memory.out + memory.dq + memory.dk + memory.dv
+    return memory.q + memory.gradients
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
     if cost.ranks > 1 and not best.bytes_total:
         yield f"exchange: no segment crosses a border between the {cost.ranks:,} ranks, so nothing is sent"
     elif cost.ranks > 1:
-        there, back = bytes_text(best.bytes_received_max), bytes_text(best.backward_bytes_received_max)
+        there, back = bytes_text(best.forward.bytes_received), bytes_text(best.backward.bytes_received)
         yield f"exchange: {cost.best} is the fastest; a rank receives {there} forward and {back} backward"
     yield f"memory{' of a rank' if cost.ranks > 1 else ''}: {workload.need(cost)}"
     yield f"kept for the backward pass: {bytes_text(cost.memory.saved)}"

@@ -9,15 +9,13 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dilated_attention.checks import check_int
+from dilated_attention.checks import check_flag, check_int
 from dilated_attention.distributed.group import LONGEST_TIMEOUT
 from dilated_attention.distributed.sequence import Group, process_group
 
-Route = Literal["ring", "allgather", "alltoall"]
-Exchange = Literal["auto", Route]
+Exchange = Literal["auto", "ring", "allgather", "alltoall"]
 Verify = Literal["always", "first"]
-ROUTES: tuple[Route, ...] = get_args(Route)
-EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)[1:]  # that "auto" chooses from
 VERIFY: tuple[Verify, ...] = get_args(Verify)
 
 
@@ -70,18 +68,17 @@ class ContextParallel:
     def __post_init__(self) -> None:
         if self.group is not None:
             process_group(self.group)
-        if self.exchange is not None and self.exchange not in EXCHANGES:
-            raise ValueError(f"unknown exchange {self.exchange!r}: use one of {', '.join(EXCHANGES)}, or None")
-        if self.verify is not None and self.verify not in VERIFY:
-            raise ValueError(f"unknown verify {self.verify!r}: use one of {', '.join(VERIFY)}, or None")
+        for name, allowed in (("exchange", ("auto", *EXCHANGES)), ("verify", VERIFY)):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}, or None")
         if not isinstance(self.use_checkpointing, bool | None):
             raise TypeError(f"use_checkpointing must be True, False or None, got {self.use_checkpointing!r}")
-        if not isinstance(self.debug, bool):
-            raise TypeError(f"debug must be True or False, got {self.debug!r}")
-        number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
-        if not number or not 0 < self.timeout <= LONGEST_TIMEOUT:
-            allowed = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
-            raise ValueError(f"timeout must be {allowed}, got {self.timeout!r}")
+        check_flag("debug", self.debug)
+        is_number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
+        if not is_number or not 0 < self.timeout <= LONGEST_TIMEOUT:
+            allowed_seconds = f"a positive number of seconds, at most {LONGEST_TIMEOUT} (a year)"
+            raise ValueError(f"timeout must be {allowed_seconds}, got {self.timeout!r}")
         if self.total_length is not None:
             object.__setattr__(self, "total_length", check_int("total_length", self.total_length))
 

@@ -9,7 +9,7 @@ import torch
 
 from dilated_attention import DilatedPattern, plan_cost
 from dilated_attention.advice import Workload
-from dilated_attention.ring.cost import EXCHANGES
+from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.units import bytes_text, seconds_text
 
 PATTERN = ("-w", "2k,32k,1M", "-r", "1,16,512")
@@ -26,10 +26,13 @@ def test_the_numbers_are_those_of_plan_cost(run: Any) -> None:
     assert (code, err) == (0, "")
     cost = plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64)
     some = [cost.exchanges[name] for name in EXCHANGES]
-    assert row(out, "hops") == [f"{x.hops} + {x.backward_hops}" for x in some] + ["7"]
-    received = [f"{bytes_text(x.bytes_received_max)} + {bytes_text(x.backward_bytes_received_max)}" for x in some]
-    assert row(out, "received")[:4] == [*received, bytes_text(cost.naive_ring_bytes)]
-    assert row(out, "time to send")[0] == f"{seconds_text(some[0].seconds)} + {seconds_text(some[0].backward_seconds)}"
+    assert row(out, "hops") == [f"{x.forward.hops} + {x.backward.hops}" for x in some] + ["7"]
+    received = [" + ".join(bytes_text(way.bytes_received) for way in (x.forward, x.backward)) for x in some]
+    assert row(out, "received")[:4] == [*received, bytes_text(cost.naive_ring.bytes_received)]
+    assert (
+        row(out, "time to send")[0]
+        == f"{seconds_text(some[0].forward.seconds)} + {seconds_text(some[0].backward.seconds)}"
+    )
     needs = [Workload(2**20, 12, 64, ranks=8).need(cost, name) for name in EXCHANGES]
     assert row(out, "memory to train") == [bytes_text(need.training) for need in needs]
     assert row(out, "memory to infer") == [bytes_text(need.inference) for need in needs]
@@ -51,8 +54,10 @@ def test_every_option_reaches_the_plan(run: Any) -> None:
     )  # fmt: skip
     ring = cost.exchanges["ring"]
     assert repr(pattern) in out
-    assert row(out, "received")[0].startswith(bytes_text(ring.bytes_received_max))
-    assert row(out, "time to send")[0] == f"{seconds_text(ring.seconds)} + {seconds_text(ring.backward_seconds)}"
+    assert row(out, "received")[0].startswith(bytes_text(ring.forward.bytes_received))
+    assert (
+        row(out, "time to send")[0] == f"{seconds_text(ring.forward.seconds)} + {seconds_text(ring.backward.seconds)}"
+    )
     assert row(out, "time to compute")[0] == seconds_text(ring.compute_seconds)
     assert f"kept for the backward pass: {bytes_text(cost.memory.saved)}" in out
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 
 import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.ring.cost import EXCHANGES, LINKS, RankCost, plan_cost
-from dilated_attention.units import bytes_text
+from dilated_attention.context_parallel import EXCHANGES
+from dilated_attention.ring.cost import LINKS, PassCost, plan_cost
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -25,40 +24,18 @@ def test_formulas_where_all_divides(shard: int, span: int, rate: int, heads: int
     for rank in range(ranks):
         blocks = rank % span if is_causal else span - 1
         for exchange in ("ring", "allgather"):
-            assert cost.of_rank(rank, exchange).bytes_received == 2 * heads * dim * size * blocks * rows
-        found = cost.of_rank(rank, "alltoall")
+            assert cost.of_rank(rank, exchange)[0].bytes_received == 2 * heads * dim * size * blocks * rows
+        found = cost.of_rank(rank, "alltoall")[0]
         there_and_back = (2 * group * heads + 2 * heads) * dim * size + 4 * group * heads
         assert found.bytes_received == there_and_back * rows * (span - 1) // span == found.bytes_sent
-    assert cost.exchanges["ring"].hops == span - 1
-    assert cost.exchanges["allgather"].hops == 1
-    assert cost.exchanges["alltoall"].hops == 2
-    assert cost.naive_ring_bytes == 2 * heads * dim * size * shard * (ranks - 1)
-    assert cost.naive_ring_hops == ranks - 1
+    assert [x.forward.hops for x in cost.exchanges.values()] == [span - 1, 1, 2]
+    assert cost.naive_ring.bytes_received == 2 * heads * dim * size * shard * (ranks - 1)
+    assert cost.naive_ring.hops == ranks - 1
 
 
 def doubling(tokens: int) -> DilatedPattern:
     widths = [2**i for i in range(11, tokens.bit_length())]
     return DilatedPattern.longnet(widths, [width // 2048 for width in widths])
-
-
-def test_a_billion_tokens() -> None:
-    cost = plan_cost(doubling(2**30), 2**30, 1024, num_heads=12, head_dim=64)
-    received = sum(2 * 12 * 64 * 2 * (2**i - 2**20) // 2 ** (i - 11) for i in range(21, 31))
-    assert cost.exchanges["ring"].bytes_received_max == received
-    assert cost.exchanges["allgather"].bytes_received_max == received
-    assert bytes_text(received) == "54 MiB"
-    assert bytes_text(cost.naive_ring_bytes) == "3 TiB"
-    assert cost.exchanges["ring"].hops == cost.naive_ring_hops == 1023
-    assert cost.exchanges["ring"].seconds == pytest.approx(1023 * 10e-6 + received / 50e9)
-
-
-def test_nothing_is_sent_where_segments_lie_inside_shards() -> None:
-    cost = plan_cost(DilatedPattern.longnet([64, 128], [1, 2]), 1024, 8, num_heads=4, head_dim=8)
-    for exchange in EXCHANGES:
-        found = cost.exchanges[exchange]
-        assert (found.hops, found.bytes_total, found.backward_hops, found.held) == (0, 0, 0, 0)
-        assert found.total_seconds == 0
-    assert cost.best == "ring"
 
 
 def test_the_default_link_is_that_of_nccl() -> None:
@@ -71,45 +48,36 @@ def test_memory_of_a_rank() -> None:
     cost = plan_cost(DilatedPattern.longnet([2048], [1]), 1001, 4, num_heads=8, num_kv_heads=2, head_dim=16, batch=3)
     memory, tokens = cost.memory, 3 * 251
     assert cost.tokens_per_rank == 251
-    assert (memory.q, memory.k, memory.v, memory.out) == tuple(tokens * h * 16 * 2 for h in (8, 2, 2, 8))
-    assert memory.lse == tokens * 8 * 4
-    kept = DilatedPattern.longnet([1], [1]).saved_bytes(251, 8, 16, num_kv_heads=2)
-    assert memory.saved == 3 * kept
+    assert (memory.q, memory.k, memory.lse) == (tokens * 8 * 16 * 2, tokens * 2 * 16 * 2, tokens * 8 * 4)
+    assert memory.saved == 3 * DilatedPattern.longnet([1], [1]).saved_bytes(251, 8, 16, num_kv_heads=2)
+    assert memory.gradients == memory.q + 2 * memory.k
     assert memory.out_sums == tokens * 8 * 16 * 4
-    assert (memory.dq, memory.dk, memory.dv) == (memory.q, memory.k, memory.v)
-    assert memory.received == {name: cost.exchanges[name].held for name in EXCHANGES}
     block, sums = tokens * 2 * 2 * 16 * 2, tokens * 2 * 2 * 16 * 4  # K and V in bfloat16, their sums in float32
-    assert memory.received["ring"] == 2 * (block + sums)
     own = tokens * (8 + 2 + 2) * 16 * 4  # dq, dk, dv of this rank's rows, all of which travel
-    assert memory.sums == {"ring": own + 2 * sums, "allgather": own + 2 * 3 * 250 * 3 * 2 * 2 * 16 * 4, "alltoall": 0}
-    assert memory.received["allgather"] >= (4 - 1) * 750 * 2 * 2 * 16 * 2
+    allgather = own + 2 * 3 * 250 * 3 * 2 * 2 * 16 * 4
+    assert [x.sums for x in cost.exchanges.values()] == [own + 2 * sums, allgather, 0]
+    assert cost.exchanges["ring"].held == 2 * (block + sums)
+    assert cost.exchanges["allgather"].held >= (4 - 1) * 750 * 2 * 2 * 16 * 2
 
 
 # --- limits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_trillion_tokens_on_65536_ranks() -> None:
-    cost = plan_cost(doubling(2**40), 2**40 - 54321, 65536, num_heads=2, head_dim=64)
-    ring = cost.exchanges["ring"]
-    assert ring.bytes_total == sum(cost._tallies["ring"].received[0].tolist())
-    assert ring.bytes_received_max < cost.naive_ring_bytes / 1e6
-
-
-def test_sums_beyond_64_bits() -> None:
+def test_numbers_beyond_64_bits() -> None:
     """One dense segment: every rank receives all others' rows."""
-    cost = plan_cost(DilatedPattern.longnet([2**40], [1]), 2**40, 65536, num_heads=16, head_dim=128)
-    per_token = 2 * 16 * 128 * 2
-    assert cost.exchanges["ring"].bytes_total == 65535 * 2**40 * per_token > 2**64
-    assert cost.of_rank(777, "ring").bytes_received == cost.naive_ring_bytes == (2**40 - 2**24) * per_token
+    ranks, per_token = 512, 2 * 16 * 2**20 * 2
+    cost = plan_cost(DilatedPattern.longnet([2**40], [1]), 2**40, ranks, num_heads=16, head_dim=2**20)
+    forward = cost.of_rank(77, "ring")[0].bytes_received
+    assert forward == cost.naive_ring.bytes_received == (2**40 - 2**31) * per_token > 2**64
+    assert cost.exchanges["alltoall"].forward.flops == 4 * 2**20 * 2**80  # of one head
 
 
 def test_one_rank_and_one_token() -> None:
     cost = plan_cost(DilatedPattern.longnet([4], [2]), 1, 1, num_heads=1, head_dim=1)
-    assert cost.exchanges["ring"].bytes_total == cost.naive_ring_bytes == 0
+    assert cost.exchanges["ring"].bytes_total == cost.naive_ring.bytes_received == 0
     many = plan_cost(DilatedPattern.longnet([4], [2]), 1, 5, num_heads=1, head_dim=1)
     assert many.tokens_per_rank == 1
-    assert many.of_rank(4, "alltoall") == RankCost(0, 0, 0, 0, 0, 0)
+    assert [many.of_rank(4, "alltoall")[way] for way in (0, 1)] == [PassCost(0, 0, 0, 0, 0.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,7 +95,6 @@ def test_one_rank_and_one_token() -> None:
         ({"latency": -1.0}, "latency must be the seconds that a hop takes"),
         ({"lengths": [50, 50]}, "lengths are 2 shards of 100 tokens .* each of 4 ranks"),
         ({"lengths": [50, 60, -10, 0]}, "the shortest of -10: give each of 4 ranks 0 or more of the 100 tokens"),
-        ({"seq_len": 2**48, "head_dim": 2**20}, r"more than 2\*\*62 bytes are not counted"),
     ],
 )
 def test_errors_say_what_to_do(change: dict[str, object], message: str) -> None:
@@ -149,8 +116,7 @@ def test_errors_of_one_rank() -> None:
 
 def test_the_table_names_every_exchange() -> None:
     text = str(plan_cost(doubling(2**20), 2**20, 8, num_heads=12, head_dim=64))
-    for word in (*EXCHANGES, "naive ring", "1,048,576 tokens on 8 ranks", "best: "):
+    for word in (*EXCHANGES, "naive ring", "1,048,576 tokens on 8 ranks", "best exchange: alltoall", "12.8 MiB + "):
         assert word in text
-    rows = [line for line in text.splitlines() if re.match("ring|allgather|alltoall|naive", line)]
-    assert all(len(line) <= 90 for line in text.splitlines()), text
-    assert len(rows) == 4
+    assert all(len(line) <= 110 for line in text.splitlines()), text
+    assert "one device" in str(plan_cost(doubling(2**14), 2**14, 1, num_heads=12, head_dim=64))

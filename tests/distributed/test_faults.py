@@ -71,18 +71,13 @@ class Fault:
     seconds: float = 0.0
 
     def happen(self) -> None:
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.how == "freeze":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.how == "exit":
+        if self.how in ("kill", "freeze"):
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+        if self.how == "exit":
             sys.exit(3)
-        elif self.how == "raise":
-            raise KeyError("the needle")
-        elif self.how == "out of memory":
-            raise torch.OutOfMemoryError("the needle")
-        else:
-            time.sleep(self.seconds)
+        if self.how in ("raise", "out of memory"):
+            raise (KeyError if self.how == "raise" else torch.OutOfMemoryError)("the needle")
+        time.sleep(self.seconds)
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
@@ -99,14 +94,17 @@ class Fault:
 
             return mock.patch.object(target, name, call)
 
+        def second(name: str) -> Callable[..., bool]:
+            return lambda *_: self.where == f"a block of the {name}" and next(blocks) == 2
+
         if self.where == "the call":
             self.happen()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(watched(torch.autograd, "grad", lambda *_: self.where == "the backward"))
-            stack.enter_context(watched(GroupTransport, "post", lambda _, hop, *__: hop.startswith(self.where)))
-            for name in ("forward", "backward"):
-                mine = self.where == f"a block of the {name}"
-                stack.enter_context(watched(sdpa, name, lambda *_, mine=mine: mine and next(blocks) == 2))
+        with (
+            watched(torch.autograd, "grad", lambda *_: self.where == "the backward"),
+            watched(GroupTransport, "post", lambda _, hop, *__: hop.startswith(self.where)),
+            watched(sdpa, "forward", second("forward")),
+            watched(sdpa, "backward", second("backward")),
+        ):
             yield
 
 
@@ -206,22 +204,59 @@ def step_of(where: str) -> str:
     return "of the forward" if "forward" in where else "of the (backward|gradients')"
 
 
-# --- a rank that dies or leaves ---------------------------------------------------------------------------------
+# --- a fault on one rank ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("how", "exchange", "where", "size"),
+    ("how", "exchange", "where", "timeout"),
     [
-        ("exit", "ring", "the call", P),
-        ("kill", "ring", "hop 2 of the forward", 4),
-        ("kill", "allgather", "hop 1 of the gradients'", P),
-        ("kill", "alltoall", "hop 1 of the backward", P),
+        ("exit", "ring", "the call", LONG),
+        ("kill", "ring", "hop 2 of the forward", LONG),
+        ("kill", "allgather", "hop 1 of the gradients'", LONG),
+        ("kill", "alltoall", "hop 1 of the backward", LONG),
+        ("hang", "ring", "hop 1 of the gradients'", SHORT),
+        ("hang", "alltoall", "the backward", SHORT),
+        ("freeze", "allgather", "hop 1 of the forward", SHORT),  # by a signal, with its connections open
+        ("raise", "ring", "the call", SHORT),  # the caller's own error, of which the others cannot know
+        ("raise", "ring", "the backward", SHORT),
+        ("raise", "ring", "hop 1 of the forward", LONG),
+        ("raise", "ring", "hop 2 of the backward", LONG),
+        ("raise", "ring", "hop 2 of the gradients'", LONG),
+        ("raise", "allgather", "hop 1 of the backward", LONG),
+        ("raise", "allgather", "hop 1 of the gradients'", LONG),
+        ("raise", "allgather", "a block of the backward", LONG),
+        ("raise", "alltoall", "hop 2 of the forward", LONG),
+        ("raise", "alltoall", "hop 1 of the backward", LONG),
+        ("raise", "alltoall", "a block of the forward", LONG),
+        ("out of memory", "ring", "a block of the backward", LONG),
+        ("out of memory", "allgather", "a block of the forward", LONG),
     ],
 )
-def test_peers_of_a_lost_rank_raise_at_once(how: str, exchange: str, where: str, size: int) -> None:
-    lost = 3 if how == "exit" else -signal.SIGKILL
-    outcomes = outcomes_of(call_with, Fault(how, where), exchange, LONG, lost=lost, size=size)
-    assert_waited(outcomes, step_of(where))
+def test_peers_of_a_faulty_rank_raise_in_time(how: str, exchange: str, where: str, timeout: float) -> None:
+    """At once where the rank is gone or has raised an error of ours; else when their timeout is over."""
+    lost = {"exit": 3, "kill": -signal.SIGKILL, "freeze": -signal.SIGKILL}.get(how)
+    raises, again = how in ("raise", "out of memory"), how != "raise" or timeout == LONG
+    outcomes = outcomes_of(
+        call_with, Fault(how, where, SHORT + 0.5), exchange, timeout, again,
+        lost=lost, size=4 if (how, exchange) == ("kill", "ring") else P, patience=6.5 if how == "freeze" else 40.0,
+    )  # fmt: skip
+    # those who had all messages of the forward pass notice in the backward pass
+    steps = step_of(where) + ("|^the agreement on the backward" if raises and again else "")
+    assert_waited(outcomes, steps, seconds=timeout if timeout == SHORT else 0.0, again=again)
+    victim = outcomes[VICTIM]
+    if how == "hang":  # it wakes up again, and learns that the others have gone
+        found = WAITED.fullmatch(victim.error or "")
+        assert found is not None, victim.error
+        assert found[5].startswith(CLOSED)
+        assert victim.seconds < SHORT + 0.5 + AT_ONCE
+    elif raises:
+        assert victim.error_type == ("KeyError" if how == "raise" else "OutOfMemoryError")
+        assert "the needle" in (victim.error or "")
+        before = FAILED_BEFORE.search(victim.traceback) if again else None
+        assert not again or before is not None, victim.traceback
+        assert before is None or before[2] == f"rank {VICTIM} raised an error while others waited for its messages"
+    else:
+        assert victim.error_type == ("hung" if how == "freeze" else "died")
 
 
 def cut_off(victim_sends: bool) -> None:
@@ -249,98 +284,36 @@ def test_the_peer_of_a_rank_killed_in_a_long_message_raises_in_time(victim_sends
     assert outcomes[0].seconds < SHORT + AT_ONCE
 
 
-# --- a rank that hangs ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("exchange", "where"), [("ring", "hop 1 of the gradients'"), ("alltoall", "the backward")])
-def test_peers_of_a_rank_that_hangs_raise_in_time(exchange: str, where: str) -> None:
-    """It wakes up again, and learns that the others have gone."""
-    outcomes = outcomes_of(call_with, Fault("hang", where, SHORT + 0.5), exchange, SHORT)
-    assert_waited(outcomes, step_of(where), seconds=SHORT)
-    woken = outcomes[VICTIM]
-    found = WAITED.fullmatch(woken.error or "")
-    assert woken.error_type == "CommunicationError"
-    assert found is not None, woken.error
-    assert found[5].startswith(CLOSED)
-    assert woken.seconds < SHORT + 0.5 + AT_ONCE
-
-
-def test_peers_of_a_frozen_rank_raise_in_time() -> None:
-    """By a signal, with its connections open."""
-    fault, patience = Fault("freeze", "hop 1 of the forward"), SHORT + 4.0
-    outcomes = outcomes_of(call_with, fault, "allgather", SHORT, lost=-signal.SIGKILL, patience=patience)
-    assert outcomes[VICTIM].error_type == "hung"
-    assert_waited(outcomes, step_of(fault.where), seconds=SHORT)
-
-
-# --- an exception on one rank -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "exchange", "where"),
-    [
-        ("raise", "ring", "hop 1 of the forward"),
-        ("raise", "ring", "hop 2 of the backward"),
-        ("raise", "ring", "hop 2 of the gradients'"),
-        ("raise", "allgather", "hop 1 of the backward"),
-        ("raise", "allgather", "hop 1 of the gradients'"),
-        ("raise", "allgather", "a block of the backward"),
-        ("raise", "alltoall", "hop 2 of the forward"),
-        ("raise", "alltoall", "hop 1 of the backward"),
-        ("raise", "alltoall", "a block of the forward"),
-        ("out of memory", "ring", "a block of the backward"),
-        ("out of memory", "allgather", "a block of the forward"),
-    ],
-)
-def test_peers_of_a_rank_that_raises_in_the_middle_raise_at_once(how: str, exchange: str, where: str) -> None:
-    outcomes = outcomes_of(call_with, Fault(how, where), exchange, LONG)
-    # those who had all messages of the forward pass notice in the backward pass
-    assert_waited(outcomes, f"{step_of(where)}|^the agreement on the backward")
-    victim = outcomes[VICTIM]
-    assert victim.error_type == ("KeyError" if how == "raise" else "OutOfMemoryError")
-    assert "the needle" in (victim.error or "")
-    again = FAILED_BEFORE.search(victim.traceback)
-    assert again is not None, victim.traceback
-    assert again[2] == f"rank {VICTIM} raised an error while others waited for its messages"
-
-
-@pytest.mark.parametrize("where", ["the call", "the backward"])
-def test_peers_of_a_rank_that_raises_elsewhere_raise_in_time(where: str) -> None:
-    """Its error is the caller's own, of which the others cannot know."""
-    outcomes = outcomes_of(call_with, Fault("raise", where), "ring", SHORT, False)
-    assert_waited(outcomes, step_of(where), seconds=SHORT, again=False)
-    assert outcomes[VICTIM].error_type == "KeyError"
-
-
 # --- calls that differ ------------------------------------------------------------------------------------------
 
 MANY_BRANCHES = [DilatedPattern.longnet([2**40] * 63 + [last], [2**20] * 64) for last in (2**41, 2**42)]
 SHAPE = "(batch 2, tokens, heads {}, head_dim 8)"
 
-Different = tuple[str, dict[str, Any], dict[str, Any], Any, Any]  # field; usual, odd options; how their values are told
-DIFFERENT: dict[str, Different] = {
-    "shape": ("shape", {}, {"heads": 6}, SHAPE.format(4), SHAPE.format(6)),
-    "key heads": ("key heads", {}, {"kv_heads": 2}, 4, 2),
-    "long pattern": ("pattern", {"pattern": MANY_BRANCHES[0]}, {"pattern": MANY_BRANCHES[1]}, *MANY_BRANCHES),
-    "behind one": ("scale", {"pattern": MANY_BRANCHES[0], "scale": 0.5}, {"scale": 0.25}, 0.5, 0.25),
-    "mask": ("key_padding_mask", {}, {"mask": True}, "not given", "given"),
-    "no gradients": ("gradients", {}, {"requires_grad": False}, "wanted", "not wanted"),
-    "no_grad": ("gradients", {}, {"no_grad": True}, "wanted", "not wanted"),
-    "part of the heads": ("heads", {}, {"part": (4, 8)}, Heads(0, 4, 4), Heads(4, 4, 8)),
-    "backend": ("backend", {}, {"backend": "eager"}, "sdpa", "eager"),
-} | {
-    name: (name, {name: usual}, {name: odd}, usual, odd)
-    for name, usual, odd in (
-        ("dtype", torch.float64, torch.float32),
-        ("pattern", PATTERN, DilatedPattern.longnet([16, 100], [1, 4])),
-        ("is_causal", False, True),
-        ("scale", 0.5, 0.25),
-        ("dropout_p", 0.1, 0.0),
-        ("exchange", "ring", "alltoall"),
-        ("use_checkpointing", True, False),
-        ("verify", "always", "first"),
-    )
-}
+# The field; options of most ranks, and of the odd one; how their values are told.
+DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any], Any, Any]] = [
+    ("shape", {}, {"heads": 6}, SHAPE.format(4), SHAPE.format(6)),
+    ("key heads", {}, {"kv_heads": 2}, 4, 2),
+    ("pattern", {"pattern": MANY_BRANCHES[0]}, {"pattern": MANY_BRANCHES[1]}, *MANY_BRANCHES),
+    ("scale", {"pattern": MANY_BRANCHES[0], "scale": 0.5}, {"scale": 0.25}, 0.5, 0.25),
+    ("key_padding_mask", {}, {"mask": True}, "not given", "given"),
+    ("gradients", {}, {"requires_grad": False}, "wanted", "not wanted"),
+    ("gradients", {}, {"no_grad": True}, "wanted", "not wanted"),
+    ("heads", {}, {"part": (4, 8)}, Heads(0, 4, 4), Heads(4, 4, 8)),
+    ("backend", {}, {"backend": "eager"}, "sdpa", "eager"),
+    *(
+        (name, {name: usual}, {name: odd}, usual, odd)
+        for name, usual, odd in (
+            ("dtype", torch.float64, torch.float32),
+            ("pattern", PATTERN, DilatedPattern.longnet([16, 100], [1, 4])),
+            ("is_causal", False, True),
+            ("scale", 0.5, 0.25),
+            ("dropout_p", 0.1, 0.0),
+            ("exchange", "ring", "alltoall"),
+            ("use_checkpointing", True, False),
+            ("verify", "always", "first"),
+        )
+    ),
+]
 
 
 def odd_call(
@@ -380,9 +353,13 @@ def call_differently(usual: dict[str, Any], odd: dict[str, Any], exchange: str) 
     return error_then(functools.partial(odd_call, **options), functools.partial(right_call, exchange))
 
 
-@pytest.mark.parametrize(("name", "exchange"), list(zip(DIFFERENT, itertools.cycle(EXCHANGES))))
-def test_every_rank_names_what_differs_and_the_group_goes_on(name: str, exchange: str) -> None:
-    field, usual, odd, *values = DIFFERENT[name]
+@pytest.mark.parametrize(
+    ("different", "exchange"),
+    list(zip(DIFFERENT, itertools.cycle(EXCHANGES))),
+    ids=lambda x: x if x in EXCHANGES else x[0],
+)
+def test_every_rank_names_what_differs_and_the_group_goes_on(different: tuple[Any, ...], exchange: str) -> None:
+    field, usual, odd, *values = different
     told = pool(P).run(call_differently, usual, odd, exchange)
     for rank, (error, seconds, _) in enumerate(told):
         assert error.startswith("ValueError: the ranks do not make the same call to dilated_attention"), error

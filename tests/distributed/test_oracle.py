@@ -8,11 +8,9 @@ ranks.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -237,7 +235,7 @@ def in_a_subgroup_here(case: Case, ranks: list[int], options: dict[str, Any]) ->
     return dist.get_group_rank(group, dist.get_rank()), case.on_this_rank(group)
 
 
-UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+UNSORTED = {"sort_ranks": False}
 
 
 @pytest.mark.parametrize(
@@ -281,11 +279,10 @@ def test_heads_split_too(rule: str, exchange: str) -> None:
 
 # --- what is sent -----------------------------------------------------------------------------------------------
 
-COLLECTIVES = [
-    name
-    for name, function in vars(dist).items()
-    if type(function) is FunctionType and "async_op" in inspect.signature(function).parameters
-]
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "broadcast", "gather",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+)  # fmt: skip
 
 
 def calls_here(case: Case) -> tuple[set[str], set[int]]:
@@ -300,33 +297,37 @@ def calls_here(case: Case) -> tuple[set[str], set[int]]:
 @BY_EXCHANGE
 def test_a_ring_is_point_to_point_between_neighbours(exchange: str) -> None:
     """On gloo the others are so too, between any two ranks: a collective could not tell whose message is missing."""
-    assert {"all_reduce", "all_gather", "all_to_all_single", "broadcast"} <= set(COLLECTIVES)
     case = vary(pattern=DilatedPattern.torchscale([64], [1]), exchange=exchange, mask="right", own_heads=(8, 4))
     for rank, (calls, peers) in enumerate(pool(4).run(calls_here, case)):
         assert calls == {"batch_isend_irecv"}
         assert peers == ({(rank + 1) % 4} if exchange == "ring" else {0, 1, 2, 3} - {rank})
 
 
-def stats_here(case: Case) -> list[tuple[int, int, int, int]]:
-    """Hops, bytes sent, bytes received and bytes still held, after the forward and after the backward pass."""
-    ranks, stats = run.Ranks(case.over()), []
+def stats_here(case: Case) -> list[tuple[int, ...]]:
+    """Hops, bytes sent, received, still held and held at most, after the forward and after the backward pass."""
+    ranks, shard = run.Ranks(case.over()), case.shard(dist.get_rank())
     _, leaves, dout, _ = here(case)
-    out, _ = functional.attend(*leaves, case.the_pattern(), case.is_causal, None, 0.0, None, True, "auto", None, ranks)
-    stats.append(replace(ranks.stats))
+    padding = case.padding()
+    padding = None if padding is None else padding[:, shard]
+    given = (case.the_pattern(), case.is_causal, None, 0.0, padding, True, "auto", None)
+    out, _ = functional.attend(*leaves, *given, ranks)
+    forward = replace(ranks.stats)
     out.backward(dout)
-    return [(x.hops, x.bytes_sent, x.bytes_received, x.buffer_bytes) for x in (*stats, ranks.stats)]
+    return [
+        (x.hops, x.bytes_sent, x.bytes_received, x.buffer_bytes, x.peak_buffer_bytes) for x in (forward, ranks.stats)
+    ]
 
 
 @BY_EXCHANGE
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_bytes_and_hops_are_those_of_plan_cost(exchange: str, is_causal: bool) -> None:
-    case = vary(exchange=exchange, is_causal=is_causal, dtype="f32", head_dim=8)
+@pytest.mark.parametrize(("is_causal", "mask"), [(False, "none"), (True, "none"), (False, "random")])
+def test_bytes_and_hops_are_those_of_plan_cost(exchange: str, is_causal: bool, mask: str) -> None:
+    case = vary(exchange=exchange, is_causal=is_causal, mask=mask, dtype="f32", head_dim=8)
     cost = case.cost()
-    for rank, (forward, both) in enumerate(pool(case.ranks).run(stats_here, case)):
-        there = cost.of_rank(rank, exchange)
-        assert forward == (there.hops, there.bytes_sent, there.bytes_received, 0)
-        back = (there.backward_hops, there.backward_bytes_sent, there.backward_bytes_received, 0)
-        assert both == tuple(a + b for a, b in zip(forward, back, strict=True))
+    for rank, ((*forward, _), (*both, peak)) in enumerate(pool(case.ranks).run(stats_here, case)):
+        there, back = ((x.hops, x.bytes_sent, x.bytes_received, 0) for x in cost.of_rank(rank, exchange))
+        assert tuple(forward) == there
+        assert tuple(both) == tuple(a + b for a, b in zip(there, back, strict=True))
+        assert 0 < peak <= cost.exchanges[exchange].held
 
 
 # --- what is told -----------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""A training that loses a rank and is started again by torchrun ends with the weights of one that was left alone."""
+"""The training script of the page on many GPUs: one that loses a rank ends with the weights of one left alone."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,42 +13,34 @@ import pytest
 import torch
 
 import dilated_attention
-from dilated_attention.ranks import pool
-from tests.distributed.resume_script import train
-from tests.over_ranks import alive, world
 
-SCRIPT = Path(__file__).with_name("resume_script.py")
-STEPS = 6
-
-
-def train_undisturbed(folder: Path) -> None:
-    train(folder, STEPS, None, world())
+ROOT = Path(__file__).parents[2]
+STEPS = 5  # of the script
 
 
 @pytest.mark.slow
 def test_weights_after_a_crash_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    death = (random.randrange(1, STEPS), random.randrange(2))
-    calm, crashed = tmp_path / "calm", tmp_path / "crashed"
-    calm.mkdir()
-    crashed.mkdir()
-    pool(2).run(train_undisturbed, calm)
+    page = (ROOT / "docs/many-gpus.md").read_text("utf-8")
+    (script,) = re.findall(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
+    death = [random.randrange(1, STEPS), random.randrange(2), "0"]  # step, rank, restart
+    here = '[step, group.rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]]'
+    kill = f"    if {here} == {death}:\n        logits.register_hook(lambda _: os.kill(os.getpid(), 9))\n"
     source = str(Path(dilated_attention.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, SCRIPT, crashed, STEPS, *death]
-    result = subprocess.run(
-        [str(word) for word in command],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout
-    assert "Signal 9 (SIGKILL) received" in result.stdout or "exitcode: -9" in result.stdout, result.stdout
-    lives = [line.split() for line in (crashed / "lives").read_text().splitlines()]
-    assert [life for life, _ in lives] == ["0", "0", "1", "1"], f"{death=}"
-    assert not any(alive(int(pid)) for _, pid in lives)
-    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (calm, crashed)]
-    assert states[0]["losses"] == states[1]["losses"], f"{death=}"
-    assert len(set(states[0]["losses"])) == STEPS
-    for name, weight in states[0]["model"].items():
-        assert torch.equal(weight, states[1]["model"][name]), f"{name} differs, {death=}"
-    for mine, other in zip(states[0]["random"], states[1]["random"], strict=True):
-        assert torch.equal(mine, other)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    states = []
+    for name, inserted in (("calm", ""), ("crashed", kill)):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert script.count("    loss.backward()\n") == 1
+        (folder / "train.py").write_text(script.replace("    loss.backward()\n", f"{inserted}    loss.backward()\n"))
+        result = subprocess.run(
+            [*command, "train.py"], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout
+        assert ("SIGKILL" in result.stdout or "exitcode: -9" in result.stdout) == bool(inserted), result.stdout
+        states.append(torch.load(folder / "checkpoint.pt", weights_only=True))
+    calm, crashed = states
+    assert calm["step"] == crashed["step"] == STEPS - 1
+    assert all(torch.equal(weight, crashed["model"][name]) for name, weight in calm["model"].items()), f"{death=}"

@@ -75,38 +75,33 @@ class Buffers:
 
     def take(self, count: int, device: torch.device, pinned: bool = False) -> Tensor:
         self.used.add((count, device, pinned))
-        waiting = self.free.get((count, device, pinned))
-        if waiting:
+        if waiting := self.free.get((count, device, pinned)):
             return waiting.pop()
         return torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
 
-    def give(self, buffer: Tensor, pinned: bool = False) -> None:
-        self.free.setdefault((buffer.numel(), buffer.device, pinned), []).append(buffer)
+    def give(self, buffer: Tensor) -> None:
+        self.free.setdefault((buffer.numel(), buffer.device, buffer.is_pinned()), []).append(buffer)
 
 
+@dataclass(eq=False)
 class GroupTransport:
-    """Messages over a process group. ``timeout`` in seconds; None: the group's own."""
+    """Messages over a process group."""
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        device: torch.device,
-        timeout: float | None,
-        *,
-        debug: bool = False,
-        stats: Stats | None = None,
-        buffers: Buffers | None = None,
-    ) -> None:
-        self.group, self.device, self.timeout, self.debug = group, device, timeout, debug
-        self.rank, self.size = group.rank(), group.size()
-        self.stats = Stats() if stats is None else stats
-        self.buffers = buffers
-        self.wire = wire_device(group, device)
-        self.staged = self.wire != device
-        self.backend = backend_name(group, device) or "gloo"  # a device without a backend goes through the host
+    group: ProcessGroup
+    device: torch.device
+    timeout: float | None  # in seconds; None: the group's own
+    debug: bool = False
+    stats: Stats = field(default_factory=Stats)
+    buffers: Buffers | None = None
+    number: int = 0  # of the call whose messages these are, the same on all ranks
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.wire = wire_device(self.group, self.device)
+        self.staged = self.wire != self.device
+        self.backend = backend_name(self.group, self.device) or "gloo"  # without one it goes through the host
         self.names_peers = self.backend == "gloo"  # waiting has an end, and tells for whom
-        self.agrees_on_host = backend_name(group, HOST) == "gloo"  # small messages to all need no device
-        self.number = 0  # of the call whose messages these are, the same on all ranks
+        self.agrees_on_host = backend_name(self.group, HOST) == "gloo"  # small messages to all need no device
 
     def post(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
@@ -130,7 +125,7 @@ class GroupTransport:
         else:
             arriving = {peer: self._buffer(count) for peer, count in receives.items()}
             works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
-        pending = Pending(self, name, works, sent, arriving, self.staged, self.names_peers)
+        pending = Pending(self, name, works, sent, arriving, self.staged)
         if self.debug:  # the host waits, so that an error names the step in which it happened
             pending.finish()
             if self.device.type == "cuda":
@@ -140,17 +135,14 @@ class GroupTransport:
     def post_all(self, name: str, message: Tensor) -> Pending:
         """Begin sending a small message from every rank to every rank; not counted in the statistics."""
         self._check_usable()
-        others = [peer for peer in range(self.size) if peer != self.rank]
+        message = message.to(HOST if self.agrees_on_host else self.device)
+        from_all = [torch.empty_like(message) for _ in range(self.size)]
+        arriving = {peer: from_all[peer] for peer in range(self.size) if peer != self.rank}
         if self.agrees_on_host:  # one by one, so that a missing rank can be named
-            message = message.cpu()
-            arriving = {peer: torch.empty_like(message) for peer in others}
-            works = self._batch(dict.fromkeys(others, message), arriving, name, kind="to all")
+            works = self._batch(dict.fromkeys(arriving, message), arriving, name, kind="to all")
         else:
-            message = message.to(self.device)
-            all_messages = [torch.empty_like(message) for _ in range(self.size)]
-            works = [(None, dist.all_gather(all_messages, message, group=self.group, async_op=True))]
-            arriving = {peer: all_messages[peer] for peer in others}
-        return Pending(self, name, works, {self.rank: message}, arriving, False, self.agrees_on_host)
+            works = [(None, dist.all_gather(from_all, message, group=self.group, async_op=True))]
+        return Pending(self, name, works, {self.rank: message}, arriving)
 
     def warm_up(self) -> None:
         """NCCL wants all ranks in the first call over a group: a batch over some of them may hang it for good."""
@@ -204,9 +196,7 @@ class GroupTransport:
     def _buffer(self, count: int) -> Tensor:
         self.stats.hold(count)
         pinned = self.staged and torch.cuda.is_available()
-        if self.buffers is not None:
-            return self.buffers.take(count, self.wire, pinned)
-        return torch.empty(count, dtype=torch.uint8, device=self.wire, pin_memory=pinned)
+        return (self.buffers or Buffers()).take(count, self.wire, pinned)
 
     def _to_wire(self, message: Tensor) -> Tensor:
         if not self.staged:
@@ -272,15 +262,14 @@ class Pending:
     works: Works
     sent: dict[int, Tensor]  # kept until they have left
     arriving: dict[int, Tensor]
-    staged: bool
-    limited: bool  # whether waiting has an end
+    staged: bool = False  # what arrives on the host is for the device
 
     def finish(self) -> None:
         """Wait until all messages of the step have come and gone."""
         transport, began = self.transport, time.monotonic()
         for peer, work in self.works:
             left = None
-            if self.limited and transport.timeout is not None:
+            if peer is not None and transport.timeout is not None:  # gloo: waiting has an end
                 left = datetime.timedelta(seconds=max(0.05, transport.timeout - (time.monotonic() - began)))
             with transport.naming(self.name, peer, began):
                 _ = work.wait() if left is None else work.wait(left)
@@ -295,7 +284,7 @@ class Pending:
         arrived = {peer: buffer.to(self.transport.device) for peer, buffer in self.arriving.items()}
         if self.transport.buffers is not None:
             for buffer in self.arriving.values():
-                self.transport.buffers.give(buffer, pinned=buffer.is_pinned())
+                self.transport.buffers.give(buffer)
         return arrived
 
 

@@ -4,69 +4,22 @@ One loop for `ring` and `allgather`, which differ in their routes only. In step 
 while step t + 1 is on its way. In the backward pass a second message follows each block: the sum of its dK and dV so
 far, in float32, which the last user sends home.
 
-Legend as in `blockwise` and `packing`; a part is the rows of one shared segment that one owner holds.
+Legend as in `blockwise` and `packing`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.blocks import Block
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
-from dilated_attention.ring import packing
-from dilated_attention.ring.packing import Fields
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
-from dilated_attention.ring.routes import ROUTES, Route, Trip
-from dilated_attention.ring.shards import SharedSegment
-
-
-class Part(NamedTuple):
-    """The rows of one shared segment that one owner holds."""
-
-    segment: int  # which of this rank's
-    owner: int
-
-
-class Step(NamedTuple):
-    """The parts that a rank sends and receives, by the other rank, in the order of its segments."""
-
-    sends: dict[int, list[Part]]
-    receives: dict[int, list[Part]]
-
-
-class Traffic(NamedTuple):
-    """All messages of a rank, the same on both of their ends."""
-
-    blocks: tuple[Step, ...]
-    sums: tuple[Step, ...]  # of the backward pass
-
-
-@functools.lru_cache(maxsize=256)
-def traffic(segments: tuple[SharedSegment, ...], exchange: str, is_causal: bool, rank: int) -> Traffic:
-    routes = [ROUTES[exchange](segment.members, is_causal, rank) for segment in segments]
-    trips = [trip for route in routes for trip in (*route.arrivals, *route.departures, *route.returns)]
-    # a collective takes part on every rank, also where it moves nothing
-    count = max((trip.step for trip in trips), default=int(exchange == "allgather"))
-
-    def steps(sent: Callable[[Route], Iterable[Trip]], received: Callable[[Route], Iterable[Trip]]) -> tuple[Step, ...]:
-        found = tuple(Step({}, {}) for _ in range(count))
-        for index, route in enumerate(routes):
-            for trip in sorted(sent(route)):
-                found[trip.step - 1].sends.setdefault(trip.target, []).append(Part(index, trip.owner))
-            for trip in sorted(received(route)):
-                found[trip.step - 1].receives.setdefault(trip.source, []).append(Part(index, trip.owner))
-        return found
-
-    blocks = steps(lambda route: route.departures, lambda route: route.arrivals)
-    return Traffic(blocks, steps(Route.sums_sent, Route.sums_received))
+from dilated_attention.ring.routes import Part, Traffic, traffic
 
 
 class Circulation(ParallelCall):
@@ -82,7 +35,8 @@ class Circulation(ParallelCall):
         out, lse = work.forward()
         for parts in steps:
             for part in sorted(parts):
-                for block, (seen, seen_lse) in work.each(self.blocks_of(part), self.sources(work, part, parts[part])):
+                blocks, sources = self.blocks(part, self.q_per_kv), self.sources(work, part, parts[part])
+                for block, (seen, seen_lse) in work.each(blocks, sources):
                     merge_(block.queries.of(out, self.q_per_kv), block.queries.of(lse, self.q_per_kv), seen, seen_lse)
         return out, lse
 
@@ -94,10 +48,10 @@ class Circulation(ParallelCall):
         dtype, dim = self.fields.sums[0].dtype, work.q.shape[3]
         totals = [
             [
-                work.q.new_zeros(1, self.rows(segment, self.rank) * heads, 1, dim, dtype=dtype)
+                work.q.new_zeros(1, self.rows(Part(index, self.rank)) * heads, 1, dim, dtype=dtype)
                 for heads in (self.q_per_kv, 1, 1)
             ]
-            for segment in self.segments
+            for index in range(len(self.segments))
         ]
         pending: Pending | None = None
         for number, parts in enumerate(steps):
@@ -107,26 +61,30 @@ class Circulation(ParallelCall):
             }
             if pending is not None:
                 self.take_sums(number - 1, pending, totals, sums)
-            pending = self.post_sums(number, sums)
+            hop = (
+                f"hop {number + 1} of the gradients' {self.name}"  # the sums of the blocks of this step go on, or home
+            )
+            pending = self.post(hop, self.traffic.sums[number], sums, self.fields.sums)
             sums.clear()
         if pending is not None:
             self.take_sums(-1, pending, totals, {})
-        for segment, packed in zip(self.segments, totals, strict=True):
-            self.add(grads, segment, packed)
+        for index, packed in enumerate(totals):
+            self.add(grads, index, packed)
         return grads
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
     def arriving(self, direction: str, work: Work) -> Iterator[dict[Part, Tensor]]:
         """First nothing: the first step is on its way. Then the parts of each step, with the next one on its way."""
-        steps, parts = self.traffic.blocks, self.own_parts(work)
+        steps, fields, own = self.traffic.blocks, self.fields.blocks, own_tensors(work)[1:]
+        wanted = {part for step in steps[:1] for some in step.sends.values() for part in some}
+        parts = {part: self.packed(part.segment, fields, own) for part in sorted(wanted)}
 
-        def post(number: int) -> Pending:
-            return self.post(
-                f"hop {number + 1} of the {direction} {self.name}", steps[number], parts, self.fields.blocks
-            )
+        def post(number: int) -> Pending | None:
+            name = f"hop {number + 1} of the {direction} {self.name}"
+            return self.post(name, steps[number], parts, fields) if number < len(steps) else None
 
-        pending = post(0) if steps else None
+        pending = post(0)
         yield {}
         passed_on: dict[int, Tensor] = {}
         for number, step in enumerate(steps):
@@ -135,8 +93,8 @@ class Circulation(ParallelCall):
             self.transport.release(passed_on, reuse=not self.keeps)  # what came a step ago has now been sent on
             passed_on = messages
             self.kept += [messages[peer] for peer in sorted(messages) if self.keeps]
-            parts = dict(self.parts(messages, step, self.fields.blocks))
-            pending = post(number + 1) if number + 1 < len(steps) else None
+            parts = dict(self.parts(messages, step, fields))
+            pending = post(number + 1)
             with torch.profiler.record_function(f"dilated_attention::{self.name} {direction} step {number + 1}"):
                 yield parts
         self.transport.release(passed_on, reuse=not self.keeps)
@@ -149,15 +107,6 @@ class Circulation(ParallelCall):
             messages = {peer: next(waiting) for peer in sorted(step.receives)}
             yield dict(self.parts(messages, step, self.fields.blocks))
 
-    def own_parts(self, work: Work) -> dict[Part, Tensor]:
-        """This rank's rows, packed, of each segment in which someone needs them."""
-        wanted = {part for step in self.traffic.blocks[:1] for parts in step.sends.values() for part in parts}
-        tensors = own_tensors(work)[1:]
-        return {part: self.packed(self.segments[part.segment], self.fields.blocks, tensors) for part in sorted(wanted)}
-
-    def blocks_of(self, part: Part) -> tuple[Block, ...]:
-        return self.blocks(self.segments[part.segment], part.owner, self.q_per_kv)
-
     def sources(self, work: Work, part: Part, packed: Tensor) -> Inputs:
         return Inputs(work.q, *self.unpacked(part, packed, self.fields.blocks))
 
@@ -165,19 +114,15 @@ class Circulation(ParallelCall):
 
     def gradients(self, work: Work, results: Outputs, part: Part, packed: Tensor, dq: Tensor) -> Tensor:
         """Add to the segment's dq, packed; give the part's dK and dV, packed."""
-        sums = self.empty(self.fields.sums, self.rows_of(part))
+        sums = self.empty(part, self.fields.sums)
         dk_all, dv_all = self.unpacked(part, sums, self.fields.sums)
-        for block, parts in work.each(self.blocks_of(part), self.sources(work, part, packed), results):
+        blocks, sources = self.blocks(part, self.q_per_kv), self.sources(work, part, packed)
+        for block, (dq_here, dk, dv) in work.each(blocks, sources, results):
             assert block.packed_queries is not None
-            block.packed_queries.of(dq).add_(parts[0])
-            block.keys.of(dk_all).copy_(parts[1])
-            block.keys.of(dv_all).copy_(parts[2])
+            block.packed_queries.of(dq).add_(dq_here)
+            block.keys.of(dk_all).copy_(dk)
+            block.keys.of(dv_all).copy_(dv)
         return sums
-
-    def post_sums(self, number: int, sums: dict[Part, Tensor]) -> Pending:
-        """Send the sums of the blocks used in this step on, or home."""
-        hop = f"hop {number + 1} of the gradients' {self.name}"
-        return self.post(hop, self.traffic.sums[number], sums, self.fields.sums)
 
     def take_sums(self, number: int, pending: Pending, totals: list[list[Tensor]], sums: dict[Part, Tensor]) -> None:
         """Add what came after a step: to the sums of the next step's blocks, or to those of this rank's own rows."""
@@ -188,29 +133,3 @@ class Circulation(ParallelCall):
             for total, more in zip(before, self.unpacked(part, packed, fields), strict=True):
                 total.add_(more)
         self.transport.release(messages)
-
-    # --- messages -----------------------------------------------------------------------------------------------
-
-    def post(self, hop: str, step: Step, parts: Mapping[Part, Tensor], fields: Fields) -> Pending:
-        """Equal messages are joined once."""
-        joined = {some: packing.join([parts[part] for part in some]) for some in map(tuple, step.sends.values())}
-        sends = {peer: joined[tuple(some)] for peer, some in step.sends.items()}
-        sizes = {peer: sum(self.size(part, fields) for part in some) for peer, some in step.receives.items()}
-        return self.transport.post(hop, sends, sizes, collective=self.name == "allgather")
-
-    def parts(self, messages: Mapping[int, Tensor], step: Step, fields: Fields) -> list[tuple[Part, Tensor]]:
-        """What came, part by part."""
-        return [
-            found
-            for peer, some in step.receives.items()
-            for found in zip(some, torch.split(messages[peer], [self.size(part, fields) for part in some]), strict=True)
-        ]
-
-    def unpacked(self, part: Part, packed: Tensor, fields: Fields) -> list[Tensor]:
-        return packing.unpack(packed, fields, self.rows_of(part))
-
-    def size(self, part: Part, fields: Fields) -> int:
-        return packing.part_bytes(fields, self.rows_of(part))
-
-    def rows_of(self, part: Part) -> int:
-        return self.rows(self.segments[part.segment], part.owner)

@@ -7,82 +7,82 @@ Bytes and hops of every rank are exact; the time is a model, hops x latency + by
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
-from dilated_attention.context_parallel import ROUTES, Route
+from dilated_attention.context_parallel import EXCHANGES, Exchange
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.ring.counts import Spread, Tally, count
+from dilated_attention.ring.counts import count
 from dilated_attention.ring.shards import Shards
-from dilated_attention.units import bytes_text, seconds_text
+from dilated_attention.units import bytes_text, count_text, flops_text, seconds_text
 
-# When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the least,
-# and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
-EXCHANGES: tuple[Route, ...] = ROUTES
 # Seconds per hop and bytes per second: round figures of today's machines, not measurements. Others count as the first.
 LINKS = {"nccl": (10e-6, 50e9), "gloo": (200e-6, 1e9)}
 # An exchange may hold this many times what a shard keeps for the backward pass anyway. A ring always may: two blocks.
 MOST_HELD = 2
 MOST_COUNTED = 2**17  # ranks, each of which has numbers of its own: more would take minutes and gigabytes
 MOST_HEADS = 2**26  # of all ranks together, as well
+ROWS = (
+    ("hops", count_text, "hops"),
+    ("received", bytes_text, "bytes_received"),
+    ("time to send", seconds_text, "seconds"),
+    ("received by all ranks", bytes_text, "bytes_total"),
+    ("received and held", bytes_text, "held"),
+    ("sums in float32", bytes_text, "sums"),
+    ("operations", flops_text, "flops"),
+    ("time to compute", seconds_text, "compute_seconds"),
+)
+SENT_ROUND = ("hops", "bytes_received", "seconds")  # what is told of a naive ring
 
 
 @dataclass(frozen=True, slots=True)
-class RankCost:
-    """Counts what one rank sends and receives.
+class PassCost:
+    """Counts what one pass costs, forward or backward.
 
     Args:
-        hops: the steps of the forward pass in which this rank sends or receives.
-        bytes_sent, bytes_received: bytes of the forward pass.
-        backward_hops, backward_bytes_sent, backward_bytes_received: the same of the backward pass alone.
+        hops: the steps in which a rank sends or receives.
+        bytes_sent, bytes_received: the bytes of its messages.
+        flops: the operations of its computation.
+        seconds: the estimated time of the communication alone.
     """
 
     hops: int
     bytes_sent: int
     bytes_received: int
-    backward_hops: int
-    backward_bytes_sent: int
-    backward_bytes_received: int
+    flops: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Counts what one exchange costs: each number is the largest of any rank, except the totals.
+    """Counts what one exchange costs: each number is the largest of any rank, except the total.
 
     Args:
-        hops, bytes_sent_max, bytes_received_max: steps and bytes of the forward pass.
-        bytes_total: bytes that all ranks together receive in the forward pass.
-        backward_hops: this and the other ``backward_*`` count the backward pass alone.
+        forward, backward: the :class:`PassCost` of each pass.
+        bytes_total: bytes that all ranks together receive, forward and backward.
         held: the most bytes of received rows that a rank holds at one time, in either pass.
-        flops, backward_flops: operations; exact below 2**53.
-        seconds, backward_seconds: estimated time of the communication alone.
+        sums: the most bytes of gradients that are summed up in float32: for this rank's rows that were sent, and for
+            other ranks' rows.
         compute_seconds: estimated time of the computation, forward and backward.
     """
 
-    hops: int
-    bytes_sent_max: int
-    bytes_received_max: int
+    forward: PassCost
+    backward: PassCost
     bytes_total: int
-    backward_hops: int
-    backward_bytes_sent_max: int
-    backward_bytes_received_max: int
-    backward_bytes_total: int
     held: int
-    flops: float
-    backward_flops: float
-    seconds: float
-    backward_seconds: float
+    sums: int
     compute_seconds: float
 
     @property
     def total_seconds(self) -> float:
         """The estimated time of the communication, forward and backward."""
-        return self.seconds + self.backward_seconds
+        return self.forward.seconds + self.backward.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +90,26 @@ class Memory:
     """Counts the bytes on the busiest rank.
 
     Args:
-        q, k, v, out, lse: kept from the forward pass to the backward pass; ``saved`` is their sum.
+        q: those of q; out and the gradients of both have as many.
+        k: those of k; v and the gradients of both have as many.
+        lse: those of the log-sum-exp.
         out_sums: a float32 copy of out while parts are merged; 0 where out has that dtype itself.
-        dq, dk, dv: the gradients.
-        sums: for each exchange, the most bytes of gradients that are summed up in float32: for this rank's rows that
-            were sent, and for other ranks' rows.
-        received: for each exchange, its ``ExchangeCost.held``.
     """
 
     q: int
     k: int
-    v: int
-    out: int
     lse: int
     out_sums: int
-    dq: int
-    dk: int
-    dv: int
-    sums: Mapping[str, int]
-    received: Mapping[str, int]
 
     @property
     def saved(self) -> int:
-        """What is kept for the backward pass."""
-        return self.q + self.k + self.v + self.out + self.lse
+        """What is kept for the backward pass: q, k, v, out and lse."""
+        return 2 * (self.q + self.k) + self.lse
+
+    @property
+    def gradients(self) -> int:
+        """Those of q, k and v."""
+        return self.q + 2 * self.k
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,7 @@ class PlanCost:
         tokens_per_rank: the length of the longest shard.
         memory: the bytes on the busiest rank.
         exchanges: the cost of each exchange: "ring", "allgather" and "alltoall".
-        naive_ring_bytes, naive_ring_hops, naive_ring_seconds: for comparison, what a rank would receive in the forward
-            pass of a plain ring, in which all keys and values go round.
+        naive_ring: for comparison, the forward pass of a plain ring, in which all keys and values go round.
         best: the exchange with the shortest ``total_seconds`` that does not hold too much, chosen by the rule of
             "auto" in :class:`ContextParallel`.
     """
@@ -137,35 +132,46 @@ class PlanCost:
     tokens_per_rank: int
     memory: Memory
     exchanges: Mapping[str, ExchangeCost]
-    naive_ring_bytes: int
-    naive_ring_hops: int
-    naive_ring_seconds: float
-    best: Route
-    _tallies: Mapping[str, Tally] = field(init=False, repr=False, compare=False)
+    naive_ring: PassCost
+    best: Exchange
+    _of_rank: Callable[[int, str], ExchangeCost] = field(repr=False, compare=False)
 
-    def of_rank(self, rank: int, exchange: Route) -> RankCost:
-        """The exact numbers of one rank."""
+    def of_rank(self, rank: int, exchange: Exchange) -> tuple[PassCost, PassCost]:
+        """The exact numbers of one rank, forward and backward."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"there is no rank {rank} among {self.ranks}: count from 0 to {self.ranks - 1}")
-        if exchange not in self._tallies:
+        if exchange not in self.exchanges:
             raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
-        return RankCost(*self._tallies[exchange].messages[:, :, rank].flatten().tolist())
+        found = self._of_rank(rank, exchange)
+        return found.forward, found.backward
+
+    def rows(self) -> list[list[str]]:
+        """A table for people, its head first: a column for each exchange and, over several ranks, the naive ring."""
+        rows = [["busiest rank", *EXCHANGES, "naive ring"]]
+        for title, text, name in ROWS:
+            costs = [(x.forward, x.backward) if hasattr(x.forward, name) else (x,) for x in self.exchanges.values()]
+            cells = [" + ".join(text(getattr(cost, name)) for cost in some) for some in costs]
+            rows.append([title, *cells, text(getattr(self.naive_ring, name)) if name in SENT_ROUND else ""])
+        return rows if self.ranks > 1 else [["busiest rank", "one device"], *(row[:2] for row in rows[7:])]
+
+    def notes(self) -> list[str]:
+        """What is said beside the table."""
+        memory, ranks = self.memory, f" on {self.ranks:,} ranks, at most {self.tokens_per_rank:,} on one"
+        notes = [
+            f"{self.tokens:,} tokens{ranks if self.ranks > 1 else ''}; two numbers are forward + backward",
+            f"kept for the backward pass: {bytes_text(memory.saved)} (q, k, v, out, lse); "
+            f"gradients: {bytes_text(memory.gradients)}",
+        ]
+        return [*notes, f"best exchange: {self.best}"] if self.ranks > 1 else notes
 
     def __str__(self) -> str:
-        memory, row = self.memory, "{:<12}{:>7}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}".format
+        rows = self.rows()
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = [
-            f"{self.tokens:,} tokens on {self.ranks:,} ranks, at most {self.tokens_per_rank:,} on one",
-            f"a rank holds {bytes_text(memory.saved)} (q, k, v, out, lse), "
-            f"{bytes_text(memory.out_sums)} (merging out), "
-            f"{bytes_text(memory.dq + memory.dk + memory.dv)} (gradients)",
-            row("", "hops", "received", "time", "+ backward", "computing", "held", "sums"),
+            title.ljust(first) + "".join(cell.rjust(width + 2) for cell, width in zip(cells, widths, strict=True))
+            for title, *cells in rows
         ]
-        for name, x in self.exchanges.items():
-            times = (seconds_text(x.seconds), seconds_text(x.total_seconds), seconds_text(x.compute_seconds))
-            received, held, sums = map(bytes_text, (x.bytes_received_max, x.held, memory.sums[name]))
-            lines.append(row(name, x.hops, received, *times, held, sums))
-        naive = (bytes_text(self.naive_ring_bytes), seconds_text(self.naive_ring_seconds), "", "", "", "")
-        return "\n".join([*lines, row("naive ring", self.naive_ring_hops, *naive).rstrip(), f"best: {self.best}"])
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes()])
 
 
 def plan_cost(
@@ -213,7 +219,7 @@ def plan_cost(
         >>> cost = da.plan_cost(pattern, 1_048_576, 8, num_heads=12, head_dim=64)
         >>> cost.best
         'alltoall'
-        >>> cost.exchanges["ring"].hops
+        >>> cost.exchanges["ring"].forward.hops
         7
     """
     shards = shards_of(check_int("seq_len", seq_len), check_int("num_ranks", num_ranks), lengths)
@@ -236,14 +242,14 @@ def plan_cost(
         pattern, is_causal, samples=batch, heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
         has_padding=has_padding,
     )  # fmt: skip
-    return _plan(Spread(call, shards), latency, bandwidth, flops_per_second)
+    return _plan(call, shards, latency, bandwidth, flops_per_second)
 
 
 @functools.lru_cache(maxsize=512)
-def fastest_exchange(call: Call, shards: Shards, backend: str) -> Route:
+def fastest_exchange(call: Call, shards: Shards, backend: str) -> Exchange:
     """The exchange with the least communication time that does not hold too much. Arguments alone decide: all ranks
     have the same, and so all come to the same."""
-    return _plan(Spread(call, shards), *LINKS.get(backend, LINKS["nccl"])).best
+    return _plan(call, shards, *LINKS.get(backend, LINKS["nccl"])).best
 
 
 def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
@@ -261,33 +267,33 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
     return Shards.of(tuple(lengths))
 
 
-def _plan(spread: Spread, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
-    call, shards, lengths = spread.call, spread.shards, spread.lengths
-    tallies: dict[str, Tally] = dict(zip(EXCHANGES, count(spread), strict=True))
-    exchanges = {name: _summary(tally, call, latency, bandwidth, speed) for name, tally in tallies.items()}
-    held = {name: exchange.held for name, exchange in exchanges.items()}
-    keys = max(lengths) * call.samples * call.kv_heads
-    queries = keys * call.q_per_kv
-    q, k = (rows * call.head_dim * call.dtype.itemsize for rows in (queries, keys))
-    out_sums = 0 if call.exact is call.dtype else queries * call.head_dim * call.exact.itemsize
-    sums = {name: int(tally.sums.max()) for name, tally in tallies.items()}
-    memory = Memory(q, k, k, q, queries * call.exact.itemsize, out_sums, q, k, k, sums, held)
-    fitting = [name for name in EXCHANGES if name == "ring" or held[name] <= MOST_HELD * memory.saved]
+def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
+    lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
+    tallies = count(call, shards)
+
+    def cost(name: str, ranks: Iterable[int]) -> ExchangeCost:
+        """The largest numbers of these ranks."""
+        numbers = [tallies[name, rank].all for rank in ranks]
+        most = [max(column) for column in zip(*numbers, strict=True)]
+        hops, sent, received, (pairs, sums, *held) = most[:2], most[2:4], most[4:6], most[6:]
+        flops = call.head_dim * call.q_per_kv * call.samples * pairs
+        seconds = [x * latency + y / bandwidth for x, y in zip(hops, received, strict=True)]
+        forward, backward = map(PassCost, hops, sent, received, (4 * flops, 10 * flops), seconds)
+        total = sum(x[4] + x[5] for x in numbers)  # received
+        return ExchangeCost(forward, backward, total, max(held), sums, 14 * flops / speed)
+
+    exchanges: dict[str, ExchangeCost] = {name: cost(name, range(shards.ranks)) for name in EXCHANGES}
+    keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.exact.itemsize
+    row, rows = call.head_dim * size, keys * call.q_per_kv
+    out_sums = 0 if call.exact is call.dtype else rows * call.head_dim * exact
+    memory = Memory(rows * row, keys * row, rows * exact, out_sums)
+    # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the
+    # least, and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
+    fitting = [name for name in EXCHANGES if name == "ring" or exchanges[name].held <= MOST_HELD * memory.saved]
     best = min(fitting, key=lambda name: exchanges[name].total_seconds)
-    row = 2 * call.kv_heads * call.head_dim * call.dtype.itemsize * call.samples
-    naive, hops = row * (shards.tokens - min(lengths)), shards.ranks - 1
-    found = PlanCost(
-        call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges,
-        naive, hops, hops * latency + naive / bandwidth, best,
+    naive, hops = 2 * row * call.kv_heads * call.samples * (shards.tokens - min(lengths)), shards.ranks - 1
+    ring = PassCost(hops, naive, naive, exchanges["ring"].forward.flops, hops * latency + naive / bandwidth)
+    return PlanCost(
+        call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best,
+        lambda rank, name: cost(name, [rank]),
     )  # fmt: skip
-    object.__setattr__(found, "_tallies", tallies)  # not for the caller: `of_rank` reads them
-    return found
-
-
-def _summary(tally: Tally, call: Call, latency: float, bandwidth: float, speed: float) -> ExchangeCost:
-    forward, backward = tally.messages.amax(2).tolist()  # hops, sent, received
-    totals = [sum(x.tolist()) for x in tally.received]  # may not fit into 64 bits
-    seconds = [hops * latency + received / bandwidth for hops, _, received in (forward, backward)]
-    flops = [call.head_dim * call.q_per_kv * call.samples * float(tally.pairs.max()) * each for each in (4, 10)]
-    numbers = [*forward, totals[0], *backward, totals[1], int(tally.held.max()), *flops, *seconds, sum(flops) / speed]
-    return ExchangeCost(*numbers)

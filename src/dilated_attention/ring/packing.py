@@ -10,7 +10,7 @@ Legend: R rows of all heads that a rank owns in a segment, B samples, D head dim
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilated_attention.blocks import Block, Placed, View, head_runs
 from dilated_attention.call import accumulate_dtype
-from dilated_attention.ring.shards import Shards, SharedSegment
+from dilated_attention.ring.shards import SharedSegment
 
 
 class Field(NamedTuple):
@@ -29,10 +29,7 @@ class Field(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     def bytes_per_row(self) -> int:
-        count = self.heads
-        for size in self.sizes:
-            count *= size
-        return count * self.dtype.itemsize
+        return self.heads * math.prod(self.sizes) * self.dtype.itemsize
 
 
 Fields = tuple[Field, ...]
@@ -79,43 +76,35 @@ def unpack(part: Tensor, fields: Fields, rows: int) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def packed_blocks(
-    segment: SharedSegment,
-    shards: Shards,
-    rank: int,
-    owner: int,
-    samples: int,
-    q_per_kv: int,
-    zeros: tuple[int, ...] = (),
+    segment: SharedSegment, rank: int, start: int, owner: int, samples: int, q_per_kv: int, zeros: tuple[int, ...] = ()
 ) -> tuple[Block, ...]:
     """The heads in the fewest blocks: rows of ``rank`` in place as queries, those of ``owner`` packed as keys.
 
+    ``start``: the rank's first token.
     ``packed_queries`` of a block are the queries in a packed tensor of their own, ``q_per_kv`` heads per head.
     """
-    mine, theirs = segment.piece(shards, rank), segment.piece(shards, owner)
-    starts, rows = (0, 0), {}
+    mine, theirs, offsets = segment.piece(rank), segment.piece(owner), dict(segment.heads)
+    rows, starts = {}, (0, 0)
     placed: list[Placed] = []  # head, first row here, and where the packed rows of both begin
-    first_key = {}
     for index, (head, offset) in enumerate(segment.heads):
         counts = segment.rows(offset, theirs), segment.rows(offset, mine)
         placed.append((head, segment.first_row(offset, mine), *starts))
-        first_key[head] = segment.first_row(offset, theirs)
         rows[head] = (*counts, zeros[index] if zeros else 0)
         starts = (starts[0] + counts[0], starts[1] + counts[1])
-    here, found = shards.starts[rank], []
+    found = []
     for run in head_runs(placed, rows.__getitem__, q_per_kv):
         (head, at, their_start, my_start), (head_step, step, their_step, my_step) = run.first, run.steps
         their_count, my_count, filled = rows[head]
-        heads = [head + i * head_step for i in range(run.heads)]
-        length = mine[1] - mine[0]
+        numbers, length = [head + i * head_step for i in range(run.heads)], mine[1] - mine[0]
         found.append(
             Block(
                 segment.branch,
                 segment.dilation,
-                View(0, samples, at - here, 1, length, my_count, segment.dilation, head, run.heads, head_step, step),
+                View(0, samples, at - start, 1, length, my_count, segment.dilation, head, run.heads, head_step, step),
                 _packed(their_count, their_start, their_step, samples, run.heads, 1),
                 False,
                 tuple(at + i * step for i in range(run.heads)),
-                tuple(first_key[head] for head in heads),
+                tuple(segment.first_row(offsets[number], theirs) for number in numbers),
                 segment.start,
                 zeros=filled,
                 packed_queries=_packed(my_count, my_start, my_step, samples, run.heads, q_per_kv),
@@ -128,8 +117,3 @@ def _packed(rows: int, start: int, step: int, samples: int, heads: int, q_per_kv
     """Rows in a packed tensor, (1, rows of all heads x samples, 1, ...): head after head, each (samples, rows)."""
     per_head = (step if q_per_kv == 1 else rows) * samples
     return View(0, 1, start * samples * q_per_kv, samples, rows, rows, 1, 0, heads * q_per_kv, 0, per_head)
-
-
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """The message of some parts; a single part is sent as it lies."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

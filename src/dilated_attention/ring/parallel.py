@@ -5,7 +5,7 @@ Legend: R rows of all heads that a rank owns in a shared segment, B samples; G q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,10 +17,11 @@ from dilated_attention.backends.run import OneDevice
 from dilated_attention.blocks import Block, SegmentHeads
 from dilated_attention.call import Call, sample_ends
 from dilated_attention.context_parallel import ContextParallel
-from dilated_attention.distributed.group import GroupTransport
+from dilated_attention.distributed.group import GroupTransport, Pending
 from dilated_attention.ring import packing
 from dilated_attention.ring.packing import Fields, Travelling
-from dilated_attention.ring.shards import Shards, SharedSegment, shared_segments
+from dilated_attention.ring.routes import Part, Step
+from dilated_attention.ring.shards import Shards, shared_segments
 
 
 @dataclass(eq=False)
@@ -67,34 +68,60 @@ class ParallelCall(OneDevice):
 
     # --- this rank's rows of a segment --------------------------------------------------------------------------
 
-    def rows(self, segment: SharedSegment, rank: int) -> int:
-        return self.samples * segment.packed_rows(self.shards, rank)
+    def blocks(self, part: Part, q_per_kv: int, zeros: tuple[int, ...] = ()) -> tuple[Block, ...]:
+        """This rank's queries with the part's keys."""
+        segment, start = self.segments[part.segment], self.call.start
+        return packing.packed_blocks(segment, self.rank, start, part.owner, self.samples, q_per_kv, zeros)
 
-    def empty(self, fields: Fields, rows: int) -> Tensor:
-        return torch.empty(packing.part_bytes(fields, rows), dtype=torch.uint8, device=self.call.device)
-
-    def blocks(
-        self, segment: SharedSegment, owner: int, q_per_kv: int, zeros: tuple[int, ...] = ()
-    ) -> tuple[Block, ...]:
-        """This rank's queries with the keys of an owner."""
-        return packing.packed_blocks(segment, self.shards, self.rank, owner, self.samples, q_per_kv, zeros)
-
-    def packed(self, segment: SharedSegment, fields: Fields, tensors: Sequence[Tensor]) -> Tensor:
+    def packed(self, index: int, fields: Fields, tensors: Sequence[Tensor]) -> Tensor:
         """This rank's rows of (B, n, H, D) tensors, one per field, as bytes."""
-        rows = self.rows(segment, self.rank)
-        part, blocks = self.empty(fields, rows), self.blocks(segment, self.rank, max(x.heads for x in fields))
-        for packed, one, x in zip(packing.unpack(part, fields, rows), fields, tensors, strict=True):
+        part = Part(index, self.rank)
+        packed, blocks = self.empty(part, fields), self.blocks(part, max(x.heads for x in fields))
+        for place, one, x in zip(self.unpacked(part, packed, fields), fields, tensors, strict=True):
             for block in blocks:
                 view = block.keys if one.heads == 1 or block.packed_queries is None else block.packed_queries
-                view.of(packed).copy_(block.queries.of(x, one.heads))
-        return part
+                view.of(place).copy_(block.queries.of(x, one.heads))
+        return packed
 
-    def add(self, grads: Sequence[Tensor], segment: SharedSegment, packed: Sequence[Tensor]) -> None:
+    def add(self, grads: Sequence[Tensor], index: int, packed: Sequence[Tensor]) -> None:
         """Add what is packed of dq, dk and dv to this rank's rows of them."""
         for grad, x, heads in zip(grads, packed, (self.q_per_kv, 1, 1), strict=True):
-            for block in self.blocks(segment, self.rank, heads):
+            for block in self.blocks(Part(index, self.rank), heads):
                 assert block.packed_queries is not None
                 block.queries.of(grad, heads).add_(block.packed_queries.of(x))
+
+    # --- parts and messages -------------------------------------------------------------------------------------
+
+    def rows(self, part: Part) -> int:
+        return self.samples * self.segments[part.segment].packed_rows(part.owner)
+
+    def size(self, part: Part, fields: Fields) -> int:
+        return packing.part_bytes(fields, self.rows(part))
+
+    def empty(self, part: Part, fields: Fields) -> Tensor:
+        return torch.empty(self.size(part, fields), dtype=torch.uint8, device=self.call.device)
+
+    def unpacked(self, part: Part, packed: Tensor, fields: Fields) -> list[Tensor]:
+        return packing.unpack(packed, fields, self.rows(part))
+
+    def post(self, hop: str, step: Step, parts: Mapping[Part, Tensor], fields: Fields) -> Pending:
+        """Equal messages are joined once; a single part is sent as it lies."""
+        joined = {
+            some: torch.cat([parts[part] for part in some]) if len(some) > 1 else parts[some[0]]
+            for some in map(tuple, step.sends.values())
+        }
+        sends = {peer: joined[tuple(some)] for peer, some in step.sends.items()}
+        sizes = {peer: sum(self.size(part, fields) for part in some) for peer, some in step.receives.items()}
+        return self.transport.post(hop, sends, sizes, collective=self.name != "ring")
+
+    def parts(self, messages: Mapping[int, Tensor], step: Step, fields: Fields) -> list[tuple[Part, Tensor]]:
+        """What came, part by part. Sums of one part may come from several ranks."""
+        sizes = {peer: [self.size(part, fields) for part in some] for peer, some in step.receives.items()}
+        return [
+            arrived
+            for peer, some in step.receives.items()
+            for arrived in zip(some, torch.split(messages[peer], sizes[peer]), strict=True)
+        ]
 
 
 def own_tensors(work: Work) -> list[Tensor]:

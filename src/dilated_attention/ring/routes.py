@@ -1,79 +1,102 @@
-"""Who sends a block to whom, and in which step: pure integers, the same on every rank.
+"""Who sends which rows to whom, and in which step: pure integers, the same on both ends of every message.
 
-Each member of a set of ranks owns one block, and the others need it; when causal, only later members do. A route is
-what one member sees of the plan. Sums that travel back (gradients) follow the blocks: after a block was used in step t
-its sum goes to whoever uses the block in step t + 1, and from its last user home to the owner.
+Each member of a segment owns a part of its rows. Two ways to compute: the parts go to all members that need them (when
+causal, only later ones do), or heads are dealt to the members, and the parts go to whoever computes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
+from dilated_attention.ring.shards import SharedSegment
 
-class Trip(NamedTuple):
-    """A block on its way between two ranks, in one step."""
 
-    step: int
+class Part(NamedTuple):
+    """The rows of one shared segment that one owner holds."""
+
+    segment: int  # which of this rank's
     owner: int
-    source: int
-    target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """All trips that touch one rank."""
+class Step(NamedTuple):
+    """The parts that a rank sends and receives, by the other rank, in the order of its segments."""
 
-    arrivals: tuple[Trip, ...]  # blocks of others that come to it
-    departures: tuple[Trip, ...]  # blocks that it sends: its own, and those it passes on
-    returns: tuple[Trip, ...]  # sums of its own block that come home
-
-    def sums_sent(self) -> list[Trip]:
-        """Where the sums of the arrived blocks go, each in the step in which the block was used."""
-        onward = {(trip.step, trip.owner): trip.target for trip in self.departures}
-        return [
-            Trip(trip.step, trip.owner, trip.target, onward.get((trip.step + 1, trip.owner), trip.owner))
-            for trip in self.arrivals
-        ]
-
-    def sums_received(self) -> list[Trip]:
-        """Sums that others began and this rank continues, in the step before it uses the block; and those come home."""
-        begun = [trip._replace(step=trip.step - 1) for trip in self.arrivals if trip.source != trip.owner]
-        return [*begun, *self.returns]
+    sends: dict[int, list[Part]]
+    receives: dict[int, list[Part]]
 
 
-def ring(members: Sequence[int], causal: bool, rank: int) -> Route:
-    """Neighbour to neighbour: in step t each member hands on what it got in step t - 1, first its own block.
+class Traffic(NamedTuple):
+    """All steps in which parts come by a rank."""
 
-    When causal the ring is a line: nothing goes from the last member to the first.
+    blocks: tuple[Step, ...]
+    sums: tuple[Step, ...]  # of their gradients, in the backward pass
+
+
+class Dealing(NamedTuple):
+    """Bundles: some heads of a segment, with equally many rows each, that one rank computes whole."""
+
+    segments: tuple[SharedSegment, ...]  # with the bundle's heads only
+    mine: tuple[int, ...]  # which of them this rank computes
+    outward: Step
+    homeward: Step
+
+
+def follow(part: Part, path: Iterable[int], rank: int, steps: Iterable[Step]) -> None:
+    """Add what the rank has to do with a part that goes along the path, from rank to rank, one step each."""
+    ranks = tuple(path)
+    for step, source, target in zip(steps, ranks, ranks[1:], strict=False):
+        if source == rank != target:
+            step.sends.setdefault(target, []).append(part)
+        if target == rank != source:
+            step.receives.setdefault(source, []).append(part)
+
+
+@functools.lru_cache(maxsize=256)
+def traffic(segments: tuple[SharedSegment, ...], exchange: str, is_causal: bool, rank: int) -> Traffic:
+    """On a ring a part goes from user to user, as neighbours are; in an all-gather from its owner to all at once.
+
+    A sum follows its part: after a step in which the part was used it goes to the next user, and at last to the owner.
     """
-    count, me = len(members), members.index(rank)
-    before, after = members[me - 1], members[(me + 1) % count]
-    last = me if causal else count - 1  # how many blocks come
-    arrivals = [Trip(t, members[me - t], before, rank) for t in range(1, last + 1)]
-    sent = (me + 1 if me + 1 < count else 0) if causal else count - 1
-    departures = [Trip(t, members[me - t + 1], rank, after) for t in range(1, sent + 1)]
-    steps_out = count - 1 - me if causal else count - 1  # how many members use my block
-    user = members[-1] if causal else before
-    returns = [Trip(steps_out, rank, user, rank)] if steps_out else []
-    return Route(tuple(arrivals), tuple(departures), tuple(returns))
+    longest = max((len(segment.members) - 1 for segment in segments), default=0)
+    # a collective takes part on every rank, also where it moves nothing
+    count = longest if exchange == "ring" else 1
+    found = Traffic(*(tuple(Step({}, {}) for _ in range(count)) for _ in Traffic._fields))
+    for index, segment in enumerate(segments):
+        for place, owner in enumerate(segment.members):
+            users = segment.members[place + 1 :] + (() if is_causal else segment.members[:place])
+            for way in [users] if exchange == "ring" else [(user,) for user in users]:
+                follow(Part(index, owner), (owner, *way), rank, found.blocks)
+                follow(Part(index, owner), (*way, owner), rank, found.sums)
+    return found
 
 
-def allgather(members: Sequence[int], causal: bool, rank: int) -> Route:
-    """All at once: one step in which every owner sends its block to all who need it."""
-    me = members.index(rank)
-    earlier, later = members[:me], members[me + 1 :]
-    owners = earlier if causal else (*earlier, *later)
-    users = later if causal else (*earlier, *later)
-    return Route(
-        tuple(Trip(1, owner, owner, rank) for owner in owners),
-        tuple(Trip(1, rank, rank, user) for user in users),
-        tuple(Trip(1, rank, user, rank) for user in users),
-    )
+@functools.lru_cache(maxsize=256)
+def dealing(segments: tuple[SharedSegment, ...], apart: bool, rank: int) -> Dealing:
+    """Every segment's heads dealt to its members; rows go to the member that computes them, and results back."""
+    dealt, outward = bundles(segments, apart), Step({}, {})
+    for index, (segment, target) in enumerate(dealt):
+        for owner in segment.members:
+            follow(Part(index, owner), (owner, target), rank, [outward])
+    mine = tuple(index for index, (_, target) in enumerate(dealt) if target == rank)
+    return Dealing(tuple(segment for segment, _ in dealt), mine, outward, Step(outward.receives, outward.sends))
 
 
-ROUTES: dict[str, Callable[[Sequence[int], bool, int], Route]] = {"ring": ring, "allgather": allgather}
+def bundles(segments: Iterable[SharedSegment], apart: bool) -> list[tuple[SharedSegment, int]]:
+    """Each with the member that computes it. ``apart``: only heads of one offset are in a bundle."""
+    dealt = []
+    for segment in segments:
+        rows = {offset: tuple(segment.rows(offset, piece) for piece in segment.pieces) for _, offset in segment.heads}
+        for index, member in enumerate(segment.members):
+            alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+            turn = (index - segment.branch) % len(segment.members)  # where heads are few, others in each branch
+            for at in share(len(segment.heads), len(segment.members), turn):
+                head, offset = segment.heads[at]
+                alike.setdefault((*rows[offset], offset if apart else 0), []).append((head, offset))
+            dealt += [(replace(segment, heads=tuple(heads)), member) for heads in alike.values()]
+    return dealt
 
 
 def share(items: int, parts: int, index: int) -> range:

@@ -182,13 +182,13 @@ def _fields(inputs: Inputs, call: Call, parallel: ContextParallel, verify: str) 
     }
 
 
+@dataclass
 class _Seen:
     """What the checked calls over a group were, for those that are not checked."""
 
-    def __init__(self) -> None:
-        self.checks = 0
-        self.calls = 0  # that all ranks agreed on, checked or not
-        self.lengths: set[tuple[int, ...]] = set()  # of all shards
+    checks: int = 0
+    calls: int = 0  # that all ranks agreed on, checked or not
+    lengths: set[tuple[int, ...]] = field(default_factory=set)  # of all shards
 
 
 _seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()

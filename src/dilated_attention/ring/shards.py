@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilated_attention.call import Heads
 from dilated_attention.pattern import DilatedPattern, rows_at_offset
@@ -64,34 +64,34 @@ class SharedSegment:
     """A segment that lies on several ranks, for those of its heads that have rows on the same ranks."""
 
     branch: int
+    dilation: int
     start: int
     stop: int
-    dilation: int
     sequence: int  # tokens of the sequence that it is in
     heads: tuple[tuple[int, int], ...]  # (head, offset)
-    members: tuple[int, ...]
+    members: tuple[int, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()  # that the members hold, counted from the segment's start
+
+    def piece(self, rank: int) -> tuple[int, int]:
+        return self.pieces[self.members.index(rank)]
 
     def rows(self, offset: int, piece: tuple[int, int]) -> int:
-        """How many rows of the offset lie in [piece[0], piece[1])."""
-        first, last = (rows_at_offset(token - self.start, self.dilation, offset) for token in piece)
-        return last - first
+        """How many rows of the offset lie in a piece."""
+        return rows_at_offset(piece[1], self.dilation, offset) - rows_at_offset(piece[0], self.dilation, offset)
 
     def first_row(self, offset: int, piece: tuple[int, int]) -> int:
-        """The first token of the offset at or after the piece's start."""
-        return self.start + offset + self.dilation * rows_at_offset(piece[0] - self.start, self.dilation, offset)
+        """The first token of the offset in a piece, or after it."""
+        return self.start + offset + self.dilation * rows_at_offset(piece[0], self.dilation, offset)
 
-    def piece(self, shards: Shards, rank: int) -> tuple[int, int]:
-        return shards.piece(rank, self.start, self.stop)
-
-    def packed_rows(self, shards: Shards, rank: int) -> int:
+    def packed_rows(self, rank: int) -> int:
         """The rows of all heads that the rank owns."""
-        piece = self.piece(shards, rank)
+        piece = self.piece(rank)
         return sum(self.rows(offset, piece) for _, offset in self.heads)
 
 
 @functools.lru_cache(maxsize=512)
 def shared_segments(pattern: DilatedPattern, shards: Shards, heads: Heads, rank: int) -> tuple[SharedSegment, ...]:
-    """The shared_segments that a rank is a member of, in an order that all members share."""
+    """Those that a rank is a member of, in an order that all members share."""
     found: list[SharedSegment] = []
     mine, end = shards.starts[rank], shards.starts[rank + 1]
     if mine == end:
@@ -99,24 +99,27 @@ def shared_segments(pattern: DilatedPattern, shards: Shards, heads: Heads, rank:
     for branch, (width, dilation) in enumerate(pattern.branches):
         for segment in sorted({shards.segment(token, width) for token in (mine, end - 1)}):  # others lie inside
             if segment[0] < mine or segment[1] > end:
-                found += _split_by_members(heads.of_branch(pattern, branch), shards, branch, *segment, dilation)
+                of_branch = tuple(heads.of_branch(pattern, branch))
+                found += split_by_members(SharedSegment(branch, dilation, *segment, of_branch), shards)
     return tuple(shared for shared in found if rank in shared.members)
 
 
-def _split_by_members(
-    heads: list[tuple[int, int]], shards: Shards, branch: int, start: int, stop: int, sequence: int, dilation: int
-) -> list[SharedSegment]:
-    """Channels of one segment: heads together whose rows lie on the same two or more ranks."""
-    pieces = {rank: shards.piece(rank, start, stop) for rank in shards.holders(start, stop)}
-    members_of: dict[int, tuple[int, ...]] = {}
-    for offset in {offset for _, offset in heads}:
-        whole = SharedSegment(branch, start, stop, dilation, sequence, ((0, offset),), ())
-        members_of[offset] = tuple(rank for rank, piece in pieces.items() if whole.rows(offset, piece))
+def split_by_members(whole: SharedSegment, shards: Shards) -> list[SharedSegment]:
+    """Heads together whose rows lie on the same two or more ranks."""
+    pieces = {}
+    for rank in shards.holders(whole.start, whole.stop):
+        first, last = shards.piece(rank, whole.start, whole.stop)
+        pieces[rank] = first - whole.start, last - whole.start
+
+    @functools.cache
+    def members_of(offset: int) -> tuple[int, ...]:
+        return tuple(rank for rank, piece in pieces.items() if whole.rows(offset, piece))
+
     together: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for head, offset in heads:
-        together.setdefault(members_of[offset], []).append((head, offset))
+    for head, offset in whole.heads:
+        together.setdefault(members_of(offset), []).append((head, offset))
     return [
-        SharedSegment(branch, start, stop, dilation, sequence, tuple(some), members)
+        replace(whole, heads=tuple(some), members=members, pieces=tuple(pieces[rank] for rank in members))
         for members, some in together.items()
         if len(members) > 1
     ]
