@@ -161,15 +161,12 @@ class GroupTransport:
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
         """Inside, an error on this rank ends the waiting of the others at once."""
-        done = False
         try:
             yield
-            done = True
-        finally:
-            if not done:
-                what = f"rank {self.rank} raised an error while others waited for its messages"
-                _failures.setdefault(self.group, what)
-                self._close()
+        except BaseException:
+            _failures.setdefault(self.group, f"rank {self.rank} raised an error while others waited for its messages")
+            self._close()
+            raise
 
     def _close(self) -> None:
         """Gloo closes all connections when a receive times out, which the ranks at their other ends notice.

@@ -18,7 +18,7 @@ from dilated_attention.call import Call, checked_cu_seqlens
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES, Exchange
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.ring.counts import count
+from dilated_attention.ring.counts import Tallies, count
 from dilated_attention.ring.shards import Shards
 from dilated_attention.units import bytes_text, count_text, flops_text, seconds_text
 
@@ -134,7 +134,7 @@ class PlanCost:
     exchanges: Mapping[str, ExchangeCost]
     naive_ring: PassCost
     best: Exchange
-    _of_rank: Callable[[int, str], ExchangeCost] = field(repr=False, compare=False)
+    _of_ranks: Callable[[str, Iterable[int]], ExchangeCost] = field(repr=False, compare=False)
 
     def of_rank(self, rank: int, exchange: Exchange) -> tuple[PassCost, PassCost]:
         """The exact numbers of one rank, forward and backward."""
@@ -142,8 +142,8 @@ class PlanCost:
             raise ValueError(f"there is no rank {rank} among {self.ranks}: count from 0 to {self.ranks - 1}")
         if exchange not in self.exchanges:
             raise ValueError(f"unknown exchange {exchange!r}: use one of {', '.join(EXCHANGES)}")
-        found = self._of_rank(rank, exchange)
-        return found.forward, found.backward
+        cost = self._of_ranks(exchange, [rank])
+        return cost.forward, cost.backward
 
     def rows(self) -> list[list[str]]:
         """A table for people, its head first: a column for each exchange and, over several ranks, the naive ring."""
@@ -269,19 +269,7 @@ def shards_of(tokens: int, ranks: int, lengths: Sequence[int] | None) -> Shards:
 
 def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: float = 1.0) -> PlanCost:
     lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
-    tallies = count(call, shards)
-
-    def cost(name: str, ranks: Iterable[int]) -> ExchangeCost:
-        """The largest numbers of these ranks."""
-        numbers = [tallies[name, rank].all for rank in ranks]
-        most = [max(column) for column in zip(*numbers, strict=True)]
-        hops, sent, received, (pairs, sums, *held) = most[:2], most[2:4], most[4:6], most[6:]
-        flops = call.head_dim * call.q_per_kv * call.samples * pairs
-        seconds = [x * latency + y / bandwidth for x, y in zip(hops, received, strict=True)]
-        forward, backward = map(PassCost, hops, sent, received, (4 * flops, 10 * flops), seconds)
-        total = sum(x[4] + x[5] for x in numbers)  # received
-        return ExchangeCost(forward, backward, total, max(held), sums, 14 * flops / speed)
-
+    cost = functools.partial(_cost, call, count(call, shards), latency, bandwidth, speed)
     exchanges: dict[str, ExchangeCost] = {name: cost(name, range(shards.ranks)) for name in EXCHANGES}
     keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.exact.itemsize
     row, rows = call.head_dim * size, keys * call.q_per_kv
@@ -294,6 +282,19 @@ def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: f
     naive, hops = 2 * row * call.kv_heads * call.samples * (shards.tokens - min(lengths)), shards.ranks - 1
     ring = PassCost(hops, naive, naive, exchanges["ring"].forward.flops, hops * latency + naive / bandwidth)
     return PlanCost(
-        call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best,
-        lambda rank, name: cost(name, [rank]),
+        call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best, cost
     )  # fmt: skip
+
+
+def _cost(
+    call: Call, tallies: Tallies, latency: float, bandwidth: float, speed: float, name: str, ranks: Iterable[int]
+) -> ExchangeCost:
+    """The largest numbers of these ranks."""
+    numbers = [tallies[name, rank].all for rank in ranks]
+    most = [max(column) for column in zip(*numbers, strict=True)]
+    hops, sent, received, (pairs, sums, *held) = most[:2], most[2:4], most[4:6], most[6:]
+    flops = call.head_dim * call.q_per_kv * call.samples * pairs
+    seconds = [x * latency + y / bandwidth for x, y in zip(hops, received, strict=True)]
+    forward, backward = map(PassCost, hops, sent, received, (4 * flops, 10 * flops), seconds)
+    total = sum(x[4] + x[5] for x in numbers)  # received
+    return ExchangeCost(forward, backward, total, max(held), sums, 14 * flops / speed)

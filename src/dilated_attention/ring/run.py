@@ -105,10 +105,9 @@ class Ranks:
 
 def attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
-    attend_here = _attend
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
-        attend_here = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
-    return attend_here(inputs, call, ranks)
+        return torch.compiler.disable(_attend)(inputs, call, ranks)  # type: ignore[no-any-return, no-untyped-call]
+    return _attend(inputs, call, ranks)
 
 
 def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
