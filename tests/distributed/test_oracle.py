@@ -8,7 +8,6 @@ ranks.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,10 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention import DilatedPattern, explain, functional, testing
-from dilated_attention.pattern import RULES
 from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
@@ -249,32 +246,6 @@ def test_ranks_of_a_group_are_not_those_of_the_world(ranks: list[int], options: 
     assert [rank for rank, one in enumerate(found) if one is not None] == sorted(ranks)
     in_order = sorted((one for one in found if one is not None), key=lambda one: one[0])
     testing.assert_exact(joined([one for _, one in in_order]), case.expected())
-
-
-def split_heads_here(case: Case) -> Results:
-    """Heads over one dimension of a mesh, tokens over the other: two groups at once."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "sequence"))
-    mine, shard = mesh.get_local_rank("heads"), case.shard(mesh.get_local_rank("sequence"))
-    qkv, dout, dlse, _ = case.inputs()
-    assert dlse is not None
-
-    def part(x: Tensor) -> Tensor:
-        return x[:, shard].chunk(2, 2)[mine]
-
-    torch.manual_seed(case.number)
-    total = case.head_counts()[1]
-    options = {"group": case.over(mesh["sequence"]), "heads": (mine * total // 2, total)}
-    return testing.run(case.attention(**options), tuple(part(x) for x in qkv), part(dout), part(dlse))
-
-
-@pytest.mark.parametrize(("rule", "exchange"), list(zip(RULES, itertools.cycle(EXCHANGES))))
-def test_heads_split_too(rule: str, exchange: str) -> None:
-    pattern = DilatedPattern(rule, (6, 24, 64), (1, 2, 3))
-    case = vary(pattern=pattern, lengths=(17, 24), exchange=exchange, own_heads=(8, 4), dropout_p=0.3)
-    results = pool(4).run(split_heads_here, case)
-    halves = [joined(results[:2]), joined(results[2:])]
-    whole = [torch.cat(pair, 2) for pair in zip(*([x for _, x in half.items()] for half in halves), strict=True)]
-    testing.assert_exact(Results(*whole), case.expected())
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------

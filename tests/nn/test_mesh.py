@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention import ContextParallel, MultiheadDilatedAttention, sequence_mean
 from dilated_attention.compat import RingAdvancedDistributedDilatedAttention
-from dilated_attention.context_parallel import ROUTES
+from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 from tests.over_ranks import changed, raised
@@ -132,7 +132,7 @@ def computes_alike(axes: dict[str, int]) -> dict[str, Any]:
     mesh, wrong = mesh_of(axes), {}
     cases: list[tuple[Any, ...]] = [
         ({"rule": rule, "parallel": ContextParallel(exchange=exchange)}, {"is_causal": rule != "longnet"}, True)
-        for rule, exchange in zip(RULES, ROUTES, strict=True)
+        for rule, exchange in zip(RULES, EXCHANGES, strict=True)
     ]
     cases += [({"layer_norm": False}, {}, False), ({"bias": False, "use_checkpointing": False}, {}, False)]
     cases += [({"num_kv_heads": 2, "rule": "longnet", "batch_first": True}, {}, True), ({}, {}, False, 3)]
