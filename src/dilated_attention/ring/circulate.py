@@ -45,14 +45,8 @@ class Circulation(ParallelCall):
         steps = self.replay() if self.keeps else self.arriving("backward", work)
         next(steps)
         grads = work.backward(results)
-        dtype, dim = self.fields.sums[0].dtype, work.q.shape[3]
-        totals = [
-            [
-                work.q.new_zeros(1, self.rows(Part(index, self.rank)) * heads, 1, dim, dtype=dtype)
-                for heads in (self.q_per_kv, 1, 1)
-            ]
-            for index in range(len(self.segments))
-        ]
+        mine, fields = [Part(index, self.rank) for index in range(len(self.segments))], self.fields.totals
+        totals = [self.unpacked(part, self.empty(part, fields).zero_(), fields) for part in mine]
         pending: Pending | None = None
         for number, parts in enumerate(steps):
             sums = {

@@ -146,7 +146,7 @@ def _circulate(call: Call, fields: Travelling, members: tuple[int, ...], rows: l
 
 def _deal(call: Call, fields: Travelling, segment: SharedSegment, rows: dict[int, list[int]], tallies: Tallies) -> None:
     """Add what it costs in an all-to-all that members compute bundles of heads whole, instead of their own queries."""
-    _, _, inputs, results, more, gradients = fields
+    hops = (fields.inputs, fields.results, (*fields.rows, *fields.inputs), fields.gradients)  # in both passes
     numbers_of = {rank: tallies["alltoall", rank].numbers for rank in segment.members}
     for rank in segment.members:
         tallies["alltoall", rank].steps = 2
@@ -156,7 +156,7 @@ def _deal(call: Call, fields: Travelling, segment: SharedSegment, rows: dict[int
     for dealt, target in bundles((segment,), call.has_padding and call.q_per_kv > 1):
         counts, heads = rows[dealt.heads[0][1]], len(dealt.heads)
         numbers_of[target][PAIRS] += heads * _seen(call, sum(counts), 0)
-        for turn, some in enumerate((inputs, results, (*more, *inputs), gradients)):  # there and back, in both passes
+        for turn, some in enumerate(hops):
             size_of = {count: part_bytes(some, call.samples * heads * count) for count in set(counts)}
             way, is_back = divmod(turn, 2)
             for (rank, numbers), count in zip(numbers_of.items(), counts, strict=True):

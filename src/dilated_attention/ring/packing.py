@@ -39,7 +39,8 @@ class Travelling(NamedTuple):
     """What travels in each kind of message."""
 
     blocks: Fields  # ring and allgather: K and V, and padding if there is any;
-    sums: Fields  # in the backward pass their gradients
+    sums: Fields  # in the backward pass their gradients,
+    totals: Fields  # which stay where the rows are, as do those of q
     inputs: Fields  # alltoall: q, k, v, padding
     results: Fields  # and back lse, out;
     rows: Fields  # in the backward pass lse, dout, out,
@@ -54,7 +55,8 @@ class Travelling(NamedTuple):
         sums = (Field(exact, 1, dim),) * 2
         inputs = (queries, keys, keys, *padding)
         rows = (column, queries, queries)
-        return cls((keys, keys, *padding), sums, inputs, (column, queries), rows, (queries, keys, keys))
+        totals = (Field(exact, q_per_kv, dim), *sums)
+        return cls((keys, keys, *padding), sums, totals, inputs, (column, queries), rows, (queries, keys, keys))
 
 
 def part_bytes(fields: Fields, rows: int) -> int:
