@@ -127,7 +127,7 @@ MUTANTS = [
     M("dropout-by-local-head", "Where heads are split over processes, dropout follows the local head.",
       "backends/blockwise.py", "[:, None] + call.first_head", "[:, None]",
       tests=(
-          f"{MESH}::test_dropout_is_that_of_one_device", f"{ORACLE}::test_heads_split_too", "tests/test_decode.py",
+          f"{MESH}::test_dropout_is_that_of_one_device", "tests/test_decode.py",
       )),
     M("dropout-by-local-token", "Over a group, dropout follows the local token of a query.", "backends/blockwise.py",
       "((block.query_at, view.rows),", "((tuple(at - call.key_start for at in block.query_at), view.rows),",

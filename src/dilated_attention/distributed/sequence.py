@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention.checks import is_int
 from dilated_attention.distributed.agreement import ask, telling
 from dilated_attention.distributed.group import GroupTransport, telling_device, wire_device
 
@@ -226,7 +225,7 @@ def _checked_dim(x: Tensor, dim: int) -> int:
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_meta:
         raise ValueError(f"x has the layout {x.layout} on {x.device}: only plain tensors can be gathered")
-    if not is_int(dim):
+    if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be a whole number, got {dim!r}")
     found = dim + x.ndim if dim < 0 else dim
     if not 0 <= found < x.ndim:
