@@ -10,12 +10,11 @@ that `run.py` leaves the mutant out where there is none.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-BEFORE, AFTER, TABLE = (ROOT / "tests/mutants" / name for name in ("before.json", "after.json", "table.md"))
+RECORD = ROOT / "tests/mutants/record.json"  # which test noticed each, by run.py
 
 
 class Mutant(NamedTuple):
@@ -622,26 +621,3 @@ def tests_of(mutant: Mutant) -> tuple[str, ...]:
     own = f"tests/{file.parent.name}/test_{file.name}".replace("tests//", "tests/")
     prefix = max((prefix for prefix in TESTS if mutant.file.startswith(prefix)), key=len)
     return tuple(dict.fromkeys([own, *TESTS[prefix]] if (ROOT / own).exists() else TESTS[prefix]))
-
-
-def _killer(one: dict[str, Any] | None) -> str:
-    if one is None:
-        return "–"
-    return f"`{one['by'].partition('[')[0].removeprefix('tests/')}`" if one["by"] else "none"
-
-
-def table_text() -> str:
-    """table.md: of each mutant, which test noticed it before and after."""
-    records = [json.loads(path.read_text("utf-8")) for path in (BEFORE, AFTER)]
-    rows = [
-        f"| {x.name}: {x.breaks} | {' | '.join(_killer(one['mutants'].get(x.name)) for one in records)} |\n"
-        for x in MUTANTS
-    ]
-    before, after = (one["code"][:7] for one in records)
-    return f"""# Small faults, and the test that notices each first
-
-Before: {before}. After: {after}. Made by `run.py`. A dash: not tried, as it needs a GPU.
-
-| fault | before | after |
-|---|---|---|
-{"".join(rows)}"""

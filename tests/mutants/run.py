@@ -1,4 +1,4 @@
-"""Runs tests against each mutant and writes down which test fails first.
+"""Runs tests against each mutant and writes down which test fails first: record.json.
 
     python tests/mutants/run.py [--only NAME ... | --again] [--out FILE]
 
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import hypothesis  # noqa: F401 - so that it is there in every new process
 import pytest
 import torch
-from mutants import AFTER, MUTANTS, ROOT, TABLE, Mutant, table_text, tests_of
+from mutants import MUTANTS, RECORD, ROOT, Mutant, tests_of
 
 PACKAGE = Path("src/dilated_attention")
 COPIED = ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
@@ -171,13 +171,13 @@ def main() -> None:
     names = [mutant.name for mutant in MUTANTS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="these mutants alone, and again")
     parser.add_argument("--again", action="store_true", help="all mutants, and again")
-    parser.add_argument("--out", type=Path, default=AFTER)
+    parser.add_argument("--out", type=Path, default=RECORD)
     given = parser.parse_args()
     told = ["git", "log", "-1", "--format=%H", "--", "src"]
     commit = subprocess.run(told, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     last, record = (
         json.loads(path.read_text("utf-8")) if path.exists() else {"code": commit, "mutants": {}}
-        for path in (AFTER, given.out)
+        for path in (RECORD, given.out)
     )
     record["code"] = commit if given.again else record["code"]
     killers = {name: one["by"] for name, one in last["mutants"].items()}
@@ -196,7 +196,6 @@ def main() -> None:
             check_killers(tree, record)
             given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print("not noticed:", [name for name, one in record["mutants"].items() if one["ended"] == "passed"])
-    TABLE.write_text(table_text(), "utf-8")
 
 
 if __name__ == "__main__":
