@@ -30,16 +30,15 @@ def views(draw: st.DrawFn) -> View:
     return View(pattern, tokens, kv_heads * group, window=window, **more)
 
 
-def seen_in_branch(view: View, branch: int, head: int, query: int) -> list[int]:
-    """The keys of a query by the words of pattern.py: same segment, and both at the head's offset."""
-    kv_heads = view.kv_heads or view.heads
-    kv_head = head // (view.heads // kv_heads)
-    width, rate = view.pattern.branches[branch]
+def seen_in_branch(view: View, branch: int, head: int) -> list[tuple[int, int]]:
+    """Queries and keys by the words of pattern.py: same segment, and both at the head's offset."""
+    kv_heads, (width, rate) = view.kv_heads or view.heads, view.pattern.branches[branch]
+    kv_head = head * kv_heads // view.heads
     if kv_head not in view.pattern.heads(branch, kv_heads):
         return []
-    rows = [p for p in range(view.tokens) if p % width % rate == view.pattern.offset(branch, kv_head, kv_heads)]
-    in_row = [p for p in rows if p // width == query // width and (p <= query or not view.is_causal)]
-    return in_row if query in rows else []
+    offset = view.pattern.offset(branch, kv_head, kv_heads)
+    rows = [token for token in range(view.tokens) if token % width % rate == offset]
+    return [(q, k) for q in rows for k in rows if q // width == k // width and (k <= q or not view.is_causal)]
 
 
 @given(views(), st.data())
@@ -47,18 +46,17 @@ def test_every_cell_has_the_pairs_that_the_pattern_lists(view: View, data: st.Da
     assert sorted(head for picture in view.pictures for head in picture.heads) == [*range(view.heads)]
     picture = data.draw(st.sampled_from(view.pictures))
     head = data.draw(st.sampled_from(picture.heads))
-    branches = range(len(view.pattern.branches))
-    seen = [[seen_in_branch(view, branch, head, query) for query in range(view.tokens)] for branch in branches]
-    options = {"num_tokens": view.tokens, "num_heads": view.heads, "num_kv_heads": view.kv_heads}
+    seen = [seen_in_branch(view, branch, head) for branch in range(len(view.pattern.branches))]
+    more = {"num_tokens": view.tokens, "num_heads": view.heads, "num_kv_heads": view.kv_heads}
     for query in range(view.tokens):
-        listed = view.pattern.keys(query, head, is_causal=view.is_causal, **options)
-        assert Counter(listed) == Counter(key for of_branch in seen for key in of_branch[query])
+        listed = view.pattern.keys(query, head, is_causal=view.is_causal, **more)
+        assert Counter(listed) == Counter(k for pairs in seen for q, k in pairs if q == query)
     stretches = [range(*pair) for pair in itertools.pairwise(view.edges)]
     for (i, queries), (j, keys) in itertools.product(enumerate(stretches), repeat=2):
-        pairs = [sum(key in keys for query in queries for key in of_branch[query]) for of_branch in seen]
-        assert picture.share[i, j].item() == pytest.approx(max(pairs) / len(queries) / len(keys), rel=1e-12)
-        if max(pairs):
-            assert picture.branch[i, j] == pairs.index(max(pairs)), "the first of the densest"
+        found = [sum(q in queries and k in keys for q, k in pairs) for pairs in seen]
+        assert picture.share[i, j].item() == pytest.approx(max(found) / len(queries) / len(keys), rel=1e-12)
+        if max(found):
+            assert picture.branch[i, j] == found.index(max(found)), "the first of the densest"
 
 
 LONGNET = (2048, 4096, 1, 2, 4, 6, 12)
@@ -85,10 +83,8 @@ def test_cells_are_in_step_with_segments_and_rates(tokens: int, most: int, numbe
 
 
 @pytest.mark.parametrize("numbers", [LONGNET, (1010, 4004, 3, 7), (1000, 4096, 1, 3), (4096, 1, 7)])
-@pytest.mark.parametrize("most", [48, 64, 128])
-def test_what_no_cell_divides_is_nearly_in_step(numbers: tuple[int, ...], most: int) -> None:
-    size = edges(0, 2**13, most, numbers)[1]
-    for x in numbers:
+def test_what_no_cell_divides_is_nearly_in_step(numbers: tuple[int, ...]) -> None:
+    for size, x in itertools.product((edges(0, 2**13, most, numbers)[1] for most in (48, 64, 128)), numbers):
         assert size % x == 0 or x % size == 0 or min(size, x) <= max(size, x) / 16
 
 
