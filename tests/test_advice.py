@@ -69,7 +69,6 @@ def test_any_length_gets_a_pattern_that_can_run(
 @pytest.mark.parametrize(
     ("tokens", "rule", "heads", "widths", "rates"),
     [
-        (1, "longnet", 12, [1], [1]),
         (2048, "longnet", 12, [2048], [1]),
         (2049, "longnet", 12, [2048, 2049], [1, 2]),
         (9000, "torchscale", 12, [2048, 4096, 8192, 9000], [1, 2, 4, 8]),

@@ -21,7 +21,7 @@ CPU = [torch.device("cpu")]
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU is its machine's matter."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 def test_it_fits_on_a_screen_and_ends_in_a_verdict(run: Any) -> None:

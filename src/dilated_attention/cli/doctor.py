@@ -30,8 +30,7 @@ def run(given: Namespace) -> int:
 
     from dilated_attention.bench import machine
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(gpus))]
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     about = machine.describe(devices[-1])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -220,10 +220,9 @@ def device(text: str) -> torch.device:
     found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", text)
     if not found:
         raise ValueError(f"--device must be cpu, cuda or cuda:0, got {text!r}")
-    if text != "cpu":
-        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(found[1] or 0) >= there:
-            raise ValueError(f"--device is {text}, and torch {torch.__version__} sees {there} CUDA devices: use cpu")
+    there = torch.cuda.device_count()
+    if text != "cpu" and int(found[1] or 0) >= there:
+        raise ValueError(f"--device is {text}, and torch {torch.__version__} sees {there} CUDA devices: use cpu")
     return torch.device(text)
 
 
@@ -231,10 +230,8 @@ def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
     """A file that can be written, whose name says what it is."""
     if path.suffix.lower() not in endings:
         raise ValueError(f"{name} must end in {', '.join(endings)}, got {str(path)!r}")
-    if path.is_dir():
-        raise ValueError(f"{name} must be a file, and {path} is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}: make it, or name another file with {name}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{name} must be a file in a folder that is there, got {path}")
     charts.writable(path.parent, name)
     return path
 
