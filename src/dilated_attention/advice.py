@@ -7,7 +7,6 @@ Legend: w segment length, r dilation rate, N tokens, P ranks; bytes are those of
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -150,7 +149,7 @@ def pattern_for(tokens: int, heads: int, rule: Rule = "longnet", kv_heads: int |
         most = min(kv_heads, max(2, kv_heads // 2))
     if tokens <= ROWS or most == 1:
         return dense
-    doublings = math.ceil(math.log2(-(-tokens // ROWS)))  # from 2048 rows of rate 1 to as many of all tokens
+    doublings = ((tokens - 1) // ROWS).bit_length()  # from 2048 rows of rate 1 to as many of all tokens
     step = -(-doublings // (most - 1))
     rates = [1 << power for power in (*range(0, doublings, step), doublings)]
     return DilatedPattern.of(rule, [*(ROWS * rate for rate in rates[:-1]), tokens], rates)
