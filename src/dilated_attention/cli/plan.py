@@ -43,7 +43,7 @@ def run(given: Namespace) -> None:
     with options.refusing():
         pattern, workload = options.pattern(given), options.workload(given)
         cost = workload.cost(pattern)
-    verdict = [] if given.memory is None else [*advice.verdict(workload, cost, given.memory)]
+    verdict = advice.verdict(workload, cost, given.memory)
     if given.json:
         needs = {name: workload.need(cost, name) for name in cost.exchanges}
         print_json({"workload": workload, "cost": cost, "memory": needs, "verdict": verdict})
