@@ -90,7 +90,7 @@ def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, A
 def beside(
     model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor, thumbnails: Path | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Arrays for the .h5 file, weights of the class token and coordinates; and the files beside it: page and picture."""
+    """Arrays for the .h5 file, weights of the class token and coordinates; and the page and the picture beside it."""
     maps = collect(
         model, tiles.to(model.cls_token.device), coords, tile_size=slide.tile_size, name=slide.name,
         thumbnail=None if thumbnails is None else thumbnail_of(slide, thumbnails),
