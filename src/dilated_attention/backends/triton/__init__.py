@@ -10,6 +10,7 @@ of torch that can use it.
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 from torch import Tensor
@@ -30,19 +31,14 @@ def kernels(call: Call, backward: bool) -> tuple[str, ...]:
 
 
 @functools.cache
-def _ways() -> tuple[Any, Any]:
-    """The modules of decoding and of whole calls. They are imported late, as triton may be missing."""
-    from dilated_attention.backends.triton import decode, whole_call
-
-    return decode, whole_call
+def _module(name: str) -> Any:
+    """One of this package that is imported late, as triton may be missing."""
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def forward_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    decode, whole_call = _ways()
-    found: tuple[Tensor, Tensor] = (decode if call.is_decode else whole_call).forward(call, inputs)
-    return found
+    return _module("decode" if call.is_decode else "whole_call").forward(call, inputs)  # type: ignore[no-any-return]
 
 
 def backward_call(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
-    found: Gradients = _ways()[1].backward(call, inputs, results)
-    return found
+    return _module("whole_call").backward(call, inputs, results)  # type: ignore[no-any-return]

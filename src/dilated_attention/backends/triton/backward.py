@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from dilated_attention.backends.triton.rows import (
     add_sums,
@@ -24,49 +25,42 @@ from dilated_attention.backends.triton.rows import (
 from dilated_attention.backends.triton.tiles import (
     BRANCH,
     LOG2E,
+    NOTHING,
     NUMBERS,
     fill_gaps,
     first_run,
     kept,
+    key_rows,
     next_tile,
     own_rows,
     row_at,
-    row_steps,
     row_words,
+    rows_of,
     seen,
     task,
 )
 
 
 @triton.jit
-def walk_keys(
-    dq, q, dout, lse, slope, q_position, words, keys, padding, runs, tile, start, scale, threshold, factor,
-    C: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
+def walk_keys(dq, q, dout, lse, slope, q_position, words, keys, met, numbers, C: constexpr, EDGE: constexpr):
     """Add what the keys that this tile meets send to dq. EDGE: tiles to be masked, else the whole ones."""
-    K, V, k_stride, v_stride = keys
-    MASKED: tl.constexpr = C.PADDING or (EDGE and C.RAGGED)
-    CAUSAL: tl.constexpr = EDGE and C.CAUSAL
-    tiles, entry, run, after = first_run(runs, tile, EDGE)
+    K, V, k_stride, v_stride, padding, start = keys
+    scale, threshold, factor = numbers
+    MASKED: constexpr = C.PADDING or (EDGE and C.RAGGED)
+    CAUSAL: constexpr = EDGE and C.CAUSAL
+    tiles, entry, run, after = first_run(met, EDGE)
     for _ in range(tiles):
-        base, step, stop, _, bias = run
-        steps = row_steps(C.BN, step)
-        position = base + steps
-        valid = position < stop
-        if C.PADDING:
-            valid = valid & (tl.load(padding + position, mask=valid, other=1) == 0)
-        k = load_rows(K + base.to(tl.int64) * k_stride, steps, k_stride, valid, C, MASKED)
-        v = load_rows(V + base.to(tl.int64) * v_stride, steps, v_stride, valid, C, MASKED)
-        scores = products(q, k, C)
-        weights = tl.math.exp2(scores * scale + (bias - lse)[:, None])
+        steps, position, valid, first = key_rows(run, padding, C)
+        k = load_rows(K + first * k_stride, steps, k_stride, valid, C, MASKED)
+        v = load_rows(V + first * v_stride, steps, v_stride, valid, C, MASKED)
+        weights = tl.exp2(products(q, k, C) * scale + (run[4] - lse)[:, None])
         if MASKED or CAUSAL:
             weights = tl.where(seen(q_position, position, valid, CAUSAL), weights, 0.0)
         dweights = products(dout, v, C)
         if C.DROPOUT:
             keep = kept(words[0][:, None], words[1][:, None], (start + position)[None, :], threshold)
             dweights = tl.where(keep, dweights * factor, 0.0)
-        dscores = weights * (dweights - slope[:, None])
-        dq = add_sums(dq, dscores, k, C)
+        dq = add_sums(dq, weights * (dweights - slope[:, None]), k, C)
         entry, run, after = next_tile(entry, run, after, C.BN, C.SINGLE and not EDGE)
     return dq
 
@@ -75,19 +69,19 @@ def walk_keys(
 def dq_kernel(
     Q, K, V, DOUT, OUT, LSE, DLSE, DQ, STATS, PADDING_MASK, SEED, sections, tiles, runs,
     q_strides, k_strides, v_strides, dout_strides,
-    tokens, heads, group, first_head, scale, plain_scale, threshold, factor, C: tl.constexpr,
+    tokens, heads, group, first_head, scale, plain_scale, threshold, factor, C: constexpr,
 ):  # fmt: skip
     """OUT, LSE, DLSE, DQ, STATS and PADDING_MASK are contiguous."""
-    record, tile, head, start, sample = task(sections, tiles, group, C.SECTIONS)
-    base, step, stop, steps, q_position, valid = own_rows(tile, C.BM)
-    if base >= stop and not C.FILLS:
+    record, tile, head, start, sample = task(sections, tiles, group, C)
+    own, steps, q_position, valid, first = own_rows(tile, C.BM)
+    if own[0] >= own[2] and not C.FILLS:
         return
     kv_head = head // group
-    here = start + base
+    here = start + first
     row = (sample * tokens + here) * heads + head
     stats = STATS + ((sample * heads + head) * tokens + here) * 2 + steps * 2
-    lse = tl.load(LSE + row + steps * heads, mask=valid, other=float("-inf")) * LOG2E
-    empty = lse == float("-inf")  # a row without keys sends nothing back, not even NaN
+    lse = tl.load(LSE + row + steps * heads, mask=valid, other=NOTHING) * LOG2E
+    empty = lse == NOTHING  # a row without keys sends nothing back, not even NaN
     lse = tl.where(empty, float("inf"), lse)
     q = load_rows(row_at(Q, q_strides, sample, here, head), steps, q_strides[1], valid, C, True)
     out = load_rows(OUT + row * C.D, steps, heads * C.D, valid, C, True)
@@ -100,44 +94,34 @@ def dq_kernel(
     tl.store(stats + 1, slope, mask=valid)
     words = q_position, q_position
     if C.DROPOUT:
-        position = start + q_position
-        words = row_words(tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group, position)
-    padding = PADDING_MASK + sample * tokens + start
-    keys = (
-        row_at(K, k_strides, sample, start, kv_head), row_at(V, v_strides, sample, start, kv_head), k_strides[1],
-        v_strides[1],
-    )  # fmt: skip
+        draw = tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group
+        words = row_words(draw, start + q_position)
+    K, V = row_at(K, k_strides, sample, start, kv_head), row_at(V, v_strides, sample, start, kv_head)
+    keys = K, V, k_strides[1], v_strides[1], PADDING_MASK + sample * tokens + start, start
+    met, numbers = (runs, tile), (scale, threshold, factor)
     dq = zeros(C.BM, C.BD, C.BE)
-    PASSES: tl.constexpr = C.PASSES
+    PASSES: constexpr = C.PASSES
     for number in tl.static_range(PASSES):
-        dq = walk_keys(
-            dq, q, dout, lse, slope, q_position, words, keys, padding, runs, tile, start, scale, threshold, factor, C,
-            number == 1,
-        )  # fmt: skip
+        dq = walk_keys(dq, q, dout, lse, slope, q_position, words, keys, met, numbers, C, number == 1)
     DQ += row * C.D
-    store_rows(DQ, steps, heads * C.D, valid, scaled(dq, plain_scale), C.D, C.AGAIN)
+    store_rows(DQ, steps, heads * C.D, valid, scaled(dq, plain_scale), C, C.AGAIN)
     if C.FILLS:
-        fill_gaps(DQ, heads * C.D, base, step, stop, 0.0, C.BM, C.D, C.BD if C.BE == 0 else 2 * C.BD)
+        fill_gaps(DQ, heads * C.D, own, 0.0, C.BM, C.D, C.COLUMNS)
 
 
 @triton.jit
-def walk_queries(
-    dk, dv, k, v, k_position, ignored, queries, draw, runs, tile, start, scale, threshold, factor, C: tl.constexpr,
-    EDGE: tl.constexpr,
-):  # fmt: skip
+def walk_queries(dk, dv, k, v, k_position, ignored, queries, draw, met, numbers, C: constexpr, EDGE: constexpr):
     """Add what the queries that this tile meets send to dk and dv. EDGE: tiles to be masked, else the whole ones."""
-    Q, DOUT, STATS, q_stride, dout_stride = queries
-    MASKED: tl.constexpr = EDGE and C.RAGGED
-    tiles, entry, run, after = first_run(runs, tile, EDGE)
+    Q, DOUT, STATS, q_stride, dout_stride, start = queries
+    scale, threshold, factor = numbers
+    MASKED: constexpr = EDGE and C.RAGGED
+    tiles, entry, run, after = first_run(met, EDGE)
     for _ in range(tiles):
-        base, step, stop, _, bias = run
-        steps = row_steps(C.BM, step)
-        position = base + steps
-        valid = position < stop
-        q = load_rows(Q + base.to(tl.int64) * q_stride, steps, q_stride, valid, C, MASKED)
-        dout = load_rows(DOUT + base.to(tl.int64) * dout_stride, steps, dout_stride, valid, C, MASKED)
+        steps, position, valid, first = rows_of(run, C.BM)
+        q = load_rows(Q + first * q_stride, steps, q_stride, valid, C, MASKED)
+        dout = load_rows(DOUT + first * dout_stride, steps, dout_stride, valid, C, MASKED)
         # both numbers of a row in one load: as two short loads every thread would read all rows
-        pointers = STATS + base.to(tl.int64) * 2 + (steps * 2)[:, None] + tl.arange(0, 2)[None, :]
+        pointers = STATS + first * 2 + (steps * 2)[:, None] + tl.arange(0, 2)[None, :]
         if MASKED:
             lse, slope = tl.split(tl.load(pointers, mask=valid[:, None], other=float("inf")))
             slope = tl.where(valid, slope, 0.0)
@@ -145,8 +129,7 @@ def walk_queries(
             lse, slope = tl.split(tl.load(pointers))
         if C.PADDING:  # only with padding a row in a block can be without keys
             dout = only(dout, (lse != float("inf"))[:, None])
-        scores = products(k, q, C)
-        weights = tl.math.exp2(scores * scale + (bias - lse)[None, :])
+        weights = tl.exp2(products(k, q, C) * scale + (run[4] - lse)[None, :])
         if EDGE and C.CAUSAL:
             weights = tl.where(position[None, :] >= k_position[:, None], weights, 0.0)
         if C.PADDING:
@@ -154,13 +137,12 @@ def walk_queries(
         dweights = products(v, dout, C)
         kept_weights = weights
         if C.DROPOUT:
-            low, high = row_words(draw[0], draw[1], draw[2], draw[3], start + position)
+            low, high = row_words(draw, start + position)
             keep = kept(low[None, :], high[None, :], (start + k_position)[:, None], threshold)
             dweights = tl.where(keep, dweights * factor, 0.0)
             kept_weights = tl.where(keep, weights * factor, 0.0)
         dv = add_sums(dv, kept_weights, dout, C)
-        dscores = weights * (dweights - slope[None, :])
-        dk = add_sums(dk, dscores, q, C)
+        dk = add_sums(dk, weights * (dweights - slope[None, :]), q, C)
         entry, run, after = next_tile(entry, run, after, C.BM, C.SINGLE and not EDGE)
     return dk, dv
 
@@ -169,14 +151,14 @@ def walk_queries(
 def dkdv_kernel(
     Q, K, V, DOUT, STATS, DK, DV, PADDING_MASK, SEED, sections, tiles, runs,
     q_strides, k_strides, v_strides, dout_strides,
-    tokens, heads, group, first_head, scale, plain_scale, threshold, factor, C: tl.constexpr,
+    tokens, heads, group, first_head, scale, plain_scale, threshold, factor, C: constexpr,
 ):  # fmt: skip
     """STATS, DK, DV and PADDING_MASK are contiguous."""
-    record, tile, kv_head, start, sample = task(sections, tiles, 1, C.SECTIONS)
-    base, step, stop, steps, k_position, valid = own_rows(tile, C.BN)
-    if base >= stop and not C.FILLS:
+    record, tile, kv_head, start, sample = task(sections, tiles, 1, C)
+    own, steps, k_position, valid, first = own_rows(tile, C.BN)
+    if own[0] >= own[2] and not C.FILLS:
         return
-    here = start + base
+    here = start + first
     ignored, loaded = valid, valid
     if C.PADDING:
         ignored = tl.load(PADDING_MASK + sample * tokens + start + k_position, mask=valid, other=1) != 0
@@ -188,7 +170,8 @@ def dkdv_kernel(
     if C.DROPOUT:
         seed = tl.load(SEED)
     dk, dv = zeros(C.BN, C.BD, C.BE), zeros(C.BN, C.BD, C.BE)
-    PASSES: tl.constexpr = C.PASSES
+    met, numbers = (runs, tile), (scale, threshold, factor)
+    PASSES: constexpr = C.PASSES
     members = 1
     if C.GROUPED:
         members = group
@@ -196,20 +179,18 @@ def dkdv_kernel(
         head = kv_head * members + member
         queries = (
             row_at(Q, q_strides, sample, start, head), row_at(DOUT, dout_strides, sample, start, head),
-            STATS + ((sample * heads + head) * tokens + start) * 2, q_strides[1], dout_strides[1],
+            STATS + ((sample * heads + head) * tokens + start) * 2, q_strides[1], dout_strides[1], start,
         )  # fmt: skip
         draw = seed, branch, sample, head + first_head * members
         for number in tl.static_range(PASSES):
-            dk, dv = walk_queries(
-                dk, dv, k, v, k_position, ignored, queries, draw, runs, tile, start, scale, threshold, factor, C,
-                number == 1,
-            )  # fmt: skip
+            dk, dv = walk_queries(dk, dv, k, v, k_position, ignored, queries, draw, met, numbers, C, number == 1)
     kv_heads = heads // group
     row = ((sample * tokens + here) * kv_heads + kv_head) * C.D
     DK += row
     DV += row
-    store_rows(DK, steps, kv_heads * C.D, valid, scaled(dk, plain_scale), C.D, C.AGAIN)
-    store_rows(DV, steps, kv_heads * C.D, valid, dv, C.D, C.AGAIN)
+    row_size = kv_heads * C.D
+    store_rows(DK, steps, row_size, valid, scaled(dk, plain_scale), C, C.AGAIN)
+    store_rows(DV, steps, row_size, valid, dv, C, C.AGAIN)
     if C.FILLS:
-        fill_gaps(DK, kv_heads * C.D, base, step, stop, 0.0, C.BN, C.D, C.BD if C.BE == 0 else 2 * C.BD)
-        fill_gaps(DV, kv_heads * C.D, base, step, stop, 0.0, C.BN, C.D, C.BD if C.BE == 0 else 2 * C.BD)
+        fill_gaps(DK, row_size, own, 0.0, C.BN, C.D, C.COLUMNS)
+        fill_gaps(DV, row_size, own, 0.0, C.BN, C.D, C.COLUMNS)

@@ -11,6 +11,7 @@ a query tile has BM rows (query by query, each with its group), a key tile BN; B
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -36,10 +37,10 @@ class DecodeConfig(NamedTuple):
 
 def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse). k and v may have another dtype than q."""
-    q, k, v, padding, _, positions, _ = inputs
+    padding, positions = inputs.padding, inputs.positions
+    q, k, v = inputs.q.resolve_neg(), inputs.k.resolve_neg(), inputs.v.resolve_neg()
     samples, queries, heads, dim = q.shape
     tokens, kv_heads = k.shape[1], k.shape[2]
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -53,14 +54,13 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
     if c.splits > 1:
         parts = torch.empty((*q.shape[:3], c.splits, dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((*q.shape[:3], c.splits), dtype=torch.float32, device=q.device)
-    step = 0 if positions is None else positions.stride(0)
+    start, step = (call.start, 0) if positions is None else (0, positions.stride(0))
     mask, mask_strides = (None, (0, 0)) if padding is None else (padding.view(torch.uint8), padding.stride())
     block_dim = max(16, triton.next_power_of_2(dim))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         decode_kernel[(tiles * kv_heads * samples, c.splits)](
             q, k, v, mask, positions, ends, parts, part_lse,
-            call.start if positions is None else 0, queries, tokens, c.splits, kv_heads, call.first_head,
-            call.scale, step,
+            start, queries, tokens, c.splits, kv_heads, call.first_head, call.scale, step,
             *mask_strides, q.stride(), k.stride(), v.stride(),
             PATTERN=sum(branches, ()), BRANCHES=len(branches), GROUP=group, D=dim,
             BD=block_dim, BM=c.rows, BN=c.keys, SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal,
@@ -88,16 +88,15 @@ def configure(call: Call) -> DecodeConfig:
 
 def _most_tiles(call: Call, keys: int) -> int:
     """How many key tiles one head can meet at most."""
-    found: dict[int, int] = {}  # by the first head of a branch; heads that share one branch share all of them, or none
+    found: Counter[int] = Counter()  # by the first head of a branch; heads that share one branch share all, or none
     for branch in call.pattern.branches_for(call.held.total):
         rows = triton.cdiv(min(branch.length, call.keys), branch.rate)
         segments = min(triton.cdiv(call.queries - 1, branch.length) + 1, triton.cdiv(call.keys, branch.length))
-        found[branch.first] = found.get(branch.first, 0) + segments * triton.cdiv(rows, keys)
+        found[branch.first] += segments * triton.cdiv(rows, keys)
     return max(found.values())
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    if device.type != "cuda":  # the interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """One in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -29,17 +29,13 @@ FEW_ROWS = 200_000
 INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, step by step: for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 # --- whether they can -------------------------------------------------------------------------------------------
 
 
 def unsupported(call: Call, backward: bool) -> list[str]:
     """Why these kernels cannot run a call, one sentence each."""
     on_cuda, dim = call.device.type == "cuda", call.head_dim
+    interpreted = call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"  # step by step: for tests
     reasons = {
         "triton is not installed: it comes with torch's CUDA builds": not INSTALLED,
         "it takes whole calls on one device, not the parts that ranks exchange and streams are cut into": call.in_parts,
@@ -49,8 +45,7 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         "its decoding has no dropout": call.is_decode and call.drops,
         "its decoding has no backward pass": call.is_decode and backward,
         "it has no gradient with mixing_gradient='detached'": backward and not call.pattern.is_exact,
-        f"it runs on CUDA, not on {call.device.type}": not on_cuda
-        and not (interpreted() and call.device.type == "cpu"),
+        f"it runs on CUDA, not on {call.device.type}": not (on_cuda or interpreted),
     }
     found = [why for why, is_so in reasons.items() if is_so]
     if found or not on_cuda:
@@ -98,12 +93,11 @@ def library_from(call: Call, form: str, backward: bool) -> int | None:
     A form that was not measured has what holds for the one that it is a kind of. A head dim that was not has what holds
     for 64 or 128, but not where rows have little to do: the fewer keys, the more its size matters.
     """
-    rows = measured_on(call.device).get("library_from", {})
-    size = head_dim_class(call.head_dim)
-    asked = [(size, form), (64 if size < 64 else 128 if size == 96 else size, form.removesuffix(" thin"))]
-    for some_size, some_form in asked:
-        for known in kinds_of(some_form):
-            name = key("backward" if backward else "forward", some_size, call.is_causal, known)
+    rows, size = measured_on(call.device).get("library_from", {}), head_dim_class(call.head_dim)
+    like = {32: 64, 48: 64, 96: 128}.get(size, size)
+    for some_size, some_form in ((size, form), (like, form.removesuffix(" thin"))):
+        for kind in kinds_of(some_form):
+            name = key("backward" if backward else "forward", some_size, call.is_causal, kind)
             if name in rows:
                 return rows[name] or 0
     return None
@@ -132,9 +126,7 @@ def form_of(call: Call, alone: bool) -> str:
 
 def kinds_of(form: str) -> tuple[str, ...]:
     """A form, and those whose measurements hold where it has none of its own."""
-    if form == "nested":
-        return (form,)
-    return (form, "apart", "") if form == "apart thin" else (form, "")
+    return {"nested": ("nested",), "apart thin": (form, "apart", "")}.get(form, (form, ""))
 
 
 def rows_of_a_sequence(call: Call) -> int:
@@ -189,13 +181,12 @@ def config(kernel: str, call: Call, form: str) -> TileConfig:
     if call.dtype is torch.float32:
         return WITHOUT_TENSOR_CORES[size]
     tiles = measured_on(device).get("tiles", {})
-    for short, known in product((True, False) if is_short(call) else (False,), kinds_of(form)):
-        found = tiles.get(key(kernel, size, call.is_causal, known, short))
-        if found is not None:
-            return TileConfig(*found)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return DEFAULTS[kernel, size]
-    return SMALL[size]
+    for short, kind in product((True, False) if is_short(call) else (False,), kinds_of(form)):
+        name = key(kernel, size, call.is_causal, kind, short)
+        if name in tiles:
+            return TileConfig(*tiles[name])
+    is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return DEFAULTS[kernel, size] if is_new else SMALL[size]
 
 
 def is_short(call: Call) -> bool:
@@ -214,15 +205,13 @@ def key(kernel: str, size: int, causal: bool, form: str, short: bool = False) ->
 
 
 @functools.cache
-def measured() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("measured.json").read_text("utf-8"))
-    return found
+def measured() -> Any:
+    return json.loads(resources.files(__package__).joinpath("measured.json").read_text("utf-8"))
 
 
-def measured_on(device: torch.device) -> dict[str, Any]:
+def measured_on(device: torch.device) -> Any:
     """What was measured on devices of this compute capability."""
-    found: dict[str, Any] = measured().get(device_class(device), {})
-    return found
+    return measured().get(device_class(device), {})
 
 
 def device_class(device: torch.device) -> str:

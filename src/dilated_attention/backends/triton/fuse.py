@@ -66,6 +66,6 @@ def _prepared(
     columns = 1 << (dim - 1).bit_length()  # triton.next_power_of_2 takes microseconds
     block = min(1 << (rows - 1).bit_length(), max(1, BLOCK // columns))
     is_wide = block * max(strides[1], part_strides[1]) >= 2**31
-    constants = Shape(dim, columns, block, math.gcd(8, *both), is_wide, flag, is_number)
+    constants = Shape(dim, columns, block, math.gcd(8, *both), is_wide, flag, is_number, True)
     options = {"num_warps": max(1, min(8, block * columns // PER_WARP))}
     return Launch(kernel, device, batch * heads * -(-rows // block), (*numbers, *both, rows, heads), constants, options)

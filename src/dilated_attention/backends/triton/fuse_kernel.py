@@ -11,50 +11,52 @@ out and part, of targets and parts are multiples of UNIT, which long accesses ne
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, float32, int64
+
+from dilated_attention.backends.triton.tiles import NOTHING
 
 SIZES = ["target_batch", "target_row", "target_head", "part_batch", "part_row", "part_head", "rows", "heads"]
 LSE_SIZES = ["part_lse_batch", "part_lse_row", "part_lse_head"]
 
 
-class Shape(NamedTuple):
-    """What the kernels are compiled for."""
-
-    D: int
-    BD: int
-    BM: int
-    UNIT: int
-    WIDE: bool
-    FLAG: bool  # of `merge_kernel`: what is in Out and Lse does not count; of `put_kernel`: add to what is there
-    IS_NUMBER: bool  # of `merge_kernel`: Zeros is no tensor; of `put_kernel`: the part is 0
-    ALIGNED: bool = True  # whether all tensors begin at multiples of 16 bytes
+# What the kernels are compiled for.
+Shape = namedtuple(
+    "Shape",
+    (
+        "D", "BD", "BM", "UNIT", "WIDE",
+        "FLAG",  # of `merge_kernel`: what is in Out and Lse does not count; of `put_kernel`: add to what is there
+        "IS_NUMBER",  # of `merge_kernel`: Zeros is no tensor; of `put_kernel`: the part is 0
+        "ALIGNED",  # whether all tensors begin at multiples of 16 bytes
+    ),
+)  # fmt: skip
 
 
 @triton.jit
-def place(rows, heads, C: tl.constexpr):
+def place(rows, heads, C: constexpr):
     """This program's batch, first row and head, 64-bit so that no tensor is too large; which of BM rows are there."""
     blocks = (rows + C.BM - 1) // C.BM
     head, rest = tl.program_id(0) % heads, tl.program_id(0) // heads
     first = rest % blocks * C.BM
     here = tl.arange(0, C.BM) < rows - first
-    at = (rest // blocks).to(tl.int64), first.to(tl.int64), head.to(tl.int64)
+    at = (rest // blocks).to(int64), first.to(int64), head.to(int64)
     return at, here, here[:, None] & (tl.arange(0, C.BD) < C.D)[None, :]
 
 
 @triton.jit
-def rows_at(X, at, per_batch, per_row, per_head, C: tl.constexpr):
+def rows_at(X, at, per_batch, per_row, per_head, C: constexpr):
     """Pointers to BM rows of X (b, L, h); ``at``: a batch, the first row and a head."""
     row = tl.arange(0, C.BM)
     if C.WIDE:
-        row = row.to(tl.int64)
+        row = row.to(int64)
     return X + (at[0] * per_batch + at[1] * per_row + at[2] * per_head) + row * per_row
 
 
 @triton.jit
-def numbers_at(X, at, per_batch, per_row, per_head, C: tl.constexpr):
+def numbers_at(X, at, per_batch, per_row, per_head, C: constexpr):
     """Pointers to BM rows of X (b, L, h, D); dividing and multiplying tells the compiler that UNIT divides strides."""
     rows = rows_at(X, at, per_batch // C.UNIT * C.UNIT, per_row // C.UNIT * C.UNIT, per_head // C.UNIT * C.UNIT, C)
     return rows[:, None] + tl.arange(0, C.BD)[None, :]
@@ -76,15 +78,15 @@ def log_add_exp(a, b):
 @triton.jit(do_not_specialize=[*SIZES, *LSE_SIZES])  # other lengths and heads compile nothing anew
 def merge_kernel(
     Out, Lse, Part, PartLse, Zeros, part_lse_batch, part_lse_row, part_lse_head,
-    target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads, C: tl.constexpr,
+    target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads, C: constexpr,
 ):  # fmt: skip
     """Zeros: None, a number, or one for each batch and head."""
     at, here, inside = place(rows, heads, C)
     out_at = numbers_at(Out, at, target_batch, target_row, target_head, C)
     lse_at = rows_at(Lse, at, target_batch // C.D, target_row // C.D, target_head // C.D, C)
     part_lse = tl.load(rows_at(PartLse, at, part_lse_batch, part_lse_row, part_lse_head, C), mask=here)
-    part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, C), mask=inside).to(tl.float32)
-    empty = part_lse == float("-inf")
+    part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, C), mask=inside).to(float32)
+    empty = part_lse == NOTHING
     if Zeros is not None:
         zeros = Zeros if C.IS_NUMBER else tl.load(Zeros + at[0] * heads + at[2])
         light = lighter(part_lse - zeros)
@@ -97,13 +99,13 @@ def merge_kernel(
         tl.store(lse_at, part_lse, mask=here)
     else:
         lse = tl.load(lse_at, mask=here)
-        out = tl.load(out_at, mask=inside).to(tl.float32)
+        out = tl.load(out_at, mask=inside).to(float32)
         # one step from the heavier state towards the lighter: exact where they agree, or where one weighs nothing
         light = lighter(part_lse - lse)
         heavier = part_lse >= lse
-        towards = tl.where((lse == float("-inf"))[:, None], 0.0, part - out) * tl.where(heavier, -light, light)[:, None]
+        towards = tl.where((lse == NOTHING)[:, None], 0.0, part - out) * tl.where(heavier, -light, light)[:, None]
         merged = tl.where(heavier[:, None], part, out) + towards
-        some = here & (part_lse != float("-inf"))
+        some = here & (part_lse != NOTHING)
         tl.debug_barrier()  # several threads may have loaded one lse: none stores before all have
         tl.store(out_at, merged.to(Out.dtype.element_ty), mask=inside & some[:, None])
         tl.store(lse_at, log_add_exp(lse, part_lse), mask=some)
@@ -111,7 +113,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def put_kernel(
-    Target, Part, target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads, C: tl.constexpr
+    Target, Part, target_batch, target_row, target_head, part_batch, part_row, part_head, rows, heads, C: constexpr
 ):
     at, _, inside = place(rows, heads, C)
     target_at = numbers_at(Target, at, target_batch, target_row, target_head, C)
@@ -120,6 +122,6 @@ def put_kernel(
     else:
         part = tl.load(numbers_at(Part, at, part_batch, part_row, part_head, C), mask=inside)
     if C.FLAG:
-        part = tl.load(target_at, mask=inside).to(tl.float32) + part.to(tl.float32)
+        part = tl.load(target_at, mask=inside).to(float32) + part.to(float32)
         tl.debug_barrier()  # as above
     tl.store(target_at, part.to(Target.dtype.element_ty), mask=inside)

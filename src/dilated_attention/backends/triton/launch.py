@@ -44,49 +44,42 @@ def prepare(
     ``again``: results join those of earlier launches. ``fills``: rows without keys are written too (nests of one branch
     only).
     """
-    sizes, sees, programs = (config.rows, config.keys), "earlier", call.q_per_kv
-    if kernel == "dkdv":
-        sizes, sees, programs = sizes[::-1], "later", 1
-    widest, seen = max(call.heads * call.head_dim, *(each[1] for each in strides)), sees if call.is_causal else "all"
-    found = table(
-        Demand(nests, call.samples, call.cu_seqlens or (0, call.total), programs, *sizes, seen, widest, call.device)
-    )
-    aligned = [call.head_dim, *(stride for each in strides for stride in each[:3])]
+    dim, of_keys = call.head_dim, kernel == "dkdv"  # whose programs have tiles of keys
+    own, other = (config.keys, config.rows) if of_keys else config[:2]
+    sees = ("later" if of_keys else "earlier") if call.is_causal else "all"
+    widest = max(call.heads * dim, *(each[1] for each in strides))
+    group, cu_seqlens = 1 if of_keys else call.q_per_kv, call.cu_seqlens or (0, call.total)
+    found = table(Demand(nests, call.samples, cu_seqlens, group, own, other, sees, widest, call.device))
+    aligned = [dim, *(stride for each in strides for stride in each[:3])]
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
-    shifts = call.dtype is torch.bfloat16 and not (call.has_padding or call.drops)
-    flags: dict[str, dict[str, bool]] = {
-        "forward": {"ZEROS": call.adds_zeros, "SHIFTED": shifts},
-        "dq": {"HAS_DLSE": has_dlse},
-        "dkdv": {"GROUPED": call.q_per_kv > 1},
-    }
+    shifted = call.dtype is torch.bfloat16 and not (call.has_padding or call.drops)
     constants = Constants(
-        found.parts, call.head_dim, *_columns(call.head_dim), *config[:2], call.is_causal, call.has_padding, call.drops,
+        found.parts, dim, *_columns(dim), *config[:2], call.is_causal, call.has_padding, call.drops,
         found.single, 1 + found.edges, found.ragged and found.edges,  # only masked tiles look at it
         "ieee" if call.dtype is FLOAT and not call.tf32 else "tf32",
-        all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, fills, **flags[kernel],
+        all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, fills,
+        call.adds_zeros, shifted, has_dlse and kernel == "dq", call.q_per_kv > 1,
     )  # fmt: skip
-    dtypes = {"out": out_dtype, "lse": FLOAT, "stats": FLOAT}  # the others have that of the inputs:
-    if has_dlse:  # q stands in for what is not there
-        dtypes["dlse"] = FLOAT
-    if call.drops:
-        dtypes["seed"] = torch.int64
-    if call.has_padding:
-        dtypes |= {"padding": torch.bool, "ends": torch.int64 if call.adds_zeros else call.dtype}
+    q = call.dtype  # stands in for what is not there
+    dtypes = {
+        "out": out_dtype, "lse": FLOAT, "stats": FLOAT, "dlse": FLOAT if has_dlse else q,
+        "seed": torch.int64 if call.drops else q, "padding": torch.bool if call.has_padding else q,
+        "ends": torch.int64 if call.has_padding and call.adds_zeros else q,
+    }  # fmt: skip
     function, names = KERNELS[kernel]
+    given = tuple(dtypes.get(name, q) for name in names.split())
     options = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers:
         options["maxnreg"] = config.registers
-    given = tuple(dtypes.get(name, call.dtype) for name in names.split())
     return Launch(function, call.device, found.programs, (*strides, *_numbers(call)), constants, options, given, found)
 
 
-def _columns(head_dim: int) -> tuple[int, int]:
-    """The columns of the two parts that kernels have a row in: powers of two, from 16 on; the second may be 0."""
-    first = max(1 << head_dim.bit_length() - 1, 16)
-    if head_dim <= first:
-        return first, 0
-    second = max(1 << (head_dim - first - 1).bit_length(), 16)
-    return (first, second) if second < first else (2 * first, 0)
+def _columns(head_dim: int) -> tuple[int, int, int]:
+    """The columns of a row in one part, a power of two from 16 on; and of both parts that kernels have it in: the
+    second may be 0."""
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    second = max(16, 1 << (head_dim - whole // 2 - 1).bit_length())
+    return (whole, whole // 2, second) if second < whole // 2 else (whole, whole, 0)
 
 
 def _numbers(call: Call) -> tuple[float, ...]:
@@ -105,16 +98,11 @@ class Launch:
 
     def __init__(
         self, kernel: Any, device: torch.device, programs: int, numbers: tuple[Any, ...], constants: Any,
-        options: dict[str, int], dtypes: tuple[torch.dtype, ...] = (), found: Table | None = None,
+        options: dict[str, Any], dtypes: tuple[torch.dtype, ...] = (), found: Table | None = None,
     ) -> None:  # fmt: skip
         """``numbers``: tuples of strides, and plain ones. ``dtypes``: of the tensors."""
-        self.kernel, self.device, self.dtypes, self.grid, self.options = (
-            kernel,
-            device,
-            dtypes,
-            (programs, 1, 1),
-            options,
-        )
+        self.kernel, self.device, self.dtypes, self.options = kernel, device, dtypes, options
+        self.grid = (programs, 1, 1)
         self.on_device = device.type == "cuda"  # asked once, as torch makes a string of it
         self.found = found  # for as long as this is kept, so that others like it share it
         self.table = () if found is None else (found.sections, found.tiles, found.runs)
@@ -137,7 +125,7 @@ class Launch:
                 self(*tensors)
             return
         if self.on_device and torch.cuda.is_current_stream_capturing():
-            CACHE.pin(self)
+            CACHE.pinned.add(self)
         pointers = [x.data_ptr() for x in tensors]
         bits = functools.reduce(operator.or_, pointers)
         if not self.on_device or bits & 15:  # Triton compiles for aligned tensors apart

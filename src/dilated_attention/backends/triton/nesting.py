@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections import Counter
 
 import torch
 
-from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested
+from dilated_attention.backends.triton.tiling import Nest, Nests, are_nested, rows_of
 from dilated_attention.call import Call
 from dilated_attention.pattern import DilatedPattern
 
@@ -23,13 +23,12 @@ TILE = 64  # rows of the tiles that work is counted in
 def launches(call: Call) -> tuple[Nests, ...]:
     """What each launch of a call has to do, in their order: later launches take in what earlier ones found."""
     nests: list[Nest] = []
-    pattern = call.pattern
-    for group in groups(pattern, call.is_causal, call.drops):  # dropout draws for each branch anew
+    for group in groups(call.pattern, call.is_causal, call.drops):  # dropout draws for each branch anew
         placed = call.placed(group[-1])  # a nested branch's offset is that of the last, modulo its rate
         if placed:
-            widths, rates = _numbers(pattern, group)
-            nests.append(Nest(group[0], widths, rates, placed[0][0], tuple(offset for _, offset in placed)))
-    if pattern.head_rule.splits_heads:  # different heads: all at once
+            heads, offsets = zip(*placed, strict=True)
+            nests.append(Nest(group[0], *_numbers(call.pattern, group), heads[0], offsets))
+    if call.pattern.head_rule.splits_heads:  # different heads: all at once
         return (tuple(nests),)
     return tuple((nest,) for nest in nests)
 
@@ -52,44 +51,37 @@ def groups(pattern: DilatedPattern, is_causal: bool, alone: bool) -> tuple[tuple
 
     ``alone``: every branch needs a table of its own.
     """
-    order = sorted(range(len(pattern.branches)), key=lambda i: (pattern.dilation_rates[i], pattern.segment_lengths[i]))
-    found: list[list[int]] = []
-    for branch in order:
+    found: list[tuple[int, ...]] = []
+    for branch in sorted(range(len(pattern.branches)), key=lambda i: pattern.branches[i][::-1]):
         if found and not alone and pattern.head_rule.nests and _joins(pattern, found[-1], branch, is_causal):
-            found[-1].append(branch)
+            found[-1] += (branch,)
         else:
-            found.append([branch])
-    return tuple(map(tuple, found))
+            found.append((branch,))
+    return tuple(found)
 
 
-def _numbers(pattern: DilatedPattern, group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _numbers(pattern: DilatedPattern, group: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The lengths of some branches, and their rates."""
     return tuple(pattern.segment_lengths[i] for i in group), tuple(pattern.dilation_rates[i] for i in group)
 
 
-def _joins(pattern: DilatedPattern, group: list[int], branch: int, is_causal: bool) -> bool:
-    widths, rates = _numbers(pattern, [*group, branch])
+def _joins(pattern: DilatedPattern, group: tuple[int, ...], branch: int, is_causal: bool) -> bool:
+    widths, rates = _numbers(pattern, (*group, branch))
     if not are_nested(widths, rates) or widths[-1] // widths[0] * rates[-1] > MOST_TILES:
         return False
     apart = _work(widths[:-1], rates[:-1], is_causal) * (widths[-1] // widths[-2])
-    apart += _work(widths[-1:], rates[-1:], is_causal)
-    return bool(_work(widths, rates, is_causal) <= apart)
+    return _work(widths, rates, is_causal) <= apart + _work(widths[-1:], rates[-1:], is_causal)
 
 
 def _work(widths: tuple[int, ...], rates: tuple[int, ...], is_causal: bool) -> float:
     """How many pairs of tiles a table of nested branches has, nearly: rows of one kind fill their tiles or not."""
-    kinds = [(level, after, after // rate - 1) for level, (rate, after) in enumerate(itertools.pairwise(rates))]
-    kinds.append((len(rates) - 1, rates[-1], 1))  # level, step and number, as of `tiling.rows_of`
-    seen = 0.5 if is_causal else 1.0
     total = 0.0
-    for level, step, number in kinds:
-        met = 0.0
-        for other_level, other_step, other_number in kinds:
-            inside = _tiles(widths[0], other_step)
-            met += other_number * ((inside + 1) / 2 if is_causal else inside)
-            for branch in range(1, min(level, other_level) + 1):
-                met += other_number * seen * _tiles(widths[branch] - widths[branch - 1], other_step)
-        total += number * _tiles(widths[0], step) * met
+    kinds = Counter((step, level) for _, step, level in rows_of(rates, 0)).items()
+    for ((step, level), number), ((other_step, other_level), others) in itertools.product(kinds, repeat=2):
+        shared = widths[: min(level, other_level) + 1]  # the segments in which both take part
+        met = _tiles(shared[0], other_step)
+        met += sum(_tiles(after - before, other_step) for before, after in itertools.pairwise(shared))
+        total += number * _tiles(widths[0], step) * others * ((met + 1) / 2 if is_causal else met)
     return total * (widths[-1] // widths[0])
 
 

@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, float32
 
 
 @triton.jit
-def load_columns(rows, valid, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
+def load_columns(rows, valid, FIRST: constexpr, COUNT: constexpr, C: constexpr, MASKED: constexpr):
     """(R, COUNT), from the column FIRST on."""
     columns = FIRST + tl.arange(0, COUNT)
     pointers = rows[:, None] + columns[None, :]
     if MASKED:
-        inside = valid[:, None] & (columns < D)[None, :] if FIRST + COUNT > D else valid[:, None]
-        x = tl.load(pointers, mask=inside, other=0.0)
-    elif FIRST + COUNT > D:
-        x = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+        inside = valid[:, None] & (columns < C.D)[None, :] if FIRST + COUNT > C.D else valid[:, None]
+        return tl.load(pointers, mask=inside, other=0.0)
+    elif FIRST + COUNT > C.D:
+        return tl.load(pointers, mask=(columns < C.D)[None, :], other=0.0)
     else:
-        x = tl.load(pointers)
-    return x
+        return tl.load(pointers)
 
 
 @triton.jit
-def load_rows(base, steps, stride, valid, C: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(base, steps, stride, valid, C: constexpr, MASKED: constexpr):
     """The rows at ``base``, in parts; rows that are not valid, and columns beyond D, are 0.
 
     C.ALIGNED: Triton knows so by itself only where 16 divides all strides: with a head dim of 24 it would load number
@@ -37,49 +37,49 @@ def load_rows(base, steps, stride, valid, C: tl.constexpr, MASKED: tl.constexpr)
     rows = base + steps * stride
     if C.ALIGNED:
         rows = tl.multiple_of(rows, 16)
-    first = load_columns(rows, valid, 0, C.BD, C.D, MASKED)
+    first = load_columns(rows, valid, 0, C.BD, C, MASKED)
     if C.BE == 0:
         return (first,)
     else:
-        return first, load_columns(rows, valid, C.BD, C.BE, C.D, MASKED)
+        return first, load_columns(rows, valid, C.BD, C.BE, C, MASKED)
 
 
 @triton.jit
-def store_columns(rows, valid, x, FIRST: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr):
+def store_columns(rows, valid, x, FIRST: constexpr, C: constexpr, ADD: constexpr):
     columns = FIRST + tl.arange(0, x.shape[1])
-    inside = valid[:, None] & (columns < D)[None, :]
+    inside = valid[:, None] & (columns < C.D)[None, :]
     pointers = rows[:, None] + columns[None, :]
     if ADD:
-        x += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(pointers, mask=inside, other=0.0).to(float32)
     tl.store(pointers, x.to(rows.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def store_rows(base, steps, stride, valid, x, D: tl.constexpr, ADD: tl.constexpr):
+def store_rows(base, steps, stride, valid, x, C: constexpr, ADD: constexpr):
     """Write parts to the rows at ``base``, or add them to what is there."""
     rows = base + steps * stride
-    store_columns(rows, valid, x[0], 0, D, ADD)
-    if len(x) == 2:
-        store_columns(rows, valid, x[1], x[0].shape[1], D, ADD)
+    store_columns(rows, valid, x[0], 0, C, ADD)
+    if C.BE:
+        store_columns(rows, valid, x[1], C.BD, C, ADD)
 
 
 @triton.jit
-def zeros(R: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+def zeros(R: constexpr, BD: constexpr, BE: constexpr):
     """(R, D) of zeros, in parts."""
-    first = tl.zeros((R, BD), tl.float32)
+    first = tl.zeros((R, BD), float32)
     if BE == 0:
         return (first,)
     else:
-        return first, tl.zeros((R, BE), tl.float32)
+        return first, tl.zeros((R, BE), float32)
 
 
 @triton.jit
 def scaled(x, factor):
     """The rows of x in float32, times factor: one for all or (R, 1)."""
     if len(x) == 1:
-        return (x[0].to(tl.float32) * factor,)
+        return (x[0].to(float32) * factor,)
     else:
-        return x[0].to(tl.float32) * factor, x[1].to(tl.float32) * factor
+        return x[0].to(float32) * factor, x[1].to(float32) * factor
 
 
 @triton.jit
@@ -103,14 +103,14 @@ def not_finite(x):
 @triton.jit
 def row_products(x, y):
     """(R,): the product of each row of x with that of y, in float32."""
-    found = tl.sum(x[0].to(tl.float32) * y[0].to(tl.float32), 1)
+    found = tl.sum(x[0].to(float32) * y[0].to(float32), 1)
     if len(x) == 2:
-        found += tl.sum(x[1].to(tl.float32) * y[1].to(tl.float32), 1)
+        found += tl.sum(x[1].to(float32) * y[1].to(float32), 1)
     return found
 
 
 @triton.jit
-def products(x, y, C: tl.constexpr):
+def products(x, y, C: constexpr):
     """(R, C): all rows of x times all rows of y."""
     found = tl.dot(x[0], tl.trans(y[0]), input_precision=C.PRECISION)
     if len(x) == 2:
@@ -119,7 +119,7 @@ def products(x, y, C: tl.constexpr):
 
 
 @triton.jit
-def add_sums(acc, weights, x, C: tl.constexpr):
+def add_sums(acc, weights, x, C: constexpr):
     """acc plus, for each of its rows, the rows of x summed by weights (R, C)."""
     weights = weights.to(x[0].dtype)
     first = tl.dot(weights, x[0], acc[0], input_precision=C.PRECISION)

@@ -7,6 +7,7 @@ none); ``own`` rows of a program, which meets tiles of ``other`` rows; cu_seqlen
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,8 +81,7 @@ def make_table(demand: Demand) -> Table:
 
 def _made_beside(demand: Demand) -> Table:
     """On the stream of tables."""
-    stream = stream_of_tables(demand.device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream := stream_of_tables(demand.device)):
         found = _made(demand)
     stream.synchronize()
     return found
@@ -100,7 +100,7 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
 
 
 def _made(demand: Demand) -> Table:
-    nests, samples, cu_seqlens, group, own, other, _, widest_stride, device = demand
+    nests, cu_seqlens = demand.nests, demand.cu_seqlens
     rows: list[Array] = []
     variants: list[int] = []
     parts: list[Tiling] = []
@@ -109,7 +109,7 @@ def _made(demand: Demand) -> Table:
         offsets = tuple(sorted(set(nest.offsets)))
         stretches, lengths, which = _stretches(nest.widths[-1], cu_seqlens)
         tile, tiles, apart = _placed(parts, nest, offsets, lengths, demand)[:, which]
-        many = samples * len(nest.offsets) * group * stretches[2] * tiles
+        many = demand.samples * len(nest.offsets) * demand.group * stretches[2] * tiles
         firsts = programs + many.cumsum() - many
         about = (nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0])
         found = Section._make((firsts, *stretches, *about))
@@ -117,39 +117,36 @@ def _made(demand: Demand) -> Table:
         if len(many) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
             rows.append(stacked(found._replace(program=NEVER, periods=1, tiles=1), firsts))
         programs += int(many.sum())
-        variants += [offsets.index(offset) for offset in nest.offsets]
+        variants += map(offsets.index, nest.offsets)
     sections = np.concatenate(rows)
     # 32 bits are enough unless an offset inside a tile or a position needs more
-    steps = max(nest.rates[-1] for nest in nests) * max(own, other) * widest_stride
-    wide = max(steps, cu_seqlens[-1], programs, sections.max()) >= 2**31
+    steps = max(nest.rates[-1] for nest in nests) * max(demand.own, demand.other) * demand.widest_stride
+    dtype = torch.int64 if max(steps, cu_seqlens[-1], programs, sections.max()) >= 2**31 else torch.int32
     count, most = len(sections), max(len(nest.widths) for nest in nests)
-    is_packed = len(cu_seqlens) > 2
     numbers: list[Any] = [sections.ravel(), variants]
-    if is_packed:  # how many sections, with and without filling, and the first program of each, in steps of LANES
+    if (
+        len(cu_seqlens) > 2
+    ):  # packed: how many sections, with and without filling, and the first program of each, in LANES
         filling = -count % LANES
         numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
-    data = _joined(np.concatenate(numbers), parts, most, torch.int64 if wide else torch.int32, device)
+    data = _joined(np.concatenate(numbers), parts, most, dtype, demand.device)
     edges, ragged = any(part.edges for part in parts), any(part.ragged for part in parts)
-    return Table(data[0], data[1], data[2], 0 if is_packed else count, programs, most == 1, edges, ragged)
+    return Table(data[0], data[1], data[2], 0 if len(cu_seqlens) > 2 else count, programs, most == 1, edges, ragged)
 
 
-class Section(NamedTuple):
-    """Periods with the same tiles, in the order in which the kernels read the numbers: of some, an array each."""
-
-    program: Array  # the first
-    start: Array  # of the first period
-    length: Array  # of each
-    periods: Array
-    begin: Array  # of the sequence that they are in
-    end: Array
-    head: Array  # the first key/value head,
-    heads: Array  # and how many
-    tile: Array  # the first
-    tiles: Array  # of one head
-    apart: Array  # tiles from those of one offset to those of the next
-    variant: Array  # where it is written which offset each head has
-    branch: Array
-    width: Array  # of the first branch
+# Periods with the same tiles, in the order in which the kernels read the numbers: of some, an array each.
+Section = namedtuple(
+    "Section",
+    (
+        "program", "start", "length", "periods",  # the first program; the first period's start, their length, number
+        "begin", "end",  # of the sequence that they are in
+        "head", "heads",  # the first key/value head, and how many
+        "tile", "tiles",  # the first, and those of one head
+        "apart",  # tiles from those of one offset to those of the next
+        "variant",  # where it is written which offset each head has
+        "branch", "width",  # the first
+    ),
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)  # other kernels of the call ask again
@@ -186,27 +183,25 @@ def _joined(
     sections: Array, parts: list[Tiling], most: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
     """All that kernels read: one tensor, cut into three, and moved at once if all was made by numpy."""
+    on_host = all(isinstance(part.runs, np.ndarray) for part in parts)
+    logs = np.log2(np.arange(1, most + 1)).astype(np.float32).view(np.int32)  # kernels take the bits of a float32
     sizes = [len(sections), 7 * sum(len(part.tiles) for part in parts), 5 * (2 + sum(len(part.runs) for part in parts))]
     padded = [size + -size % 4 for size in sizes]  # each aligned as Triton likes it
-    on_host = all(isinstance(part.runs, np.ndarray) for part in parts)
-    whole: Array = torch.zeros(sum(padded), dtype=dtype, device=CPU if on_host else device)
-    put: Callable[[Array], Array] = functools.partial(tensor_on, device)
-    if on_host:
-        whole, put = whole.numpy(), np.asarray
-    whole[: sizes[0]] = put(sections)
-    tiles = whole[padded[0] :][: sizes[1]].reshape(-1, 7)
-    runs = whole[padded[0] + padded[1] :][: sizes[2]].reshape(-1, 5)
+    whole = torch.zeros(sum(padded), dtype=dtype, device=CPU if on_host else device)
+    cut: Array = whole.numpy() if on_host else whole
+    put: Callable[[Array], Array] = np.asarray if on_host else functools.partial(tensor_on, device)
+    cut[: sizes[0]] = put(sections)
+    tiles = cut[padded[0] :][: sizes[1]].reshape(-1, 7)
+    runs = cut[padded[0] + padded[1] :][: sizes[2]].reshape(-1, 5)
     tile = run = 0
     for part in parts:
         here = slice(tile, tile := tile + len(part.tiles))
         tiles[here] = put(part.tiles)
-        if run:
-            tiles[here, 3::3] += run
+        tiles[here, 3::3] += run
         runs[run : (run := run + len(part.runs))] = put(part.runs)
     runs[run:] = put(np.array([0, 1, 0, 1, 1]))  # after the last run: read, not used
-    logs = np.log2(np.arange(1, most + 1)).astype(np.float32)
-    runs[:, 4] = put(logs.view(np.int32))[runs[:, 4] - 1]  # the kernels take the bits of a float32
-    return tensor_on(device, whole).split_with_sizes(padded)
+    runs[:, 4] = put(logs)[runs[:, 4] - 1]
+    return whole.to(device).split_with_sizes(padded)
 
 
 _period = functools.lru_cache(maxsize=64)(tiling)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,28 +30,6 @@ FEW = 1 << 19  # places: those of more are looked through on the device
 AT_ONCE = 1 << 24  # places, each of which takes some ten integers
 
 Array = Any  # of integers: numpy's or torch's
-
-
-class Run(NamedTuple):  # names the columns of `Tiling.runs`
-    """Tiles in a row, at positions base, base + step, ... up to stop; each of their pairs counts ``times``."""
-
-    base: int
-    step: int
-    stop: int
-    tiles: int
-    times: int
-
-
-class Tile(NamedTuple):  # names the columns of `Tiling.tiles`
-    """The rows of one program and the runs they meet: ``plain`` whole tiles, then ``edge`` tiles to be masked."""
-
-    base: int
-    step: int
-    stop: int
-    run: int  # index of the first run
-    plain: int
-    edge: int
-    edge_run: int
 
 
 class Nest(NamedTuple):
@@ -69,8 +48,12 @@ Nests = tuple[Nest, ...]  # of one launch: no two of them have a row in common
 class Tiling(NamedTuple):
     """The tables of some offsets; each has as many tiles, some of which may be empty."""
 
-    tiles: Array  # (O * T, 7), numbers of a `Tile`; run and edge_run count over all offsets
-    runs: Array  # (runs, 5), numbers of a `Run`
+    # (O * T, 7), the rows of one program and what they meet: base, step, stop; the index of the first run, the
+    # number of whole tiles, that of tiles to be masked, and the index of their first run. Both count over all offsets
+    tiles: Array
+    # (runs, 5), tiles in a row, at positions base, base + step, ... up to stop: base, step, stop, the number of tiles,
+    # and how often each of their pairs counts
+    runs: Array
     edges: bool  # whether some tile is masked
     ragged: bool  # whether some tile is not full
     counts: Array  # how many of the T tiles each period has, in their order
@@ -90,39 +73,34 @@ def rows_of(rates: tuple[int, ...], offset: int) -> list[tuple[int, int, int]]:
     return [*found, (offset % rates[-1], rates[-1], len(rates) - 1)]
 
 
-class PatternColumns(NamedTuple):
-    """What the pattern alone says of columns."""
+# What the pattern alone says of columns, all arrays.
+PatternColumns = namedtuple(
+    "PatternColumns",
+    (
+        "start",  # (C, O), of the rows in a region
+        "step", "level",  # (C,), of the rows: they are in the branches 0 to level
+        "times",  # (C, levels): how often a list of this level counts a row; 0 or less: never
+        "place",  # (P,), the column
+    ),
+)  # fmt: skip
 
-    start: Array  # (C, O), of the rows in a region
-    step: Array  # (C,)
-    level: Array  # (C,), of the rows: they are in the branches 0 to level
-    times: Array  # (C, levels): how often a list of this level counts a row; 0 or less: never
-    place: Array  # (P,), the column
-
-
-class Shape(NamedTuple):
-    """What the lengths say, the same for all offsets."""
-
-    first: Array  # (C, S), where a region begins: at a multiple of every step
-    last: Array  # (C, S), not included
-    segment: Array  # (L,), of a list: the rows of a level in a segment, or each tile its own where it does not see all
-    level: Array  # (L,)
-    base: Array  # (T,), less the start of its kind
-    stop: Array  # (T,)
-    kind: Array  # (T,)
-    mine: Array  # (T,), its list where it sees all
+# What the lengths say, the same for all offsets, all arrays.
+Shape = namedtuple(
+    "Shape",
+    (
+        "first", "last",  # (C, S), where a region begins: at a multiple of every step; and ends
+        # (L,), of a list: the rows of a level in a segment, or each tile its own where it does not see all
+        "segment", "level",
+        "base", "stop", "kind",  # (T,), the base less the start of its kind
+        "mine",  # (T,), its list where it sees all
+    ),
+)  # fmt: skip
 
 
 def tiling(
-    widths: tuple[int, ...],
-    rates: tuple[int, ...],
-    offsets: tuple[int, ...],
-    lengths: tuple[int, ...],
-    own: int,
-    other: int,
-    sees: str = "all",
-    device: torch.device = CPU,
-) -> Tiling:
+    widths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], own: int,
+    other: int, sees: str = "all", device: torch.device = CPU,
+) -> Tiling:  # fmt: skip
     """The tiles of periods of so many tokens: ``own`` rows in a program, which meets tiles of ``other`` rows.
 
     Positions count from each period's start. ``sees``: "all", "earlier" (queries, when causal) or "later" (keys, when

@@ -40,14 +40,15 @@ def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> tuple[Tensor, Tensor]:
     """The results, out maybe in float32."""
     q, k, v = _readable(*inputs[:3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not call.rows:
-        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return torch.empty_like(q), lse
     strides = q.stride(), k.stride(), v.stride()
-    prepared = CACHE.find((call.device, call, strides, False))
+    prepared = CACHE.kept.get((call.device, call, strides, False))
     if prepared is None:
         most = nesting.heads_at_once(call)
         if most < call.kv_heads:
-            return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), most)
+            return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), lse, most)
         prepared = _prepared(call, strides)
         together = prepared.launches
         trains = not is_part and any(x.requires_grad for x in inputs[:3])
@@ -59,27 +60,27 @@ def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> tuple[Tenso
         padding = inputs.padding.contiguous()
         ends = sample_ends(padding) if call.adds_zeros else None
     out = _empty_like(q, prepared.dtype)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if prepared.blank:
         out.zero_()
         lse.fill_(-torch.inf)
     # an optional tensor that is not there is never read: q stands in for it
     given = (q if padding is None else padding, q if ends is None else ends, q if inputs.seed is None else inputs.seed)
-    for one in prepared.launches:
-        one(q, k, v, out, lse, *given)
+    for kernel in prepared.launches:
+        kernel(q, k, v, out, lse, *given)
     return out, lse
 
 
-def _some_heads_at_a_time(call: Call, inputs: Inputs, most: int) -> tuple[Tensor, Tensor]:
+def _some_heads_at_a_time(call: Call, inputs: Inputs, lse: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The same call in parts, each of some of the heads. (A backward pass has no parts.)"""
-    out, lse = _empty_like(inputs.q, call.dtype), inputs.q.new_empty(inputs.q.shape[:3], dtype=torch.float32)
+    out, group = _empty_like(inputs.q, call.dtype), call.q_per_kv
     for first in range(0, call.kv_heads, most):
-        held = min(most, call.kv_heads - first)
-        kv, rows = slice(first, first + held), slice(first * call.q_per_kv, (first + held) * call.q_per_kv)
+        last = min(first + most, call.kv_heads)
+        kv, rows = slice(first, last), slice(first * group, last * group)
         some = inputs._replace(q=inputs.q[:, :, rows], k=inputs.k[:, :, kv], v=inputs.v[:, :, kv])
         part = call._replace(
-            heads=held * call.q_per_kv, kv_heads=held, first_head=call.first_head + first, total_heads=call.held.total
-        )
+            heads=(last - first) * group, kv_heads=last - first, first_head=call.first_head + first,
+            total_heads=call.held.total,
+        )  # fmt: skip
         _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, is_part=True))
     return out, lse
 
@@ -95,7 +96,7 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     if not call.rows:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     strides, has_dlse = tuple(x.stride() for x in (q, k, v, dout)), results.dlse is not None
-    prepared = CACHE.find((call.device, call, strides, has_dlse))
+    prepared = CACHE.kept.get((call.device, call, strides, has_dlse))
     if prepared is None:
         prepared = _prepared(call, strides, has_dlse)
         _compile(prepared.launches)
@@ -136,7 +137,7 @@ def _compile(launches: tuple[Launch, ...]) -> None:
     """Compile the kernels that are new, all at once: one after the other they would take twice as long."""
     if not launches[0].on_device or torch.cuda.is_current_stream_capturing():
         return
-    new = {one.kind: one for one in launches if one.kind not in CACHE.compiled}
+    new = {each.kind: each for each in launches if each.kind not in CACHE.compiled}
     if len(new) > 1:
         with ThreadPoolExecutor(len(new)) as pool:
             list(pool.map(Launch.compile, new.values()))
