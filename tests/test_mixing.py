@@ -50,14 +50,10 @@ def test_each_gradient_is_that_of_its_formula(constant: bool, backend: Any) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"is_causal": True},
-        {"cu_seqlens": [0, 7, 45]},
+        {}, {"is_causal": True}, {"cu_seqlens": [0, 7, 45]}, {"backend": "eager"}, {"query_offset": 42},
         {"key_padding_mask": torch.arange(45) >= torch.tensor([[30], [45]])},
-        {"backend": "eager"},
-        {"query_offset": 42},
     ],
-)
+)  # fmt: skip
 def test_with_every_option(options: dict[str, Any], dtype: torch.dtype) -> None:
     q, k, v = make_qkv(1 if "cu_seqlens" in options else 2, 45, 4, 8, kv_heads=2, dtype=dtype)
     testing.check((q[:, options.get("query_offset", 0) :], k, v), DETACHED, **options)

@@ -1,4 +1,5 @@
-"""Our kernels on a GPU, where the table of cases leaves something out: every tile, length, weights, races, what runs.
+"""Our kernels on a GPU, where the table of cases leaves something out: every tile, length, weights, races, what runs,
+long caches, and the fused merge (whose cases of every shape are in triton_kernels/fuse_cases.py).
 
 Nearly all the time goes into compiling, on one core: `run_gpu.py` runs several processes at once.
 With TRITON_INTERPRET=1 the device is the CPU: ``-k "fp32 or fp16"`` tries the logic of small cases there.
@@ -7,7 +8,9 @@ With TRITON_INTERPRET=1 the device is the CPU: ``-k "fp32 or fp16"`` tries the l
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention import DilatedPattern, dilated_attention, explain, merge, reference, testing
 from dilated_attention.backends import run
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton import dispatch
@@ -30,6 +33,7 @@ from tests.on_gpu import (
     DTYPES,
     attend,
     bits,
+    captured,
     free_memory,  # noqa: F401
     gradients,
     hold,
@@ -37,12 +41,17 @@ from tests.on_gpu import (
     make_mask,
     make_qkv,
     needs,
+    normal,
     poisoned,
+    same_bits,
+    without_waiting,
 )
+
+longnet, torchscale, head_groups = DilatedPattern.longnet, DilatedPattern.torchscale, DilatedPattern.head_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("always_nested")]
 pytest.importorskip("triton")
-
+from dilated_attention.backends.triton import fuse  # noqa: E402 -- which needs triton
 
 # --- every tile that can be picked ------------------------------------------------------------------------------
 
@@ -50,96 +59,79 @@ pytest.importorskip("triton")
 class Tiles(NamedTuple):
     """What the three kernels are compiled with for one kind of call, and where: only there were they measured."""
 
-    name: str
+    id: str
     dtype: str
     head_dim: int
     is_causal: bool
-    nested: bool
+    form: str
     configs: tuple[TileConfig, ...]  # in the order of dispatch.KERNELS
-    capability: str | None = None
+    capability: str = ""
     masked: bool = False
-    kind: str = ""
-
-    @property
-    def id(self) -> str:
-        flags = {"causal": self.is_causal, "nested": self.nested, "masked": self.masked, self.kind: True}
-        return "-".join([self.name, self.dtype, f"d{self.head_dim}", *(w for w, is_on in flags.items() if w and is_on)])
 
 
-def measured_key(kernel: str, size: int, is_causal: bool, nested: bool, kind: str) -> str:
-    flags = {" causal": is_causal, " nested": nested, f" {kind}": bool(kind)}
-    return f"{kernel} {size}" + "".join(word for word, is_on in flags.items() if is_on)
-
-
-KINDS = ("", "short", "dense", "apart")
+FORMS = [("", False), ("", True), ("nested", False), ("nested", True), ("dense", False), ("apart", False)]  # short?
 
 
 def make_tiles() -> list[Tiles]:
     found = []
-    for flags in itertools.product((False, True), (False, True)):
-        for size, dtype in itertools.product(dispatch.SMALL, ("bf16", "fp16")):
-            defaults = tuple(dispatch.DEFAULTS[kernel, size] for kernel in dispatch.KERNELS)
-            found.append(Tiles("defaults", dtype, size, *flags, defaults))
-        for size, config in dispatch.SMALL.items():
-            found.append(Tiles("small", "fp16", size, *flags, (config,) * 3))
-        for size, config in dispatch.WITHOUT_TENSOR_CORES.items():
-            found.append(Tiles("without_tensor_cores", "fp32", size, *flags, (config,) * 3))
-        for capability, size, kind in itertools.product(dispatch.measured(), dispatch.SMALL, KINDS):
-            tiles = dispatch.measured()[capability]["tiles"]
-            keys = {
-                kernel: [measured_key(kernel, size, *flags, given) for given in (kind, "")]
-                for kernel in dispatch.KERNELS
-            }
-            if any(first in tiles for first, _ in keys.values()):
-                chosen = tuple(
-                    TileConfig(*tiles.get(first, tiles.get(second, dispatch.DEFAULTS[kernel, size])))
-                    for kernel, (first, second) in keys.items()
-                )
-                name = f"measured_on_{capability}"
-                for dtype, masked in (("bf16", False), ("fp16", False), ("bf16", True)):
-                    found.append(Tiles(name, dtype, size, *flags, chosen, capability, masked, kind))
+
+    def add(name: str, dtype: str, about: tuple[int, bool, str], *rest: Any) -> None:
+        found.append(Tiles("-".join(map(str, (name, dtype, *about, *rest[2:]))), dtype, *about, *rest))
+
+    for about in itertools.product(dispatch.SMALL, (False, True), ("", "nested")):
+        for dtype in ("bf16", "fp16"):
+            add("defaults", dtype, about, tuple(dispatch.DEFAULTS[kernel, about[0]] for kernel in dispatch.KERNELS))
+        add("small", "fp16", about, (dispatch.SMALL[about[0]],) * 3)
+        add("without_tensor_cores", "fp32", about, (dispatch.WITHOUT_TENSOR_CORES[about[0]],) * 3)
+    for (capability, measured), size, is_causal, (form, short) in itertools.product(
+        dispatch.measured().items(), dispatch.SMALL, (False, True), FORMS
+    ):
+        own, other = (
+            [measured["tiles"].get(dispatch.key(kernel, size, is_causal, *kind)) for kernel in dispatch.KERNELS]
+            for kind in ((form, short), (form if form == "nested" else "", False))
+        )
+        if any(own):
+            defaults = [dispatch.DEFAULTS[kernel, size] for kernel in dispatch.KERNELS]
+            chosen = tuple(TileConfig(*(x or y or z)) for x, y, z in zip(own, other, defaults, strict=True))
+            for dtype, masked in (("bf16", False), ("fp16", False), ("bf16", True)):
+                add(f"measured{' short' * short}", dtype, (size, is_causal, form), chosen, capability, masked)
     return found
 
 
 @pytest.mark.parametrize("tiles", make_tiles(), ids=lambda tiles: tiles.id)
 def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tiles are compiled wrongly on some devices: none is picked that was not seen to be right."""
-    if tiles.capability is not None and tiles.capability != dispatch.device_class(torch.device(DEVICE)):
+    if tiles.capability not in ("", dispatch.device_class(torch.device(DEVICE))):
         pytest.skip(f"measured on {tiles.capability}")
-
-    def picked(kernel: str, *_: Any) -> TileConfig:
-        return tiles.configs[dispatch.KERNELS.index(kernel)]
-
-    monkeypatch.setattr("dilated_attention.backends.triton.dispatch.config", picked)
-    pattern, heads, dropout_p = DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0
-    if not tiles.nested:  # several sections in one launch
-        pattern, heads, dropout_p = DilatedPattern.head_groups([512, 1024], [1, 2]), (4, 2), 0.2 * tiles.masked
-    if tiles.kind == "dense":
-        pattern = DilatedPattern.head_groups([512], [1])
-    if tiles.kind == "apart":  # a launch for each branch
-        pattern = DilatedPattern.torchscale([512, 2048], [1, 3])
-    chosen = Call(pattern, tiles.is_causal, dropout_p=dropout_p, backend="triton")
+    monkeypatch.setattr(dispatch, "config", lambda kernel, *_: tiles.configs[dispatch.KERNELS.index(kernel)])
+    pattern, heads, dropout_p = {
+        "nested": (longnet([512, 1024, 2048], [1, 2, 4]), (2, 2), 0.0),
+        "dense": (head_groups([512], [1]), (4, 2), 0.2),
+        "apart": (torchscale([512, 2048], [1, 3]), (4, 2), 0.2),  # a launch for each branch
+        "": (head_groups([512, 1024], [1, 2]), (4, 2), 0.2),  # several sections in one launch
+    }[tiles.form]
+    chosen = Call(pattern, tiles.is_causal, dropout_p=dropout_p * tiles.masked, backend="triton")
     for tokens in (2048, 2048 + 300) if tiles.capability else (2048 + 300,):  # all tiles full, and not
         qkv = make_qkv(1, tokens, heads[0], tiles.head_dim, kv_heads=heads[1], dtype=DTYPES[tiles.dtype])
         dout, dlse = gradients(qkv[0])
         mask = make_mask(1, tokens) if tiles.masked else None
-        seed = torch.tensor(2**40 + 7, device=DEVICE) if dropout_p else None
+        seed = torch.tensor(2**40 + 7, device=DEVICE) if chosen.drops else None
         with poisoned():
             call, inputs = chosen.of(qkv[0], qkv[1], mask, 0), Inputs(*qkv, mask, seed)
             out, lse = run.forward(call, inputs)
             got = Results(out, lse, *run.backward(call, inputs, out, lse, dout, dlse))
-        exact = {"is_causal": tiles.is_causal, "key_padding_mask": mask, "dropout_p": dropout_p, "seed": seed}
+        exact = {"is_causal": tiles.is_causal, "key_padding_mask": mask, "dropout_p": chosen.dropout_p, "seed": seed}
         hold(got, qkv, pattern, dout, dlse, **exact)
 
 
 # --- length -----------------------------------------------------------------------------------------------------
 
-LONG: dict[str, Any] = {
-    "nested": (DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), (4, 4), 64),
-    "not nested": (DilatedPattern.longnet([1024, 2048], [2, 3]), (4, 2), 64),
-    "head groups": (DilatedPattern.head_groups([256, 512, 2048], [1, 2, 4]), (6, 3), 128),
-    "torchscale": (DilatedPattern.torchscale([1024, 2048], [1, 3]), (4, 4), 64),
-    "long segments": (DilatedPattern.longnet([1024, 2048, 8192], [1, 2, 8]), (2, 2), 64),
+LONG = {
+    "nested": (longnet([512, 1024, 2048], [1, 2, 4]), (4, 4), 64),
+    "not nested": (longnet([1024, 2048], [2, 3]), (4, 2), 64),
+    "head groups": (head_groups([256, 512, 2048], [1, 2, 4]), (6, 3), 128),
+    "torchscale": (torchscale([1024, 2048], [1, 3]), (4, 4), 64),
+    "long segments": (longnet([1024, 2048, 8192], [1, 2, 8]), (2, 2), 64),
 }
 
 
@@ -158,19 +150,16 @@ def test_many_periods(name: str, is_causal: bool) -> None:
 @pytest.mark.large
 def test_workspace() -> None:
     """Beyond what a call returns it needs little more than the rows' statistics."""
-    pattern = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-    qkv = make_qkv(1, 262144, 12, 64, dtype=BF16)
-    leaves = [x.requires_grad_() for x in qkv]
-    dout, _ = gradients(qkv[0])
-    attention, device = attend(pattern), torch.device(DEVICE)
+    leaves = [x.requires_grad_() for x in make_qkv(1, 262144, 12, 64, dtype=BF16)]
+    attention, device = attend(PATTERN), torch.device(DEVICE)
     with torch.no_grad():
-        forward = probes.peak_bytes(lambda: attention(*qkv), device)
+        forward = probes.peak_bytes(lambda: attention(*leaves), device)
     out, lse = attention(*leaves)
+    dout, _ = gradients(out)
     backward = probes.peak_bytes(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device)
-    assert forward is not None
-    assert backward is not None
-    assert forward - out.nbytes - lse.nbytes <= 0.25 * out.nbytes
-    assert backward - sum(x.nbytes for x in qkv) <= 0.25 * sum(x.nbytes for x in qkv)
+    for peak, results in ((forward, [out, lse]), (backward, leaves)):
+        assert peak is not None
+        assert peak - sum(x.nbytes for x in results) <= 0.25 * sum(x.nbytes for x in results if x is not lse)
 
 
 # --- weights relative to the row's own key ----------------------------------------------------------------------
@@ -200,7 +189,7 @@ def test_scores_far_above_the_own_one(scores: str | float, is_causal: bool, widt
     """Keys that look away from their own query: the weights relative to it overflow, for some or for all tiles."""
     q, k, v = make_qkv(1, 700, 3, 64, dtype=BF16)
     k = 3 * k if isinstance(scores, str) else -scores * q
-    hold_forward((q, k, v), DilatedPattern.longnet(widths, [1, 2][: len(widths)]), is_causal)
+    hold_forward((q, k, v), longnet(widths, [1, 2][: len(widths)]), is_causal)
 
 
 @pytest.mark.parametrize("size", [1e8, 1e20, 1e30])
@@ -208,7 +197,7 @@ def test_large_values(size: float) -> None:
     """Sums of large values with weights far above 1 must not overflow where their mean does not."""
     q, _, v = make_qkv(1, 300, 2, 64, dtype=BF16)
     for factor in (0.5, 2.0, 4.0):
-        hold_forward((q, -factor * q, v * size), DilatedPattern.longnet([300], [1]), False)
+        hold_forward((q, -factor * q, v * size), longnet([300], [1]), False)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -217,7 +206,7 @@ def test_large_values(size: float) -> None:
 def test_bad_numbers_reach_only_the_rows_that_see_them(which: str, bad: float, is_causal: bool) -> None:
     q, k, v = make_qkv(1, 700, 2, 64, dtype=BF16)
     (q if which == "query" else k)[0, 300, 1, 5] = bad
-    pattern = DilatedPattern.longnet([128, 256], [1, 2])
+    pattern = longnet([128, 256], [1, 2])
     out, _ = hold_forward((q, k, v), pattern, is_causal)
     assert out[:, :, 0].isfinite().all()
     assert out[0, :256].isfinite().all()
@@ -228,17 +217,17 @@ def test_bad_numbers_reach_only_the_rows_that_see_them(which: str, bad: float, i
 # --- the same bits again ----------------------------------------------------------------------------------------
 
 REPEATS = 250
-RACES: dict[str, Any] = {
-    "nested": (DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), 4096, (4, 4), 64, {}),
-    "nested causal": (DilatedPattern.longnet([512, 1024, 2048], [1, 2, 4]), 4099, (4, 4), 64, {"is_causal": True}),
-    "nested fp16": (DilatedPattern.longnet([256, 1024], [1, 4]), 2048, (8, 8), 128, {"dtype": torch.float16}),
-    "grouped": (DilatedPattern.longnet([512, 1024], [1, 2]), 3000, (8, 2), 64, {}),
-    "several launches": (DilatedPattern.longnet([512, 768, 2048], [1, 3, 4]), 4001, (4, 4), 64, {}),
-    "torchscale": (DilatedPattern.torchscale([512, 1448, 4096], [1, 2, 4]), 3001, (4, 4), 64, {"masked": True}),
-    "head groups": (DilatedPattern.head_groups([512, 1024, 2048], [1, 2, 4]), 4100, (6, 6), 128, {}),
-    "dropout": (DilatedPattern.longnet([512, 1024], [1, 2]), 2049, (4, 2), 64, {"dropout_p": 0.2}),
-    "fp32": (DilatedPattern.longnet([256, 512], [1, 2]), 1025, (4, 4), 64, {"dtype": torch.float32}),
-    "wide heads": (DilatedPattern.longnet([256, 512], [1, 2]), 1025, (4, 4), 256, {"is_causal": True}),
+RACES = {
+    "nested": (longnet([512, 1024, 2048], [1, 2, 4]), 4096, (4, 4), 64, {}),
+    "nested causal": (longnet([512, 1024, 2048], [1, 2, 4]), 4099, (4, 4), 64, {"is_causal": True}),
+    "nested fp16": (longnet([256, 1024], [1, 4]), 2048, (8, 8), 128, {"dtype": torch.float16}),
+    "grouped": (longnet([512, 1024], [1, 2]), 3000, (8, 2), 64, {}),
+    "several launches": (longnet([512, 768, 2048], [1, 3, 4]), 4001, (4, 4), 64, {}),
+    "torchscale": (torchscale([512, 1448, 4096], [1, 2, 4]), 3001, (4, 4), 64, {"masked": True}),
+    "head groups": (head_groups([512, 1024, 2048], [1, 2, 4]), 4100, (6, 6), 128, {}),
+    "dropout": (longnet([512, 1024], [1, 2]), 2049, (4, 2), 64, {"dropout_p": 0.2}),
+    "fp32": (longnet([256, 512], [1, 2]), 1025, (4, 4), 64, {"dtype": torch.float32}),
+    "wide heads": (longnet([256, 512], [1, 2]), 1025, (4, 4), 256, {"is_causal": True}),
 }
 
 
@@ -280,7 +269,7 @@ def exact_float32() -> Iterator[None]:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
     """Both of torch's ways to ask for TF32 are followed; neither may make a call raise."""
-    pattern = DilatedPattern.longnet([64, 128], [1, 2])
+    pattern = longnet([64, 128], [1, 2])
     qkv = make_qkv(1, 300, 2, 64)
     dout, dlse = gradients(qkv[0])
     exact = testing.oracle(qkv, pattern, dout, dlse, is_causal=is_causal)
@@ -299,30 +288,138 @@ def test_float32_is_exact_unless_the_user_wants_speed(is_causal: bool) -> None:
     again = run()
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     for one, two in ((again, fast), (run(), before)):
-        assert all(torch.equal(x, y) for (_, x), (_, y) in zip(one.items(), two.items(), strict=True))
+        same_bits(*([x for _, x in found.items()] for found in (one, two)))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tokens", [2000, 65536 + 9])
-def test_what_explain_says_is_what_runs(head_dim: int, tokens: int) -> None:
-    for pattern in (DilatedPattern.longnet([512, 1024], [1, 2]), DilatedPattern.longnet([512], [1])):
-        qkv = [x.requires_grad_() for x in make_qkv(1, tokens, 4, head_dim, dtype=BF16)]
-        told = explain(*qkv, pattern)
-        out = dilated_attention(*qkv, pattern)
-        dout, _ = gradients(out)
+@pytest.mark.parametrize("rates", [[1, 2], [1]])
+def test_what_explain_says_is_what_runs(head_dim: int, tokens: int, rates: list[int]) -> None:
+    """One launch forward and two backward, and nothing else, where our kernels run."""
+    pattern = longnet([512, 1024][: len(rates)], rates)
+    qkv = [x.requires_grad_() for x in make_qkv(1, tokens, 4, head_dim, dtype=BF16)]
+    told, out = explain(*qkv, pattern), dilated_attention(*qkv, pattern)
+    dout, _ = gradients(out)
+    calls = {
+        "forward": lambda: dilated_attention(*qkv, pattern),
+        "dkdv": lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True),
+    }
+    calls["dkdv"]()
+    for (name, call), backend, launches in zip(calls.items(), (told.backend, told.backward), (1, 2), strict=True):
+        names = {name for name, _, _ in probes.kernel_times(call, torch.device(DEVICE))}
+        ours = any(kernel.startswith(f"{name}_kernel") for kernel in names)
+        assert ours == backend.startswith("triton"), names
+        assert len(names) == launches or not ours, names
 
-        def backward(out: Tensor = out, dout: Tensor = dout, leaves: list[Tensor] = qkv) -> None:
-            torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-        backward()
-        device = torch.device(DEVICE)
-        forwards = {
-            name for name, _, _ in probes.kernel_times(lambda q=qkv, p=pattern: dilated_attention(*q, p), device)
-        }
-        backwards = {name for name, _, _ in probes.kernel_times(backward, device)}
-        assert any(name.startswith("forward_kernel") for name in forwards) == (told.backend == "triton"), forwards
-        assert any(name.startswith("dkdv_kernel") for name in backwards) == told.backward.startswith("triton"), (
-            backwards
-        )
-        assert len(forwards) == 1 or told.backend != "triton", forwards  # one launch, and nothing else
-        assert len(backwards) == 2 or not told.backward.startswith("triton"), backwards
+# --- decoding ---------------------------------------------------------------------------------------------------
+
+TOKENS = 509
+PAPER = longnet([32, 64, 256], [1, 2, 4])
+PATTERN = longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+
+
+def positions(*values: int) -> Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, position: int) -> None:
+    """One query, head by head, in float64 from the pattern's own list of keys."""
+    tokens, heads, dim = k.shape[1:]
+    for head in range(heads):
+        keys = PATTERN.keys(position, head, num_tokens=tokens, num_heads=heads, is_causal=True)
+        index = torch.tensor(keys, device=q.device)
+        scores = k[0, index, head].double() @ q[0, 0, head].double() / math.sqrt(dim)
+        exact = torch.softmax(scores, 0) @ v[0, index, head].double()
+        assert (out[0, 0, head].double() - exact).norm() < 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("position", [0, 2047, 2048, 65535, 40000, 32768])
+def test_a_long_cache(position: int) -> None:
+    """The same bits every time."""
+    q, k, v = make_qkv(1, 65536, 12, 64, dtype=BF16)
+    outs = [dilated_attention(q[:, :1], k, v, PATTERN, is_causal=True, query_offset=position) for _ in range(10)]
+    check_rows(outs[0], q, k, v, position)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """More than 2**31 elements from the first row to the last that is read; nothing else is even set."""
+    tokens, heads, dim = 1 << 21, 16, 128
+    q = torch.randn(1, 1, heads, dim, device=DEVICE, dtype=BF16)
+    k, v = (torch.empty(1, tokens, heads, dim, device=DEVICE, dtype=BF16) for _ in range(2))
+    assert k.numel() > 2**31
+    for x in (k, v):
+        x[:, -32768:].normal_()
+    check_rows(dilated_attention(q, k, v, PATTERN, is_causal=True), q, k, v, tokens - 1)
+
+
+def test_the_host_never_waits() -> None:
+    q, k, v = make_qkv(2, TOKENS, 4, 64, dtype=BF16)
+    mask, at = make_mask(2, TOKENS), positions(17, 300)
+    for queries, pattern, given in (
+        (1, PAPER, {"is_causal": True}),
+        (100, PAPER, {"is_causal": True, "query_offset": at}),
+        (3, DilatedPattern.torchscale([32, 64], [1, 3]), {"query_offset": at, "key_padding_mask": mask}),
+    ):
+        without_waiting(functools.partial(dilated_attention, q[:, :queries], k, v, pattern, **given))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_captured_graph_follows_the_positions(masked: bool) -> None:
+    q, k, v = make_qkv(2, TOKENS, 4, 64, dtype=BF16)
+    q, at = q[:, :1].contiguous(), positions(5, 9)
+    given = {"is_causal": True, "key_padding_mask": make_mask(2, TOKENS) if masked else None, "return_lse": True}
+
+    def step() -> tuple[Tensor, Tensor]:
+        return dilated_attention(q, k, v, PAPER, query_offset=at, **given)
+
+    graph, (out, lse) = captured(step)
+    for first, second in ((5, 9), (31, 32), (508, 0), (256, 300)):
+        at.copy_(positions(first, second))
+        q.normal_()
+        graph.replay()
+        same_bits((out, lse), step())
+
+
+# --- the fused merge --------------------------------------------------------------------------------------------
+
+
+def test_many_fused_rows() -> None:
+    """As many programs as fill the device many times; the same bits again, whatever the threads do."""
+    out, lse = normal(3, 10_000, 12, 64)[:, 1::2, ::2], 3 * normal(3, 10_000, 12)[:, 1::2, ::2]
+    part, part_lse = normal(3, 6, 5000, 64, dtype=BF16).transpose(1, 2), 3 * normal(3, 5000, 6)
+    part_lse[:, ::7] = lse[:, ::5] = -torch.inf
+    exact, exact_lse = out.double(), lse.double()
+    exact[:, ::5] = 0
+    clean = part.double().masked_fill(part_lse.unsqueeze(-1) == -torch.inf, 0)
+    merge.merge_(exact, exact_lse, clean, part_lse.double())
+    some = exact_lse != -torch.inf
+    results = []
+    for _ in range(20):
+        got, got_lse = (torch.empty_strided(x.shape, x.stride(), device=DEVICE).copy_(x) for x in (out, lse))
+        fuse.merge_(got, got_lse, part, part_lse, first=False)
+        fuse.put_(got, part, add=True)
+        results.append((got[some], got_lse))
+    torch.testing.assert_close(results[0][0], (exact.float() + part.float())[some], rtol=2e-6, atol=4e-6)
+    torch.testing.assert_close(results[0][1].double(), exact_lse, rtol=1e-6, atol=2e-6)
+    assert all(torch.equal(x, y) for again in results[1:] for x, y in zip(again, results[0], strict=True))
+
+
+@pytest.mark.parametrize("rows", [3, 40_000])
+def test_fused_rows_far_apart(rows: int) -> None:
+    """Few rows far apart, where the offsets within a block pass 2^31, and many, where only those between blocks do."""
+    step = (5 * 2**29 // (rows - 1) // 64 + 1) * 64  # 5 GiB in all
+    storage = torch.zeros((rows - 1) * step + 64, dtype=BF16, device=DEVICE)
+    target = storage.as_strided((1, rows, 1, 64), (0, step, 64, 1))
+    lse = normal((rows - 1) * step // 64 + 1).as_strided((1, rows, 1), (0, step // 64, 1))
+    part = normal(1, rows, 1, 64, dtype=BF16)
+    fuse.put_(target, part, add=True)
+    assert torch.equal(target, part)
+    exact, exact_lse, part_lse = part.float(), lse.clone(), lse.flip(1)
+    merge.merge_(exact, exact_lse, part.flip(1).float(), part_lse)
+    fuse.merge_(target, lse, part.flip(1), part_lse, first=False)
+    torch.testing.assert_close(target.float(), exact, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-6, atol=1e-6)
+    target.zero_()
+    assert not storage.any()  # nothing was written anywhere else

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention.bench import run, runners, suites
+from dilated_attention.bench import runners, suites
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
 from dilated_attention.bench.pace import Progress, Quiet
@@ -28,7 +27,7 @@ def setting(tokens: int = 2048, **more: Any) -> Setting:
 
 def compared(which: list[Any], given: Setting) -> dict[str, Any]:
     ceilings = [{"dtype": given.dtype_name, "matmul_tflops": 700.0, "copy_gb_per_s": 4000.0}]
-    found: dict[str, Any] = {"checks": [], "measurements": [], "ceilings": ceilings}
+    found = {"checks": [], "measurements": [], "ceilings": ceilings}
     Comparison(found, Progress(Quiet()), 0.0, 1e9).run("suite", which, given)
     return found
 
@@ -73,20 +72,6 @@ def test_out_of_memory_is_caught() -> None:
     found = compared(named("head_groups, sdpa"), huge)
     assert {x["status"] for x in found["measurements"]} == {"out of memory"}
     assert compared(named("head_groups, sdpa"), setting())["measurements"][0]["status"] == "measured"
-
-
-@pytest.mark.parametrize(("border", "calls"), [(math.inf, "many"), (0.0, "one")])
-def test_short_and_long_calls_are_timed(border: float, calls: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a call takes on a busy device: it is short below any border, and long above 0."""
-    short, asked = run._short_calls, []
-    monkeypatch.setattr(run, "_short_calls", lambda call: asked.append(call) or short(call))
-    monkeypatch.setattr(run, "LONG_MS", border)
-    x = torch.randn(2048, 2048, device=CUDA)
-    measure = run.measure_of(lambda: x @ x, CUDA)
-    first, second = measure(), measure()
-    assert len(first) == 1  # how long it takes is not known yet
-    assert bool(asked) == (calls == "many")
-    assert min(*first, *second) > 0
 
 
 def test_the_suites_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

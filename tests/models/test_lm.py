@@ -153,12 +153,17 @@ def test_losses_of_no_tokens_in_place_and_under_autocast() -> None:
     assert error(losses, rounded) < 1e-5
 
 
-def test_losses_are_those_of_the_logits() -> None:
+def test_losses_are_those_of_the_logits_and_checkpointing_changes_nothing() -> None:
     model, tokens = small("sinks"), batch()
     labels = shifted(tokens)
     assert (labels[:, -1] == IGNORED).all()
     expected = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
-    assert error(model(tokens, labels), expected) < 1e-12
+    plain = model(tokens, labels)
+    assert error(plain, expected) < 1e-12
+    model.checkpointing = True
+    again = model(tokens, labels)
+    assert torch.equal(again, plain)
+    assert same(gradients(model, again.mean()), gradients(model, plain.mean()))
 
 
 @ALL

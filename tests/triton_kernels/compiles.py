@@ -1,0 +1,322 @@
+"""All kernels through Triton's compiler, for GPUs that need not be there: what the interpreter cannot show.
+
+Run by test_triton in a process of its own, as the driver that stands in for a GPU's is Triton's only one there.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from dilated_attention import DilatedPattern
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.triton import decode, dispatch, fuse, launch
+from dilated_attention.backends.triton.dispatch import TileConfig
+from dilated_attention.backends.triton.nesting import launches
+from dilated_attention.call import ON_DEVICE, Call
+
+assert os.environ.get("TRITON_INTERPRET") != "1"
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+SHARED = {75: 65_536, 80: 166_912, 86: 101_376, 90: 232_448}  # bytes of shared memory that a program can have
+
+
+class Driver:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """In the place of a kernel: takes its launches, and only compiles it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.made = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.made.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """By kernel, what Triton tells compiled kernels apart by, for each launch: nothing is compiled.
+
+    For a device of its own, as what was compiled before is not asked for.
+    """
+    found = collections.defaultdict(list)
+
+    def note(*, fn: Any, key: str, **_: Any) -> bool:
+        found[fn.name.rpartition(".")[2]].append(key)
+        return True
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    driver.set_active(Driver(89))
+    return found
+
+
+def assert_one_kernel(keys: list[str], launches: int) -> None:
+    """So many launches were of the same one."""
+    assert (len(keys), len(set(keys))) == (launches, 1)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+NESTED = DilatedPattern.longnet([2048, 8192], [1, 4])
+SINGLE = DilatedPattern.longnet([2048], [2])
+ZEROS = DilatedPattern.torchscale([2048], [2])
+
+
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, capability: int, kernel: str, dim: int, dtype: torch.dtype, config: TileConfig,
+    pattern: DilatedPattern = NESTED, *, is_causal: bool = False, masked: bool = False, drops: bool = False,
+    again: bool = False, tokens: int = 10_000, samples: int = 1,
+) -> Any:  # fmt: skip
+    """The kernel that such a call would launch; grouped heads, and a gradient of lse."""
+    driver.set_active(Driver(capability))
+    function, names = launch.KERNELS[kernel]
+    made = Compiled(function)
+    monkeypatch.setitem(launch.KERNELS, kernel, (made, names))
+    q, k = torch.empty(samples, tokens, 4, dim, dtype=dtype), torch.empty(samples, tokens, 2, dim, dtype=dtype)
+    padding = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
+    call = Call(pattern, is_causal, 0.1, 0.1 if drops else 0.0).of(q, k, padding, 0)
+    strides = tuple(x.stride() for x in (q, k, k, q)[: 3 if kernel == "forward" else 4])
+    (nests, *_), fills = launches(call), pattern.dilation_rates[0] > 1
+    prepared = launch.prepare(kernel, call, strides, nests, config, dtype, again, fills, kernel == "dq")
+    prepared(*(torch.empty(16, dtype=dtype) for dtype in prepared.dtypes))
+    monkeypatch.setitem(launch.KERNELS, kernel, (function, names))
+    (found,) = made.made
+    return found
+
+
+def check(capability: int, found: Any, *, tensor_cores: bool = True) -> None:
+    assert found.asm["cubin"]
+    assert found.metadata.shared <= SHARED[capability]
+    if tensor_cores:
+        assert "mma" in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", dispatch.KERNELS)
+def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """On the newer devices with the least shared memory."""
+    options = {"is_causal": kernel != "forward", "masked": True, "drops": True, "again": True}
+    check(86, compiled(monkeypatch, 86, kernel, 128, HALF, dispatch.DEFAULTS[kernel, 128], ZEROS, **options))
+
+
+def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, dispatch.SMALL[64], SINGLE), tensor_cores=False)
+
+
+def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(monkeypatch, 90, "dkdv", 64, BRAIN, TileConfig(32, 64, 4, 3, 128))
+    assert ".maxnreg 128" in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", dispatch.KERNELS)
+def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """A kernel for each kind of call, not for each length, batch or pattern: slides are of all lengths."""
+    asked, tile = asked_for(monkeypatch), dispatch.SMALL[64]
+    for tokens, samples, widths in (
+        (4001, 1, [1000, 2048]), (4096, 3, [1000, 2048]), (10_000, 2, [1024, 2048]), (12_345, 1, [512, 1024]),
+    ):  # fmt: skip
+        pattern, given = DilatedPattern.head_groups(widths, [1, 2]), {"tokens": tokens, "samples": samples}
+        compiled(monkeypatch, 89, kernel, 64, BRAIN, tile, pattern, is_causal=kernel == "dq", **given)
+    assert_one_kernel(asked[f"{kernel}_kernel"], 4)
+
+
+def test_own_tiles_that_are_not_full_need_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, tile = asked_for(monkeypatch), TileConfig(128, 64, 4, 3)
+    for width in (192, 256):  # 192 rows are a tile and a half of queries, and three whole ones of keys
+        pattern = DilatedPattern.longnet([width], [1])
+        compiled(monkeypatch, 89, "forward", 64, BRAIN, tile, pattern, tokens=768)
+    assert_one_kernel(asked["forward_kernel"], 2)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", dispatch.KERNELS)
+@pytest.mark.parametrize("dim", dispatch.SMALL)
+@pytest.mark.parametrize("capability", [75, 86])
+def test_defaults(monkeypatch: pytest.MonkeyPatch, capability: int, dim: int, kernel: str) -> None:
+    tile = dispatch.DEFAULTS[kernel, dim] if capability >= 80 else dispatch.SMALL[dim]
+    everything = {"masked": True, "drops": True, "again": True}
+    for options in ({"pattern": NESTED, "is_causal": True}, {"pattern": SINGLE, **everything}):
+        found = compiled(monkeypatch, capability, kernel, dim, HALF, tile, **options)
+        check(capability, found, tensor_cores=capability >= 80)
+    exact = compiled(
+        monkeypatch, capability, kernel, dim, FULL, dispatch.WITHOUT_TENSOR_CORES[dim], SINGLE, masked=True
+    )
+    if (capability, dim) != (75, 256):  # too large by a KiB, and refused
+        check(capability, exact, tensor_cores=False)
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+ODD = DilatedPattern.torchscale([1000, 5792, 2**48], [3, 12, 2**40])
+
+
+@pytest.fixture
+def decode_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    found = [Compiled(decode.decode_kernel), Compiled(decode.combine_kernel)]
+    monkeypatch.setattr(decode, "decode_kernel", found[0])
+    monkeypatch.setattr(decode, "combine_kernel", found[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    return found
+
+
+def launch_decode(
+    dtype: torch.dtype, pattern: DilatedPattern, queries: int, dim: int, *, kv_heads: int = 4, group: int = 1,
+    is_causal: bool = True, masked: bool = False, on_device: bool = False, samples: int = 1, tokens: int = 65536,
+    offset: int = 77,
+) -> None:  # fmt: skip
+    q = torch.empty(samples, queries, kv_heads * group, dim, dtype=dtype)
+    k, v = torch.empty(2, samples, tokens, kv_heads, dim, dtype=dtype).unbind(0)
+    mask = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
+    at = torch.zeros(samples, dtype=torch.int64) if on_device else None
+    call = Call(pattern, is_causal, 0.1).of(q, k, mask, ON_DEVICE if on_device else offset)
+    sizes = decode.configure(call._replace(device=torch.device("cuda")))
+    decode.forward(call, Inputs(q, k, v, mask, None, at), sizes)
+
+
+CASES = {
+    "grouped": {"dtype": HALF, "pattern": PAPER, "queries": 5, "dim": 80, "group": 4, "on_device": True},
+    "zeros": {"dtype": BRAIN, "pattern": ODD, "queries": 3, "dim": 64, "is_causal": False, "masked": True},
+    "widest": {"dtype": FULL, "pattern": PAPER, "queries": 64, "dim": 256, "tokens": 4096},
+    "wide": {"dtype": HALF, "pattern": PAPER, "queries": 64, "dim": 129, "tokens": 4096},
+    "one_launch": {"dtype": BRAIN, "pattern": ODD, "queries": 1, "dim": 16, "samples": 300, "tokens": 512},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param("grouped", 75, marks=pytest.mark.slow),
+        ("zeros", 80),
+        ("widest", 75),
+        pytest.param("widest", 86, marks=pytest.mark.slow),  # the least shared memory beside that
+        pytest.param("wide", 75, marks=pytest.mark.slow),
+        ("one_launch", 90),
+    ],
+)
+def test_decode_compiles(decode_kernels: list[Compiled], name: str, capability: int) -> None:
+    driver.set_active(Driver(capability))
+    launch_decode(**CASES[name])
+    made = [kernel for one in decode_kernels for kernel in one.made]
+    assert len(made) == (1 if name == "one_launch" else 2)
+    for kernel in made:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED[capability]
+
+
+@pytest.mark.usefixtures("decode_kernels")
+def test_a_step_further_is_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A growing cache and other positions compile nothing anew."""
+    asked = asked_for(monkeypatch)
+    for tokens, offset in ((4097, 77), (4096, 1), (2048, 16), (300, 0), (65536, 2**16 - 1)):
+        launch_decode(BRAIN, PAPER, 1, 64, tokens=tokens, offset=offset, masked=True)
+    for kernel in ("decode_kernel", "combine_kernel"):
+        assert_one_kernel(asked[kernel], 5)
+
+
+# --- the fused merge --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fuse_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
+    found = {"merge": Compiled(fuse.merge_kernel), "put": Compiled(fuse.put_kernel)}
+    monkeypatch.setattr(fuse, "merge_kernel", found["merge"])
+    monkeypatch.setattr(fuse, "put_kernel", found["put"])
+    driver.set_active(Driver(90))
+    return found
+
+
+NAMES = ("merge", "merge zeros", "add", "write", "write zeros", "put")
+REPLACING = NAMES[:3]  # what they load
+
+
+def launch_fused(
+    fuse_kernels: dict[str, Compiled], dtype: torch.dtype, part_dtype: torch.dtype, dim: int, rows: int = 200,
+    heads: int = 3, names: Sequence[str] = NAMES,
+) -> dict[str, Any]:  # fmt: skip
+    """Some of the fuse_kernels, compiled for such tensors."""
+    out, lse = torch.empty(2, 2 * rows, 2 * heads, dim, dtype=dtype), torch.empty(2, 2 * rows, 2 * heads)
+    out, lse = out[:, ::2, ::2], lse[:, ::2, ::2]
+    part = torch.empty(2, heads, rows, dim, dtype=part_dtype).transpose(1, 2)
+    part_lse = torch.empty(2, heads, rows).transpose(1, 2)
+    given = (out, lse, part, part_lse)
+    launches = {
+        "merge": lambda: fuse.merge_(*given, first=False),
+        "merge zeros": lambda: fuse.merge_(*given, torch.zeros(2, 1, heads), first=False),
+        "add": lambda: fuse.put_(out, part, add=True),
+        "write": lambda: fuse.merge_(*given, first=True),
+        "write zeros": lambda: fuse.merge_(*given, 0.5, first=True),
+        "put": lambda: fuse.put_(out, part, add=False),
+    }
+    found = {}
+    for name in names:
+        launches[name]()
+        found[name] = fuse_kernels["put" if name in ("add", "put") else "merge"].made[-1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "dim", "dtype", "part_dtype"),
+    [
+        (90, 300, 64, FULL, BRAIN),
+        (80, 200, 40, FULL, BRAIN),
+        pytest.param(90, 300, 64, FULL, FULL, marks=pytest.mark.slow),
+        (90, 33, 5, BRAIN, BRAIN),  # whose rows are not aligned
+        (90, 1, 16, FULL, BRAIN),
+    ],
+)
+def test_accesses(
+    fuse_kernels: dict[str, Compiled], capability: int, rows: int, dim: int, dtype: torch.dtype, part_dtype: torch.dtype
+) -> None:
+    """They are 16 bytes long; and nothing is stored before all is loaded: the compiler lets several threads load what
+    one of them replaces, which without a barrier is a race."""
+    driver.set_active(Driver(capability))
+    is_wide = rows >= 200
+    for name, kernel in launch_fused(
+        fuse_kernels, dtype, part_dtype, dim, rows, names=NAMES if is_wide else REPLACING
+    ).items():
+        code = kernel.asm["ptx"]
+        steps = re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", code)
+        if is_wide:
+            row = {"ld.global.b32", "st.global.b32"} if "merge" in name or "write" in name else set()  # its lse
+            assert set(steps) - {"bar.sync"} <= {"ld.global.v4.b32", "st.global.v4.b32"} | row, name
+        if name in REPLACING:
+            for part in " ".join(steps).split("st.global"):  # from store to store
+                assert "ld.global" not in part or part.rfind("bar.sync") > part.rfind("ld.global"), name
+
+
+def test_other_sizes_are_the_same_kernel(fuse_kernels: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for each dtype and head dim, not for each pattern; few rows are a kernel of their own."""
+    asked = asked_for(monkeypatch)
+    for rows, heads in ((200, 3), (64, 1), (1024, 16), (4096, 12)):
+        launch_fused(fuse_kernels, FULL, BRAIN, 64, rows, heads)
+    assert {name: (len(keys), len(set(keys))) for name, keys in asked.items()} == {
+        "merge_kernel": (4 * 4, 4),
+        "put_kernel": (4 * 2, 2),
+    }
