@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention, testing
 from dilated_attention.pattern import RULES
@@ -22,7 +22,6 @@ from tests.over_ranks import raised
 
 PATTERNS = [DilatedPattern(rule, (4, 8), (1, 2)) for rule in RULES]
 MASK = torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.3
-QUERIES = pytest.mark.parametrize("queries", [11, 3])
 CLOSE = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
@@ -43,27 +42,30 @@ def scalar(attend: Any, *qkv: Tensor) -> Tensor:
     return (out.sin() * torch.arange(out.shape[-1])).sum() + lse.clamp(min=-50.0).cos().sum()
 
 
-def plain_gradients(attend: Any, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(scalar(attend, *(given := leaves(*qkv))), given)
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    ("queries", "options"),
-    [
-        (11, {"key_padding_mask": MASK[:2]}),
-        (3, {"key_padding_mask": MASK[:2], "is_causal": True}),
-        (3, {"query_offset": torch.tensor([4, 1]), "is_causal": True}),
-    ],
-    ids=["masked", "few", "at positions"],
+    ("queries", "mask", "offset"),
+    [(11, None, None), (11, MASK, None), (3, MASK, None), (3, None, torch.tensor([4, 1, 8]))],
+    ids=["whole", "masked", "few", "at positions"],
 )
-def test_gradients(pattern: DilatedPattern, backend: str, queries: int, options: dict[str, Any]) -> None:
-    attend, qkv = attention(pattern, backend=backend, **options), make(queries)
-    CLOSE(grad(functools.partial(scalar, attend), (0, 1, 2))(*qkv), plain_gradients(attend, qkv))
-    results, back = vjp(attend, *qkv)
-    CLOSE(results, attend(*qkv))
-    assert [x.shape for x in back(results)] == [x.shape for x in qkv]
+def test_gradients(
+    pattern: DilatedPattern, backend: str, queries: int, mask: Tensor | None, offset: Tensor | None
+) -> None:
+    """Of all samples; and, with vmap over grad, of each: one call whose samples are the mapped ones."""
+
+    def of_all(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, offset: Tensor | None) -> Tensor:
+        options = {"key_padding_mask": mask, "query_offset": offset, "is_causal": queries < 11, "backend": backend}
+        return scalar(attention(pattern, **options), q, k, v)
+
+    def of_one(*given: Tensor | None) -> Tensor:
+        return of_all(*(None if x is None else x[None] for x in given))
+
+    qkv = make(queries, samples=3)
+    wanted = torch.autograd.grad(of_all(*(given := leaves(*qkv)), mask, offset), given)
+    CLOSE(grad(of_all, (0, 1, 2))(*qkv, mask, offset), wanted)
+    in_dims = tuple(None if x is None else 0 for x in (*qkv, mask, offset))
+    CLOSE(vmap(grad(of_one, (0, 1, 2)), in_dims)(*qkv, mask, offset), wanted)
 
 
 @pytest.mark.parametrize(("backend", "queries"), [("sdpa", 11), ("eager", 11), ("sdpa", 3)])
@@ -80,45 +82,23 @@ def test_many_gradients_at_once(backend: str, queries: int) -> None:
     CLOSE(torch.autograd.functional.jacobian(summed, qkv, vectorize=True), wanted)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@QUERIES
-@pytest.mark.parametrize("mask", [None, MASK], ids=["bare", "masked"])
-def test_gradients_of_each_sample(pattern: DilatedPattern, queries: int, mask: Tensor | None) -> None:
-    """vmap over grad: one call whose samples are the mapped ones."""
-    qkv = make(queries, samples=3)
-
-    def of_one(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None) -> Tensor:
-        ignored = None if ignored is None else ignored[None]
-        return scalar(attention(pattern, key_padding_mask=ignored), q[None], k[None], v[None])
-
-    got = vmap(grad(of_one, (0, 1, 2)), (0, 0, 0, None if mask is None else 0))(*qkv, mask)
-    CLOSE(got, plain_gradients(attention(pattern, key_padding_mask=mask), qkv))
-
-
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, 1, None), (None, None, 3)], ids=str)
-@QUERIES
-def test_mapped_calls(in_dims: tuple[int | None, ...], queries: int) -> None:
+@pytest.mark.parametrize(("queries", "cu_seqlens"), [(11, None), (3, None), (11, [0, 7, 11])])
+def test_mapped_calls(in_dims: tuple[int | None, ...], queries: int, cu_seqlens: list[int] | None) -> None:
     """Whatever is mapped, along any dimension."""
-    dims = list(zip(make(queries, mapped=(3,)), in_dims, strict=True))
+    attend = attention(cu_seqlens=cu_seqlens)
+    dims = list(zip(make(queries, mapped=(3,), samples=1 if cu_seqlens else 2), in_dims, strict=True))
     given = [x[0] if dim is None else x.movedim(0, dim) for x, dim in dims]
-    one_by_one = [attention()(*(x[0 if dim is None else i] for x, dim in dims)) for i in range(3)]
-    CLOSE(vmap(attention(), in_dims=in_dims)(*given), tuple(map(torch.stack, zip(*one_by_one, strict=True))))
+    one_by_one = [attend(*(x[0 if dim is None else i] for x, dim in dims)) for i in range(3)]
+    CLOSE(vmap(attend, in_dims=in_dims)(*given), tuple(map(torch.stack, zip(*one_by_one, strict=True))))
 
 
-@QUERIES
+@pytest.mark.parametrize("queries", [11, 3])
 def test_calls_mapped_twice(queries: int) -> None:
     q, k, v = make(queries, mapped=(2, 3))
     found = vmap(vmap(attention(), in_dims=(0, 0, None)), in_dims=(0, None, 0))(q, k[0], v[:, 0])
     for i, j in itertools.product(range(2), range(3)):
         CLOSE(tuple(x[i, j] for x in found), attention()(q[i, j], k[0, j], v[i, 0]))
-
-
-def test_packed_rows_are_mapped() -> None:
-    def attend(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(cu_seqlens=[0, 7, 11])(*(x[None] for x in qkv))
-
-    qkv = make()
-    CLOSE(vmap(attend)(*qkv), tuple(map(torch.stack, zip(*map(attend, *qkv), strict=True))))
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

@@ -26,9 +26,8 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tens
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    state = {key.removeprefix("sd."): x for key, x in tensors.items() if key.startswith("sd.")}
-    rest = {key: x for key, x in tensors.items() if not key.startswith("sd.")}
-    return config, state, {key: x.double() if x.is_floating_point() else x for key, x in rest.items()}
+    state = {key.removeprefix("sd."): tensors.pop(key) for key in [*tensors] if key.startswith("sd.")}
+    return config, state, {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
 
 
 def slide_encoder(name: str, global_pool: bool = False, **options: Any) -> tuple[SlideEncoder, dict[str, Tensor]]:

@@ -27,8 +27,7 @@ def encoded(tmp_path: Path) -> Encoded:
     model = SlideEncoder(6, 32, 1, 4, global_pool=True).eval()
 
     def run(maps: bool = False, key: str = "a") -> encode.Outcome:
-        also, beside = (draw.Writer(), draw.ENDINGS) if maps else (None, ())
-        job = encode.Job(model, tmp_path / "out", key, None, 1, also, beside)
+        job = encode.Job(model, tmp_path / "out", key, None, 1, maps)
         outcome = encode.Outcome()
         encode.run(job, sorted((tmp_path / "in").iterdir()), outcome, tile_size=None, watch=lambda *_: None)
         encode.write_table(job, outcome, tmp_path / "out/table.csv")

@@ -112,4 +112,4 @@ def test_a_thumbnail_needs_the_size_of_the_slide(tmp_path: Path, width: Any) -> 
     slide = files.look(feature_files.trident(tmp_path / "one.h5", TILES, COORDS))
     about = replace(slide, attributes={"level0_width": width, "level0_height": 2560})
     with pytest.raises(BadFile, match=f"its level0_width and level0_height are {width!r} and 2560: "):
-        draw.Writer(tmp_path)._thumbnail(about)
+        draw.thumbnail_of(about, tmp_path)

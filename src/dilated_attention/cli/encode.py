@@ -80,8 +80,8 @@ def run(given: Namespace) -> int:
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.models import SlideEncoder
     from dilated_attention.models import weights as stored
-    from dilated_attention.slides import draw, files
     from dilated_attention.slides import encode as work
+    from dilated_attention.slides import files
 
     files.h5py()
     with options.refusing():
@@ -93,8 +93,7 @@ def run(given: Namespace) -> int:
         if given.layer is not None and given.layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {given.layer}")
     key = work.hashed(work.digest(located), given.pool, given.layer, str(kind), sizes, given.attention, thumbnails)
-    also, beside = (draw.Writer(thumbnails), draw.ENDINGS) if given.attention else (None, ())
-    job = work.Job(model, out, key, given.layer, given.memory or _budget(where), also, beside)
+    job = work.Job(model, out, key, given.layer, given.memory or _budget(where), given.attention, thumbnails)
     return _run(job, paths, table, given.tile_size)
 
 

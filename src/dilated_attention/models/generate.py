@@ -5,7 +5,7 @@ Legend: tokens (B, n); logits (B, V); at (B,) the position of the next token of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,7 @@ def generate_tokens(
     steps = check_int("max_new_tokens", max_new_tokens)
     if stop is not None and check_int("stop", stop, least=0) >= model.embed.num_embeddings:
         raise ValueError(f"stop must be a token, below the {model.embed.num_embeddings} of the vocabulary, got {stop}")
-    check_choice(temperature, top_k, top_p)
+    choose = chooser(temperature, top_k, top_p, generator)
     decoder = Decoder(model, tokens)
     captures = tokens.is_cuda and all(kept.is_on_device(model.config.heads, model.backend) for kept in decoder.kept)
     if cuda_graph and not captures:
@@ -128,7 +128,7 @@ def generate_tokens(
     decoder.prefill(tokens, lengths, check_int("prefill", prefill))
     found, ended = tokens.new_empty(len(tokens), steps), torch.zeros_like(tokens[:, :1], dtype=torch.bool)
     for step in range(steps):
-        token = chosen(decoder.logits, temperature, top_k, top_p, generator)
+        token = choose(decoder.logits)
         if stop is not None:
             token = token.masked_fill(ended, stop)
             ended |= token == stop
@@ -153,7 +153,10 @@ def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.devi
     return nn.utils.rnn.pad_sequence(prompts, batch_first=True).long(), lengths
 
 
-def check_choice(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def chooser(
+    temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Callable[[Tensor], Tensor]:
+    """What takes the next token of each sample, (B, 1), from logits."""
     if not temperature >= 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
     if not temperature and (top_k is not None or top_p is not None):
@@ -163,19 +166,17 @@ def check_choice(temperature: float, top_k: int | None, top_p: float | None) -> 
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
 
+    def choose(logits: Tensor) -> Tensor:
+        if not temperature:
+            return logits.argmax(-1, keepdim=True)
+        logits = logits.float() / temperature
+        if top_k is not None and top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        if top_p is not None:
+            ordered, index = logits.sort(descending=True)
+            shares = ordered.softmax(-1)
+            beyond = shares.cumsum(-1) - shares >= top_p  # the likeliest one stays
+            logits = logits.scatter(-1, index, ordered.masked_fill(beyond, -torch.inf))
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def chosen(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> Tensor:
-    """The next token of each sample, (B, 1)."""
-    if not temperature:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits.float() / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p is not None:
-        ordered, index = logits.sort(descending=True)
-        shares = ordered.softmax(-1)
-        beyond = shares.cumsum(-1) - shares >= top_p  # the likeliest one stays
-        logits = logits.scatter(-1, index, ordered.masked_fill(beyond, -torch.inf))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    return choose

@@ -16,7 +16,7 @@ from dilated_attention import functional
 from dilated_attention.call import checked_cu_seqlens
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.models.generate import generate_tokens
+from dilated_attention.models import generate
 from dilated_attention.models.layers import CuSeqlens, attend_whole, mean_of
 from dilated_attention.models.loss import summed_loss, token_losses
 from dilated_attention.models.transformer import LMConfig, Trunk
@@ -91,9 +91,7 @@ class LongNetLM(Trunk):
         loss = token_losses if reduction == "none" else summed_loss
         return loss(states, self.head.weight, labels, chunk)
 
-    def generate_tokens(self, prompt: Any, max_new_tokens: int, **options: Any) -> Tensor:
-        """Continues a prompt: see `dilated_attention.models.generate.generate_tokens`."""
-        return generate_tokens(self, prompt, max_new_tokens, **options)
+    generate_tokens = generate.generate_tokens
 
 
 class LongNetEncoder(Trunk):

@@ -236,19 +236,13 @@ class SlideEncoder(nn.Module):
         self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Over
     ) -> tuple[Tensor, Tensor]:
         """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
-        is_padded = padding_mask is not None
-        for name, x in {
-            "tiles": tiles,
-            "coords": coords,
-            **({"padding_mask": padding_mask} if is_padded else {}),
-        }.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not isinstance(tiles, Tensor) or not isinstance(coords, Tensor):
+            raise TypeError(f"tiles and coords must be tensors, got {type(tiles).__name__}, {type(coords).__name__}")
         tiles, in_chans = tiles.unsqueeze(0) if tiles.dim() == 2 else tiles, self.patch_embed.proj.in_features
         if tiles.dim() != 3 or tiles.shape[-1] != in_chans:
             wanted = f"(slides, tiles, {in_chans})"
             raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
-        shape = slides, length = tiles.shape[:2]
+        shape = slides, length = tuple(tiles.shape[:2])
         if coords.shape not in ((length, 2), (*shape, 2)):
             wanted = f"({slides}, {length}, 2) or ({length}, 2)"
             raise ValueError(f"coords must be {wanted} like the tiles, x and y of each, got {tuple(coords.shape)}")
@@ -256,15 +250,13 @@ class SlideEncoder(nn.Module):
         if padding_mask is not None:
             if group is not None:
                 raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
-            if padding_mask.dtype != torch.bool or padding_mask.shape != shape:
-                wanted, got = f"bool (True = no tile) of shape {tuple(shape)}", tuple(padding_mask.shape)
-                raise ValueError(f"padding_mask must be {wanted}, got {padding_mask.dtype} of shape {got}")
+            dtype, size = (getattr(padding_mask, name, None) for name in ("dtype", "shape"))
+            if (dtype, size) != (torch.bool, shape):
+                raise ValueError(f"padding_mask must be bool (True = no tile) of shape {shape}, got {dtype} of {size}")
             is_empty = bool(padding_mask.all(1).any())
         if is_empty and group is None:
             raise ValueError("a slide has no tiles: leave it out")
-        if (
-            is_empty and Sequences(group=group).firsts
-        ):  # of the other ranks, one without tiles says nothing of the slide
+        if is_empty and Sequences(group=group).firsts:  # only that of rank 0 says that the slide has none
             raise ValueError("rank 0 has no tiles: give it the first tiles, and leave out a slide without tiles")
         return tiles, coords.expand(slides, length, 2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,37 +87,29 @@ def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, A
     }
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Draws the maps of slides as they are encoded: a .png and a .html beside each result."""
+def beside(
+    model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor, thumbnails: Path | None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Arrays for the .h5 file, weights of the class token and coordinates; and the page and the picture beside it."""
+    maps = collect(
+        model, tiles.to(model.cls_token.device), coords, tile_size=slide.tile_size, name=slide.name,
+        thumbnail=None if thumbnails is None else thumbnail_of(slide, thumbnails),
+    )  # fmt: skip
+    parts = {
+        "attention": maps.weights[0], "attention_cls": maps.cls_share[0], "attention_zeros": maps.zero_share[0],
+        "coords": coords,
+    }  # fmt: skip
+    return {name: x.numpy() for name, x in parts.items()}, {ending: content(maps, ending) for ending in ENDINGS}
 
-    thumbnails: Path | None = None
 
-    def __call__(
-        self, model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor
-    ) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Arrays for the .h5 file, weights of the class token and coordinates; and the files beside it."""
-        maps = collect(
-            model, tiles.to(model.cls_token.device), coords, tile_size=slide.tile_size, name=slide.name,
-            thumbnail=self._thumbnail(slide),
-        )  # fmt: skip
-        parts = {
-            "attention": maps.weights[0], "attention_cls": maps.cls_share[0], "attention_zeros": maps.zero_share[0],
-            "coords": coords,
-        }  # fmt: skip
-        return {name: x.numpy() for name, x in parts.items()}, {ending: content(maps, ending) for ending in ENDINGS}
-
-    def _thumbnail(self, slide: Slide) -> Thumbnail | None:
-        if self.thumbnails is None:
-            return None
-        there = [self.thumbnails / f"{slide.name}{ending}" for ending in PICTURES]
-        file = next(filter(Path.is_file, there), None)
-        if file is None:
-            raise BadFile(f"there is no picture {slide.name}.png or .jpg in {self.thumbnails}")
-        width, height = (slide.attributes.get(name) for name in ("level0_width", "level0_height"))
-        if not all(isinstance(side, int | float) and 0 < side < math.inf for side in (width, height)):
+def thumbnail_of(slide: Slide, folder: Path) -> Thumbnail:
+    width, height = (slide.attributes.get(name) for name in ("level0_width", "level0_height"))
+    for file in (folder / f"{slide.name}{ending}" for ending in PICTURES):
+        if file.is_file():
+            if all(isinstance(side, int | float) and 0 < side < math.inf for side in (width, height)):
+                return Thumbnail(file, float(width), float(height))  # type: ignore[arg-type]
             raise BadFile(
                 f"its level0_width and level0_height are {width!r} and {height!r}: a thumbnail is placed by "
                 "the slide's size in pixels"
             )
-        return Thumbnail(file, float(width), float(height))  # type: ignore[arg-type]
+    raise BadFile(f"there is no picture {slide.name}.png or .jpg in {folder}")

@@ -27,7 +27,7 @@ import dilated_attention
 from dilated_attention import charts
 from dilated_attention.models import SlideEncoder
 from dilated_attention.models.weights import short
-from dilated_attention.slides import files
+from dilated_attention.slides import draw, files
 from dilated_attention.slides.files import BadFile, Slide
 
 EMBEDDING = "features"
@@ -35,7 +35,6 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what no other sli
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet computes, if a text begins with it
 Read = tuple[Slide, Tensor, Tensor]  # with its tiles and coordinates
 Files = dict[str, bytes]  # by their endings
-Also = Callable[[SlideEncoder, Slide, Tensor, Tensor], tuple[dict[str, Any], Files]]
 Watch = Callable[[int, int, float, float], None]  # slides and tiles done, share of the tiles, seconds since the start
 
 
@@ -46,8 +45,8 @@ class Job:
     key: str  # of the weights and the options
     layer: int | None = None  # the embedding after so many layers; None: after all, and the last LayerNorm
     budget: int = 2**32  # bytes
-    also: Also | None = None  # makes more arrays for a result, and files beside it
-    beside: tuple[str, ...] = ()  # the endings of these files
+    maps: bool = False  # also draws attention maps, into files beside a result
+    thumbnails: Path | None = None  # the folder with pictures of slides, under the maps
 
     def result(self, slide: Slide) -> Path:
         return self.out / f"{slide.name}.h5"
@@ -96,10 +95,11 @@ def _is_there(job: Job, slide: Slide) -> bool:
     result = job.result(slide)
     arrays, about = files.written(result, [EMBEDDING])
     ours = [".h5", *str(about.get("beside", "")).split()] if "key" in about else []
-    there = [ending for ending in (".h5", *job.beside) if result.with_suffix(ending).exists()]
+    wanted = [".h5", *(draw.ENDINGS if job.maps else ())]
+    there = [ending for ending in wanted if result.with_suffix(ending).exists()]
     if others := [result.with_suffix(ending) for ending in there if ending not in ours]:
         raise BadFile(f"{others[0]} exists and is not a result of this command: name another --out")
-    return EMBEDDING in arrays and len(there) > len(job.beside) and bool(about["key"] == job.slide_key(slide))
+    return EMBEDDING in arrays and there == wanted and bool(about["key"] == job.slide_key(slide))
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ def _finish(job: Job, batch: list[Read], outcome: Outcome) -> None:
             embedding = embeddings[index] if embeddings else embed(job.model, [batch[index]], job.layer)[0]
             if not bool(embedding.isfinite().all()):
                 raise BadFile(f"its embedding is not finite: features as large as {tiles.abs().max():g} overflow")
-            arrays, beside = ({}, {}) if job.also is None else job.also(job.model, slide, tiles, coords)
+            arrays, beside = draw.beside(job.model, slide, tiles, coords, job.thumbnails) if job.maps else ({}, {})
             _write(job, slide, {EMBEDDING: embedding.float().numpy(), **arrays}, beside)
             outcome.encoded.append(slide)
 
