@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilated_attention.backends.choose import BACKENDS, Backend, choose, why_not
 from dilated_attention.blocks import plan
-from dilated_attention.call import ON_DEVICE, Call
+from dilated_attention.call import ON_DEVICE
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.pattern import DilatedPattern
@@ -89,13 +89,10 @@ def explain(
     # positions that a tensor holds are not read: the last ones are used instead
     placed = call._replace(start=call.keys - call.queries) if call.start == ON_DEVICE else call
     rows = plan(placed).row_counts() or {call.queries}
-    return Explanation(cast(Backend, choice.name), choice.describe(rows), why_not(choice, call), _backward(call, rows))
-
-
-def _backward(call: Call, rows: set[int]) -> str:
-    if call.is_decode and call.backend != "auto":
-        reasons = BACKENDS[call.backend].unsupported(call, True)
-        if reasons:
-            return f"none: {'; '.join(reasons)}"
-    choice = choose(call, backward=True)
-    return f"{choice.name}, kernel: {choice.describe(rows)}"
+    reasons = BACKENDS[backend].unsupported(call, True) if backend != "auto" and call.is_decode else []
+    if reasons:
+        backward = f"none: {'; '.join(reasons)}"
+    else:
+        after = choose(call, backward=True)
+        backward = f"{after.name}, kernel: {after.describe(rows)}"
+    return Explanation(cast(Backend, choice.name), choice.describe(rows), why_not(choice, call), backward)

@@ -106,7 +106,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, dout, dlse)
+        saved, way = ctx.saved_tensors, ctx.way
+        if isinstance(way, Direct):
+            if torch.is_grad_enabled() or not is_plain(dout, dlse):
+                return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
+            if is_batched(dout) or is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
+                way = Registered(None, way.call.packed())
+        return (*way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse), *NO_GRADIENTS)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -122,24 +128,13 @@ class Attention(torch.autograd.Function):
 _apply_plain: Any = super(torch.autograd.Function, Attention).apply
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved, way = ctx.saved_tensors, ctx.way
-    if isinstance(way, Direct):
-        if torch.is_grad_enabled() or not is_plain(dout, dlse):
-            return (*Backward.apply(*saved, dout, dlse, way), *NO_GRADIENTS)  # type: ignore[no-untyped-call]
-        if is_batched(dout) or is_batched(dlse):  # with is_grads_batched=True: torch loops over the op
-            way = Registered(None, way.call.packed())
-    return (*way.backward(Inputs(*saved[:INPUTS]), *saved[INPUTS:], dout, dlse), *NO_GRADIENTS)
-
-
 class Backward(torch.autograd.Function):
     """The backward pass where something looks at it: vmap, or someone who would differentiate it again."""
 
     @staticmethod
     def forward(*given: Any) -> Gradients:
         inputs, (out, lse, dout, dlse, way) = Inputs(*given[:INPUTS]), given[INPUTS:]
-        found: Gradients = way.backward(inputs, out, lse, dout, dlse)
-        return found
+        return way.backward(inputs, out, lse, dout, dlse)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -162,21 +157,16 @@ def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, .
     """
     given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
     if in_dims[1] is None or given[SEED] is not None:
-        calls = [
-            node.apply(*(x if dim is None else x[i] for x, dim in zip(given, in_dims, strict=True)))
-            for i in range(count)
-        ]
-        found = tuple(torch.stack(some) for some in zip(*calls, strict=True))
+        pairs = [*zip(given, in_dims, strict=True)]
+        calls = [node.apply(*(x if dim is None else x[i] for x, dim in pairs)) for i in range(count)]
+        results = tuple(torch.stack(some) for some in zip(*calls, strict=True))
     else:
-        whole = [
-            x.expand(count, *x.shape) if dim is None and isinstance(x, Tensor) and at != CU_SEQLENS else x
-            for at, (x, dim) in enumerate(zip(given, in_dims, strict=True))
-        ]
-        results = node.apply(
-            *(x.flatten(0, 1) if isinstance(x, Tensor) and at != CU_SEQLENS else x for at, x in enumerate(whole))
-        )
-        found = tuple(x.unflatten(0, (count, -1)) for x in results)
-    return found, (0,) * len(found)
+        whole = list(given)
+        for at, (x, dim) in enumerate(zip(given, in_dims, strict=True)):
+            if isinstance(x, Tensor) and at != CU_SEQLENS:
+                whole[at] = (x.expand(count, *x.shape) if dim is None else x).flatten(0, 1)
+        results = tuple(x.unflatten(0, (count, -1)) for x in node.apply(*whole))
+    return results, (0,) * len(results)
 
 
 # --- derivatives that are refused -------------------------------------------------------------------------------------
@@ -268,15 +258,13 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], *p
 
 def _read(inputs: Inputs, packed: Sequence[Any]) -> Call:
     """The call of an op, from what it was given."""
-    q, k, padding = inputs.q, inputs.k, inputs.padding
-    if inputs.cu_seqlens is not None:
-        call = unpacked(*packed)
-        call = call._replace(cu_seqlens=checked_cu_seqlens(inputs.cu_seqlens, k.shape[1]))
-        return call.of(q, k, padding, call.start)
+    q, k, cu_seqlens = inputs.q, inputs.k, inputs.cu_seqlens
     numbers, *others = packed
-    dtype, device = q.dtype, q.device
-    told = settings(dtype, device)
-    return _made(tuple(numbers), *others, q.shape, k.shape, dtype, device, padding is not None, told)
+    made = _made(
+        tuple(numbers), *others, q.shape, k.shape, q.dtype, q.device, inputs.padding is not None,
+        settings(q.dtype, q.device),
+    )  # fmt: skip
+    return made if cu_seqlens is None else made._replace(cu_seqlens=checked_cu_seqlens(cu_seqlens, k.shape[1]))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -134,15 +134,12 @@ class Call(NamedTuple):
         samples, queries, heads, head_dim = query
         keys, kv_heads = key[1], key[2]
         scale = 1.0 / math.sqrt(head_dim) if self.scale == DEFAULT_SCALE else self.scale
-        return Call._make(  # by place, as short calls notice what names cost
-            (
-                *(self.pattern, self.is_causal, scale, self.dropout_p, self.backend),
-                *(samples, queries, keys, heads, kv_heads, head_dim, dtype, device, has_padding),
-                *(start, 0, keys),  # start, key_start and total
-                *(self.first_head, self.total_heads, self.cu_seqlens, self.in_parts, self.memory_cap),
-                *told,
-            )
-        )
+        deterministic, switched_off, flash, tf32 = told
+        return self._replace(
+            scale=scale, samples=samples, queries=queries, keys=keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            dtype=dtype, device=device, has_padding=has_padding, start=start, key_start=0, total=keys,
+            deterministic=deterministic, switched_off=switched_off, flash=flash, tf32=tf32,
+        )  # fmt: skip
 
     def now(self, query: Tensor) -> Call:
         """The same call later, or with more samples, which vmap gives. A backward pass repeats every bit if torch says

@@ -129,7 +129,7 @@ MUTANTS = [
           f"{MESH}::test_dropout_is_that_of_one_device", "tests/test_decode.py",
       )),
     M("dropout-by-local-token", "Over a group, dropout follows the local token of a query.", "backends/blockwise.py",
-      "((block.query_at, view.rows),", "((tuple(at - call.key_start for at in block.query_at), view.rows),",
+      "_positions(block, block.query_at,", "_positions(block, tuple(at - call.key_start for at in block.query_at),",
       tests=THREADS),
     # --- blocks -------------------------------------------------------------------------------------------------
     M("samples-folded-in-any-layout", "Samples are folded into the batch where their strides do not chain.",
@@ -173,9 +173,9 @@ MUTANTS = [
       "backends/blockwise.py", "view.copy_(x) if block.is_first else",
       "view.copy_(x) if block.is_first or not self.call.is_decode else"),
     M("backward-with-the-lse-of-one-branch", "The backward pass takes the lse of one branch instead of the merged one.",
-      "backends/blockwise.py", "        found: Gradients = self.choice.module.backward(",
+      "backends/blockwise.py", "        return self.choice.module.backward(",
       "        lse = self.choice.module.forward(self.choice.kernels, q, k, v, masking)[1]\n"
-      "        found: Gradients = self.choice.module.backward("),
+      "        return self.choice.module.backward("),
     M("masked-keys-not-cleaned", "NaN in a masked key or value reaches the result.", "backends/blockwise.py",
       "if padding is not None:  # one cleaned copy", "if False:  # one cleaned copy"),
     M("nan-gradient-of-an-empty-row", "What a row without keys is sent as the gradient of lse reaches other rows.",
@@ -412,7 +412,7 @@ MUTANTS = [
       "distributed/sequence.py", "losses.masked_fill(~mask, 0.0)", "losses * mask"),
     # --- streams ------------------------------------------------------------------------------------------------
     M("kept-rows-overwritten", "Of a causal stream, the rows of a chunk are kept in the place of earlier ones.",
-      "streaming/causal.py", "rows[:, already : already + view.rows, heads]", "rows[:, : view.rows, heads]"),
+      "streaming/kv_cache.py", "Places.of(branch, seen - new, new)", "Places.of(branch, 0, new)"),
     M("stream-ends-as-a-sequence", "The last segment of a stream gets zero keys as if the stream began with it.",
       "streaming/buffered.py", "branch, start if ends else 0)", "branch, 0)"),
     M("held-bytes-of-keys-alone", "A causal stream counts the memory of keys and not of values.",

@@ -95,19 +95,15 @@ class Work:
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
             k, v = (readable(x, call, limits) for x in (k, v))
         if positions is None and call.start != ON_DEVICE:
-            found = plan(call, folds(q, k, v), 0, keys_follow, computed_remotely)
+            blocks = plan(call, folds(q, k, v), 0, keys_follow, computed_remotely)
         else:
-            found = _plan_of_positions(call, positions)
-        return Work(call, q, k, v, padding, seed, choice, limits, found, ends, inputs.q.dtype)
+            blocks = _plan_of_positions(call, positions)
+        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends, inputs.q.dtype)
 
     @property
     def own(self) -> Inputs:
         """What the views of the call's blocks are views of; other blocks have rows that came from elsewhere."""
         return Inputs(self.q, self.k, self.v, self.padding)
-
-    def readable(self, x: Tensor) -> Tensor:
-        """x as the backend's kernels can read it."""
-        return readable(x, self.call, self.limits)
 
     def results(self, results: Outputs) -> Outputs:
         """The merged results and their gradients as blocks read them, in one layout: blocks may fold samples."""
@@ -124,8 +120,8 @@ class Work:
 
     def attend(self, block: Block, sources: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse) of a block's queries with its keys alone."""
-        found: tuple[Tensor, Tensor] = self.choice.module.forward(self.choice.kernels, *self._problem(block, sources))
-        return found
+        problem = self._problem(block, sources)
+        return self.choice.module.forward(self.choice.kernels, *problem)  # type: ignore[no-any-return]
 
     def attend_backward(self, block: Block, sources: Inputs, results: Outputs) -> Gradients:
         """The block's share of the gradients; out and lse are the merged ones."""
@@ -133,8 +129,9 @@ class Work:
         out, lse, dout = (block.queries.of(x, self.call.q_per_kv) for x in results[:3])
         dlse = None if results.dlse is None else block.queries.of(results.dlse, self.call.q_per_kv)
         dout, out = within(dout, self.limits), within(out, self.limits)
-        found: Gradients = self.choice.module.backward(self.choice.kernels, dout, q, k, v, out, lse, dlse, masking)
-        return found
+        return self.choice.module.backward(  # type: ignore[no-any-return]
+            self.choice.kernels, dout, q, k, v, out, lse, dlse, masking
+        )
 
     def _problem(self, block: Block, sources: Inputs) -> tuple[Tensor, Tensor, Tensor, Masking]:
         q, k, v = block.queries.of(sources.q, self.call.q_per_kv), block.keys.of(sources.k), block.keys.of(sources.v)
@@ -155,10 +152,8 @@ class Work:
     def _dropout(self, block: Block, seed: Tensor) -> Dropout:
         """The words and positions of the block's rows, all by global index."""
         call, view = self.call, block.queries
-        query, key = (
-            _positions(block, at, rows, call)
-            for at, rows in ((block.query_at, view.rows), (block.key_at, block.keys.rows))
-        )
+        query = _positions(block, block.query_at, view.rows, call)
+        key = _positions(block, block.key_at, block.keys.rows, call)
         sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
         head = on_device(block.head_numbers, call.device)[:, None] + call.first_head
         head = (head * call.q_per_kv + torch.arange(call.q_per_kv, device=call.device)).flatten()
@@ -197,9 +192,10 @@ class Work:
         while waiting:
             block = waiting.popleft()
             try:
-                found: tuple[Tensor, ...] = (
-                    self.attend(block, sources) if results is None else self.attend_backward(block, sources, results)
-                )
+                if results is None:
+                    parts: tuple[Tensor, ...] = self.attend(block, sources)
+                else:
+                    parts = self.attend_backward(block, sources, results)
             except torch.OutOfMemoryError as error:
                 if cap is None:
                     raise
@@ -214,8 +210,8 @@ class Work:
                 log.warning("out of memory with %d heads in a call: going on with %d at a time", block.heads, half)
                 waiting.extendleft(reversed(block.cut(heads=half)))
                 continue
-            yield block, found
-            del found  # taken by now: the next block has its room
+            yield block, parts
+            del parts  # taken by now: the next block has its room
 
     def _cut(self, block: Block, sources: Inputs, backward: bool, cap: MemoryCap | None) -> list[Block]:
         limits = self.limits
@@ -310,9 +306,9 @@ class Work:
     def _empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
         if self.call.is_decode:  # the keys that no query sees get 0, too
+            dtypes = self.call.exact, self.q.dtype, self.q.dtype
             return [
-                torch.zeros(x.shape, dtype=dtype, device=x.device)
-                for x, dtype in ((self.q, self.call.exact), (self.k, self.q.dtype), (self.v, self.q.dtype))
+                x.new_zeros(x.shape, dtype=dtype) for x, dtype in zip((self.q, self.k, self.v), dtypes, strict=True)
             ]
         grads = [x.new_empty(x.shape) for x in (self.q, self.k, self.v)]
         for grad, group in zip(grads, (self.call.q_per_kv, 1, 1), strict=True):

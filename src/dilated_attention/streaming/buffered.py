@@ -1,55 +1,23 @@
 """Not causal: tokens wait, copied, until their segments are complete.
 
-Legend: q, out (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); the window holds the tokens whose output is not yet
-known, which begin at ``base`` and end where the stream now does.
+Legend: q, out (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); the tokens whose output is not yet known begin at
+``base`` and end where the stream now does.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from dilated_attention import autograd
+from dilated_attention.backends import run
+from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.merge import merge_
 from dilated_attention.streaming.stream import Stream
-
-
-class HeldRows:
-    """Rows of one tensor, (B, n, ...), in one piece: more come at the end, the first ones go."""
-
-    def __init__(self, call: Call, sizes: Sequence[int], dtype: torch.dtype, most: int) -> None:
-        """``sizes``: those after n. ``most``: beyond so many rows no room is made in advance."""
-        self.store = torch.empty((call.samples, 0, *sizes), dtype=dtype, device=call.device)
-        self.first = self.last = 0
-        self.most = most
-
-    @property
-    def all(self) -> Tensor:
-        return self.store[:, self.first : self.last]
-
-    def add(self, count: int) -> Tensor:
-        """Room for so many more rows, which are still to be written."""
-        held = self.last - self.first
-        if self.last + count > self.store.shape[1]:
-            room = max(held + count, min(2 * (held + count), self.most))
-            store = self.store.new_empty((self.store.shape[0], room, *self.store.shape[2:]))
-            store[:, :held] = self.all
-            self.store, self.first, self.last = store, 0, held
-        self.last += count
-        return self.store[:, self.last - count : self.last]
-
-    def drop(self, count: int) -> None:
-        self.first += count
-        if self.first == self.last:
-            self.first = self.last = 0
-
-    def shrink(self) -> None:
-        """Let go of room that a long chunk took for a while."""
-        if self.store.shape[1] > self.most:
-            self.store, self.first, self.last = self.all.clone(), 0, self.last - self.first
 
 
 class BufferedStream(Stream):
@@ -59,28 +27,30 @@ class BufferedStream(Stream):
     one by one, and what they give is merged.
     """
 
-    def __init__(self, call: Call, deliver: Callable[[Tensor], None], *limits: int | None) -> None:
-        self.straddles = math.lcm(*call.pattern.segment_lengths) != max(call.pattern.segment_lengths)
-        super().__init__(call, deliver, *limits)
-        self.base = 0
+    def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
+        super().__init__(call, deliver, num_tokens)
+        self.straddles = self.period != self.longest
         self.parts = [*range(len(self.branches))] if self.straddles else [None]  # None: all branches
         self.done = [0] * len(self.parts)  # where the first segment of each begins that is not yet computed
-        most, row, key_row = self.most_tokens(), (call.heads, call.head_dim), (call.kv_heads, call.head_dim)
-        self.inputs = [HeldRows(call, sizes, call.dtype, most) for sizes in (row, key_row, key_row)]
-        sums = (row, row[:1]) if self.straddles else ()
-        self.sums = [HeldRows(call, sizes, call.exact, most) for sizes in sums]  # out and lse
+        self.base = self.first = 0  # the first token that waits, and its row in the buffers
+        # rows that go a few at a time need room to spare, lest the others be moved often
+        self.room = self.most + self.most // 4 if self.straddles else self.most
 
-    def most_tokens(self, num_tokens: int | None = None) -> int:
-        """That wait: rows that go a few at a time need room to spare, lest the others be moved often."""
-        tokens = self.longest if num_tokens is None else min(num_tokens, self.longest)
-        return tokens + tokens // 4 if self.straddles else tokens
-
-    def held_bytes(self, num_tokens: int | None) -> int:
+    def held_bytes(self) -> int:
         call = self.call
         per_token = call.head_dim * call.dtype.itemsize * (call.heads + 2 * call.kv_heads)
         if self.straddles:
             per_token += call.heads * (call.head_dim + 1) * call.exact.itemsize
-        return call.samples * per_token * self.most_tokens(num_tokens)
+        return call.samples * per_token * self.room
+
+    @functools.cached_property
+    def buffers(self) -> list[Tensor]:
+        """q, k, v, and where branches are merged out and lse, of the tokens that wait."""
+        call, shape = self.call, (self.call.samples, self.room)
+        sizes = [(heads, call.head_dim) for heads in (call.heads, call.kv_heads, call.kv_heads)]
+        inputs = [torch.empty(*shape, *size, dtype=call.dtype, device=call.device) for size in sizes]
+        sums = (sizes[0], sizes[0][:1]) if self.straddles else ()
+        return [*inputs, *(torch.empty(*shape, *size, dtype=call.exact, device=call.device) for size in sums)]
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The next tokens: to the end of the period, whole periods where they lie, and the rest."""
@@ -95,25 +65,26 @@ class BufferedStream(Stream):
             self.done = [self.position] * len(self.done)
         self.wait_for(q[:, last:], k[:, last:], v[:, last:])
 
-    def wait_for(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Copy tokens, and compute what is complete by them.
-
-        A period of straddling segments may be far longer than the longest: no more than that is copied at a time.
-        """
-        step = self.longest if self.straddles else max(1, q.shape[1])
-        for at in range(0, q.shape[1], step):
-            for rows, x in zip(self.inputs, (q, k, v), strict=True):
-                part = x[:, at : at + step]
-                rows.add(part.shape[1]).copy_(part)
-            self.position += part.shape[1]
-            for rows, blank in zip(self.sums, (0.0, -torch.inf), strict=False):
-                rows.add(part.shape[1]).fill_(blank)
+    def wait_for(self, *qkv: Tensor) -> None:
+        """Copy tokens, as many as there is room for, and compute what is complete by them."""
+        at, tokens = 0, qkv[0].shape[1]
+        while at < tokens:
+            row = self.first + self.position - self.base
+            if row == self.room:
+                for x in self.buffers:
+                    x[:, : row - self.first] = x[:, self.first :].clone()
+                row, self.first = row - self.first, 0
+            count = min(tokens - at, self.room - row)
+            rows = [x[:, row : row + count] for x in self.buffers]
+            for x, given in zip(rows, qkv, strict=False):
+                x.copy_(given[:, at : at + count])
+            for x, blank in zip(rows[3:], (0.0, -torch.inf), strict=False):
+                x.fill_(blank)
+            at, self.position = at + count, self.position + count
             self.compute()
-        for rows in (*self.inputs, *self.sums):
-            rows.shrink()
 
     def end(self) -> None:
-        """There are no more tokens: the last segments are as long as they are."""
+        """The last segments are as long as they are."""
         self.compute(ends=True)
 
     def compute(self, ends: bool = False) -> None:
@@ -128,17 +99,33 @@ class BufferedStream(Stream):
             if branch is not None:
                 heads = slice(self.branches[branch].first, self.branches[branch].last)
             queries = slice(heads.start * self.call.q_per_kv, heads.stop * self.call.q_per_kv)
-            tokens = slice(start - self.base, stop - self.base)
-            q, k, v = (x.all[:, tokens, some] for x, some in zip(self.inputs, (queries, heads, heads), strict=True))
+            rows = slice(self.first + start - self.base, self.first + stop - self.base)
+            q, k, v = (x[:, rows, some] for x, some in zip(self.buffers, (queries, heads, heads), strict=False))
             out, lse = self.attend(q, k, v, branch, start if ends else 0)
             if branch is None:
-                self.deliver(out.to(self.call.dtype).contiguous())
+                self.deliver(out)
             else:
-                sums, sums_lse = (x.all[:, tokens, queries] for x in self.sums)
+                sums, sums_lse = (x[:, rows, queries] for x in self.buffers[3:])
                 merge_(sums, sums_lse, out, lse)
-        complete = min(self.done)
-        if self.sums and complete > self.base:
-            self.deliver(self.sums[0].all[:, : complete - self.base].to(self.call.dtype, copy=True))
-        for rows in (*self.inputs, *self.sums):
-            rows.drop(complete - self.base)
-        self.base = complete
+        complete = min(self.done) - self.base
+        if self.straddles and complete:
+            self.deliver(self.buffers[3][:, self.first : self.first + complete].to(self.call.dtype, copy=True))
+        self.base += complete
+        self.first = 0 if self.base == self.position else self.first + complete
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, branch: int | None = None, before: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of tokens that begin where their segments do; of one branch, as if its heads ran nothing else.
+
+        ``before``: how many tokens came earlier, if these are the last of the stream and not all of their segments.
+        """
+        call, inputs = self.call, Inputs(q, k, v)
+        if branch is not None:
+            pattern = call.pattern if call.pattern.head_rule.splits_heads else call.pattern.alone(branch)
+            call = call._replace(pattern=pattern, first_head=self.branches[branch].first, total_heads=call.kv_heads)
+        call = call.of(q, k, None, 0)
+        if before and call.adds_zeros:  # zero keys fill those up, as many as if all were one call
+            total = before + q.shape[1]
+            return run.forward(call._replace(in_parts=True, start=before, key_start=before, total=total), inputs)
+        return autograd.attend(inputs, call)

@@ -18,7 +18,7 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.resolve import Options, check_options, resolve
 from dilated_attention.streaming.buffered import BufferedStream
 from dilated_attention.streaming.kv_cache import CausalStream
-from dilated_attention.streaming.stream import Stream, any_mode
+from dilated_attention.streaming.stream import any_mode
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 
@@ -80,13 +80,16 @@ def _outputs(
     chunks: Iterator[Chunk], options: Options, max_bytes: int | None, num_tokens: int | None
 ) -> Iterator[Tensor]:
     outputs, index, tokens = OutputQueue(), 0, 0
-    work: Stream | None = None
+    work: BufferedStream | CausalStream | None = None
     for chunk in chunks:
         call, (query, key, value) = _checked(index, chunk, options)
         call, tokens = call._replace(queries=0, keys=0, total=0), tokens + query.shape[1]
         with any_mode():
             if work is None:
-                work = _begun(call, outputs, max_bytes, num_tokens)
+                work = (CausalStream if call.is_causal else BufferedStream)(call, outputs.deliver, num_tokens)
+                work.check_memory(work.held_bytes(), max_bytes)
+                if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
+                    choose(call._replace(in_parts=True))  # a backend that takes whole calls only says so
             if _kind(call) != _kind(work.call):
                 raise ValueError(f"chunk {index} has {_kind(call)}, and chunk 0 {_kind(work.call)}: make all alike")
             if num_tokens is not None and tokens > num_tokens:
@@ -102,13 +105,6 @@ def _outputs(
             work.end()
     while outputs.finished:
         yield outputs.finished.popleft()
-
-
-def _begun(call: Call, outputs: OutputQueue, max_bytes: int | None, num_tokens: int | None) -> Stream:
-    work = (CausalStream if call.is_causal else BufferedStream)(call, outputs.deliver, max_bytes, num_tokens)
-    if call.is_causal or call.adds_zeros:  # some of it comes in parts of segments
-        choose(call._replace(in_parts=True))  # a backend that takes whole calls only says so
-    return work
 
 
 def _kind(call: Call) -> str:
@@ -145,36 +141,20 @@ class OutputQueue:
     def __init__(self) -> None:
         self.finished: deque[Tensor] = deque()
         self.waiting: deque[int] = deque()  # lengths
-        self.out: Tensor | None = None  # of the first that waits, if some of it is there:
-        self.written = 0  # so many tokens
+        self.parts: list[Tensor] = []  # of the first that waits
 
     def expect(self, query: Tensor) -> None:
         """One more chunk, whose output is like its query."""
         self.waiting.append(query.shape[1])
-        if len(self.waiting) == 1 and not query.shape[1]:
-            self.finish(torch.empty_like(query))
+        self.deliver(query[:, :0])  # all of an empty chunk, if no other waits
 
     def deliver(self, result: Tensor) -> None:
         """The output of the next tokens, which nobody else holds; it is given as it is where it is all of a chunk's."""
-        at, tokens = 0, result.shape[1]
-        while at < tokens:
-            length = self.waiting[0]
-            count = min(length - self.written, tokens - at)
-            if count == length == tokens:
-                self.out = result
-            else:
-                if self.out is None:
-                    self.out = result.new_empty((result.shape[0], length, *result.shape[2:]))
-                self.out[:, self.written : self.written + count] = result[:, at : at + count]
-            at, self.written = at + count, self.written + count
-            if self.written == length:
-                self.finish(self.out)
-
-    def finish(self, out: Tensor) -> None:
-        """The first that waits has its output, and so have empty ones right after it."""
-        self.finished.append(out)
-        self.waiting.popleft()
-        self.out, self.written = None, 0
-        while self.waiting and not self.waiting[0]:
-            self.finished.append(out.new_empty((out.shape[0], 0, *out.shape[2:])))
-            self.waiting.popleft()
+        parts = [*self.parts, result]
+        while self.waiting and sum(part.shape[1] for part in parts) >= self.waiting[0]:
+            length, (*earlier, last) = self.waiting.popleft(), parts
+            count = length - sum(part.shape[1] for part in earlier)
+            is_all = last is result and 0 < length == count == last.shape[1]
+            self.finished.append(last if is_all else torch.cat([*earlier, last[:, :count]], 1))
+            parts = [last[:, count:]]
+        self.parts = [part.clone() for part in parts if part.shape[1]]

@@ -1,31 +1,36 @@
 """KVCache: a cache for causal decoding that keeps only the K and V rows that later tokens can see.
 
 Of a branch (w, r) only the open segment matters, and of that every r-th token: w / r rows per key/value head, however
-long the sequence is. The next token of each sample is computed by itself, on the device and in fixed buffers, so that a
-CUDA graph can hold the step. More tokens at once are a chunk of a causal stream.
+long the sequence is. In these rows a branch is dense and causal. The next token of each sample is computed by itself,
+on the device and in fixed buffers, so that a CUDA graph can hold the step. Of several tokens, each branch first
+attends those that go on with its open segment, and then the others, which begin segments.
 
 Legend: q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); at (B,) the position of the first of the n tokens in its own
 sequence; count (B,) how many of the n tokens are real, the first ones; a cache (2, B, b, rows, h, D), k and v of b
-branches.
+branches; G query heads per key/value head.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dilated_attention.backends.choose import Backend, choose
-from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dtype
-from dilated_attention.functional import dilated_attention
+from dilated_attention.call import ON_DEVICE, Call, accumulate_dtype
+from dilated_attention.functional import attend
+from dilated_attention.merge import merge_
 from dilated_attention.pattern import Branch, DilatedPattern
 from dilated_attention.resolve import computed_dtype
-from dilated_attention.streaming.causal import CausalParts, Pair
-from dilated_attention.streaming.stream import Stream, any_mode, rows_of
+from dilated_attention.streaming.stream import Stream, any_mode
+
+Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
+Index = tuple[slice, Tensor, Tensor]  # all samples, and pairs of a row or token, and a head
 
 
 class Slot(NamedTuple):
@@ -39,16 +44,15 @@ class Slot(NamedTuple):
 class BranchCache:
     """The rows of branches that have equally many rows and the same heads: they are attended in one call."""
 
-    def __init__(self, branches: dict[int, Branch], rows: int, like: Tensor) -> None:
+    def __init__(self, branches: list[Branch], rows: int, like: Tensor) -> None:
         """``like``: has the samples, head dim, dtype and device of the rows."""
-        some = list(branches.values())
-        self.branches, self.rows = branches, rows
-        self.heads = slice(some[0].first, some[0].last)
-        self.lengths = torch.tensor([one.length for one in some], device=like.device)
-        self.rates = torch.tensor([one.rate for one in some], device=like.device)
-        self.offsets = torch.tensor([[one.offset(h) for h in one.heads] for one in some], device=like.device)
-        self.numbers = torch.arange(len(some), device=like.device)
-        self.kv = like.new_zeros(2, like.shape[0], len(some), rows, len(some[0].heads), like.shape[-1])
+        tensor, heads = functools.partial(torch.tensor, device=like.device), branches[0].heads
+        self.branches, self.heads = branches, slice(heads.start, heads.stop)
+        self.lengths = tensor([branch.length for branch in branches])
+        self.rates = tensor([branch.rate for branch in branches])
+        self.offsets = tensor([[branch.offset(head) for head in heads] for branch in branches])
+        self.numbers = torch.arange(len(branches), device=like.device)
+        self.kv = like.new_zeros(2, like.shape[0], len(branches), rows, len(heads), like.shape[-1])
         self.dense = DilatedPattern.longnet([rows], [1])
 
     def slot(self, at: Tensor, count: Tensor | None) -> Slot:
@@ -72,13 +76,46 @@ class BranchCache:
         # may be an old one, and what came of it is put away, NaN included.
         queries = q.unsqueeze(1).expand(-1, branches, -1, -1, -1).flatten(0, 1)
         keys, values = (x.flatten(0, 1) for x in self.kv)
-        out, lse = dilated_attention(
-            queries, keys, values, self.dense, is_causal=True, scale=scale, enable_gqa=True, backend=backend,
-            query_offset=slot.row.flatten(), return_lse=True,
+        out, lse = attend(
+            queries, keys, values, self.dense, True, scale, enable_gqa=True, backend=backend,
+            query_offset=slot.row.flatten(), warns=False,
         )  # fmt: skip
         shape = samples, branches, slot.absent.shape[2], -1
         lse = lse.view(shape).masked_fill(slot.absent, -torch.inf)
         return out.view(shape).masked_fill(slot.absent, 0.0).view(samples, branches, *q.shape[2:]), lse.flatten(2)
+
+
+class Places(NamedTuple):
+    """Where tokens are in the rows of a branch, for samples at one position: of its open segment and those after it.
+
+    The index pairs have an entry for each row of each head. All segments have equally many rows; where a head has one
+    less, its last one stays empty.
+    """
+
+    first: int  # the row that the first token is in, or would be
+    rows: int  # from the beginning of the open segment on
+    row: Index
+    token: Index
+
+    @staticmethod
+    def of(branch: Branch, before: int, tokens: int) -> Places:
+        """Of so many tokens, after ``before`` others of their segment."""
+        length, rate, each = branch.length, branch.rate, rows_of(branch, branch.length)
+        segments, rest = divmod(before + tokens, length)
+        first, rows = before // rate, segments * each + rows_of(branch, rest)
+        row = torch.arange(first, rows)[:, None]
+        within = row % each * rate + torch.tensor([branch.offset(head) for head in branch.heads])  # (rows, h)
+        token = row // each * length + within - before
+        at, head = ((within < length) & (token >= 0) & (token < tokens)).nonzero(as_tuple=True)
+        return Places(first, rows, (slice(None), at + first, head), (slice(None), token[at, head], head))
+
+    def taken(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
+        """The rows of the tokens x, (B, n, h, ...), after those that were kept."""
+        rows = x.new_zeros(len(x), self.rows, *x.shape[2:])
+        if kept is not None:
+            rows[:, : self.first + 1] = kept[:, : self.first + 1]
+        rows[self.row] = x[self.token]
+        return rows
 
 
 class KVCache:
@@ -86,40 +123,41 @@ class KVCache:
 
     def __init__(self, pattern: DilatedPattern, like: Tensor, tokens: int | None = None) -> None:
         """``like``: k or v of any tokens. ``tokens``: room for sequences so long, and no longer; None: for any."""
-        samples, _, kv_heads, head_dim = like.shape
-        self.pattern, self.kv_heads = pattern, kv_heads
-        self.branches = pattern.branches_for(kv_heads)
+        samples, _, self.kv_heads, head_dim = like.shape
+        self.pattern, self.tokens = pattern, tokens
+        self.branches = pattern.branches_for(self.kv_heads)
+        self.period = math.lcm(*pattern.segment_lengths)  # all segments begin together every so many tokens
         with any_mode():
             self.like = like.new_empty(samples, 0, head_dim)
-            self.caches = self._branch_caches(tokens)
-        self.tokens = tokens
 
-    def _branch_caches(self, tokens: int | None) -> list[BranchCache]:
-        alike: dict[tuple[int, range], dict[int, Branch]] = {}
-        for index, branch in enumerate(self.branches):
-            rows = rows_of(branch, branch.length if tokens is None else tokens)
-            if branch.heads and rows:
-                alike.setdefault((rows, branch.heads), {})[index] = branch
-        return [BranchCache(branches, rows, self.like) for (rows, _), branches in alike.items()]
+    @functools.cached_property
+    def caches(self) -> list[BranchCache]:
+        """All rows; there are none before the first is needed."""
+        alike: dict[tuple[int, range], list[Branch]] = {}
+        for branch in self.branches:
+            rows = rows_of(branch, branch.length if self.tokens is None else self.tokens)
+            alike.setdefault((rows, branch.heads), []).append(branch)
+        with any_mode():
+            return [BranchCache(branches, rows, self.like) for (rows, _), branches in alike.items()]
 
     def reserve(self, tokens: int) -> None:
         """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
         if self.tokens is None or tokens <= self.tokens:
             return
-        room = max(tokens, 2 * self.tokens)
+        room, old = max(tokens, 2 * self.tokens), dict(self._rows())
         self.tokens = None if room >= max(self.pattern.segment_lengths) else room
+        del self.caches
         with any_mode():
-            old, self.caches = dict(self._rows()), self._branch_caches(self.tokens)
-            for index, pair in self._rows():
-                for x, before in zip(pair, old.get(index, ()), strict=False):
+            for branch, pair in self._rows():
+                for x, before in zip(pair, old[branch], strict=True):
                     x[:, : before.shape[1]] = before
 
-    def _rows(self) -> Iterator[tuple[int, Pair]]:
-        """Each branch with its rows, (B, rows, h, D)."""
+    def _rows(self, samples: slice = slice(None)) -> Iterator[tuple[Branch, Pair]]:
+        """Each branch with its k and v, (B, rows, h, D)."""
         for cache in self.caches:
-            k, v = cache.kv
-            for i, index in enumerate(cache.branches):
-                yield index, (k[:, i], v[:, i])
+            k, v = cache.kv[:, samples]
+            for i, branch in enumerate(cache.branches):
+                yield branch, (k[:, i], v[:, i])
 
     @property
     def nbytes(self) -> int:
@@ -128,9 +166,9 @@ class KVCache:
     def select(self, samples: Tensor) -> None:
         """Go on with these samples, each as often as it is named."""
         with any_mode():
-            self.like = self.like[samples]
             for cache in self.caches:
                 cache.kv = cache.kv.index_select(1, samples)
+            self.like = self.like[samples]
 
     def is_on_device(self, heads: int, backend: Backend) -> bool:
         """Whether the host has no part in a step, as a CUDA graph needs; some backends read positions there."""
@@ -167,24 +205,16 @@ class KVCache:
         with any_mode():
             out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
             for samples, first, n in self._alike(at, count, q.shape[1]):
-                parts = [x[samples, :n] for x in (q, k, v)]
-                chunk = self.continued(self._call(parts[0], parts[1], scale, backend), first, samples)
-                outs, lses = zip(*chunk.seen(*parts), strict=True)
+                chunk = self.chunk(q[samples, :n], k[samples, :n], v[samples, :n], first, scale, backend, samples)
+                outs, lses = zip(*chunk, strict=True)
                 out[samples, :n], lse[samples, :n] = torch.cat(outs, 1), torch.cat(lses, 1)
         return out, lse
 
     def keep(self, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None) -> None:
         """Keep what tokens after these can see of them."""
         with any_mode():
-            if k.shape[1] == 1:
-                for cache, slot in zip(self.caches, self.slots(at, count), strict=True):
-                    cache.put(k, v, slot)
-                return
             for samples, first, n in self._alike(at, count, k.shape[1]):
-                none = k[samples, :0]
-                self.continued(self._call(none, none, None, "auto"), first, samples).keep(
-                    k[samples, :n], v[samples, :n]
-                )
+                self.keep_chunk(k[samples, :n], v[samples, :n], first, samples)
 
     def slots(self, at: Tensor, count: Tensor | None = None) -> list[Slot]:
         """Where the next token of each sample belongs, on each cache."""
@@ -213,48 +243,79 @@ class KVCache:
     def _alike(self, at: Tensor, count: Tensor | None, n: int) -> Iterator[tuple[slice, int, int]]:
         """Samples that are computed together, with the position and number of their tokens."""
         firsts: list[int] = at.tolist()
-        counts: list[int] = [n] * len(firsts) if count is None else count.tolist()
-        pairs = list(zip(firsts, counts, strict=True))
-        if len(set(pairs)) == 1:
-            if pairs[0][1]:  # a chunk may be padding alone
-                yield slice(None), *pairs[0]
-            return
-        for sample, (first, number) in enumerate(pairs):
-            if number:
-                yield slice(sample, sample + 1), first, number
+        pairs = list(zip(firsts, [n] * len(firsts) if count is None else count.tolist(), strict=True))
+        alike = [slice(None)] if len(set(pairs)) == 1 else [slice(i, i + 1) for i in range(len(pairs))]
+        for samples, (first, number) in zip(alike, pairs, strict=False):
+            if number:  # a chunk may be padding alone
+                yield samples, first, number
 
-    def continued(self, call: Call, at: int, samples: slice = slice(None)) -> CausalParts:
-        """Tokens after the first ``at``; what is kept of them is kept here. ``call``: of no tokens."""
-        rows, none = dict(self._rows()), self.like.unsqueeze(1)
-        kept = [rows.get(index, (none, none)) for index in range(len(self.branches))]
-        return CausalParts(call, [(k[samples], v[samples]) for k, v in kept], at)
+    # --- several tokens, of samples at one position -------------------------------------------------------------
 
-    def _call(self, q: Tensor, k: Tensor, scale: float | None, backend: Backend) -> Call:
-        call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend)
-        return call.of(q[:, :0], k[:, :0], None, 0)
+    def chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, at: int, scale: float | None, backend: Backend,
+        samples: slice = slice(None),
+    ) -> Iterator[Pair]:  # fmt: skip
+        """(out, lse) of the next tokens: to the end of the period that they continue, and those that begin one, where
+        they lie."""
+        first = min(q.shape[1], -at % self.period)
+        call = functools.partial(attend, is_causal=True, scale=scale, enable_gqa=True, backend=backend, warns=False)
+        if first:
+            yield self._continued(q[:, :first], k[:, :first], v[:, :first], at, samples, call)
+        if first < q.shape[1]:
+            yield call(q[:, first:], k[:, first:], v[:, first:], self.pattern)
+
+    def _continued(self, q: Tensor, k: Tensor, v: Tensor, at: int, samples: slice, call: Callable[..., Pair]) -> Pair:
+        """(out, lse) of tokens in the midst of segments. In its rows, a branch is causal and dense."""
+        q = q.reshape(*q.shape[:2], self.kv_heads, -1, q.shape[3])
+        out, lse = (x.to(accumulate_dtype(q.dtype)) for x in (torch.zeros_like(q), q.new_full(q.shape[:4], -torch.inf)))
+        for branch, kept in self._rows(samples):
+            places = Places.of(branch, at % branch.length, q.shape[1])
+            mine = [x[:, :, branch.first : branch.last] for x in (q, k, v, out, lse)]
+            keys, values = map(places.taken, mine[1:3], kept)
+            queries = places.taken(mine[0])[:, places.first :]
+            dense = DilatedPattern.longnet([rows_of(branch, branch.length)], [1])
+            parts = (
+                x.reshape(*queries.shape[:4], *x.shape[3:]) for x in call(queries.flatten(2, 3), keys, values, dense)
+            )
+            merged = [x[places.token] for x in mine[3:]]
+            merge_(*merged, *(x[:, places.row[1] - places.first, places.row[2]] for x in parts))
+            for x, y in zip(mine[3:], merged, strict=True):
+                x[places.token] = y
+        return out.flatten(2, 3).to(q.dtype), lse.flatten(2)
+
+    def keep_chunk(self, k: Tensor, v: Tensor, at: int, samples: slice = slice(None)) -> None:
+        """Keep what later tokens see of these: of each branch, those of the segment that is then open."""
+        after = at + k.shape[1]
+        for branch, kept in self._rows(samples) if after % self.period else ():
+            seen = after % branch.length
+            new = min(seen, k.shape[1])
+            places = Places.of(branch, seen - new, new)
+            for rows, x in zip(kept, (k, v), strict=True):
+                x = x[:, k.shape[1] - new :, branch.first : branch.last]
+                rows[places.row] = x[places.token].to(rows.dtype)
+
+
+def rows_of(branch: Branch, tokens: int) -> int:
+    """The rows that a head has of the first tokens of a segment, at most."""
+    return -(-min(tokens, branch.length) // branch.rate)
 
 
 class CausalStream(Stream):
     """The work of a causal stream: every chunk is computed at once."""
 
-    def held_bytes(self, num_tokens: int | None) -> int:
-        call, tokens = self.call, self.longest if num_tokens is None else min(num_tokens, self.longest)
-        rows = sum(len(branch.heads) * rows_of(branch, tokens) for branch in self.branches)
+    def held_bytes(self) -> int:
+        call = self.call
+        rows = sum(len(branch.heads) * rows_of(branch, self.most) for branch in self.branches)
         return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
 
     @functools.cached_property
     def cache(self) -> KVCache:
         call = self.call
         like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
-        return KVCache(call.pattern, like, tokens=0)
+        return KVCache(call.pattern, like, self.most)
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for out, _ in self.cache.continued(self.call, self.position).seen(q, k, v):
+        for out, _ in self.cache.chunk(q, k, v, self.position, self.call.scale, cast(Backend, self.call.backend)):
             self.deliver(out)
-        after = self.position + q.shape[1]
-        self.cache.reserve(max(min(after % branch.length, after) for branch in self.branches))
-        self.cache.continued(self.call, self.position).keep(k, v)
-        self.position = after
-
-    def end(self) -> None:
-        """Nothing waits."""
+        self.cache.keep_chunk(k, v, self.position)
+        self.position += q.shape[1]

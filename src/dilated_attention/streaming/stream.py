@@ -1,6 +1,6 @@
-"""What both kinds of stream share: the call that all chunks are parts of, rows that are held, and how many.
+"""What both kinds of stream share: the call that all chunks are parts of, and what may be held between them.
 
-Legend: q, out (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H), of n tokens in a row.
+Legend: q, out (B, n, H, D); k, v (B, n, Hk, D), of n tokens in a row.
 """
 
 from __future__ import annotations
@@ -13,81 +13,27 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention import autograd
-from dilated_attention.backends.blockwise import Work
-from dilated_attention.backends.problem import Inputs
-from dilated_attention.backends.tensors import no_autocast
 from dilated_attention.call import Call
-from dilated_attention.pattern import Branch, DilatedPattern
 from dilated_attention.units import bytes_text
 
 
-class Parts:
-    """A sequence that is computed part by part. Its call has the shapes of no tokens, alike for all parts."""
+class Stream:
+    """The work of a stream. Its call has the shapes of no tokens, alike for all chunks."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.branches = call.pattern.branches_for(call.kv_heads)
+    def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
         lengths = call.pattern.segment_lengths
-        self.longest = max(lengths)
+        self.call, self.deliver, self.position = call, deliver, 0
+        self.branches = call.pattern.branches_for(call.kv_heads)
         self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, branch: int | None = None, before: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of tokens that begin where all their segments do. Of one branch, its heads alone are given.
-
-        ``before``: how many tokens came earlier, if these are the last of the stream and not all of their segments.
-        """
-        if before and self.call.adds_zeros:  # zero keys fill those up, as many as if all were one call
-            with no_autocast(q.device):
-                out, lse = self.work(q, k, v, before, branch).forward()
-            return out[..., : self.call.head_dim], lse
-        return autograd.attend(Inputs(q, k, v), self.part(branch).of(q, k, None, 0))
-
-    def work(self, q: Tensor, k: Tensor, v: Tensor, before: int, branch: int | None = None) -> Work:
-        """The tokens with their own keys alone, wherever in their segments they begin; its results are for merging."""
-        call = self.part(branch)._replace(in_parts=True).of(q, k, None, 0)
-        call = call._replace(start=before, key_start=before, total=before + q.shape[1])
-        return Work.of(call, Inputs(q, k, v), keys_follow=True)
-
-    def part(self, branch: int | None) -> Call:
-        """The call of one branch, as if its heads ran nothing else; None: of all."""
-        if branch is None:
-            return self.call
-        pattern, one = self.call.pattern, self.branches[branch]
-        if not pattern.head_rule.splits_heads:
-            pattern = DilatedPattern(pattern.rule, (one.length,), (one.rate,))
-        return self.call._replace(pattern=pattern, first_head=one.first, total_heads=self.call.kv_heads)
-
-
-class Stream(Parts):
-    """The work of a stream."""
-
-    def __init__(
-        self, call: Call, deliver: Callable[[Tensor], None], max_bytes: int | None = None, num_tokens: int | None = None
-    ) -> None:
-        """Raises if more than ``max_bytes`` would be held, before anything is."""
-        super().__init__(call)
-        self.deliver, self.position = deliver, 0
-        self._check_memory(max_bytes, num_tokens)
-
-    def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The next tokens."""
-        raise NotImplementedError
+        self.longest = max(lengths)
+        self.most = self.longest if num_tokens is None else min(num_tokens, self.longest)  # tokens of a segment
 
     def end(self) -> None:
         """There are no more tokens."""
-        raise NotImplementedError
 
-    def held_bytes(self, num_tokens: int | None) -> int:
-        """The most that is held from one chunk to the next, if there are at most so many tokens."""
-        raise NotImplementedError
-
-    def _check_memory(self, max_bytes: int | None, num_tokens: int | None) -> None:
-        """Raise if what is held does not fit."""
+    def check_memory(self, held: int, max_bytes: int | None) -> None:
+        """Raise if what is held from one chunk to the next does not fit. Nothing is held yet."""
         limit = _half_of_memory(self.call.device) if max_bytes is None else max_bytes
-        held = self.held_bytes(num_tokens)
         if limit is None or held <= limit:
             return
         what, causal = "the longest segment", "is_causal=True, "
@@ -105,11 +51,6 @@ def any_mode() -> Iterator[None]:
     """Whatever mode a chunk is taken in, nothing held is an inference tensor: the next may come in another mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def rows_of(branch: Branch, tokens: int) -> int:
-    """The rows that a head has of the first tokens of a segment, at most."""
-    return -(-min(tokens, branch.length) // branch.rate)
 
 
 def _half_of_memory(device: torch.device) -> int | None:
