@@ -38,10 +38,6 @@ def call_for(rows: int = 8192, *, form: str = "nested", samples: int = 1, heads:
     return plain._replace(**given)
 
 
-def preferred(call: Call) -> bool:
-    return triton.preference(call, False)[0]
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
     """Say which compute capability the device has; no device is needed."""
@@ -58,14 +54,6 @@ def h200(device: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) ->
 
 def give_table(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> None:
     monkeypatch.setattr(dispatch, "measured", lambda: {"9.0": rows})
-
-
-def test_packed_sequences_are_as_long_as_one_of_them(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share a launch, and the library's kernels would take each alone."""
-    give_table(monkeypatch, library_from={"forward 64 nested": 8192})
-    assert not preferred(call_for(8192))
-    assert preferred(call_for(8192, cu_seqlens=(0, 4096, 8192)))
-    assert not preferred(call_for(16384, cu_seqlens=(0, 4096, 16384)))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +87,7 @@ def test_heads_share_launches_until_they_fill_256_mib(
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 257}, "up to 256, not 257"),
         ({"device": torch.device("meta")}, "it runs on CUDA, not on meta"),
+        ({"installed": False}, "triton is not installed"),
     ],
 )
 def test_every_reason_is_a_sentence(
@@ -106,18 +95,13 @@ def test_every_reason_is_a_sentence(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert triton.unsupported(call_for(), False) == []
+    given = dict(given)
+    monkeypatch.setattr(dispatch, "INSTALLED", given.pop("installed", True))
     (reason,) = triton.unsupported(call_for(**given), False)
     assert words in reason
     assert len(reason.split()) > 4
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run this call: .*{words}.* Use backend='auto'"):
         choose.choose(call_for(backend="triton", **given))
-
-
-def test_all_reasons_are_given(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "INSTALLED", False)
-    reasons = triton.unsupported(call_for(in_parts=True, dtype=torch.float64, head_dim=300), False)
-    assert len(reasons) == 4
-    assert "triton is not installed" in reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -168,16 +152,42 @@ def test_on_a_cpu_a_call_by_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # --- what is preferred ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("first", "rows", "expected"), [(65536, 65535, True), (65536, 65536, False), (None, 1 << 30, True), (1, 1, False)]
-)
-def test_thresholds(h200: None, monkeypatch: pytest.MonkeyPatch, first: int | None, rows: int, expected: bool) -> None:
-    give_table(monkeypatch, library_from={"forward 128 causal": first})
-    asked = call_for(rows, form="", head_dim=100, is_causal=True)
-    assert preferred(asked) is expected
-    for other in ({"head_dim": 64}, {"is_causal": False}, {"pattern": FORMS["nested"]}, {"head_dim": 200}):
-        assert "was not measured" in triton.preference(asked._replace(**other), False)[1]
-    assert "was not measured" in triton.preference(asked, True)[1]
+TURING = {"dtype": torch.float16, "capability": (7, 5)}
+PREFERENCES: list[tuple[dict[str, Any], Any, bool, str]] = [  # a call, from which rows the library is faster; and we
+    ({"has_padding": True}, 1, True, "padding mask"),  # what the library does not take is ours
+    ({"dropout_p": 0.5}, 1, True, "dropout"),
+    ({"deterministic": True}, 1, True, "use_deterministic_algorithms"),
+    ({"dtype": torch.float32, "has_padding": True}, 1, True, "padding mask"),
+    ({"dtype": torch.float32}, None, False, "float32"),
+    (TURING, None, False, "tensor cores"),
+    ({**TURING, "has_padding": True}, None, True, "padding mask"),
+    ({}, None, True, "at every length"),
+    ({}, 1, False, "from 1 rows on"),
+    ({}, 8192, False, "from 8,192 rows on"),
+    ({}, 8193, True, "from 8,193 rows on"),
+    ({"cu_seqlens": (0, 4096, 8192)}, 8192, True, "from 8,192 rows on"),  # they share a launch: the library has none
+    ({"rows": 16384, "cu_seqlens": (0, 4096, 16384)}, 8192, False, "from 8,192 rows on"),
+    ({"is_causal": True}, 1, True, "not measured"),
+    ({"head_dim": 200}, 1, False, "not measured"),
+    ({"device": torch.device("cpu")}, 1, True, "not measured"),  # in the interpreter, without compute capability
+    ({}, "none", True, "not measured"),
+    ({"form": ""}, "none", False, "not measured"),
+    ({"head_dim": 65}, "none", False, "not measured"),  # tiles that fit everywhere are small for it
+]
+
+
+@pytest.mark.parametrize(("given", "first", "ours", "words"), PREFERENCES)
+def test_every_preference_has_a_reason(
+    h200: None, device: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], first: Any, ours: bool, words: str
+) -> None:
+    given = dict(given)
+    device(*given.pop("capability", (9, 0)))
+    give_table(monkeypatch, library_from={} if first == "none" else {"forward 64 nested": first})
+    preferred, reason = triton.preference(call_for(**given), False)
+    assert preferred is ours
+    assert words in reason
+    assert len(reason.split()) > 4
+    assert "was not measured" in triton.preference(call_for(), True)[1]
 
 
 MEASURED_FROM: list[
@@ -208,17 +218,6 @@ def test_what_was_not_measured_has_what_holds_for_others(
     assert dispatch.library_from(call_for(head_dim=head_dim), form, False) == expected
 
 
-def test_rows_with_few_keys_are_a_form_of_their_own() -> None:
-    """In launches apart."""
-    thin, thick = (DilatedPattern.torchscale([w, 2 * w, 4 * w], [1, 2, 4]) for w in (1024, 2048))  # 1,792 keys; 3,584
-    nested = DilatedPattern.longnet([1024, 2048], [1, 2])
-    assert [dispatch.measured_as(call_for(pattern=x)) for x in (thin, thick, nested)] == [
-        "apart thin",
-        "apart",
-        "nested",
-    ]
-
-
 @pytest.mark.parametrize(
     ("rule", "expected"),
     {"longnet": ("dense", "", "apart", "nested"), "torchscale": ("dense", "", "apart", "apart"),
@@ -231,6 +230,11 @@ def test_what_a_call_is_measured_as(rule: str, expected: tuple[str, ...]) -> Non
         assert dispatch.form_of(asked, alone=False) == form
         # each branch draws anew
         assert dispatch.form_of(asked, alone=True) == ("apart" if form == "nested" else form)
+    few, more = (DilatedPattern(rule, (w, 2 * w, 4 * w), (1, 2, 4)) for w in (1024, 2048))  # 1,792 keys a row; 3,584
+    assert dispatch.measured_as(call_for(pattern=few)).removesuffix(" thin") == dispatch.measured_as(
+        call_for(pattern=more)
+    )
+    assert ("thin" in dispatch.measured_as(call_for(pattern=few))) == (rule == "torchscale")
 
 
 def test_every_measured_tile_is_tested() -> None:
@@ -244,46 +248,6 @@ def test_every_measured_tile_is_tested() -> None:
         assert {TileConfig(*numbers) for numbers in found["tiles"].values()} <= tested
         kinds = itertools.product(dispatch.KERNELS, dispatch.SMALL, (False, True), test_triton_gpu.FORMS)
         assert set(found["tiles"]) <= {dispatch.key(*about, *form) for *about, form in kinds}
-
-
-def test_where_nothing_was_measured_shared_pairs_decide(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "measured", dict)
-    assert preferred(call_for())
-    assert not preferred(call_for(form=""))
-    assert not preferred(call_for(head_dim=65))  # tiles that fit everywhere are small for it
-
-
-@pytest.mark.parametrize(
-    ("given", "first", "ours", "words"),
-    [  # what the library does not take is ours
-        ({"has_padding": True}, 1, True, "padding mask"),
-        ({"dropout_p": 0.5}, 1, True, "dropout"),
-        ({"deterministic": True}, 1, True, "use_deterministic_algorithms"),
-        ({"dtype": torch.float32, "has_padding": True}, 1, True, "padding mask"),
-        ({"dtype": torch.float32}, None, False, "float32"),
-        ({}, "none", True, "not measured"),
-        ({}, None, True, "at every length"),
-        ({}, 1, False, "from 1 rows on"),
-    ],
-)
-def test_every_preference_has_a_reason(
-    h200: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], first: Any, ours: bool, words: str
-) -> None:
-    give_table(monkeypatch, library_from={} if first == "none" else {"forward 64 nested": first})
-    preferred, reason = triton.preference(call_for(**given), False)
-    assert preferred is ours
-    assert words in reason
-    assert len(reason.split()) > 4
-
-
-def test_without_tensor_cores_the_library_is_faster(h200: None, device: Callable[[int, int], None]) -> None:
-    half = call_for(dtype=torch.float16)
-    assert preferred(half)
-    device(7, 5)
-    found, reason = triton.preference(half, False)
-    assert not found
-    assert "tensor cores" in reason
-    assert preferred(half._replace(has_padding=True))
 
 
 def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +264,8 @@ def test_auto_follows_the_table(h200: None, monkeypatch: pytest.MonkeyPatch) -> 
     asked = call_for()
     told = choose.why_not(choose.choose(asked), asked)
     assert told["triton"][0].startswith("it could run, but sdpa")
+    for given in ({"in_parts": True}, {"dtype": torch.float64}, {"head_dim": 300}):
+        assert choose.choose(call_for(**given)).name == "sdpa"
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------
@@ -381,19 +347,3 @@ def test_what_was_measured_can_be_read(name: str) -> None:
     for key, first in rows["library_from"].items():
         assert re.fullmatch(rf"(forward|backward) {SHORT_NAME}( dense| apart| apart thin)?", key)
         assert first is None or str(first) in about["library_from"][key]["ms"]
-
-
-@pytest.mark.parametrize("name", dispatch.measured())
-def test_what_was_measured_is_found(name: str, device: Callable[[int, int], None]) -> None:
-    major, minor = name.split(".")
-    device(int(major), int(minor))
-    for part in ("tiles", "library_from"):
-        for key, value in dispatch.measured()[name][part].items():
-            what, dim, *kind = key.split()
-            form = " ".join(word for word in kind if word not in ("causal", "short"))
-            rows = 8192 if "short" in kind else dispatch.FEW_ROWS
-            asked = call_for(rows, head_dim=int(dim), is_causal="causal" in kind)
-            if part == "tiles":
-                assert dispatch.config(what, asked, form) == TileConfig(*value)
-            else:
-                assert dispatch.library_from(asked, form, what == "backward") == (value or 0)

@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import math
-import random
+from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from dilated_attention import DilatedPattern, dilated_attention, reference, testing
 from dilated_attention.backends import aten, sdpa
 from dilated_attention.pattern import RULES
-from tests.cases import finite, leaves
+from tests.cases import Case, finite, leaves
+from tests.drawn import drawn, few
 
 PATTERN = DilatedPattern.longnet([8, 20], [1, 3])
 BY_BACKEND = pytest.mark.parametrize("backend", ["sdpa", "eager"])
 
 
 @pytest.mark.filterwarnings("ignore::dilated_attention.DilatedAttentionWarning")
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
-@given(st.integers(0, 2**32 - 1))  # drawn one by one, numbers would mostly be small or equal: they follow a seed
-def test_any_pattern(seed: int) -> None:
+@few(150)
+@given(drawn(most_ranks=1, most_tokens=30))
+def test_any_pattern(case: Case) -> None:
     """Branches may come in any order, and twice they only raise lse."""
-    pick = random.Random(seed)
-    branches = pick.randint(1, 3)
-    lengths, rates = (tuple(pick.randint(1, most) for _ in range(branches)) for most in (24, 5))
-    pattern, tokens = DilatedPattern(pick.choice(RULES), lengths, rates), pick.randint(1, 30)
-    kv_heads = pick.randint(branches, 5)
-    heads = kv_heads * pick.randint(1, 2)
-    qkv = testing.make_qkv(2, tokens, heads, 3, kv_heads=kv_heads, dtype=torch.float64, seed=seed)
-    mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed)) < 0.3 if seed % 3 else None
-    options = {"is_causal": pick.random() < 0.5, "key_padding_mask": mask, "backend": pick.choice(["sdpa", "eager"])}
+    qkv, pattern, pick = case.qkv(), case.the_pattern(), case.draw("order")
+    options = {"is_causal": case.is_causal, "key_padding_mask": case.padding(), "backend": case.backend}
     testing.check(qkv, pattern, **options)
-
-    if pattern.rule == "head_groups":
-        return
-    times, options = pick.randint(1, 3), {**options, "enable_gqa": True, "return_lse": True}
-    lengths, rates = zip(*pick.sample(pattern.branches * times, times * branches), strict=True)
-    out, lse = dilated_attention(*qkv, pattern, **options)
-    got, got_lse = dilated_attention(*qkv, DilatedPattern(pattern.rule, lengths, rates), **options)
-    assert testing.error(got, out) < 1e-12
-    assert testing.error(got_lse, lse + math.log(times)) < 1e-12
+    if pattern.rule != "head_groups":
+        times = pick.randint(1, 3)
+        lists = zip(*pick.sample(pattern.branches * times, times * len(pattern.branches)), strict=True)
+        attention = partial(dilated_attention, *qkv, enable_gqa=True, return_lse=True, **options)
+        (out, lse), (got, got_lse) = attention(pattern), attention(DilatedPattern(pattern.rule, *lists))
+        assert testing.error(got, out) < 1e-12
+        assert testing.error(got_lse, lse + math.log(times)) < 1e-12
 
 
 @BY_BACKEND
@@ -58,15 +49,6 @@ def test_large_scores_wide_heads_and_a_gradient_of_lse_alone(rule: str, backend:
     expected = testing.oracle((q, k, v), pattern, torch.zeros_like(q), dlse)[2:]
     assert all(testing.error(x, y) < 1e-12 for x, y in zip(grads, expected, strict=True))
     assert not grads[2].any()
-
-
-@BY_BACKEND
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_vanishing_scale_when_causal(backend: str, dtype: torch.dtype) -> None:
-    """The table has such scales; here the gradients are exactly 0."""
-    qkv = leaves(*testing.make_qkv(2, 33, 3, 4, dtype=dtype))
-    out = dilated_attention(*qkv, PATTERN, scale=0.0, is_causal=True, backend=backend)
-    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), qkv[:2]))
 
 
 @BY_BACKEND

@@ -25,8 +25,8 @@ def merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@pytest.mark.parametrize("cuts", [(3, 4), (1, 6), (2, 2, 3), (1, 1, 1, 1, 1, 1, 1)])
-@pytest.mark.parametrize("size", [1.0, 50.0, 1e4])
+@pytest.mark.parametrize("cuts", [(3, 4), (2, 2, 3), (1,) * 7])
+@pytest.mark.parametrize("size", [1.0, 50.0, 1e30])
 def test_merging_parts_is_one_softmax_over_all_keys(cuts: tuple[int, ...], size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(5, 7, generator=generator, dtype=torch.float64) * size
@@ -37,6 +37,7 @@ def test_merging_parts_is_one_softmax_over_all_keys(cuts: tuple[int, ...], size:
         expected, expected_lse = state(scores, values)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-14, atol=1e-12)
+    assert all(map(torch.equal, merged((out, lse), (torch.zeros_like(out), torch.full_like(lse, -INF))), (out, lse)))
 
 
 def test_rows_of_all_kinds_side_by_side() -> None:
@@ -49,15 +50,6 @@ def test_rows_of_all_kinds_side_by_side() -> None:
     torch.testing.assert_close(lse, torch.tensor([-INF, 1.0, 0.0, 2.0 + math.log(2.0), math.log(2.0)]))
 
 
-@pytest.mark.parametrize("far", [200.0, 1e4, 1e30])
-def test_a_negligible_part_neither_overflows_nor_leaks(far: float) -> None:
-    """Not a bit changes, as by a part that is nothing."""
-    large = torch.ones(1, 2), torch.tensor([far])
-    for small in ((torch.full((1, 2), 5.0), torch.tensor([-far])), (torch.zeros(1, 2), torch.tensor([-INF]))):
-        for pair in ((large, small), (small, large)):
-            assert all(map(torch.equal, merged(*pair), large))
-
-
 def test_merging_writes_in_place_and_only_there() -> None:
     whole, whole_lse = torch.zeros(4, 6, 2), torch.full((4, 6), -INF)
     part, part_lse = kept = torch.randn(4, 3, 2), torch.randn(4, 3)
@@ -66,13 +58,6 @@ def test_merging_writes_in_place_and_only_there() -> None:
     assert all(map(torch.equal, (whole[:, 1::2], whole_lse[:, 1::2], *kept), copies * 2))
     assert (whole[:, ::2] == 0).all()
     assert (whole_lse[:, ::2] == -INF).all()
-
-
-def test_half_precision_parts_are_merged_without_rounding() -> None:
-    out, lse = torch.full((1, 2), 1.0), torch.zeros(1)
-    merge_(out, lse, torch.full((1, 2), 1.0078125, dtype=torch.bfloat16), torch.zeros(1))  # the next one after 1
-    assert out.dtype is torch.float32
-    assert torch.equal(out, torch.full((1, 2), 1.00390625))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 1000])

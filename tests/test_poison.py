@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, stream, testing
+from dilated_attention import DilatedPattern, dilated_attention, testing
 from dilated_attention.pattern import RULES
 from dilated_attention.testing import Results
 from tests.cases import DTYPES
@@ -42,23 +42,6 @@ def check_equal(got: Results, wanted: Results, bad: Tensor) -> None:
         else:
             assert torch.equal(x[~bad], expected[~bad]), name
             assert x[bad].isnan().all(), name
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@BY_BACKEND
-@BY_RULE
-@BOTH
-def test_anything_may_stand_in_masked_slots(rule: str, backend: str, is_causal: bool, bad: float) -> None:
-    q, k, v = testing.make_qkv(3, 29, 4, 8, dtype=torch.float64)
-    mask = random_mask()
-    mask[1, 20:] = mask[2] = True
-    pattern, options = DilatedPattern(rule, (8, 16), (1, 3)), {"is_causal": is_causal, "backend": backend}
-    clean, got = (
-        run(pattern, (q, *keys), q.flip(1), q[..., 0], key_padding_mask=mask, **options)
-        for keys in ((k, v), (x.masked_fill(mask[:, :, None, None], bad) for x in (k, v)))
-    )
-    check_equal(got, clean, torch.zeros(q.shape[:3], dtype=torch.bool))
-    assert not any(x.any() for x in (got.dk[mask], got.dv[mask], got.out[2], got.dq[2]))
 
 
 @BY_BACKEND
@@ -142,15 +125,6 @@ def test_an_infinite_query_whose_scores_are_all_low_is_nan(tokens: int, backend:
         assert x[:, 2:].isfinite().all()
     assert got.lse[:, 1].isnan().all()
     assert all(x.isfinite().all() for x in (got.dk, got.dv))
-
-
-@BOTH
-def test_an_infinite_query_is_nan_in_a_stream(is_causal: bool) -> None:
-    q, k, v = testing.make_qkv(1, 24, 1, 8)
-    q[:, 5] = math.inf
-    chunks = zip(*(x.split(3, 1) for x in (q, -k.abs(), v)), strict=True)
-    out = torch.cat(list(stream(chunks, DilatedPattern.longnet([8, 16], [1, 2]), is_causal=is_causal)), 1)
-    assert torch.equal(out.isnan().any(-1).flatten(), torch.arange(24) == 5)
 
 
 @BY_BACKEND

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dilated_attention as da
 from dilated_attention import resolve, testing
-from tests.cases import leaves
 
 PATTERN = da.DilatedPattern.longnet([8, 16], [1, 2])
 
@@ -115,15 +114,6 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in range(20, 28):
         da.dilated_attention(*testing.make_qkv(1, tokens, 4, 8), PATTERN)
         assert 0 < len(resolve.known_calls) <= 3
-
-
-def test_gradients_are_wanted_or_not() -> None:
-    """What is known of a call does not say whether it is differentiated."""
-    qkv = testing.make_qkv(1, 20, 4, 8)
-    da.dilated_attention(*qkv, PATTERN)
-    assert da.dilated_attention(*leaves(*qkv), PATTERN).requires_grad
-    with torch.no_grad():
-        assert not da.dilated_attention(*leaves(*qkv), PATTERN).requires_grad
 
 
 WRONG = {  # arguments of a compiled call, and what the error says

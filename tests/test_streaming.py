@@ -106,12 +106,7 @@ HELD: dict[str, tuple[DilatedPattern, int, int, dict[str, Any], int, int]] = {  
     # a quarter more: rows are seldom moved
     "straddling": (torchscale([16, 50, 128], [1, 2, 4]), 7, 50, {}, 120 * ALL, (128 + 32) * ALL + 7 * ROW),
     # its period, 3200 tokens here, may be far longer than a segment; outputs that are not yet complete
-    **{
-        f"not a long chunk of {n}": (
-            longnet([50, 128], [1, 2]), n, 5, {"max_bytes": 160 * ALL}, 1, 160 * ALL + 2 * n * ROW
-        )
-        for n in (1000, 128, 300)
-    },
+    "not a long chunk": (longnet([50, 128], [1, 2]), 1000, 5, {"max_bytes": 160 * ALL}, 1, 160 * ALL + 2000 * ROW),
     "nothing of whole periods": (longnet([32, 64], [1, 2]), 128, 5, {}, 0, 0),
     "nothing of whole causal periods": (longnet([32, 64], [1, 2]), 128, 5, {"is_causal": True}, 0, 0),
     # with room for some numbers about the branches
@@ -133,41 +128,28 @@ def test_what_is_held(name: str) -> None:
 
 @BOTH
 @TWO
-def test_chunks_are_let_go_at_once(pattern: DilatedPattern, is_causal: bool) -> None:
-    alive: list[weakref.ref[Tensor]] = []
+def test_chunks_are_let_go_at_once_and_may_be_overwritten(pattern: DilatedPattern, is_causal: bool) -> None:
+    lengths, alive, outs = (7, 5, 5, 16, 15, 3, 40, 2, 1), list[weakref.ref[Tensor]](), list[Tensor]()
+    qkv = testing.make_qkv(1, sum(lengths), 3, 8, dtype=torch.float64)
 
     def chunks() -> Iterator[Chunk]:
-        for length in (7, 5, 5, 16, 15, 3, 40, 2, 1):
+        for chunk in cut(qkv, [*lengths]):
             assert torch.is_grad_enabled()  # modes are those of the consumer
             assert not any(ref() is not None for ref in alive), "the chunk before is still there"
-            chunk = testing.make_qkv(1, length, 3, 8)
-            alive.extend(map(weakref.ref, chunk))
-            yield chunk
-            del chunk
+            copies = [x.clone() for x in chunk]
+            alive.extend(map(weakref.ref, copies))
+            yield tuple(copies)
+            assert all(map(torch.equal, copies, chunk)), "a chunk is written to"
+            for x in copies:
+                x.fill_(torch.nan)
+            del copies, x
 
     for out in da.stream(chunks(), pattern, is_causal=is_causal):
-        assert not any(ref() is not None for ref in alive[:-3]), "an earlier chunk is still there"
         assert torch.is_grad_enabled()
         assert not out.requires_grad
         assert out.untyped_storage().nbytes() == out.numel() * out.itemsize, "an output holds more than itself"
-
-
-@BOTH
-@TWO
-def test_chunks_may_be_overwritten_and_are_not_written_to(pattern: DilatedPattern, is_causal: bool) -> None:
-    qkv = testing.make_qkv(2, 60, 3, 8, dtype=torch.float64)
-
-    def chunks() -> Iterator[Chunk]:
-        for chunk in cut(qkv, [10] * 6):
-            copies = tuple(x.clone() for x in chunk)
-            yield copies
-            assert all(map(torch.equal, copies, chunk))
-            for x in copies:
-                x.fill_(torch.nan)
-
-    got = torch.cat(list(da.stream(chunks(), pattern, is_causal=is_causal)), 1)
-    expected, _ = reference.attention(*qkv, pattern, is_causal=is_causal)
-    assert testing.error(got, expected) < 1e-12
+        outs.append(out)
+    assert testing.error(torch.cat(outs, 1), reference.attention(*qkv, pattern, is_causal=is_causal)[0]) < 1e-12
 
 
 # --- what is copied ---------------------------------------------------------------------------------------------
@@ -229,11 +211,6 @@ def test_outputs_come_as_soon_as_they_are_known(name: str, cuts: str, is_causal:
         assert given == latest + 1
 
 
-def test_nothing_is_asked_for_before_an_output_is() -> None:
-    assert list(da.stream([], GOOD)) == []
-    da.stream(nothing_to_take(), GOOD)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------
 
 GOOD = DilatedPattern.longnet([8], [1])
@@ -250,11 +227,7 @@ def nothing_to_take() -> Iterator[Chunk]:
         ({"pattern": [8]}, TypeError, "must be a DilatedPattern, got list"),
         ({"chunks": 3}, TypeError, "iterable of .query, key, value., got int"),
         ({"enable_gqa": "no"}, TypeError, "enable_gqa must be True or False, got 'no'"),
-        ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
-        ({"scale": -1.0}, ValueError, "scale must be a finite number"),
-        ({"backend": "fast"}, ValueError, "unknown backend 'fast'"),
         ({"max_bytes": 1.5}, TypeError, "max_bytes must be a whole number, got 1.5"),
-        ({"max_bytes": 0}, ValueError, "max_bytes must be 1 or more"),
         ({"num_tokens": -3}, ValueError, "num_tokens must be 1 or more"),
     ],
 )
@@ -275,11 +248,9 @@ def like(**changes: Any) -> Chunk:
         (like()[:2], TypeError, "got 2 entries"),
         ((*like(), torch.zeros(1, 5)), TypeError, "got 4 entries. A stream takes no key_padding_mask"),
         ((1, 2, 3), TypeError, "chunk 1: query must be a tensor"),
-        ((like()[0][0], *like()[1:]), ValueError, "chunk 1: query must be .batch, tokens"),
         ((like(tokens=6)[0], *like()[1:]), ValueError, "chunk 1: query has 6 tokens and key 5"),
         (like(samples=2), ValueError, "chunk 1 has batch 2, .*and chunk 0 batch 1"),
         (like(heads=2), ValueError, "chunk 1 has batch 1, 2 query and 2 key/value heads"),
-        (like(head_dim=8), ValueError, "heads of 8"),
         (like(dtype=torch.float64), ValueError, "torch.float64 on cpu, and chunk 0 .*torch.float32 on cpu"),
         (tuple(x.to("meta") for x in like()), ValueError, "torch.float32 on meta"),
     ],
@@ -295,13 +266,12 @@ def test_a_chunk_that_is_not_like_the_first(chunk: Any, error: type[Exception], 
 def test_what_is_wrong_with_the_first_chunk_or_the_length() -> None:
     with pytest.raises(ValueError, match=r"chunk 0: .*enable_gqa=True"):
         next(da.stream([like()], GOOD))
-    for position in range(3):
-        chunk = like()
-        chunk[position].requires_grad_()
-        with pytest.raises(ValueError, match=r"chunk 0 requires grad, and stream\(\) computes no gradients"):
-            next(da.stream([chunk], GOOD, enable_gqa=True))
-        with torch.no_grad():
-            next(da.stream([chunk], GOOD, enable_gqa=True))
+    chunk = like()
+    chunk[2].requires_grad_()
+    with pytest.raises(ValueError, match=r"chunk 0 requires grad, and stream\(\) computes no gradients"):
+        next(da.stream([chunk], GOOD, enable_gqa=True))
+    with torch.no_grad():
+        next(da.stream([chunk], GOOD, enable_gqa=True))
     outputs = da.stream([like(tokens=8), like(tokens=3)], GOOD, num_tokens=10, enable_gqa=True)
     next(outputs)
     with pytest.raises(ValueError, match="with chunk 1 there are 11 tokens, and num_tokens is 10"):

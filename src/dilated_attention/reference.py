@@ -9,10 +9,8 @@ Legend: query (B, N, H, D), fewer rows when decoding; key, value (B, N, Hk, D); 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +47,15 @@ def attention(
         (torch.float64, torch.Size([1, 16, 4]))
     """
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
-    again = functools.partial(
-        attention, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, dtype=None
-    )
     if not pattern.is_exact:  # the released formula: branches mixed by weights that are constants
-        given: dict[str, Any] = {"query_offset": query_offset, "cu_seqlens": cu_seqlens}
-        parts = [again(query, key, value, pattern.alone(i), **given) for i in range(len(pattern.branches))]
-        outs, lses = (torch.stack(some) for some in zip(*parts, strict=True))
+        found = [
+            attention(
+                query, key, value, pattern.alone(branch), is_causal=is_causal, scale=scale,
+                key_padding_mask=key_padding_mask, query_offset=query_offset, cu_seqlens=cu_seqlens, dtype=None,
+            )
+            for branch in range(len(pattern.branches))
+        ]  # fmt: skip
+        outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
         mixing = (lses - lses.logsumexp(0)).exp().nan_to_num(0.0).detach()
         return (mixing.unsqueeze(-1) * outs).sum(0), lses.logsumexp(0)
     if query_offset is not None or query.shape[1] != key.shape[1]:  # those rows of a whole query that is 0 elsewhere
@@ -63,7 +63,10 @@ def attention(
         token = first.to(query.device).view(-1, 1) + torch.arange(query.shape[1], device=query.device)
         rows = torch.arange(len(query), device=query.device)[:, None], token
         query = query.new_zeros(*key.shape[:2], *query.shape[2:]).index_put(rows, query)
-        out, lse = again(query, key, value, pattern, dropout_p=dropout_p, seed=seed)
+        out, lse = attention(
+            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed,
+            key_padding_mask=key_padding_mask, dtype=None,
+        )  # fmt: skip
         return out[rows], lse[rows]
     samples, tokens, heads, dim = query.shape
     group = heads // key.shape[2]

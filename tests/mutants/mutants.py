@@ -412,7 +412,7 @@ MUTANTS = [
       "distributed/sequence.py", "losses.masked_fill(~mask, 0.0)", "losses * mask"),
     # --- streams ------------------------------------------------------------------------------------------------
     M("kept-rows-overwritten", "Of a causal stream, the rows of a chunk are kept in the place of earlier ones.",
-      "streaming/kv_cache.py", "Places.of(branch, seen - new, new)", "Places.of(branch, 0, new)"),
+      "streaming/kv_cache.py", "rows[:, already : already + view.rows, heads]", "rows[:, : view.rows, heads]"),
     M("stream-ends-as-a-sequence", "The last segment of a stream gets zero keys as if the stream began with it.",
       "streaming/buffered.py", "branch, start if ends else 0)", "branch, 0)"),
     M("held-bytes-of-keys-alone", "A causal stream counts the memory of keys and not of values.",

@@ -1,36 +1,39 @@
 """KVCache: a cache for causal decoding that keeps only the K and V rows that later tokens can see.
 
 Of a branch (w, r) only the open segment matters, and of that every r-th token: w / r rows per key/value head, however
-long the sequence is. In these rows a branch is dense and causal. The next token of each sample is computed by itself,
-on the device and in fixed buffers, so that a CUDA graph can hold the step. Of several tokens, each branch first
-attends those that go on with its open segment, and then the others, which begin segments.
+long the sequence is. The next token of each sample is computed by itself, on the device and in fixed buffers, so that a
+CUDA graph can hold the step. Several tokens see one another and what is kept: the same blocks as in a ring, where rows
+come from an earlier rank. Row i of a head is the i-th token of its offset in the open segment.
 
 Legend: q (B, n, H, D); k, v (B, n, Hk, D); lse (B, n, H); at (B,) the position of the first of the n tokens in its own
 sequence; count (B,) how many of the n tokens are real, the first ones; a cache (2, B, b, rows, h, D), k and v of b
-branches; G query heads per key/value head.
+branches.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dilated_attention.backends.blockwise import Work
 from dilated_attention.backends.choose import Backend, choose
-from dilated_attention.call import ON_DEVICE, Call, accumulate_dtype
+from dilated_attention.backends.problem import Inputs
+from dilated_attention.backends.tensors import finished, no_autocast, readable
+from dilated_attention.blocks import Block, Placed, View, head_runs
+from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dtype
 from dilated_attention.functional import attend
 from dilated_attention.merge import merge_
-from dilated_attention.pattern import Branch, DilatedPattern
+from dilated_attention.pattern import Branch, DilatedPattern, rows_at_offset
 from dilated_attention.resolve import computed_dtype
 from dilated_attention.streaming.stream import Stream, any_mode
 
 Pair = tuple[Tensor, Tensor]  # k and v, or out and lse
-Index = tuple[slice, Tensor, Tensor]  # all samples, and pairs of a row or token, and a head
 
 
 class Slot(NamedTuple):
@@ -70,7 +73,7 @@ class BranchCache:
         self.kv[index] = torch.where(slot.absent, self.kv[index], given)
 
     def seen(self, q: Tensor, slot: Slot, scale: float | None, backend: Backend) -> Pair:
-        """(out, lse) of what one query per sample sees in each branch, itself among it, (B, b, h * G, ...)."""
+        """(out, lse) of what one query per sample sees in each branch, itself among it, (B, b, query heads, ...)."""
         samples, branches = slot.row.shape
         # Each branch is one more sample, and its query is at the token's row. Where a head does not take part, that row
         # may be an old one, and what came of it is put away, NaN included.
@@ -83,39 +86,6 @@ class BranchCache:
         shape = samples, branches, slot.absent.shape[2], -1
         lse = lse.view(shape).masked_fill(slot.absent, -torch.inf)
         return out.view(shape).masked_fill(slot.absent, 0.0).view(samples, branches, *q.shape[2:]), lse.flatten(2)
-
-
-class Places(NamedTuple):
-    """Where tokens are in the rows of a branch, for samples at one position: of its open segment and those after it.
-
-    The index pairs have an entry for each row of each head. All segments have equally many rows; where a head has one
-    less, its last one stays empty.
-    """
-
-    first: int  # the row that the first token is in, or would be
-    rows: int  # from the beginning of the open segment on
-    row: Index
-    token: Index
-
-    @staticmethod
-    def of(branch: Branch, before: int, tokens: int) -> Places:
-        """Of so many tokens, after ``before`` others of their segment."""
-        length, rate, each = branch.length, branch.rate, rows_of(branch, branch.length)
-        segments, rest = divmod(before + tokens, length)
-        first, rows = before // rate, segments * each + rows_of(branch, rest)
-        row = torch.arange(first, rows)[:, None]
-        within = row % each * rate + torch.tensor([branch.offset(head) for head in branch.heads])  # (rows, h)
-        token = row // each * length + within - before
-        at, head = ((within < length) & (token >= 0) & (token < tokens)).nonzero(as_tuple=True)
-        return Places(first, rows, (slice(None), at + first, head), (slice(None), token[at, head], head))
-
-    def taken(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
-        """The rows of the tokens x, (B, n, h, ...), after those that were kept."""
-        rows = x.new_zeros(len(x), self.rows, *x.shape[2:])
-        if kept is not None:
-            rows[:, : self.first + 1] = kept[:, : self.first + 1]
-        rows[self.row] = x[self.token]
-        return rows
 
 
 class KVCache:
@@ -258,41 +228,63 @@ class KVCache:
         """(out, lse) of the next tokens: to the end of the period that they continue, and those that begin one, where
         they lie."""
         first = min(q.shape[1], -at % self.period)
-        call = functools.partial(attend, is_causal=True, scale=scale, enable_gqa=True, backend=backend, warns=False)
         if first:
-            yield self._continued(q[:, :first], k[:, :first], v[:, :first], at, samples, call)
+            call = Call(self.pattern, True, DEFAULT_SCALE if scale is None else scale, backend=backend, in_parts=True)
+            yield self._continued(call, q[:, :first], k[:, :first], v[:, :first], at, samples)
         if first < q.shape[1]:
-            yield call(q[:, first:], k[:, first:], v[:, first:], self.pattern)
+            yield attend(
+                q[:, first:], k[:, first:], v[:, first:], self.pattern, True, scale, enable_gqa=True, backend=backend,
+                warns=False,
+            )  # fmt: skip
 
-    def _continued(self, q: Tensor, k: Tensor, v: Tensor, at: int, samples: slice, call: Callable[..., Pair]) -> Pair:
-        """(out, lse) of tokens in the midst of segments. In its rows, a branch is causal and dense."""
-        q = q.reshape(*q.shape[:2], self.kv_heads, -1, q.shape[3])
-        out, lse = (x.to(accumulate_dtype(q.dtype)) for x in (torch.zeros_like(q), q.new_full(q.shape[:4], -torch.inf)))
-        for branch, kept in self._rows(samples):
-            places = Places.of(branch, at % branch.length, q.shape[1])
-            mine = [x[:, :, branch.first : branch.last] for x in (q, k, v, out, lse)]
-            keys, values = map(places.taken, mine[1:3], kept)
-            queries = places.taken(mine[0])[:, places.first :]
-            dense = DilatedPattern.longnet([rows_of(branch, branch.length)], [1])
-            parts = (
-                x.reshape(*queries.shape[:4], *x.shape[3:]) for x in call(queries.flatten(2, 3), keys, values, dense)
-            )
-            merged = [x[places.token] for x in mine[3:]]
-            merge_(*merged, *(x[:, places.row[1] - places.first, places.row[2]] for x in parts))
-            for x, y in zip(mine[3:], merged, strict=True):
-                x[places.token] = y
-        return out.flatten(2, 3).to(q.dtype), lse.flatten(2)
+    def _continued(self, call: Call, q: Tensor, k: Tensor, v: Tensor, at: int, samples: slice) -> Pair:
+        """(out, lse) of tokens in the midst of segments: what they see of one another, then what is kept."""
+        before = at % self.period
+        call = call.of(q, k, None, 0)._replace(start=before, key_start=before, total=before + q.shape[1])
+        with no_autocast(q.device):
+            work = Work.of(call, Inputs(q, k, v), keys_follow=True)
+            out, lse = work.forward()
+            for branch, kept in self._rows(samples):
+                seen = at % branch.length
+                rows = (x[:, : rows_of(branch, seen)] for x in kept)
+                sources = Inputs(work.q, *(readable(x, call, work.limits) for x in rows))
+                blocks = [block for block in in_segment(branch, seen, q, call.q_per_kv) if block.keys.rows]
+                for block, part in work.each(blocks, sources):
+                    merge_(*(block.queries.of(x, call.q_per_kv) for x in (out, lse)), *part)
+        return finished(out, call, q.dtype), lse
 
     def keep_chunk(self, k: Tensor, v: Tensor, at: int, samples: slice = slice(None)) -> None:
         """Keep what later tokens see of these: of each branch, those of the segment that is then open."""
         after = at + k.shape[1]
         for branch, kept in self._rows(samples) if after % self.period else ():
             seen = after % branch.length
-            new = min(seen, k.shape[1])
-            places = Places.of(branch, seen - new, new)
-            for rows, x in zip(kept, (k, v), strict=True):
-                x = x[:, k.shape[1] - new :, branch.first : branch.last]
-                rows[places.row] = x[places.token].to(rows.dtype)
+            new = min(seen, k.shape[1])  # if that is all that was seen, the segment before is written over
+            some = [x[:, x.shape[1] - new :] for x in (k, v)]
+            for block in in_segment(branch, seen - new, some[0], 1):
+                view, already, first = block.queries, block.keys.rows, block.keys.head
+                heads = slice(first, first + view.heads * view.head_step, view.head_step)
+                for rows, x in zip(kept, some, strict=True):
+                    rows[:, already : already + view.rows, heads] = view.of(x)
+
+
+def in_segment(branch: Branch, before: int, x: Tensor, q_per_kv: int) -> Iterator[Block]:
+    """The rows of x in a segment, after its first ``before`` tokens, as queries, with the rows before them as keys."""
+    stop = min(before + x.shape[1], branch.length)
+    placed: list[Placed] = []
+    counts = {}
+    for head in branch.heads:
+        offset = branch.offset(head)
+        earlier, upto = (rows_at_offset(token, branch.rate, offset) for token in (before, stop))
+        if upto > earlier:
+            placed.append((head, offset + branch.rate * earlier - before))
+            counts[head] = earlier, upto - earlier
+    for run in head_runs(placed, counts.__getitem__, q_per_kv):
+        (head, at), (head_step, step), (earlier, rows) = run.first, run.steps, counts[run.first[0]]
+        heads, samples = (run.heads, head_step), x.shape[0]
+        queries = View(0, samples, at, 1, stop - before, rows, branch.rate, head, *heads, step)
+        keys = View(0, samples, 0, 1, earlier, earlier, 1, head - branch.first, *heads, 0)
+        starts = tuple(before + at + i * step for i in range(run.heads))
+        yield Block(0, branch.rate, queries, keys, False, starts, starts, 0)
 
 
 def rows_of(branch: Branch, tokens: int) -> int:
