@@ -122,19 +122,17 @@ class Call(NamedTuple):
 
     def of(self, query: Tensor, key: Tensor, padding: Tensor | None, start: int) -> Call:
         """This call with all that its tensors and torch's settings tell. ``start``: of the queries among the keys."""
-        dtype, device = query.dtype, query.device
-        told = settings(dtype, device)
-        return self.with_shapes(query.shape, key.shape, dtype, device, padding is not None, start, told)
+        return self.with_shapes(query.shape, key.shape, query.dtype, query.device, padding is not None, start)
 
     def with_shapes(
         self, query: tuple[int, ...], key: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-        has_padding: bool, start: int, told: Settings,
+        has_padding: bool, start: int,
     ) -> Call:  # fmt: skip
         """The same, of tensors of these shapes."""
         samples, queries, heads, head_dim = query
         keys, kv_heads = key[1], key[2]
         scale = 1.0 / math.sqrt(head_dim) if self.scale == DEFAULT_SCALE else self.scale
-        deterministic, switched_off, flash, tf32 = told
+        deterministic, switched_off, flash, tf32 = settings(dtype, device)
         return self._replace(
             scale=scale, samples=samples, queries=queries, keys=keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             dtype=dtype, device=device, has_padding=has_padding, start=start, key_start=0, total=keys,

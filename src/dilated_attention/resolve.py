@@ -128,8 +128,7 @@ def _checked(
     )  # fmt: skip
     if is_compiling():  # shapes may be symbols: the op sees the tensors when it runs
         return call
-    told = settings(dtype, query.device)
-    call = call.with_shapes(query.shape, key.shape, dtype, query.device, mask is not None, start, told)
+    call = call.with_shapes(query.shape, key.shape, dtype, query.device, mask is not None, start)
     if options.backend != "auto" or options.in_parts:  # a refusal must not leave other ranks waiting nor cost a seed
         choose(call)
         if wants_grad:

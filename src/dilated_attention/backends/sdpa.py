@@ -163,23 +163,18 @@ def _refusals(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
 
     The check knows torch's build, the device and every shape rule, but says its reasons to stderr only.
     """
-    reasons = []
-    if name != "efficient" and dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"it computes in float16 and bfloat16, not {dtype}")
-    if name == "efficient" and dtype is torch.float64:
-        reasons.append("it does not compute in float64")
-    capability = torch.cuda.get_device_capability(device)
-    if name != "efficient" and capability < (8, 0):
-        reasons.append(f"it needs compute capability 8.0, this device has {capability[0]}.{capability[1]}")
-    check = {
-        "flash": cuda_backends.can_use_flash_attention,
-        "cudnn": cuda_backends.can_use_cudnn_attention,
-        "efficient": cuda_backends.can_use_efficient_attention,
-    }[name]
+    capability, is_efficient = torch.cuda.get_device_capability(device), name == "efficient"
+    why = {
+        f"it computes in float16 and bfloat16, not {dtype}": not is_efficient and dtype.itemsize != 2,
+        "it does not compute in float64": is_efficient and dtype is torch.float64,
+        "it needs compute capability 8.0, this device has {}.{}".format(*capability): not is_efficient
+        and capability < (8, 0),
+    }
+    if any(why.values()):
+        return [reason for reason, holds in why.items() if holds]
     width = -(-head_dim // PAD) * PAD
     probe = torch.empty((1, 1, 64, width), dtype=dtype, device=device, requires_grad=True)
-    if reasons:
-        return reasons
+    check = getattr(cuda_backends, f"can_use_{name}_attention")
     # it looks at the mode and at the current device: on some, a kernel has no backward pass for some head dims
     with torch.enable_grad(), torch.cuda.device_of(probe):  # type: ignore[no-untyped-call]
         runs = check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, is_causal, False))
