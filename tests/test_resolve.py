@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dilated_attention as da
 from dilated_attention import resolve, testing
+from tests.on_gpu import poisoned
 
 PATTERN = da.DilatedPattern.longnet([8, 16], [1, 2])
 
@@ -43,22 +43,13 @@ def test_an_equal_call_is_not_checked_again_and_another_is(monkeypatch: pytest.M
         lambda q, k, v, pattern: da.dilated_attention(q[:, :2], k, v, pattern, query_offset=offset),
         lambda *given: _under(sdpa_kernel(SDPBackend.MATH), *given),
         lambda *given: _under(torch.autocast("cpu", torch.bfloat16), *given),
-        lambda *given: _under(deterministic(), *given),
+        lambda *given: _under(poisoned(), *given),
     ]
     first = [call(*qkv, PATTERN) for call in calls]
     assert len(found) == len(calls)
     assert all(torch.equal(call(*qkv, PATTERN), before) for call, before in zip(calls, first, strict=True))
     assert len(found) == len(calls)
     assert first[8].dtype is torch.bfloat16
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _under(context: Any, *given: Any) -> torch.Tensor:

@@ -170,12 +170,9 @@ SegmentHeads = frozenset[tuple[int, int, int]]  # (branch, start of the segment,
 
 @functools.lru_cache(maxsize=512)
 def plan(
-    call: Call,
-    fold: bool = True,
-    sample: int = 0,
-    keys_follow: bool = False,
+    call: Call, fold: bool = True, sample: int = 0, keys_follow: bool = False,
     computed_remotely: SegmentHeads = frozenset(),
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The blocks of a call. ``fold`` as `folds` says; ``sample``: the first one that the blocks are of.
 
     ``keys_follow``: keys from elsewhere follow, to be merged. ``computed_remotely``: what other ranks compute.

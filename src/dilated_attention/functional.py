@@ -133,23 +133,12 @@ def dilated_attention(
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    enable_gqa: bool = False,
-    backend: Backend = "auto",
-    heads: tuple[int, int] | None = None,
-    ranks: Ranks | None = None,
-    seed: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    warns: bool = True,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, key_padding_mask: Tensor | None = None,
+    enable_gqa: bool = False, backend: Backend = "auto", heads: tuple[int, int] | None = None,
+    ranks: Ranks | None = None, seed: Tensor | None = None, query_offset: int | Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None, warns: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of `dilated_attention`; over the ranks of ``ranks`` unless it is None or a single rank.
 
     ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.

@@ -96,15 +96,9 @@ def attention(
 
 
 def key_counts(
-    pattern: DilatedPattern,
-    tokens: int,
-    heads: int,
-    key_padding_mask: Tensor | None,
-    is_causal: bool,
-    group: int,
-    like: Tensor,
-    cu_seqlens: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+    pattern: DilatedPattern, tokens: int, heads: int, key_padding_mask: Tensor | None, is_causal: bool, group: int,
+    like: Tensor, cu_seqlens: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Which keys each branch shows, (branches, B or 1, H, N, N), and each row's zero keys, (B or 1, H, N, 1)."""
     token = torch.arange(tokens, device=like.device)
     borders = torch.tensor([0, tokens] if cu_seqlens is None else list(cu_seqlens), device=like.device)

@@ -44,14 +44,9 @@ class Options(NamedTuple):
 
 
 def resolve(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    mask: Tensor | None = None,
-    offset: int | Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Call:
+    query: Tensor, key: Tensor, value: Tensor, options: Options, mask: Tensor | None = None,
+    offset: int | Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> Call:  # fmt: skip
     """The call, or the error that it raises. ``cu_seqlens`` is on the host: see `cu_seqlens_on_host`."""
     if is_compiling():
         return _checked(query, key, value, options, mask, offset, cu_seqlens, None, False)

@@ -70,14 +70,9 @@ class Work:
 
     @staticmethod
     def of(
-        call: Call,
-        inputs: Inputs,
-        *,
-        backward: bool = False,
-        ends: Tensor | None = None,
-        keys_follow: bool = False,
+        call: Call, inputs: Inputs, *, backward: bool = False, ends: Tensor | None = None, keys_follow: bool = False,
         computed_remotely: SegmentHeads = frozenset(),
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         """``ends``: of all ranks, where there are several. ``keys_follow`` and ``computed_remotely`` as in `plan`."""
         q, k, v, padding, seed, positions, _ = inputs
         choice = choose(call, backward)

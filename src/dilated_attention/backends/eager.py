@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.backends.problem import Gradients, Limits, Masking
 from dilated_attention.call import Call, accumulate_dtype
 
 TILE_ELEMENTS = {"cpu": 1 << 22}  # scores held at once: what a cache keeps on a CPU,
@@ -57,16 +57,9 @@ def forward(kernels: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, masking: 
 
 
 def backward(
-    kernels: tuple[str, ...],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    masking: Masking,
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernels: tuple[str, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dlse: Tensor | None, masking: Masking,
+) -> Gradients:  # fmt: skip
     exact = lse.dtype
     dq = torch.empty(q.shape, dtype=exact, device=q.device)
     dk = torch.zeros(k.shape, dtype=exact, device=k.device)

@@ -39,14 +39,9 @@ def forward(call: Call, inputs: Inputs, way: OneDevice = HERE) -> tuple[Tensor, 
 
 
 def backward(
-    call: Call,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
     way: OneDevice = HERE,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """The gradients of q, k and v from those of out and lse; None: nothing depends on it."""
     if not call.pattern.is_exact:
         return _detached(call, inputs, lse, dout, dlse)

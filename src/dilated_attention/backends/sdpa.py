@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dilated_attention.backends import aten, eager
 from dilated_attention.backends.aten import Dense, Kernel
-from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.backends.problem import Gradients, Limits, Masking
 from dilated_attention.call import Call
 
 # On CUDA one call can count a batch of 65,535 (CUDA grids, cuDNN), and 2 GiB from the first element to the last, beyond
@@ -75,16 +75,9 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
 
 
 def backward(
-    kernels: tuple[Kernel, ...],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    masking: Masking,
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernels: tuple[Kernel, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dlse: Tensor | None, masking: Masking,
+) -> Gradients:  # fmt: skip
     kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)

@@ -150,17 +150,9 @@ class KVCache:
         return True
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        at: Tensor,
-        count: Tensor | None = None,
-        *,
-        scale: float | None = None,
-        backend: Backend = "auto",
-        slots: list[Slot] | None = None,
-    ) -> Pair:
+        self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, count: Tensor | None = None, *, scale: float | None = None,
+        backend: Backend = "auto", slots: list[Slot] | None = None,
+    ) -> Pair:  # fmt: skip
         """(out, lse) of the next tokens, which see what is kept and one another.
 
         Rows that are not real, by ``count``, get 0 and -inf. Several tokens are not kept yet: call `keep`. One token
