@@ -194,7 +194,6 @@ MEASURED_FROM: list[
     tuple[dict[str, int | None], str, int, int | None]
 ] = [  # the table, form, head dim; rows that are found
     ({"forward 64": None, "forward 64 dense": 4096, "forward 64 apart": 4096}, "dense", 64, 4096),
-    ({"forward 64": None, "forward 64 dense": 4096, "forward 64 apart": 4096}, "apart", 64, 4096),
     ({"forward 64": None, "forward 64 dense": 4096, "forward 64 apart": 4096}, "", 64, 0),
     ({"forward 64": 7}, "dense", 64, 7),  # what holds for several branches in one launch
     ({"forward 64": 7}, "nested", 64, None),
@@ -205,7 +204,6 @@ MEASURED_FROM: list[
     ({"forward 64 apart": None, "forward 64 apart thin": 9}, "apart thin", 64, 9),
     ({"forward 64 apart": None, "forward 64 apart thin": 9}, "apart thin", 48, 0),  # another head dim is no guide to it
     ({"forward 64 apart": 9}, "apart thin", 64, 9),
-    ({"forward 64 apart": 9}, "apart thin", 48, 9),
     ({"forward 64 apart thin": 9}, "apart", 64, None),
 ]
 

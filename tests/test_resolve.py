@@ -109,11 +109,9 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WRONG = {  # arguments of a compiled call, and what the error says
     "shapes": ({"value": torch.zeros(1, 20, 4, 7)}, "key and value must have one shape"),
-    "heads": ({"query": torch.zeros(1, 20, 6, 8), "enable_gqa": False}, "set enable_gqa=True"),
     "a flag": ({"is_causal": 1}, "is_causal must be True or False"),
     "integers": ({name: torch.zeros(1, 20, 4, 8, dtype=torch.int64) for name in ("query", "key", "value")}, "float64"),
     "layouts": ({"key": torch.zeros(1, 20, 4, 8).to_sparse()}, "to_dense"),
-    "a probability": ({"dropout_p": 2.0}, "dropout_p must be a number"),
 }
 
 
