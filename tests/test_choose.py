@@ -180,14 +180,14 @@ PREFERENCES: list[tuple[dict[str, Any], Any, bool, str]] = [  # a call, from whi
 def test_every_preference_has_a_reason(
     h200: None, device: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], first: Any, ours: bool, words: str
 ) -> None:
+    give_table(monkeypatch, library_from={} if first == "none" else {"forward 64 nested": first})
+    assert "was not measured" in triton.preference(call_for(), True)[1]
     given = dict(given)
     device(*given.pop("capability", (9, 0)))
-    give_table(monkeypatch, library_from={} if first == "none" else {"forward 64 nested": first})
     preferred, reason = triton.preference(call_for(**given), False)
     assert preferred is ours
     assert words in reason
     assert len(reason.split()) > 4
-    assert "was not measured" in triton.preference(call_for(), True)[1]
 
 
 MEASURED_FROM: list[

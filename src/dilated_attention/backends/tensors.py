@@ -6,7 +6,7 @@ Legend: q, out (B, n, H, D); k, v (B, N, Hk, D); lse (B, n, H).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,10 @@ from dilated_attention.backends.problem import Gradients, Inputs, Limits, Output
 from dilated_attention.call import Call
 
 
-@contextlib.contextmanager
-def no_autocast(device: torch.device) -> Iterator[None]:
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Our products run in the dtype they are given; the caller's autocast was applied at the door."""
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()
 
 
 def readable(x: Tensor, call: Call, limits: Limits) -> Tensor:
