@@ -40,7 +40,7 @@ from dilated_attention.ranks import Outcome, pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
 from tests.cases import EXCHANGES, Case
-from tests.over_ranks import alive, world
+from tests.over_ranks import alive, raised, world
 from tests.threads import joined
 
 P, VICTIM = 3, 1
@@ -140,12 +140,8 @@ def call_with(fault: Fault, exchange: str, timeout: float, again: bool = True) -
         return right_call(exchange, timeout, fault)
     except Exception as error:
         if again:
-            began = time.monotonic()
-            try:
-                right_call(exchange, timeout)
-            except Exception as second:
-                seconds = time.monotonic() - began
-                error.add_note(f"again in {seconds:.2f} s: {type(second).__name__}: {second}")
+            began, said = time.monotonic(), raised(right_call, exchange, timeout)
+            error.add_note(f"again in {time.monotonic() - began:.2f} s: {said}")
         raise
 
 
@@ -199,9 +195,8 @@ def assert_waited(outcomes: list[Outcome], where: str, *, seconds: float = 0.0, 
 
 def step_of(where: str) -> str:
     """What the others are in: neighbours of a rank that is gone may be a step ahead or behind."""
-    if where in ("the call", "the backward"):
-        return "^the agreement on dil" if where == "the call" else "^the agreement on the backward"
-    return "of the forward" if "forward" in where else "of the (backward|gradients')"
+    steps = {"the call": "^the agreement on dil", "the backward": "^the agreement on the backward"}
+    return steps.get(where, "of the forward" if "forward" in where else "of the (backward|gradients')")
 
 
 # --- a fault on one rank ----------------------------------------------------------------------------------------
@@ -339,13 +334,9 @@ def odd_call(
 
 def error_then(function: Callable[[], Any], right: Callable[[], Any]) -> tuple[str, float, Any]:
     """The error of the function and after how long; the right call over the same group, at once."""
-    began = time.monotonic()
-    try:
-        function()
-    except Exception as error:
-        seconds = time.monotonic() - began
-        return f"{type(error).__name__}: {error}", seconds, right()
-    raise AssertionError("no error")
+    began, said = time.monotonic(), raised(function)
+    assert said != "nothing raised"
+    return said, time.monotonic() - began, right()
 
 
 def call_differently(usual: dict[str, Any], odd: dict[str, Any], exchange: str) -> tuple[str, float, Results]:
