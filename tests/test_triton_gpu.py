@@ -387,7 +387,7 @@ def test_a_captured_graph_follows_the_positions(masked: bool) -> None:
 
 def test_many_fused_rows() -> None:
     """As many programs as fill the device many times; the same bits again, whatever the threads do."""
-    out, lse = normal(3, 10_000, 12, 64)[:, 1::2, ::2], 3 * normal(3, 10_000, 12)[:, 1::2, ::2]
+    out, lse = normal(3, 10_000, 12, 64)[:, 1::2, ::2], (3 * normal(3, 10_000, 12))[:, 1::2, ::2]
     part, part_lse = normal(3, 6, 5000, 64, dtype=BF16).transpose(1, 2), 3 * normal(3, 5000, 6)
     part_lse[:, ::7] = lse[:, ::5] = -torch.inf
     exact, exact_lse = out.double(), lse.double()
