@@ -319,10 +319,6 @@ PAPER = longnet([32, 64, 256], [1, 2, 4])
 PATTERN = longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 
 
-def positions(*values: int) -> Tensor:
-    return torch.tensor(values, device=DEVICE)
-
-
 def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, position: int) -> None:
     """One query, head by head, in float64 from the pattern's own list of keys."""
     tokens, heads, dim = k.shape[1:]
@@ -356,7 +352,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 def test_the_host_never_waits() -> None:
     q, k, v = make_qkv(2, TOKENS, 4, 64, dtype=BF16)
-    mask, at = make_mask(2, TOKENS), positions(17, 300)
+    mask, at = make_mask(2, TOKENS), torch.tensor([17, 300], device=DEVICE)
     for queries, pattern, given in (
         (1, PAPER, {"is_causal": True}),
         (100, PAPER, {"is_causal": True, "query_offset": at}),
@@ -368,7 +364,7 @@ def test_the_host_never_waits() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_captured_graph_follows_the_positions(masked: bool) -> None:
     q, k, v = make_qkv(2, TOKENS, 4, 64, dtype=BF16)
-    q, at = q[:, :1].contiguous(), positions(5, 9)
+    q, at = q[:, :1].contiguous(), torch.tensor([5, 9], device=DEVICE)
     given = {"is_causal": True, "key_padding_mask": make_mask(2, TOKENS) if masked else None, "return_lse": True}
 
     def step() -> tuple[Tensor, Tensor]:
@@ -376,7 +372,7 @@ def test_a_captured_graph_follows_the_positions(masked: bool) -> None:
 
     graph, (out, lse) = captured(step)
     for first, second in ((5, 9), (31, 32), (508, 0), (256, 300)):
-        at.copy_(positions(first, second))
+        at.copy_(torch.tensor([first, second]))
         q.normal_()
         graph.replay()
         same_bits((out, lse), step())
