@@ -58,7 +58,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
     options.setdefault("is_causal", getattr(module, "is_causal", True))
-    kept, looks = DilatedLayer.behind(key), is_first(module)
+    kept, looks = getattr(key, "kept_by", None), is_first(module)  # the layer of a DilatedCache, which made these keys
     is_cached = bool(kept or options.get("use_cache") or key.shape[2] > query.shape[2])
     grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached, looks=looks)
     if looks:

@@ -8,7 +8,6 @@ Legend: keys, values (B, Hk, n, D), as transformers has them; q, k, v (B, n, H, 
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -39,21 +38,16 @@ class DilatedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    kept: KVCache | None
+    last: Chunk | None
+    length: int  # tokens that were given, padding included
+    waiting: int  # tokens of `update` that were not yet attended
+    is_padded: bool  # whether some of the tokens were padding
 
     def __init__(self, pattern: DilatedPattern) -> None:
         super().__init__()
         self.pattern = pattern
-        self.kept: KVCache | None = None
-        self.last: Chunk | None = None
-        self.length = 0  # tokens that were given, padding included
-        self.waiting = 0  # tokens of `update` that were not yet attended
-        self.is_padded = False  # whether some of the tokens were padding
-
-    @staticmethod
-    def behind(key: Tensor) -> DilatedLayer | None:
-        """The layer whose `update` gave these keys out, if it was one of this class."""
-        found = getattr(key, "kept_by", None)
-        return None if found is None else found()
+        self.reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -76,8 +70,7 @@ class DilatedLayer(CacheLayerMixin):
         self.check_samples(len(key_states))
         self.waiting = key_states.shape[2]
         self.length += self.waiting
-        # weakly: the last chunk is a view of these keys, and Python could not see a circle through it
-        key_states.kept_by = weakref.ref(self)  # type: ignore[attr-defined]
+        key_states.kept_by = self  # type: ignore[attr-defined]
         return key_states, value_states
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -97,8 +90,6 @@ class DilatedLayer(CacheLayerMixin):
         if self.last is not None and not self.last.is_kept:
             self.kept.keep(self.last.kv[0], self.last.kv[1], self.last.at, self.last.real.sum(1))
         self.kept.reserve(self.length)
-        if grid.documents is not None:
-            raise ValueError("packed documents are computed without a cache: pass use_cache=False")
         at, count = grid.first(q.device).expand(samples), None
         real = torch.ones(samples, n, dtype=torch.bool, device=q.device)
         if grid.padding is not None:

@@ -21,13 +21,6 @@ def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern])
     Args:
         config: a config, or a model that has one.
         pattern: one for all layers, or a list with one per layer.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> from dilated_attention.integrations.transformers import set_pattern
-        >>> config = LlamaConfig(num_hidden_layers=2)
-        >>> set_pattern(config, da.DilatedPattern.longnet([64, 128], [1, 2])).dilated_pattern
-        {'rule': 'longnet', 'segment_lengths': [64, 128], 'dilation_rates': [1, 2]}
     """
     config = getattr(config, "config", config)
     check_model(config)

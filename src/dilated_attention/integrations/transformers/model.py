@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple
 from dilated_attention.checks import warn
 from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
-from dilated_attention.integrations.transformers.cache import DilatedCache, DilatedLayer, check_layers
+from dilated_attention.integrations.transformers.cache import DilatedCache, check_layers
 from dilated_attention.integrations.transformers.config import set_pattern
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask
 from dilated_attention.models.lm import LongNetLM
@@ -52,10 +52,8 @@ NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) i
 class LongNetConfig(PreTrainedConfig):
     """The config of LongNetForCausalLM: that of `LMConfig`, under the names that transformers has.
 
-    hidden_size is its dim, hidden_act its ffn ("gelu" or "swiglu"), intermediate_size its ffn_dim, num_hidden_layers
-    its depth, num_attention_heads and num_key_value_heads its heads and kv_heads, tie_word_embeddings its tied; the
-    others are named alike. Set dilated_pattern with `set_pattern`; by default it is the LongNet paper's, with segments
-    from 2048 to 32768.
+    hidden_act is its ffn ("gelu" or "swiglu"), intermediate_size its ffn_dim, and tie_word_embeddings its tied. Set
+    dilated_pattern with `set_pattern`; by default it is the LongNet paper's, with segments from 2048 to 32768.
     """
 
     model_type = "longnet"
@@ -142,11 +140,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw what a checkpoint has not got."""
-        weights = dict(self.lm.named_parameters())
-        missing = [x for x, p in weights.items() if not (p.is_meta or getattr(p, "_is_hf_initialized", False))]
-        fresh = dict(LongNetLM(self.lm.config).named_parameters()) if missing else {}
-        for name in missing:
-            weights[name].copy_(fresh[name])
+        weights = self.lm.named_parameters()
+        missing = {x: p for x, p in weights if not (p.is_meta or getattr(p, "_is_hf_initialized", False))}
+        fresh = LongNetLM(self.lm.config) if missing else self.lm
+        for name, weight in missing.items():
+            weight.copy_(fresh.get_parameter(name))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.lm.embed
@@ -216,9 +214,10 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _cache(self, cache: Any, is_wanted: bool | None, group: Any) -> Any:
         """The cache of a call: that which was given, a new one, or none."""
-        if group is not None and (cache is not None or is_wanted):
+        asked, trains = cache is not None or is_wanted, torch.is_grad_enabled()
+        if group is not None and asked:
             raise ValueError(attention.ALONE)
-        if self.lm.checkpointing and torch.is_grad_enabled() and (cache is not None or is_wanted):
+        if self.lm.checkpointing and trains and asked:
             held = 0 if cache is None else cache.get_seq_length()
             if isinstance(held, Tensor) or held:  # without its tokens, the answer would be another one
                 raise ValueError(
@@ -229,7 +228,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 warn("gradient checkpointing leaves the cache out: pass use_cache=False, and no past_key_values")
             return None
         if is_wanted is None:
-            is_wanted = self.config.use_cache and not torch.is_grad_enabled() and group is None
+            is_wanted = self.config.use_cache and not trains and group is None
         return DilatedCache(self.config) if is_wanted and cache is None else cache
 
     def _grid(
@@ -293,7 +292,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             kept = None
             if cache is not None:
                 keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
-                kept, k, v = DilatedLayer.behind(keys), keys.transpose(1, 2), values.transpose(1, 2)
+                kept, k, v = getattr(keys, "kept_by", None), keys.transpose(1, 2), values.transpose(1, 2)
             return attention.attend(pattern, q, k, v, grid, kept, group)
 
         # without a cache no layer has a number, so that all can share compiled code
@@ -312,13 +311,6 @@ def register() -> None:
     """Makes ``attn_implementation="dilated"`` known to transformers, and LongNet to its Auto classes.
 
     The pattern is in the config of a model: see `set_pattern`. Calling it again changes nothing.
-
-    Example:
-        >>> from transformers import AutoConfig
-        >>> from dilated_attention.integrations.transformers import register
-        >>> register()
-        >>> AutoConfig.for_model("longnet").hidden_size
-        768
     """
     if "q_offset" not in inspect.signature(sdpa_mask).parameters:
         raise ImportError("this transformers is too old for dilated attention: install transformers 5.18 or newer")
