@@ -182,7 +182,7 @@ class DilatedPattern(_Written):
         """Suggests a pattern for a length, as ``dilated-attention suggest`` does.
 
         Up to 2048 tokens, or for head_groups with one head, it is one dense segment. Beyond, a head takes 2048 tokens
-        of every segment, and the longest segment spans the sequence. `dilated_attention.advice.suggest` says why.
+        of every segment, and the longest segment spans the sequence.
 
         Examples:
             >>> da.DilatedPattern.suggest(tokens=8192, heads=12)
@@ -270,11 +270,7 @@ class DilatedPattern(_Written):
 
         Zero keys of torchscale are not tokens: :meth:`zero_keys` counts them.
         """
-        seen: list[int] = []
-        for branch, first, length, offset in self._branches_of(query, head, num_tokens, num_heads, num_kv_heads):
-            last = query + 1 if is_causal else first + length
-            seen.extend(range(first + offset, last, self.dilation_rates[branch]))
-        return tuple(sorted(seen))
+        return tuple(self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)[0])
 
     def zero_keys(
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
@@ -286,8 +282,7 @@ class DilatedPattern(_Written):
             >>> da.DilatedPattern.torchscale([4], [3]).zero_keys(query=1, head=1, num_tokens=6, num_heads=3)
             1
         """
-        rows = self._branches_of(query, head, num_tokens, num_heads, num_kv_heads)
-        return 0 if is_causal else sum(self.zeros_in_segment(i, n, offset, num_tokens) for i, _, n, offset in rows)
+        return self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)[1]
 
     def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
         """How many zero keys a segment of ``length`` tokens in a sequence of ``num_tokens`` gets, if not causal."""
@@ -359,22 +354,25 @@ class DilatedPattern(_Written):
                 covered[:, head] |= position % branch.length % branch.rate == branch.offset(head)
         return covered.repeat_interleave(group, dim=1)
 
-    def _branches_of(
-        self, query: int, head: int, num_tokens: int, num_heads: int, num_kv_heads: int | None
-    ) -> list[tuple[int, int, int, int]]:
-        """(branch, first token, length, offset) of each segment in which this row of this head takes part."""
+    def _row(
+        self, query: int, head: int, num_tokens: int, num_heads: int, num_kv_heads: int | None, is_causal: bool
+    ) -> tuple[list[int], int]:
+        """The tokens that a row sees, sorted, and how many zero keys."""
         group = self.check_heads(num_heads, num_kv_heads)
         if not 0 <= query < num_tokens or not 0 <= head < num_heads:
             raise ValueError(
                 f"there is no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads: count "
                 "from 0"
             )
-        rows = []
+        tokens: list[int] = []
+        zeros = 0
         for index, branch in enumerate(self.branches_for(num_heads // group)):
             first, offset = query - query % branch.length, branch.offset(head // group)
             if head // group in branch.heads and (query - first) % branch.rate == offset:
-                rows.append((index, first, min(branch.length, num_tokens - first), offset))
-        return rows
+                length = min(branch.length, num_tokens - first)
+                tokens += range(first + offset, query + 1 if is_causal else first + length, branch.rate)
+                zeros += 0 if is_causal else self.zeros_in_segment(index, length, offset, num_tokens)
+        return sorted(tokens), zeros
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,8 @@ from dilated_attention import compat, testing
 from dilated_attention import nn as modules
 from dilated_attention.backends import eager, sdpa
 
-BOTH = pytest.mark.parametrize("cls", [da.DilatedAttention, da.ImprovedDilatedAttention])
+DROPOUT = {da.DilatedAttention: "attention_dropout", da.ImprovedDilatedAttention: "dropout"}
+BOTH = pytest.mark.parametrize("cls", DROPOUT)
 LENGTHS, RATES = [4, 8], [1, 2]
 PATTERN = da.DilatedPattern.head_groups(LENGTHS, RATES)
 
@@ -69,6 +70,8 @@ def test_use_tf32_leaves_the_process_alone_and_says_so(use_tf32: bool) -> None:
     before = settings()
     with pytest.warns(da.DilatedAttentionWarning, match=f"use_tf32={use_tf32} sets nothing"):
         module = da.ImprovedDilatedAttention(LENGTHS, RATES, use_tf32=use_tf32)
+    with pytest.raises(TypeError, match=r"use_tf32 must be True or False, got 0\.5"):
+        da.ImprovedDilatedAttention(LENGTHS, RATES, 0.1, 0.5)  # type: ignore[arg-type]
     with warnings.catch_warnings(action="error"):  # nothing to say
         da.ImprovedDilatedAttention(LENGTHS, RATES, use_tf32=not use_tf32)
         da.ImprovedDilatedAttention(LENGTHS, RATES)
@@ -82,20 +85,17 @@ def test_use_tf32_leaves_the_process_alone_and_says_so(use_tf32: bool) -> None:
 @BOTH
 def test_errors(cls: Any) -> None:
     """The rest is that of a pattern."""
-    dropout = "dropout" if cls is da.ImprovedDilatedAttention else "attention_dropout"
-    for lists, options, kind, message in (
-        (([4], [1, 2]), {}, ValueError, "1 entries and dilation_rates 2"),
-        ((LENGTHS, [True, 2]), {}, TypeError, "every entry of dilation_rates must be a whole number, got True"),
-        ((LENGTHS, RATES), {"rule": "fixed"}, ValueError, "unknown rule 'fixed': use one of longnet"),
-        ((LENGTHS, RATES), {"backend": "fast"}, ValueError, "unknown backend 'fast': use one of auto"),
-        ((LENGTHS, RATES, 0.5, None, "longnet"), {}, TypeError, "positional arguments"),  # rule goes by keyword
-        ((LENGTHS, RATES), {dropout: 1.1}, ValueError, r"dropout must be a number in \[0, 1\], got 1.1"),
-        ((LENGTHS, RATES), {"softmax_scale": -1.0}, ValueError, "^softmax_scale must be a finite number of 0 or more"),
+    for lists, options, message in (
+        (([4], [1, 2]), {}, "1 entries and dilation_rates 2"),
+        ((LENGTHS, [True, 2]), {}, "every entry of dilation_rates must be a whole number, got True"),
+        ((LENGTHS, RATES), {"rule": "fixed"}, "unknown rule 'fixed': use one of longnet"),
+        ((LENGTHS, RATES), {"backend": "fast"}, "unknown backend 'fast': use one of auto"),
+        ((LENGTHS, RATES, 0.5, None, "longnet"), {}, "positional arguments"),  # rule goes by keyword
+        ((LENGTHS, RATES), {DROPOUT[cls]: 1.1}, r"dropout must be a number in \[0, 1\], got 1.1"),
+        ((LENGTHS, RATES), {"softmax_scale": -1.0}, "^softmax_scale must be a finite number of 0 or more"),
     ):
-        with pytest.raises(kind, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             cls(*lists, **options)
-    with pytest.raises(TypeError, match=r"use_tf32 must be True or False, got 0\.5"):
-        da.ImprovedDilatedAttention(LENGTHS, RATES, 0.1, 0.5)  # type: ignore[arg-type]
     few, qkv = testing.make_qkv(1, 8, 1, 4), testing.make_qkv(1, 8, 2, 4)
     for given, options, message in (
         (few, {}, r"head_groups needs .* got 2 branches and 1 key/value heads"),

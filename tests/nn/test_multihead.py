@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import dilated_attention as da
 from dilated_attention import reference, testing
-from dilated_attention.nn import masks
+from dilated_attention.nn import multihead
 from dilated_attention.testing import error
 from tests.over_ranks import changed
 
@@ -362,9 +362,9 @@ def test_the_causal_mask_says_what_is_causal_says(kind: str) -> None:
 
 
 def test_a_long_causal_mask_is_taken_at_its_word() -> None:
-    masks.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(5000, 5000), True, 5000, 1)
+    multihead.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(5000, 5000), True, 5000, 1)
     with pytest.raises(ValueError, match="not the causal mask"):
-        masks.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(4096, 4096), True, 4096, 1)
+        multihead.check_causal_mask(torch.zeros(1, dtype=torch.bool).expand(4096, 4096), True, 4096, 1)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -372,29 +372,28 @@ def test_a_long_causal_mask_is_taken_at_its_word() -> None:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("options", "kind", "message"),
+    ("options", "message"),
     [
-        ({"embed_dim": 18}, ValueError, "embed_dim must be a multiple of num_heads, got 18 and 4"),
-        ({"embed_dim": 0}, ValueError, "embed_dim must be 1 or more, got 0"),
-        ({"embed_dim": 20.0}, TypeError, "embed_dim must be a whole number, got 20.0"),
-        ({"num_heads": True}, TypeError, "num_heads must be a whole number, got True"),
-        ({"num_heads": 1, "rule": None}, ValueError, "head_groups needs .* got 2 branches and 1 key/value heads"),
-        ({"num_kv_heads": 3}, ValueError, "4 query heads cannot be shared evenly by 3 key/value heads"),
-        ({"dropout": 1.5}, ValueError, r"must be a number in \[0, 1\], got 1.5"),
-        ({"bias": 0.1}, TypeError, "bias must be True or False, got 0.1"),
-        ({"layer_norm": 1e-5}, TypeError, "layer_norm must be True or False, got 1e-05"),
-        ({"batch_first": 0}, TypeError, "batch_first must be True or False, got 0"),
-        ({"layer_norm_eps": -1e-5}, ValueError, "layer_norm_eps must be a finite number of 0 or more, got -1e-05"),
-        ({"gamma_init": float("inf")}, ValueError, "gamma_init must be a finite number of 0 or more, got inf"),
-        ({"dtype": torch.int64}, TypeError, "dtype must be float64, .* got torch.int64"),
-        ({"dilation_rates": None}, ValueError, "no pattern: give segment_lengths and dilation_rates, or pattern="),
-        ({"pattern": PATTERN}, ValueError, "says segment_lengths, dilation_rates and rule: leave these out"),
-        ({"pattern": PATTERN, "rule": "torchscale"} | dict.fromkeys(LISTS), ValueError, "and rule: leave these out"),
-        ({"pattern": "longnet", "rule": None} | dict.fromkeys(LISTS), TypeError, "must be a DilatedPattern, got str"),
+        ({"embed_dim": 18}, "embed_dim must be a multiple of num_heads, got 18 and 4"),
+        ({"embed_dim": 20.0}, "embed_dim must be a whole number, got 20.0"),
+        ({"num_heads": 0}, "num_heads must be 1 or more, got 0"),
+        ({"num_heads": 1, "rule": None}, "head_groups needs .* got 2 branches and 1 key/value heads"),
+        ({"num_kv_heads": 3}, "4 query heads cannot be shared evenly by 3 key/value heads"),
+        ({"dropout": 1.5}, r"dropout must be a number in \[0, 1\], got 1.5"),
+        ({"bias": 0.1}, "bias must be True or False, got 0.1"),
+        ({"layer_norm": 1e-5}, "layer_norm must be True or False, got 1e-05"),
+        ({"batch_first": 0}, "batch_first must be True or False, got 0"),
+        ({"layer_norm_eps": -1e-5}, "layer_norm_eps must be a finite number of 0 or more, got -1e-05"),
+        ({"gamma_init": float("inf")}, "gamma_init must be a finite number of 0 or more, got inf"),
+        ({"dtype": torch.int64}, "dtype must be float64, .* got torch.int64"),
+        ({"dilation_rates": None}, "no pattern: give segment_lengths and dilation_rates, or pattern="),
+        ({"pattern": PATTERN}, "says segment_lengths, dilation_rates and rule: leave these out"),
+        ({"pattern": PATTERN, "rule": "torchscale", **dict.fromkeys(LISTS)}, "and rule: leave these out"),
+        ({"pattern": "longnet", "rule": None, **dict.fromkeys(LISTS)}, "must be a DilatedPattern, got str"),
     ],
 )
-def test_constructor_errors(cls: Any, options: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
+def test_constructor_errors(cls: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         make(cls, **options)
 
 
@@ -406,33 +405,33 @@ X, MASK = tokens(), padding()
 
 @BOTH
 @pytest.mark.parametrize(
-    ("inputs", "options", "kind", "match"),
+    ("given", "message"),
     [
-        ((X, X, X), {"need_weights": True}, ValueError, "need_weights must be False, got True"),
-        ((X,), {"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
-        ((X,), {"attn_mask": causal_mask()}, ValueError, r"attn_mask must be None unless .* pass is_causal=True"),
-        ((X,), {"attn_mask": MASK, "is_causal": True}, ValueError, r"must be \(13, 13\) or \(8, 13, 13\) like the tok"),
-        ((X,), {"attn_mask": causal_mask().long(), "is_causal": True}, ValueError, "bool or float, got .*torch.int64"),
-        ((X,), {"attn_mask": [[0]], "is_causal": True}, TypeError, "attn_mask must be a tensor, got list"),
-        ((X, X[:, :8]), {}, ValueError, r"got key \(2, 8, 24\) and query \(2, 13, 24\): .* equal lengths; to decode, "),
-        ((X[..., 1:],), {}, ValueError, r"must all be \(batch, tokens, 24\) or all .* got query \(2, 13, 23\)"),
-        ((X.numpy(),), {}, TypeError, "query must be a tensor, got ndarray"),
-        ((X, X[0]), {}, ValueError, r"must all be .* got key \(13, 24\) and query \(2, 13, 24\)"),
-        ((X[None],), {}, ValueError, r"must all be .* got query \(1, 2, 13, 24\)"),
-        ((X,), {"key_padding_mask": WRONG_MASK}, ValueError, ONLY),
-        ((X,), {"key_padding_mask": as_float(MASK).masked_fill(MASK, torch.nan)}, ValueError, ONLY),
-        ((X,), {"key_padding_mask": MASK.long()}, TypeError, r"key_padding_mask must be bool .* got torch.int64"),
-        ((X,), {"key_padding_mask": MASK[:, :8]}, ValueError, r"must be \(batch, tokens\) = \(2, 13\), got \(2, 8\)"),
-        ((X[0],), {"key_padding_mask": MASK}, ValueError, r"must be \(batch, tokens\) = \(1, 13\), got \(1, 2, 13\)"),
-        ((X[0],), {"key_padding_mask": [True]}, TypeError, "key_padding_mask must be a tensor, got list"),
+        ({"need_weights": True}, "need_weights must be False, got True"),
+        ({"is_causal": 1}, "is_causal must be True or False, got 1"),
+        ({"attn_mask": causal_mask()}, r"attn_mask must be None unless .* pass is_causal=True"),
+        ({"attn_mask": MASK, "is_causal": True}, r"must be \(13, 13\) or \(8, 13, 13\) like the tokens"),
+        ({"attn_mask": causal_mask().long(), "is_causal": True}, "bool or float, got .*torch.int64"),
+        ({"attn_mask": [[0]], "is_causal": True}, "attn_mask must be a tensor, got list"),
+        ({"key": X[:, :8]}, r"got key \(2, 8, 24\) and query \(2, 13, 24\): .* equal lengths; to decode, "),
+        ({"query": X[..., 1:]}, r"must all be \(batch, tokens, 24\) or all .* got query \(2, 13, 23\)"),
+        ({"query": X.numpy()}, "query must be a tensor, got ndarray"),
+        ({"key": X[0]}, r"must all be .* got key \(13, 24\) and query \(2, 13, 24\)"),
+        ({"query": X[None]}, r"must all be .* got query \(1, 2, 13, 24\)"),
+        ({"key_padding_mask": WRONG_MASK}, ONLY),
+        ({"key_padding_mask": as_float(MASK).masked_fill(MASK, torch.nan)}, ONLY),
+        ({"key_padding_mask": MASK.long()}, r"key_padding_mask must be bool .* got torch.int64"),
+        ({"key_padding_mask": MASK[:, :8]}, r"must be \(batch, tokens\) = \(2, 13\), got \(2, 8\)"),
+        ({"query": X[0], "key_padding_mask": MASK}, r"must be \(batch, tokens\) = \(1, 13\), got \(1, 2, 13\)"),
+        ({"query": X[0], "key_padding_mask": [True]}, "key_padding_mask must be a tensor, got list"),
     ],
 )
-def test_errors_of_the_call(cls: Any, inputs: Any, options: dict[str, Any], kind: type[Exception], match: str) -> None:
+def test_errors_of_the_call(cls: Any, given: dict[str, Any], message: str) -> None:
     """Before it projects."""
     module = make(cls)
     module._project = lambda *_: pytest.fail("it projected first")
-    with pytest.raises(kind, match=match):
-        module(*inputs, **options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        module(**{"query": X} | given)
 
 
 def test_there_is_no_packed_weight() -> None:

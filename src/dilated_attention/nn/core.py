@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TypedDict
 
 from torch import Tensor, nn
 
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
-from dilated_attention.checks import check_int, checked_probability
-from dilated_attention.context_parallel import ContextParallel, Exchange
-from dilated_attention.distributed.sequence import Group
+from dilated_attention.checks import checked_probability
 from dilated_attention.pattern import DilatedPattern, Rule
 from dilated_attention.resolve import Options, check_options
 from dilated_attention.ring.run import Ranks
@@ -73,28 +70,3 @@ class Core(nn.Module):
     def extra_repr(self) -> str:
         ranks = [] if self.ranks is None else [str(self.ranks)]
         return ", ".join([str(self.pattern), *(f"{x}={getattr(self, x)!r}" for x in self.shown), *ranks])
-
-
-def module_ranks(
-    group: Group | ContextParallel | None,
-    ring_size: int | None,
-    use_checkpointing: bool | None,
-    exchange: Exchange,
-    name: str = "",
-) -> Ranks:
-    """What the constructor of a module says of ranks. ``name``: that of a class that has no other exchange."""
-    parallel = ContextParallel() if group is None else ContextParallel.of(group)
-    if name and parallel.exchange not in (None, exchange):
-        raise ValueError(
-            f"{name} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}: leave exchange "
-            "out, or call dilated_attention(), which takes every exchange"
-        )
-    given = {use_checkpointing, parallel.use_checkpointing} - {None}
-    if len(given) > 1:
-        keeps = parallel.use_checkpointing
-        raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {keeps!r} in ContextParallel: give it once")
-    again = given.pop() if given else True
-    parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=again)
-    ranks = Ranks(parallel, None if ring_size is None else check_int("ring_size", ring_size))
-    ranks.for_call()  # errors now rather than in the first step
-    return ranks

@@ -6,14 +6,16 @@ The tensors of a call are this rank's contiguous shard of the sequence, and so i
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Unpack
 
 from torch import Tensor
 
+from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import ContextParallel, Exchange
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
-from dilated_attention.nn.core import Lengths, ModuleOptions, module_ranks
+from dilated_attention.nn.core import Lengths, ModuleOptions
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions
 from dilated_attention.ring.run import Ranks, telling_ranks
 
@@ -96,3 +98,28 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     def _telling_ranks(self, x: Tensor) -> AbstractContextManager[None]:
         return telling_ranks(self.ranks.for_call(), x)
+
+
+def module_ranks(
+    group: Group | ContextParallel | None,
+    ring_size: int | None,
+    use_checkpointing: bool | None,
+    exchange: Exchange,
+    name: str = "",
+) -> Ranks:
+    """What the constructor of a module says of ranks. ``name``: that of a class that has no other exchange."""
+    parallel = ContextParallel() if group is None else ContextParallel.of(group)
+    if name and parallel.exchange not in (None, exchange):
+        raise ValueError(
+            f"{name} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}: leave exchange "
+            "out, or call dilated_attention(), which takes every exchange"
+        )
+    given = {use_checkpointing, parallel.use_checkpointing} - {None}
+    if len(given) > 1:
+        keeps = parallel.use_checkpointing
+        raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {keeps!r} in ContextParallel: give it once")
+    again = given.pop() if given else True
+    parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=again)
+    ranks = Ranks(parallel, None if ring_size is None else check_int("ring_size", ring_size))
+    ranks.for_call()  # errors now rather than in the first step
+    return ranks
