@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dilated_attention import gather_sequence
-from dilated_attention.integrations.transformers import LongNetConfig, LongNetForCausalLM, ShardingCollator
-from dilated_attention.models import LMConfig
+from dilated_attention.integrations.transformers import ShardingCollator
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
-from tests.integrations.hf import LENGTHS, OTHER, PATTERN, config_of, made, tokens
-from tests.over_ranks import changed, raised, world
+from tests.integrations.hf import LENGTHS, model_of, tokens
+from tests.over_ranks import raised, world
 
 SAMPLES = [row[:length] for row, length in zip(tokens(), LENGTHS, strict=True)] + [tokens()[0, 3:18]]
 
@@ -26,14 +25,6 @@ def collated(rows: list[Tensor]) -> dict[str, Tensor]:
     pad: Any = torch.nn.utils.rnn.pad_sequence
     ids, mask = pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def model_of(kind: str) -> Any:
-    if kind == "llama":
-        return made(config_of(pattern=(PATTERN, OTHER))).train()
-    torch.manual_seed(0)
-    config = LMConfig(vocab_size=40, dim=32, depth=2, heads=4, kv_heads=2, pattern=PATTERN)
-    return changed(LongNetForCausalLM(LongNetConfig.of(config)).double())
 
 
 def step(model: Any, batch: dict[str, Any], group: dist.ProcessGroup | None) -> list[Tensor]:

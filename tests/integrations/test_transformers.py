@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoConfig, DynamicCache, Lfm2Config, StaticCache
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, Lfm2Config, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
 import dilated_attention.integrations.transformers.model as longnet
@@ -69,11 +70,14 @@ def test_a_sample_alone_is_the_oracles(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("how", ["right", "left", "middle", "position_ids", "cu_seq_lens"])
 @torch.no_grad()
 def test_padding_and_packed_documents(name: str, how: str) -> None:
-    given = batch(how) if how in ("right", "left", "middle") else packed()
+    given, rows = batch(how) if how in ("right", "left", "middle") else packed(), 1
     if how == "cu_seq_lens":
         given |= {"cu_seq_lens_q": ENDS.int(), "cu_seq_lens_k": ENDS.int(), "max_length_q": 20, "max_length_k": 20}
-    mask = given.get("attention_mask", torch.ones(1, sum(LENGTHS)))
-    assert error(model_of(name)(**given).logits[mask.bool()], expected(name)) < CLOSE
+    if how == "position_ids":
+        rows = 2
+        given |= {key: given[key].expand(rows, -1) for key in ("input_ids", "position_ids")}
+    mask = given.get("attention_mask", torch.ones(rows, sum(LENGTHS)))
+    assert error(model_of(name)(**given).logits[mask.bool()], expected(name).repeat(rows, 1)) < CLOSE
 
 
 @pytest.mark.parametrize("given", [{**batch("left"), "use_cache": False}, packed()], ids=["left", "packed"])
@@ -294,11 +298,6 @@ def test_positions_go_on_after_the_cache(kind: Any, n: int, side: str | None) ->
     assert error(*logits) < 1e-5  # rotary positions are relative, in float32
 
 
-def given_half(side: str | None, start: int, stop: int) -> dict[str, Tensor]:
-    mask = {} if side is None else {"attention_mask": batch(side)["attention_mask"][:, :stop]}
-    return {"input_ids": tokens()[:, start:stop], **mask}
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [*itertools.product(("llama", "longnet"), (DynamicCache, DilatedCache)), ("longnet", StaticCache)]
 )
@@ -309,13 +308,18 @@ def test_a_cache_that_is_filled_by_half_is_refused(name: str, kind: Any, start: 
     """As after an error, or a key that was pressed, between two layers."""
     model = model_of(name)
     cache = cache_of(kind, model)
+
+    def given(start: int, stop: int) -> dict[str, Any]:
+        mask = None if side is None else batch(side)["attention_mask"][:, :stop]
+        return {"input_ids": tokens()[:, start:stop], "attention_mask": mask, "past_key_values": cache}
+
     if start:
-        model(**given_half(side, 0, start), past_key_values=cache)
+        model(**given(0, start))
     layers = model.lm.blocks if name == "longnet" else model.model.layers
-    stop_before(layers[1], model, **given_half(side, start, start + 3), past_key_values=cache)
+    stop_before(layers[1], model, **given(start, start + 3))
     says = f"a layer has {start + 2} tokens, cached and new, and .* has {start + 5}: .* make a new cache"
     says = f"hold from {start} to {start + 3} tokens: .* make a new cache" if name == "longnet" else says
-    refused(model, says, **given_half(side, start + 3, start + 5), past_key_values=cache)
+    refused(model, says, **given(start + 3, start + 5))
 
 
 def test_checkpointing_that_leaves_a_filled_cache_out_is_refused() -> None:
@@ -352,15 +356,20 @@ def test_a_config_without_a_pattern_or_with_too_many() -> None:
 
 @TWO
 @torch.no_grad()
-def test_the_pattern_is_saved_with_the_config_and_can_be_set_later(name: str, tmp_path: Any) -> None:
+def test_saved_with_the_pattern_that_was_set_last(name: str, tmp_path: Path) -> None:
+    """In safetensors, and loaded by the Auto classes, with a tied weight once."""
     model = made(config_of(name, (PATTERN, OTHER)))
     set_pattern(model, PATTERN)
     logits = model(tokens()).logits
     assert error(logits, model_of(name)(tokens()).logits) > 1e-3
     model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path, attn_implementation="dilated", dtype=torch.float64).eval()
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    given = {} if name == "longnet" else {"attn_implementation": "dilated"}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, **given).eval()
+    assert (type(again), again.dtype) == (type(model), torch.float64)
     assert again.config.dilated_pattern == model.config.dilated_pattern
     assert error(again(tokens()).logits, logits) < CLOSE
+    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == (name == "longnet")
 
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,7 @@ def on_this_rank(attention: Callable[..., Any], seed: int = 0, **options: Any) -
 
 
 def unequal(got: Results, expected: Results) -> list[str]:
-    wanted = dict(expected.items())
-    return [name for name, value in got.items() if not torch.equal(value, wanted[name])]
+    return [name for name, value in got.items() if not torch.equal(value, getattr(expected, name))]
 
 
 # --- what each class equals -------------------------------------------------------------------------------------
