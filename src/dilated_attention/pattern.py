@@ -123,12 +123,9 @@ class DilatedPattern(_Written):
 
     @classmethod
     def of(
-        cls,
-        rule: Rule,
-        segment_lengths: Iterable[int],
-        dilation_rates: Iterable[int],
+        cls, rule: Rule, segment_lengths: Iterable[int], dilation_rates: Iterable[int],
         mixing_gradient: MixingGradient = "exact",
-    ) -> DilatedPattern:
+    ) -> DilatedPattern:  # fmt: skip
         """Makes the pattern of a rule that is given by name."""
         pattern = cls(rule, segment_lengths, dilation_rates, mixing_gradient)  # type: ignore[arg-type]  # made tuples
         swapped = all(r >= w for w, r in pattern.branches) and max(pattern.dilation_rates) > 1
@@ -319,14 +316,9 @@ class DilatedPattern(_Written):
         return pairs * check_int("head_dim", head_dim) * (14 if backward else 4)
 
     def saved_bytes(
-        self,
-        num_tokens: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        num_kv_heads: int | None = None,
+        self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches.
 
         Examples:

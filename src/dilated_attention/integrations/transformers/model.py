@@ -285,19 +285,15 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if written(self.lm.config.pattern) != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
             self.lm.config = self.config.plain()
         patterns = self.lm.config.patterns
+        if cache is None:  # no layer has a number, so that all can share compiled code
+            return [partial(attention.attend, pattern, grid=grid, group=group) for pattern in patterns]
 
-        def attend(
-            pattern: DilatedPattern, layer: int | None, q: Tensor, k: Tensor, v: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            kept = None
-            if cache is not None:
-                keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
-                kept, k, v = getattr(keys, "kept_by", None), keys.transpose(1, 2), values.transpose(1, 2)
-            return attention.attend(pattern, q, k, v, grid, kept, group)
+        def attend(layer: int, pattern: DilatedPattern, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
+            kept = getattr(keys, "kept_by", None)
+            return attention.attend(pattern, q, keys.transpose(1, 2), values.transpose(1, 2), grid, kept)
 
-        # without a cache no layer has a number, so that all can share compiled code
-        numbers = [None] * len(patterns) if cache is None else range(len(patterns))
-        return [partial(attend, *of_layer) for of_layer in zip(patterns, numbers, strict=True)]
+        return [partial(attend, layer, pattern) for layer, pattern in enumerate(patterns)]
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> Any:
         given = model_kwargs.get("past_key_values"), generation_config.cache_implementation
