@@ -115,7 +115,8 @@ def compared(
     one, many, mask = one_device(**options), on_mesh(mesh, **options), padding() if padded else None
     inputs = [batch(seed + 3).requires_grad_() for seed in range(count)]
     mine = [part(x, mesh).detach().requires_grad_() for x in inputs]
-    out, weights = trained(many, mesh)(*mine, **call, key_padding_mask=None if mask is None else part(mask, mesh))
+    wrapped = trained(many, mesh)  # lives until the backward pass
+    out, weights = wrapped(*mine, **call, key_padding_mask=None if mask is None else part(mask, mesh))
     expected = one(*inputs, **call, key_padding_mask=mask)[0]
     assert weights is None
     loss_of(out, mesh).backward()
