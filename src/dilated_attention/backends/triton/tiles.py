@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, float32, int32, int64, uint32
 
-SECTION, TILE, RUN = constexpr(14), constexpr(7), constexpr(5)  # integers of a `table.Section`, a tile, a `tiling.Run`
+SECTION, TILE, RUN = constexpr(14), constexpr(7), constexpr(5)  # integers of a `table.Section`, of a tile and a run
 # of a section after its first program
 START, LENGTH, PERIODS, BEGIN, END, HEAD, HEADS, FIRST_TILE, TILES, APART, VARIANT, BRANCH, WIDTH = (
     constexpr(field) for field in range(1, 14)
@@ -163,12 +163,12 @@ def next_tile(entry, run, after, SIZE: constexpr, SINGLE: constexpr):
     if not SINGLE:
         left -= 1
         over = left == 0
-        base, step = tl.where(over, after[0], base), tl.where(over, after[1], step)
-        stop, left, bias = (
+        base, step, stop = (
+            tl.where(over, after[0], base),
+            tl.where(over, after[1], step),
             tl.where(over, after[2], stop),
-            tl.where(over, after[3], left),
-            tl.where(over, after[4], bias),
         )
+        left, bias = tl.where(over, after[3], left), tl.where(over, after[4], bias)
         entry += tl.where(over, RUN, 0)
         after = load_run(entry + RUN)
     return entry, (base, step, stop, left, bias), after
@@ -185,8 +185,8 @@ def seen(q_position, position, valid, CAUSAL: constexpr):
 
 @triton.jit
 def zero_keys(start, end, tokens, width, rate, offset):
-    """How many zero keys a head has in a segment from ``start`` on, of a sample that ends there and has so many tokens:
-    as many as fill it up to the rows of a whole segment; none where there is nothing else."""
+    """How many zero keys a head has in the segment from ``start`` on, of a sample that ends at ``end``: as many as fill
+    it up to the rows of a whole segment, or of all ``tokens`` if they are fewer; none where it has no token."""
     real = tl.minimum(end - start, width)
     present = tl.maximum(tl.cdiv(real - offset, rate), 0)
     return tl.where(real > 0, tl.cdiv(tl.minimum(width, tokens), rate) - present, 0)
