@@ -50,27 +50,6 @@ def test_rows_of_all_kinds_side_by_side() -> None:
     torch.testing.assert_close(lse, torch.tensor([-INF, 1.0, 0.0, 2.0 + math.log(2.0), math.log(2.0)]))
 
 
-def test_merging_writes_in_place_and_only_there() -> None:
-    whole, whole_lse = torch.zeros(4, 6, 2), torch.full((4, 6), -INF)
-    part, part_lse = kept = torch.randn(4, 3, 2), torch.randn(4, 3)
-    copies = [x.clone() for x in kept]
-    merge_(whole[:, 1::2], whole_lse[:, 1::2], part, part_lse)
-    assert all(map(torch.equal, (whole[:, 1::2], whole_lse[:, 1::2], *kept), copies * 2))
-    assert (whole[:, ::2] == 0).all()
-    assert (whole_lse[:, ::2] == -INF).all()
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 1000])
-def test_zero_keys_are_keys_of_score_and_value_zero(count: int) -> None:
-    scores, values = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
-    more = torch.cat([scores, scores.new_zeros(5, count)], 1), torch.cat([values, values.new_zeros(count, 3)])
-    for log_count in (math.log(count), torch.full((5,), math.log(count), dtype=torch.float64)):
-        out, lse = state(scores, values)
-        add_zero_keys_(out, lse, log_count)
-        torch.testing.assert_close(out, state(*more)[0], rtol=0, atol=1e-13)
-        torch.testing.assert_close(lse, state(*more)[1], rtol=0, atol=1e-12)
-
-
 def test_zero_keys_at_the_edges() -> None:
     out, lse = torch.tensor([[0.0], [0.0], [3.0]]), torch.tensor([-INF, -INF, 1.0])
     add_zero_keys_(out, lse, torch.tensor([-INF, 0.0, -INF]))  # none, one, none

@@ -103,8 +103,12 @@ class Call(NamedTuple):
 
     @property
     def computed(self) -> torch.dtype:
-        """The dtype that block backends compute in."""
-        return compute_dtype(self.dtype, self.device)
+        """The dtype that block backends compute in: on a CPU without instructions for half precision float32, which is
+        far faster, and nearer."""
+        if self.device.type != "cpu" or self.dtype.itemsize != 2:
+            return self.dtype
+        # with AMX, bfloat16 is faster than float32; no CPU was found where float16 is
+        return self.dtype if self.dtype is torch.bfloat16 and _has_amx() else torch.float32
 
     @property
     def exact(self) -> torch.dtype:
@@ -214,14 +218,6 @@ def _tf32(dtype: torch.dtype) -> bool:
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of lse and of sums: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Half precision is computed in float32 on a CPU without instructions for it: far faster, and nearer."""
-    if device.type != "cpu" or dtype not in (torch.float16, torch.bfloat16):
-        return dtype
-    # with AMX, bfloat16 is faster than float32; no CPU was found where float16 is
-    return dtype if dtype is torch.bfloat16 and _has_amx() else torch.float32
 
 
 @functools.cache
