@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 OPTIONS = (
     option("before", type=Path, metavar="BEFORE", help=RESULTS),
     option("after", type=Path, metavar="AFTER", help=RESULTS),
-    option(
-        "--threshold", type=float, default=1.05, metavar="RATIO", help="The smallest ratio that counts as a change."
-    ),
+    option("--threshold", type=float, default=1.05, metavar="RATIO", help="The least ratio that counts as a change."),
     options.JSON,
 )
 

@@ -154,9 +154,7 @@ JSON = flag("--json", "Print JSON, for programs.")
 TOKENS = option("-n", "--tokens", type=count, metavar="N", help=f"The length of the sequence, written as {COUNTING}.")
 PATTERN = (
     option("-w", "--segment-lengths", type=counts, metavar="W,W,...", help="The segment lengths, written as for -n."),
-    option(
-        "-r", "--dilation-rates", type=counts, metavar="R,R,...", help="The dilation rates, one per segment length."
-    ),
+    option("-r", "--dilation-rates", type=counts, metavar="R,R,...", help="The dilation rates, one for each length."),
 )
 RULE = option(
     "--rule", default="longnet", metavar="RULE",
@@ -171,15 +169,11 @@ SHAPE = (
 CALL = (
     option("--head-dim", type=count, default=64, metavar="D", help="The channels of one head."),
     option("--batch", type=count, default=1, metavar="B", help="The number of sequences at a time."),
-    option(
-        "--dtype", default="bfloat16", metavar="DTYPE", help="The dtype: float64, float32, bfloat16 or float16."
-    ),
+    option("--dtype", default="bfloat16", metavar="DTYPE", help=f"The dtype: {', '.join(DTYPES)}."),
     option("--ranks", type=count, default=1, metavar="P", help="The number of devices that share the sequence."),
-    option(
-        "--memory", type=size, metavar="SIZE",
-        help="The memory that one attention call may take on one device, without weights and other layers: "
-        "20GB (1000³) or 24GiB (1024³).",
-    ),
+    option("--memory", type=size, metavar="SIZE",
+           help="The memory that one attention call may take on one device, without weights and other layers: "
+           "20GB (1000³) or 24GiB (1024³)."),
 )  # fmt: skip
 DEVICE = option("--device", default="", metavar="DEVICE", help="cpu, cuda or cuda:1. By default cuda, if there is any.")
 
