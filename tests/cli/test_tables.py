@@ -28,7 +28,7 @@ def printed(results: Results, width: int = 160, **options: Any) -> str:
         r"quick: B=1 N=4,096 H=8 D=64 w=1024,4096 r=1,4 float32",
         r"longnet, sdpa +forward +1.2 \(1.11–1.48\) +3.81 MiB +exact",
         r"longnet, sdpa +forward \+ backward +46 \(41.1–54.8\) +8.58 MiB +exact",
-        r"RingDilatedAttention, 2 ranks +forward +346 \(once\) +1.91 MiB +exact",
+        r"RingDilatedAttention, 2 ranks +forward +350 \(once\) +1.91 MiB +exact",
         r"RingDilatedAttention, 2 ranks +forward \+ backward +out of memory +– +exact",
         r"gather \[padded\] +forward +7.0 \S+ +2.86 MiB +wrong gradients",
         r"gather \[padded\] +forward \+ backward +wrong +– +wrong gradients",

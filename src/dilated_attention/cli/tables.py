@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dilated_attention.bench.conclude import code_of
-from dilated_attention.bench.results import WHAT, far_off, with_ranks
+from dilated_attention.bench.results import WHAT, far_off, milliseconds, segments, with_ranks
 from dilated_attention.cli.output import print_table
-from dilated_attention.units import bytes_text, cell_text, measured_text, number_text
+from dilated_attention.units import bytes_text, cell_text, number_text
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -20,7 +20,6 @@ STYLES = {
     "unclear": "yellow", "–": "", "": "",
 }  # fmt: skip
 LEGEND = "times: median (quartiles); memory: most beyond the inputs, of forward + backward where that was run"
-TOO_BUSY = "The machine was too busy to trust these times{}. Run it again when idle."
 
 
 def print_results(screen: Console, results: Record) -> None:
@@ -48,7 +47,7 @@ def print_results(screen: Console, results: Record) -> None:
     if results["machine"].get("too_busy"):
         others = results["machine"].get("others")
         took = "" if others is None else f": other work took {others:.0%} of its cores"
-        screen.print(Text(TOO_BUSY.format(took), "bold red"))
+        screen.print(Text(f"The machine was too busy to trust these times{took}. Run it again when idle.", "bold red"))
     if not results["complete"]:
         screen.print("The run was interrupted: this is what it had until then.")
 
@@ -81,9 +80,8 @@ def direction(record: Record) -> str:
 
 def titled(record: Record) -> str:
     """The suite and what was run, whatever ran it."""
-    shape = f"B={record['samples']} N={record['tokens']:,} H={record['heads']} D={record['head_dim']}"
-    pattern = f"w={','.join(map(str, record['lengths']))} r={','.join(map(str, record['rates']))}"
-    return f"{record['suite']}: {shape} {pattern} {record['dtype']}{' causal' if record['causal'] else ''}"
+    shape = "{suite}: B={samples} N={tokens:,} H={heads} D={head_dim}".format(**record)
+    return f"{shape} {segments(record)} {record['dtype']}{' causal' if record['causal'] else ''}"
 
 
 def grouped(things: Iterable[T], title: Callable[[T], str]) -> dict[str, list[T]]:
@@ -98,10 +96,9 @@ def _time(record: Record) -> Text:
     ms = record["ms"]
     if ms is None:
         return styled(record["status"])
-    if ms["repeats"] < 3:
-        return Text(f"{number_text(ms['median'])} ({'once' if ms['repeats'] == 1 else 'twice'})")
-    spread = f"{number_text(ms['lower'])}–{number_text(ms['upper'])}"
-    return Text(f"{measured_text(ms['median'], ms['lower'], ms['upper'])} ({spread})")
+    quartiles = f"{number_text(ms['lower'])}–{number_text(ms['upper'])}"
+    spread = {1: "once", 2: "twice"}.get(ms["repeats"], quartiles)
+    return Text(f"{milliseconds(ms)} ({spread})")
 
 
 def _checked(record: Record) -> tuple[Any, ...]:
@@ -113,7 +110,5 @@ def _recommendation(one: Record) -> list[str]:
     return [
         one["use_case"],
         code_of(one["best"]) + ties,
-        one["value"],
-        cell_text(one["runner_up"]),
-        cell_text(one["factor"]),
+        *(cell_text(one[x]) for x in ("value", "runner_up", "factor")),
     ]
