@@ -61,7 +61,7 @@ def shades(pictures: Sequence[Picture]) -> dict[str, float]:
     """
     shares = torch.cat([picture.share[picture.share > 0] for picture in pictures])
     # the powers of 1/2 that there are, the largest share first; a share that rounding made too small is not one less
-    there = sorted({int(power) for power in (-shares.log2()).sub(1e-6).ceil().tolist()})
+    there = sorted({*(-shares.log2() - 1e-6).ceil().int().tolist()})
     if not there or there[-1] <= 2 * SHADES:
         return {"all": 1.0, **{f"1/{4**n} or more": 1 / 4**n for n in (1, 2, 3)}, "less than 1/64": 0.0}
     last = len(there) - 1
