@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -111,25 +112,21 @@ def run_threads(size: int, function: Callable[[FakeTransport], T]) -> tuple[list
     """``function`` on every rank of an office of its own; the results, and the transports with their counts."""
     office = Office(size)
     transports = [FakeTransport(office, rank) for rank in range(size)]
-    results: list[Any] = [None] * size
-    errors: dict[int, BaseException] = {}
 
-    def run(rank: int) -> None:
+    def run(transport: FakeTransport) -> T:
         try:
-            results[rank] = function(transports[rank])
-        except BaseException as error:  # raised below, in the thread that asked
-            errors[rank] = error
+            return function(transport)
+        except BaseException:
             office.fail()
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as threads:
+        ranks = [threads.submit(run, transport) for transport in transports]
+    errors = [error for rank in ranks if (error := rank.exception())]
     if errors:  # the first cause, not one who waited for it
-        raise min(errors.values(), key=lambda error: "waited for rank" in str(error))
+        raise min(errors, key=lambda error: "waited for rank" in str(error))
     assert not office.waiting, f"messages that nobody received: {list(office.waiting)[:5]}"
-    return results, transports
+    return [rank.result() for rank in ranks], transports
 
 
 # --- a call over such ranks ------------------------------------------------------------------------------------

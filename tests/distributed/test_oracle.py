@@ -23,7 +23,6 @@ from dilated_attention.ring import run
 from dilated_attention.testing import Results
 from tests.cases import EXCHANGES, Case
 from tests.over_ranks import noted_calls
-from tests.table import cover
 from tests.threads import joined
 
 BY_EXCHANGE = pytest.mark.parametrize("exchange", EXCHANGES)
@@ -104,22 +103,6 @@ def test_bit_for_bit_one_device_where_no_segment_crosses_a_border(
     for case, found in zip(cases, solve(cases), strict=True):
         for (name, got), (_, wanted) in zip(found.items(), case.on_one_device().items(), strict=True):
             assert torch.equal(got, wanted), f"{case.id}: {name} differs by {testing.error(got, wanted):.1e}"
-
-
-def size_one_here(cases: Sequence[Case]) -> list[bool]:
-    """In a rank: a group of this rank alone gives what no group gives."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    found = []
-    for case in cases:
-        results = (case.on_this_rank(alone), case.on_one_device())
-        found.append(same(*([x for _, x in result.items()] for result in results)))
-    return found
-
-
-def test_a_group_of_one_is_the_plain_function() -> None:
-    cases = [replace(case, copied=False) for case in cover("ranks") if case.ranks == 1]
-    assert len(cases) > 8
-    assert pool(2).run(size_one_here, cases) == [[True] * len(cases)] * 2
 
 
 @functools.cache
