@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,23 @@ def library(name: str, needing: str = "a chart needs", extra: str = "bench") -> 
         raise ModuleNotFoundError(text, name=package) from error
 
 
-def plain(value: Any) -> Any:
-    """Text, or all texts in lists and dicts, without the characters that a picture cannot hold."""
-    if isinstance(value, str):
-        return NO_XML.sub("\ufffd", value)
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """What JSON can hold, with all names and values in its lists and objects changed."""
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return {plain(key): plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+        return [changed(part, change) for part in value]
+    if isinstance(value, dict):
+        return {change(key): changed(part, change) for key, part in value.items()}
+    return change(value)
+
+
+def plain(value: Any) -> Any:
+    """A text without the characters that a picture cannot hold; anything else as it is."""
+    return NO_XML.sub("\ufffd", value) if isinstance(value, str) else value
 
 
 def drawn(specification: dict[str, Any], ending: str, scale: float = 2) -> bytes:
     """A chart as the content of an .svg or a .png file."""
-    convert, specification = library("vl_convert"), plain(specification)
+    convert, specification = library("vl_convert"), changed(specification, plain)
     if ending == ".svg":
         return str(convert.vegalite_to_svg(specification)).encode()
     return bytes(convert.vegalite_to_png(specification, scale=scale))

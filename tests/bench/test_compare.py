@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention import compat, dilated_attention
-from dilated_attention.bench import compare, implementations, multihead, runners
+from dilated_attention.bench import compare, implementations, runners
 from dilated_attention.bench.compare import FAILED, FAR, Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
-from dilated_attention.bench.pace import Progress, Quiet
+from dilated_attention.bench.pace import Quiet
 from dilated_attention.bench.setting import BOTH, CHECK_TOKENS, FORWARD, Implementation, Setting, Subject
 from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.pattern import RULES
@@ -34,7 +34,7 @@ def build(change: Change, only_at: int | None, seen: list[int], setting: Setting
         out = dilated_attention(query, key, value, pattern, is_causal=setting.causal)
         return change(out) if only_at in (None, query.shape[1]) else out
 
-    return implementations._subject(attention, pattern, setting)
+    return implementations.subject(attention, pattern, setting)
 
 
 def changed(change: Change = lambda out: out, seen: list[int] | None = None, only_at: int | None = None) -> Any:
@@ -46,12 +46,12 @@ def changed(change: Change = lambda out: out, seen: list[int] | None = None, onl
 def comparison(limit_ms: float = 1e9) -> Comparison:
     ceilings = [{"dtype": "float32", "matmul_tflops": 0.1, "copy_gb_per_s": 10.0}]
     found: dict[str, Any] = {"checks": [], "measurements": [], "ceilings": ceilings}
-    return Comparison(found, Progress(Quiet()), 0.0, limit_ms)
+    return Comparison(found, Quiet(), 0.0, limit_ms)
 
 
 def compared(*which: Implementation, setting: Setting = SETTING) -> dict[str, Any]:
     made = comparison()
-    made.run("suite", which, setting)
+    made.compare("suite", which, setting)
     return made.results
 
 
@@ -92,7 +92,7 @@ def test_wrong_gradients_get_no_backward_time() -> None:
 
 def test_wrong_gradients_of_parameters_are_caught() -> None:
     def with_fault(setting: Setting) -> Subject:
-        subject = multihead.ours(MultiheadDilatedAttention, setting)
+        subject = implementations.projecting(MultiheadDilatedAttention, setting)
         weight = subject.parameters["out_proj.weight"]
         return replace(subject, attention=lambda x: subject.attention(x) + weight.sum() - weight.sum().detach())
 
@@ -149,9 +149,9 @@ def test_an_error_in_one_does_not_stop_the_others(message: str, status: str, cal
 
 def test_what_would_take_too_long_is_skipped_with_a_reason() -> None:
     made = comparison()
-    made.run("suite", [changed()], SETTING)
+    made.compare("suite", [changed()], SETTING)
     made.limit_ms = 1e-6
-    made.run("suite", [changed()], replace(SETTING, tokens=256))
+    made.compare("suite", [changed()], replace(SETTING, tokens=256))
     late = [x for x in made.results["measurements"] if x["tokens"] == 256]
     assert {x["status"] for x in late} == {"skipped"}
     assert all("is expected to take" in x["why"] for x in late)
@@ -167,7 +167,7 @@ def test_an_interrupted_setting_keeps_the_times_it_has() -> None:
 
     made, last = comparison(), replace(changed(impatient, seen), name="last")
     with pytest.raises(KeyboardInterrupt):
-        made.run("suite", [changed(), last], SETTING)
+        made.compare("suite", [changed(), last], SETTING)
     assert {(x["implementation"], x["status"]) for x in made.results["measurements"]} == {("changed", "measured")}
     assert len(made.results["checks"]) == 2
 
@@ -180,7 +180,7 @@ def test_one_dtype_has_one_verdict_the_worst() -> None:
         (changed(), {"heads": 2}),
         (changed(), {"causal": True}),
     ):
-        made.run("suite", [one], replace(SETTING, **more), [FORWARD])
+        made.compare("suite", [one], replace(SETTING, **more), [FORWARD])
     assert [(x["causal"], x["verdict"]) for x in made.results["checks"]] == [(False, "wrong"), (True, "exact")]
 
 

@@ -10,7 +10,7 @@ import torch
 from dilated_attention.bench import runners, suites
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
-from dilated_attention.bench.pace import Progress, Quiet
+from dilated_attention.bench.pace import Quiet
 from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.session import Session
 from dilated_attention.bench.setting import BOTH, FORWARD, Setting
@@ -28,7 +28,7 @@ def setting(tokens: int = 2048, **more: Any) -> Setting:
 def compared(which: list[Any], given: Setting) -> dict[str, Any]:
     ceilings = [{"dtype": given.dtype_name, "matmul_tflops": 700.0, "copy_gb_per_s": 4000.0}]
     found = {"checks": [], "measurements": [], "ceilings": ceilings}
-    Comparison(found, Progress(Quiet()), 0.0, 1e9).run("suite", which, given)
+    Comparison(found, Quiet(), 0.0, 1e9).compare("suite", which, given)
     return found
 
 

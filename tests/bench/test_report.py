@@ -96,7 +96,7 @@ def test_nothing_measured_leaves_no_picture_and_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "results.csv").read_text() == ",".join(COLUMNS) + "\n"
 
 
-@pytest.mark.parametrize("missing", ["altair", "vl_convert", "jinja2"])
+@pytest.mark.parametrize("missing", ["vl_convert", "jinja2"])
 def test_without_what_draws_there_is_a_csv_and_one_line(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,8 +46,8 @@ def test_without_what_draws_it_says_what_to_install(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("dilated_attention.bench.page", raising=False)
     monkeypatch.delattr("dilated_attention.bench.plots", raising=False)
-    monkeypatch.setitem(sys.modules, "altair", None)
-    assert "a chart needs altair, which is not installed: pip install" in refused("report", tmp_path)
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert "a chart needs vl_convert, which is not installed: pip install" in refused("report", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 

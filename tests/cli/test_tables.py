@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dilated_attention.bench.keep import is_ours_wrong
+from dilated_attention.bench.suites import is_ours_wrong
 from dilated_attention.cli.tables import print_results, wrong
 
 Results = dict[str, Any]

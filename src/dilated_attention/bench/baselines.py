@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,14 +53,26 @@ def copy_and_gather(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
 ) -> Tensor:
     """Each branch copies its rows out with index_select, attends, and copies them back with index_copy."""
-    return _by_branches(_gathered, query, key, value, pattern, is_causal)
+    out = torch.zeros_like(query)
+    for heads, take in _parts(query, pattern):
+        index = _rows(take, query.shape[1], query.device)
+        copied = (x[:, :, heads].index_select(1, index) for x in (query, key, value))
+        q, k, v = (torch.unflatten(x, 1, (take.segments, -1)).flatten(0, 1) for x in copied)
+        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments))
+        out[:, :, heads].index_copy_(1, index, attended.flatten(1, 2))
+    return out
 
 
 def copy_slices(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False
 ) -> Tensor:
     """Each branch copies its rows out with strided slices made contiguous, and back into a slice of zeros."""
-    return _by_branches(_sliced, query, key, value, pattern, is_causal)
+    out = torch.zeros_like(query)
+    for heads, take in _parts(query, pattern):
+        q, k, v = (take.of(x[:, :, heads]).contiguous().flatten(0, 1) for x in (query, key, value))
+        attended = torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments))
+        take.of(out[:, :, heads]).copy_(attended)
+    return out
 
 
 class _Take(NamedTuple):
@@ -78,38 +90,16 @@ class _Take(NamedTuple):
         return torch.unflatten(part, 1, (self.segments, self.length))[:, :, self.offset :: self.rate]
 
 
-# (q, k, v, out, which rows, is_causal): fills in these rows of out
-Part = Callable[[Tensor, Tensor, Tensor, Tensor, _Take, bool], None]
-
-
-def _by_branches(
-    part: Part, query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool
-) -> Tensor:
+def _parts(query: Tensor, pattern: DilatedPattern) -> Iterator[tuple[slice, _Take]]:
     """The heads of each branch on their own: its equal segments, then the shorter last one."""
     if not pattern.head_rule.splits_heads:
         raise ValueError(f"this way deals heads to branches: it needs rule 'head_groups', got {pattern.rule!r}")
     tokens, heads = query.shape[1:3]
-    out = torch.zeros_like(query)
     for branch, (width, rate) in enumerate(pattern.branches):
-        mine = pattern.heads(branch, heads)
-        q, k, v, mixed = (x[:, :, mine.start : mine.stop] for x in (query, key, value, out))
-        whole = tokens - tokens % width
+        mine, offset, whole = pattern.heads(branch, heads), branch % rate, tokens - tokens % width
         for start, length, segments in ((0, width, tokens // width), (whole, tokens - whole, 1)):
-            if mine and segments and length > branch % rate:
-                part(q, k, v, mixed, _Take(start, length, segments, rate, branch % rate), is_causal)
-    return out
-
-
-def _gathered(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> None:
-    index = _rows(take, q.shape[1], q.device)
-    samples, _, heads, dim = q.shape
-    q, k, v = (x.index_select(1, index).view(samples * take.segments, -1, heads, dim) for x in (q, k, v))
-    out.index_copy_(1, index, dense(q, k, v, is_causal=is_causal).reshape(samples, -1, heads, dim))
-
-
-def _sliced(q: Tensor, k: Tensor, v: Tensor, out: Tensor, take: _Take, is_causal: bool) -> None:
-    q, k, v = (take.of(x).contiguous().flatten(0, 1) for x in (q, k, v))
-    take.of(out).copy_(torch.unflatten(dense(q, k, v, is_causal=is_causal), 0, (-1, take.segments)))
+            if mine and segments and length > offset:
+                yield slice(mine.start, mine.stop), _Take(start, length, segments, rate, offset)
 
 
 @functools.lru_cache(maxsize=64)
@@ -136,7 +126,9 @@ def gather_pad_scatter(
     """
     if not pattern.head_rule.adds_zeros:
         raise ValueError(f"gather_pad_scatter attends its padding: it needs rule 'torchscale', got {pattern.rule!r}")
-    results = [_padded_branch(query, key, value, pattern, i, is_causal, kernel) for i in range(len(pattern.branches))]
+    attention = functools.partial(_with_lse, is_causal=is_causal, kernel=kernel)
+    branches = range(len(pattern.branches))
+    results = [_padded_branch((query, key, value), pattern, branch, attention) for branch in branches]
     weights = torch.stack([lse for _, lse in results]).softmax(0).detach()
     mixed = torch.zeros_like(query)
     for (out, _), weight in zip(results, weights, strict=True):
@@ -145,16 +137,10 @@ def gather_pad_scatter(
 
 
 def _padded_branch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    branch: int,
-    is_causal: bool,
-    kernel: str | None,
+    qkv: tuple[Tensor, ...], pattern: DilatedPattern, branch: int, attention: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one branch over all tokens; rows it does not cover get 0 and a lse that weighs nothing."""
-    samples, tokens, heads, dim = query.shape
+    samples, tokens, heads, dim = qkv[0].shape
     rate, width = pattern.dilation_rates[branch], min(pattern.segment_lengths[branch], tokens)
     segments, extra = -(-tokens // width), -width % rate
 
@@ -165,13 +151,14 @@ def _padded_branch(
     def join(x: Tensor) -> Tensor:
         return x[:, :width].reshape(samples, segments * width, *x.shape[2:])[:, :tokens]
 
-    q, k, v = cut(query), cut(key), cut(value)
-    index = _rows_by_head(pattern, branch, heads, width + extra, query.device).expand(len(q), -1, -1)
+    index = _rows_by_head(pattern, branch, heads, width + extra, qkv[0].device).expand(samples * segments, -1, -1)
     rows = index.unsqueeze(-1).expand(-1, -1, -1, dim)
-    out, lse = _with_lse(q.gather(1, rows), k.gather(1, rows), v.gather(1, rows), is_causal, kernel)
-    out = torch.zeros_like(q).scatter(1, rows, out)
-    lse = torch.full(q.shape[:3], -1e8, dtype=lse.dtype, device=lse.device).scatter(1, index, lse)
-    return join(out), join(lse)
+    out, lse = attention(*(cut(x).gather(1, rows) for x in qkv))
+    shape = (samples * segments, width + extra, heads)
+    return (
+        join(out.new_zeros(*shape, dim).scatter(1, rows, out)),
+        join(lse.new_full(shape, -1e8).scatter(1, index, lse)),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,23 +193,20 @@ def flex(query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, 
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
-    return compiled
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.lru_cache(maxsize=8)
 def _block_mask(pattern: DilatedPattern, tokens: int, heads: int, is_causal: bool, device: torch.device) -> BlockMask:
     if not pattern.head_rule.splits_heads:  # elsewhere keys count more than once, which a mask cannot say
         raise ValueError(f"a mask says it all under rule 'head_groups' only, got {pattern.rule!r}")
-    branch = [i for i in range(len(pattern.branches)) for _ in pattern.heads(i, heads)]
-    width = torch.tensor([pattern.segment_lengths[i] for i in branch], device=device)
-    rate = torch.tensor([pattern.dilation_rates[i] for i in branch], device=device)
-    offset = torch.tensor([i % pattern.dilation_rates[i] for i in branch], device=device)
+    branch = [(w, r, i % r) for i, (w, r) in enumerate(pattern.branches) for _ in pattern.heads(i, heads)]
+    widths, rates, offsets = torch.tensor(branch, device=device).T
 
     def sees(_: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        w, r, o = width[head], rate[head], offset[head]
-        same = (query // w == key // w) & (query % w % r == o) & (key % w % r == o)
+        w, r, o = widths[head], rates[head], offsets[head]
+        same: Tensor = (query // w == key // w) & (query % w % r == o) & (key % w % r == o)
         return same & (query >= key) if is_causal else same
 
     # compiled, or the mask is made whole, with a byte for each pair of tokens

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from dilated_attention.bench import runners
-from dilated_attention.bench.pace import Progress
+from dilated_attention.bench.pace import Lines
 from dilated_attention.bench.probes import ceilings
 from dilated_attention.bench.regress import EXPECTED
 from dilated_attention.bench.results import DIRECTIONS, FIGURES, Record, far_off, milliseconds
@@ -33,84 +31,76 @@ Key = tuple[str, str]
 class Comparison:
     """Adds checks and measurements to the results, and knows what was checked and how fast things were."""
 
-    def __init__(self, results: Record, progress: Progress, seconds: float, limit_ms: float) -> None:
+    def __init__(self, results: Record, watch: Lines, seconds: float, limit_ms: float) -> None:
         """``seconds``: of timing per setting, shared by all. What would take longer than ``limit_ms`` is skipped."""
-        self.results, self.progress, self.seconds, self.limit_ms = results, progress, seconds, limit_ms
+        self.results, self.watch, self.seconds, self.limit_ms = results, watch, seconds, limit_ms
+        self.total, self.done = 1, 0  # steps
         self._expected: dict[Any, Expected] = {}
         self._checks: dict[Any, Check | str] = {}  # a str is why there is none
         self._speed: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
 
-    def run(
+    def step(self, text: str) -> None:
+        self.watch.step(text, min(1.0, self.done / self.total))
+        self.done += 1
+
+    def compare(
         self, suite: str, which: Sequence[Implementation], setting: Setting, directions: Sequence[str] = DIRECTIONS
     ) -> None:
-        self.ceiling(setting.device, setting.dtype)
+        self.ceiling(setting)
         records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in directions}
         measures: dict[Key, Measure] = {}
         try:
             for one in which:
-                mine = {way: records[one.name, way] for way in directions}
-                self.progress.step(f"{setting.tokens:,} tokens: checking {one.name}")
-                for way, measure in self._prepare(one, setting, mine).items():
-                    measures[one.name, way] = measure
-            self.progress.step(f"{setting.tokens:,} tokens: timing")
+                self.step(f"{setting.tokens:,} tokens: checking {one.name}")
+                known = len(self.results["checks"])
+                found = self._prepare(one, setting, [records[one.name, way] for way in directions])
+                measures |= {(one.name, way): measure for way, measure in found.items()}
+                for check in self.results["checks"][known:]:
+                    self.watch.say(f"{one.name}: {check['verdict']}")
+            self.step(f"{setting.tokens:,} tokens: timing")
             self._time(measures, records, setting)
         finally:  # also of a run that is interrupted: what is known, and nothing of what was still to come
-            known = [record for record in records.values() if record["status"] != UNKNOWN]
-            self.results["measurements"].extend(known)
+            self.results["measurements"] += _having(UNKNOWN, records.values(), False)
         self._expected.clear()
         runners.release(sorted({one.ranks for one in which} - {1}))
 
-    def ceiling(self, device: torch.device, dtype: torch.dtype) -> Record:
+    def ceiling(self, on: Setting) -> Record:
         """What the machine can do at most, measured once for each dtype."""
         known: list[Record] = self.results["ceilings"]
-        if all(f"torch.{one['dtype']}" != str(dtype) for one in known):
-            known.append(ceilings(device, dtype))
-        return next(one for one in known if f"torch.{one['dtype']}" == str(dtype))
+        if all(one["dtype"] != on.dtype_name for one in known):
+            known.append(ceilings(on.device, on.dtype))
+        return next(one for one in known if one["dtype"] == on.dtype_name)
 
     # --- before the clock ---------------------------------------------------------------------------------------
 
-    def _prepare(self, one: Implementation, setting: Setting, records: dict[str, Record]) -> dict[str, Measure]:
-        """Fill in what is known without a clock; the directions that are to be timed."""
-        why_not, checks = one.why_not(setting), self.results["checks"]
-        if why_not is not None:
+    def _prepare(self, one: Implementation, setting: Setting, records: list[Record]) -> dict[str, Measure]:
+        """Fill in what is known without a clock; what is left to be timed, by direction."""
+        if (why_not := one.why_not(setting)) is not None:
             return _end(records, "skipped", why_not)
-        known = len(checks)
-        try:
-            return self._checked(one, setting, records)
-        finally:
-            if len(checks) > known:
-                self.progress.say(f"{one.name}: {checks[-1]['verdict']}")
-
-    def _checked(self, one: Implementation, setting: Setting, records: dict[str, Record]) -> dict[str, Measure]:
         check = self.check(one, setting)
         if isinstance(check, str):
             return _failed(records, check)
-        if not check.right("out"):
-            return _end(records, "wrong", _errors(check))
-        ways = {way: record for way, record in records.items() if self._may_run(record, check)}
+        for record in records:
+            expected = self._speed.get(_speed_key(record), 0.0) * record["flops"]
+            wanted = () if record["direction"] == BOTH else ("out",)
+            if not check.right(*wanted):
+                _end([record], "wrong", ", ".join(far_off(check.errors, check.limits)))
+            elif expected > self.limit_ms:
+                why = f"{EXPECTED} {expected / 1000:.0f} s, more than the {self.limit_ms / 1000:.0f} s allowed"
+                _end([record], "skipped", why)
+        left = {record["direction"]: record for record in _having(UNKNOWN, records)}
+        if not left:
+            return {}
         try:
-            prepared = runners.prepare(one, setting, list(ways)) if ways else runners.Prepared({}, {}, None)
+            prepared = runners.prepare(one, setting, list(left))
         except ERRORS as error:
-            return _failed(ways, _first_line(error))
+            return _failed(left.values(), _first_line(error))
         for way, peak in prepared.peaks.items():
-            ways[way]["peak_bytes"] = peak
-        rows = prepared.rows
-        if rows is None or rows["right"]:
-            return prepared.measures
-        why = f"rows at full length are off by {rows['worst']:.1e}, allowed {rows['limit']:.0e}"
-        if rows["empty_not_zero"]:
-            why = f"{rows['empty_not_zero']} rows that see no key are not 0 at full length"
-        self.judge(one.identity(), setting.dtype_name, setting.causal, check, FAR, why)
-        return _end(ways, "wrong", why)
-
-    def _may_run(self, record: Record, check: Check) -> bool:
-        if record["direction"] == BOTH and not check.right():
-            return bool(_end({BOTH: record}, "wrong", _errors(check)))
-        expected = self._speed.get(_speed_key(record), 0.0) * record["flops"]
-        if expected > self.limit_ms:
-            why = f"{EXPECTED} {expected / 1000:.0f} s, more than the {self.limit_ms / 1000:.0f} s allowed"
-            return bool(_end({record["direction"]: record}, "skipped", why))
-        return True
+            left[way]["peak_bytes"] = peak
+        if why := prepared.rows_wrong:
+            self.judge(one.identity(), setting, check, FAR, why)
+            return _end(left.values(), "wrong", why)
+        return prepared.measures
 
     def check(self, one: Implementation, setting: Setting) -> Check | str:
         """Out and gradients against the oracle in every setting for checks; of each the worst. A str: it failed."""
@@ -122,7 +112,7 @@ class Comparison:
                 except ERRORS as error:
                     self._checks[one.name, small] = _first_line(error)
             check = self._checks[one.name, small]
-            self.judge(one.identity(), setting.dtype_name, setting.causal, check)
+            self.judge(one.identity(), setting, check)
             if isinstance(check, str):
                 return check
             known.append(check)
@@ -134,11 +124,9 @@ class Comparison:
             self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
         return self._expected[small, whole.exact].compare(runners.results_of(one, small))
 
-    def judge(
-        self, who: Record, dtype: str, causal: bool, check: Check | str, verdict: str = "", why: str = ""
-    ) -> None:
+    def judge(self, who: Record, where: Setting, check: Check | str, verdict: str = "", why: str = "") -> None:
         """The verdict as a record; one for each dtype, causal or not, of the worst that was found."""
-        what, checks = {**who, "dtype": dtype, "causal": causal}, self.results["checks"]
+        what, checks = {**who, "dtype": where.dtype_name, "causal": where.causal}, self.results["checks"]
         record = next((known for known in checks if what.items() <= known.items()), None)
         if record is None:
             record = {**what, "verdict": "", "errors": {}, "limits": {}, "why": ""}
@@ -150,8 +138,7 @@ class Comparison:
             return
         if record["errors"]:
             check = check.worse(Check(record["errors"], record["limits"]))
-        record |= {**check.as_dict(), "why": why}
-        record["verdict"] = verdict or check.verdict
+        record |= {**check._asdict(), "why": why, "verdict": verdict or check.verdict}
 
     # --- the clock ----------------------------------------------------------------------------------------------
 
@@ -162,21 +149,20 @@ class Comparison:
         try:
             interleave(guarded, seconds=self.seconds, least=ROUNDS, slow_ms=slow_ms, spent=spent)
         finally:
-            for key, had in spent.items():
-                if had and records[key]["status"] == UNKNOWN:
-                    self._timed(setting, records[key], Timing.of(had))
-        for name in dict.fromkeys(name for name, _ in measures):
-            mine = [record for key, record in records.items() if key[0] == name and record["ms"]]
-            times = [f"{one['direction'].replace('_', ' + ')} {milliseconds(one['ms'])} ms" for one in mine]
-            if times:
-                self.progress.say(f"{setting.tokens:,} tokens, {name}: {', '.join(times)}")
+            timed = [key for key, had in spent.items() if had and records[key]["status"] == UNKNOWN]
+            for key in timed:
+                self._timed(setting, records[key], Timing.of(spent[key]))
+        for name in dict.fromkeys(name for name, _ in timed):
+            mine = [(way, records[one, way]["ms"]) for one, way in timed if one == name]
+            times = [f"{way.replace('_', ' + ')} {milliseconds(ms)} ms" for way, ms in mine]
+            self.watch.say(f"{setting.tokens:,} tokens, {name}: {', '.join(times)}")
 
     def _timed(self, setting: Setting, record: Record, timing: Timing) -> None:
-        seconds, ceiling = timing.median / 1000, self.ceiling(setting.device, setting.dtype)
+        seconds, ceiling = timing.median / 1000, self.ceiling(setting)
         tflops, speed = record["flops"] / seconds / 1e12, record["bytes"] / seconds / 1e9
         record |= {
             "status": "measured",
-            "ms": timing.as_dict(),
+            "ms": timing._asdict(),
             "tokens_per_s": setting.samples * setting.tokens / seconds,
             "tflops": tflops,
             "of_matmul": tflops / ceiling["matmul_tflops"],
@@ -203,30 +189,30 @@ def _guarded(measure: Measure, record: Record) -> Sequence[float]:
         try:
             return measure()
         except ERRORS as error:
-            _failed({record["direction"]: record}, _first_line(error))
+            _failed([record], _first_line(error))
     return [math.inf]  # so that it is asked no more
 
 
-def _failed(records: dict[str, Record], error: str) -> dict[str, Measure]:
-    return _end(records, "out of memory" if runners.ran_out(error) else "wrong", error)
+def _having(status: str, records: Iterable[Record], wanted: bool = True) -> list[Record]:
+    return [record for record in records if (record["status"] == status) == wanted]
 
 
 def _speed_key(record: Record) -> tuple[Any, ...]:
     return tuple(record[name] for name in ("implementation", "direction", "dtype", "causal"))
 
 
-def _end(records: dict[str, Record], status: str, why: str) -> dict[str, Measure]:
+def _failed(records: Iterable[Record], error: str) -> dict[str, Measure]:
+    return _end(records, "out of memory" if runners.ran_out(error) else "wrong", error)
+
+
+def _end(records: Iterable[Record], status: str, why: str) -> dict[str, Measure]:
     """Nothing more is measured of these; of what is wrong no figure is kept."""
-    for record in records.values():
+    for record in records:
         record |= {"status": status, "why": why}
         if status == "wrong":
             record["peak_bytes"] = None
     return {}
 
 
-def _errors(check: Check) -> str:
-    return ", ".join(far_off(check.errors, check.limits))
-
-
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -13,10 +13,11 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
-from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, far_off, setting
-from dilated_attention.pattern import RULES, DilatedPattern
+from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, far_off, segments, setting
+from dilated_attention.pattern import RULES, DilatedPattern, rows_at_offset
 from dilated_attention.units import bytes_text, number_text
 
 FORWARD, BOTH = DIRECTIONS
@@ -46,21 +47,23 @@ BASELINES = {  # how their names begin, and what they are in dilated_attention.b
 def conclusions(results: Record) -> Record:
     """All of it, for results.json."""
     records = folded(results["measurements"])
-    ranked = [(case, _ranking(case, records)) for case in USE_CASES]
-    found = [_recommendation(case, ranking, records) for case, ranking in ranked if len(ranking) > 1]
-    return {"claims": claims(results), "recommendations": found, "answer": answer(results)}
+    found = [_recommendation(case, records) for case in USE_CASES]
+    return {"claims": claims(results), "recommendations": [*filter(None, found)], "answer": answer(results)}
 
 
 def folded(measurements: Iterable[Record]) -> list[Record]:
     """Without the other names of a function where the function itself was measured, too."""
     found = list(measurements)
-    present = {(setting(one), one["tokens"], one["direction"], one["implementation"]) for one in found}
+    present = {(*_where(one), one["implementation"]) for one in found}
+    return [
+        one
+        for one in found
+        if one["ranks"] > 1 or (*_where(one), ONE_FUNCTION.get(one["implementation"])) not in present
+    ]
 
-    def is_alias(one: Record) -> bool:
-        function = ONE_FUNCTION.get(one["implementation"])
-        return one["ranks"] == 1 and (setting(one), one["tokens"], one["direction"], function) in present
 
-    return [one for one in found if not is_alias(one)]
+def _where(one: Record) -> tuple[str, int, str]:
+    return setting(one), one["tokens"], one["direction"]
 
 
 def code_of(name: str) -> str:
@@ -81,69 +84,46 @@ def code_of(name: str) -> str:
 
 
 class UseCase(NamedTuple):
-    """Records of these kinds and values; at the longest or shortest length; the least of ``figure`` is best."""
+    """Records with one of these values each; at the longest or shortest length; the least of ``figure`` is best."""
 
     name: str
-    kinds: Sequence[str]
-    wanted: Record
+    wanted: dict[str, Sequence[Any]]
     longest: bool = True
     figure: str = "ms"
-
-    def fits(self, record: Record) -> bool:
-        return record["kind"] in self.kinds and all(record[name] == value for name, value in self.wanted.items())
 
     def value(self, record: Record) -> float:
         return float(record["ms"]["median"] if self.figure == "ms" else record[self.figure])
 
-    def is_level(self, best: Record, other: Record) -> bool:
-        if self.figure == "ms":
-            return spread(other)[0] <= spread(best)[1]
-        return self.value(other) <= 1.02 * self.value(best)
+    def interval(self, record: Record) -> tuple[float, float]:
+        return spread(record) if self.figure == "ms" else (self.value(record), 1.02 * self.value(record))
 
 
-def _alone(name: str, rule: str, direction: str = BOTH, causal: bool = False, **more: Any) -> UseCase:
-    """Attention on one device."""
-    wanted = {"rule": rule, "direction": direction, "causal": causal, "ranks": 1}
-    return UseCase(name, ("function", "module", "baseline"), wanted, **more)
-
-
+TRAINING: dict[str, Sequence[Any]] = {
+    "kind": ("function", "module", "baseline"), "rule": ["head_groups"], "direction": [BOTH], "causal": [False],
+    "ranks": [1],
+}  # fmt: skip
+ANY_RULE: dict[str, Sequence[Any]] = {**TRAINING, "rule": (*RULES, "dense")}
 USE_CASES = (
-    _alone("training on long sequences", "head_groups"),
-    _alone("training on short sequences", "head_groups", longest=False),
-    _alone("inference on long sequences", "head_groups", FORWARD),
-    _alone("causal training", "head_groups", causal=True),
-    _alone("least memory in training", "head_groups", figure="peak_bytes"),
-    _alone("every head in every branch, as in the LongNet paper", "longnet"),
-    _alone("weights of released LongNet models", "torchscale", FORWARD),
-    UseCase("a layer with projections", ["multihead"], {"ours": True, "direction": BOTH, "causal": False}),
-    UseCase(
-        "one sequence over 4 processes of this machine",
-        ["ring"],
-        {"ranks": 4, "direction": BOTH, "causal": False, "rule": "head_groups"},
-    ),
+    UseCase("training on long sequences", TRAINING),
+    UseCase("training on short sequences", TRAINING, longest=False),
+    UseCase("inference on long sequences", {**TRAINING, "direction": [FORWARD]}),
+    UseCase("causal training", {**TRAINING, "causal": [True]}),
+    UseCase("least memory in training", TRAINING, figure="peak_bytes"),
+    UseCase("every head in every branch, as in the LongNet paper", {**TRAINING, "rule": ["longnet"]}),
+    UseCase("weights of released LongNet models", {**TRAINING, "rule": ["torchscale"], "direction": [FORWARD]}),
+    UseCase("a layer with projections", {**ANY_RULE, "kind": ["multihead"], "ours": [True]}),
+    UseCase("one sequence over 4 processes of this machine", {**TRAINING, "kind": ["ring"], "ranks": [4]}),
 )
 
 
-def _by_setting(records: Iterable[Record]) -> list[dict[str, Record]]:
-    """The records of each setting and length, by implementation."""
-    groups: dict[tuple[str, int], dict[str, Record]] = defaultdict(dict)
+def _by_setting(records: Iterable[Record], wanted: dict[str, Sequence[Any]]) -> list[dict[str, Record]]:
+    """The records of each setting and length that are wanted, by implementation."""
+    groups: dict[Any, dict[str, Record]] = {}
     for record in records:
-        if record["suite"] in SUITES and record["status"] == "measured":
-            groups[setting(record), record["tokens"]].setdefault(record["implementation"], record)
-    return list(groups.values())
-
-
-def _ranking(case: UseCase, records: Iterable[Record]) -> list[Record]:
-    """The records of the setting that this case looks at, best first; one for each implementation."""
-    groups = _by_setting(x for x in records if case.fits(x) and x[case.figure] is not None)
-    if not groups:
-        return []
-    most = max(len(group) for group in groups)
-    fewest = min(most, ENOUGH) if case.longest else most / 2  # at a short length most of them were measured
-    full = [list(group.values()) for group in groups if len(group) >= fewest]
-    sign = 1 if case.longest else -1
-    chosen = max(full, key=lambda group: (sign * int(group[0]["tokens"]), len(group)))
-    return sorted(chosen, key=case.value)
+        is_wanted = all(record[name] in values for name, values in wanted.items())
+        if is_wanted and record["suite"] in SUITES and record["status"] == "measured" and record["ms"]:
+            groups.setdefault(_where(record), {}).setdefault(record["implementation"], record)
+    return [*groups.values()]
 
 
 def spread(record: Record) -> tuple[float, float]:
@@ -153,17 +133,27 @@ def spread(record: Record) -> tuple[float, float]:
     return min(timing["lower"], (1 - off) * timing["median"]), max(timing["upper"], (1 + off) * timing["median"])
 
 
-def _recommendation(case: UseCase, ranking: list[Record], measured: list[Record]) -> Record:
-    level = [record for record in ranking if case.is_level(ranking[0], record)]
-    best = min(level, key=measured.index)  # of those that are level the plainest, which stands first
+def _recommendation(case: UseCase, records: Sequence[Record]) -> Record | None:
+    """The best in the setting that this case looks at, if there is more than one."""
+    groups = _by_setting((x for x in records if x[case.figure] is not None), case.wanted)
+    most = max(map(len, groups), default=0)
+    fewest = min(most, ENOUGH) if case.longest else most / 2  # at a short length most of them were measured
+    full = [[*group.values()] for group in groups if len(group) >= fewest]
+    sign = 1 if case.longest else -1
+    ranking = max(full, key=lambda group: (sign * int(group[0]["tokens"]), len(group)), default=[])
+    if len(ranking) < 2:
+        return None
+    ranking.sort(key=case.value)
+    level = [record for record in ranking if case.interval(record)[0] <= case.interval(ranking[0])[1]]
+    best = min(level, key=records.index)  # of those that are level the plainest, which stands first
     behind = next((record for record in ranking if record not in level), None)
     value = case.value(best)
     return {
         "use_case": f"{case.name} ({best['tokens']:,} tokens, {best['dtype']})",
         "best": best["implementation"],
         "value": f"{number_text(value)} ms" if case.figure == "ms" else f"{value / 2**20:,.0f} MiB beyond the inputs",
-        "runner_up": None if behind is None else behind["implementation"],
-        "factor": None if behind is None else case.value(behind) / value,
+        "runner_up": behind and behind["implementation"],
+        "factor": behind and case.value(behind) / value,
         "ties": [record["implementation"] for record in level if record is not best],
     }
 
@@ -180,53 +170,41 @@ def answer(results: Record) -> str:
 
 def _speed(measurements: Sequence[Record]) -> str:
     """Training under the rule head_groups, beside dense attention and the best other exact implementation."""
-    wanted = {"direction": BOTH, "causal": False, "samples": 1}
-    groups = _by_setting(x for x in measurements if x["ms"] and all(x[key] == wanted[key] for key in wanted))
     known = {record["implementation"] for record in measurements}
     name = next((name for name in OURS if name in known), OURS[0])
     dense: dict[int, tuple[Record, Record]] = {}
     others: dict[int, tuple[Record, Record]] = {}
-    for group in (group for group in groups if name in group):
-        mine, tokens = group[name], group[name]["tokens"]
-        same = [x for x in group.values() if not x["ours"] and (x["rule"], x["kind"]) == (mine["rule"], "baseline")]
-        if DENSE in group:
-            dense.setdefault(tokens, (mine, group[DENSE]))
-        if same:
-            others.setdefault(tokens, (mine, min(same, key=lambda x: float(x["ms"]["median"]))))
+    for group in _by_setting(measurements, {"direction": [BOTH], "causal": [False], "samples": [1]}):
+        mine = group.get(name, {})
+        same = [x for x in group.values() if mine and x["kind"] == "baseline" and x["rule"] == mine["rule"]]
+        for found, beside in ((dense, [group[DENSE]] if mine and DENSE in group else []), (others, same)):
+            if beside:
+                fastest = min(beside, key=lambda record: float(record["ms"]["median"]))
+                found.setdefault(mine["tokens"], (mine, fastest))
     if not dense:
         return "The speed of this library beside dense attention was not measured in this run."
-    longest = max(dense)
-    mine, other = dense[longest]
-    lengths, rates = (",".join(map(str, mine[key])) for key in ("lengths", "rates"))
+    longest, (mine, other) = max(dense.items(), key=lambda one: one[0])
     said = (
-        f"In training at {longest:,} tokens under {mine['rule']} with w={lengths} and r={rates}, this library is "
-        f"{_compared(mine, other)} dense attention (a different operation)"
+        f"In training at {longest:,} tokens under {mine['rule']} with {segments(mine).replace(' ', ' and ')}, this "
+        f"library is {_compared(mine, other)} dense attention (a different operation)"
     )
     if others:
-        tokens = max(others)
+        tokens, pair = max(others.items(), key=lambda one: one[0])
         where = "" if tokens == longest else f" at {tokens:,} tokens"
-        best = others[tokens][1]["implementation"]
-        said += f", and{where} {_compared(*others[tokens])} the best exact alternative, {best}"
-    pattern = DilatedPattern(mine["rule"], mine["lengths"], mine["rates"])
-    reach, share = far_rows(pattern, longest, mine["heads"])
+        said += f", and{where} {_compared(*pair)} the best exact alternative, {pair[1]['implementation']}"
+    reach, share = far_rows(DilatedPattern(mine["rule"], mine["lengths"], mine["rates"]), longest, mine["heads"])
     said += f". {share:.1%} of the rows (one token in one head) are in the longest segments, of {reach:,} tokens."
     slower = [tokens for tokens, (mine, other) in dense.items() if spread(other)[1] < spread(mine)[0]]
     return f"{said} At {max(slower):,} tokens dense attention is faster." if slower else said
 
 
 def far_rows(pattern: DilatedPattern, tokens: int, heads: int) -> tuple[int, float]:
-    """Tokens of the longest segment, and the share of all rows (one token in one head) that are in the branch it is
-    of."""
-    width = max(pattern.segment_lengths)
-    branch = pattern.segment_lengths.index(width)
+    """Tokens of the longest segment, and the share of all rows (one token in one head) that are in its branch."""
+    width, rate = max(pattern.branches)
+    branch = pattern.branches.index((width, rate))
     rows = sum(
-        len(
-            range(
-                start + pattern.offset(branch, head, heads), min(start + width, tokens), pattern.dilation_rates[branch]
-            )
-        )
-        for head in pattern.heads(branch, heads)
-        for start in range(0, tokens, width)
+        rows_at_offset(min(width, tokens - start), rate, pattern.offset(branch, head, heads))
+        for head, start in product(pattern.heads(branch, heads), range(0, tokens, width))
     )
     return min(width, tokens), rows / (tokens * heads)
 
@@ -279,39 +257,34 @@ def claims(results: Record) -> list[dict[str, str]]:
     """The claims that these suites look at and have figures for."""
     found = []
     for claim, claimed, least, where in CLAIMS if CLAIMED_IN & set(results["suites"]) else ():
-        ours, holds, how = _finding(results, least, where)
-        if ours:
-            told = {"claim": claim, "claimed": claimed, "ours": ours, "holds": "yes" if holds else "no", "how": how}
-            found.append(told)
+        if told := _finding(results, least, where):
+            ours, holds, how = told
+            found.append({"claim": claim, "claimed": claimed, "ours": ours, "holds": holds, "how": how})
     return found
 
 
-def _finding(results: Record, least: float, where: Any) -> tuple[str, bool, str]:
-    """What was measured here, whether the claim holds, and how that is known; the first is "" if nothing was."""
+def _finding(results: Record, least: float, where: Any) -> tuple[str, str, str] | None:
+    """What was measured here, whether the claim holds, and how that is known; None if nothing was measured."""
     if where == HEADS:
         checks = [x for x in results["checks"] if x["implementation"] == where]
         wrong = next((text for x in checks for text in far_off(x["errors"], x["limits"])), "")
-        return (f"it attends over heads, not tokens: {wrong}" if checks else ""), not wrong, "it gets no time"
+        told = f"it attends over heads, not tokens: {wrong}"
+        return (told, "no" if wrong else "yes", "it gets no time") if checks else None
+    measured = [x for x in results["measurements"] if x["status"] == "measured"]
     if where == NO_MEMORY:
-        peaks = [x["peak_bytes"] for x in results["measurements"] if x["status"] == "measured" and x["peak_bytes"]]
-        return (f"at least {bytes_text(min(peaks))}" if peaks else ""), not peaks, "beyond the inputs"
-    saved = _saved(results["measurements"], *where)
+        peak = min((x["peak_bytes"] for x in measured if x["peak_bytes"]), default=0)
+        return (f"at least {bytes_text(peak)}", "no", "beyond the inputs") if peak else None
+    before, after, figure = where
+    groups: dict[Any, dict[str, float]] = defaultdict(dict)  # in the settings of both
+    for x in (x for x in measured if x[figure]):
+        groups[_where(x)][x["implementation"]] = x["ms"]["median"] if figure == "ms" else x[figure]
+    saved = [1 - group[after] / group[before] for group in groups.values() if {before, after} <= group.keys()]
     if not saved:
-        return "", False, ""
-    low, median, high = (_less(share) for share in (min(saved), statistics.median(saved), max(saved)))
-    how = f"from {low} to {high} in {len(saved)} settings and passes"
-    return f"{median} in the median", statistics.median(saved) >= least, how
+        return None
+    middle = statistics.median(saved)
+    how = f"from {_less(min(saved))} to {_less(max(saved))} in {len(saved)} settings and passes"
+    return f"{_less(middle)} in the median", "yes" if middle >= least else "no", how
 
 
 def _less(share: float) -> str:
     return f"{abs(100 * share):.0f} % {'less' if share >= 0 else 'more'}"
-
-
-def _saved(records: Iterable[Record], before: str, after: str, figure: str) -> list[float]:
-    """The shares that the second of two implementations takes less, in the settings of both."""
-    groups: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
-    for record in records:
-        if record["status"] == "measured" and record[figure]:
-            value = record["ms"]["median"] if figure == "ms" else record[figure]
-            groups[setting(record), record["tokens"], record["direction"]][record["implementation"]] = value
-    return [1 - group[after] / group[before] for group in groups.values() if before in group and after in group]

@@ -1,33 +1,33 @@
 """Everything that is compared: the yardstick, ours, and the baselines, each with the oracle it is checked against.
 
-Legend: query, key, value (B, N, H, D); x (B, N, E) with E = H * D for the modules that project.
+Over ranks an implementation is built inside a rank for its shard of the tokens, and the oracle is that of the whole
+sequence. The mesh class has the heads on two ranks, and with four the sequence on two of each as well.
+
+Legend: query, key, value (B, N, H, D); x, out (B, N, E) with E = H * D for the modules that project.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from dilated_attention import blocks
+from dilated_attention import blocks, compat
 from dilated_attention.backends import choose, triton
-from dilated_attention.bench import baselines, multihead, over_ranks
-from dilated_attention.bench.run import oracle
-from dilated_attention.bench.setting import Implementation, Setting, Subject
+from dilated_attention.bench import baselines
+from dilated_attention.bench.run import Attention, oracle
+from dilated_attention.bench.setting import Build, Implementation, Setting, Subject
 from dilated_attention.call import Call
-from dilated_attention.compat import (
-    ImprovedDilatedAttention,
-    ImprovedMultiheadDilatedAttention,
-    RingAttentionV2Simple,
-    RingDilatedAttentionProduction,
-    RingDilatedAttentionV2Collective,
-)
+from dilated_attention.distributed.sequence import shard_sequence
 from dilated_attention.functional import dilated_attention
 from dilated_attention.nn import (
     DilatedAttention,
@@ -42,11 +42,25 @@ RANKS = (2, 4)
 DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
 RELEASED = "gather-pad-scatter"
+Module = TypeVar("Module", bound=nn.Module)
+MODULES: tuple[type[Any], ...] = (
+    DilatedAttention, compat.ImprovedDilatedAttention, RingDilatedAttention, compat.RingDilatedAttentionV2Collective,
+    compat.RingDilatedAttentionProduction,
+)  # fmt: skip
+PROJECTING = (MultiheadDilatedAttention, compat.ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
 
 
 def everything() -> list[Implementation]:
     """The yardstick first, then ours, then the baselines."""
-    return [Implementation(DENSE, "baseline", "dense", _dense, ours=False), *ours(), *_baselines()]
+    modules = [
+        *(Implementation(kind.__name__, "module", "head_groups", partial(module, kind)) for kind in MODULES),
+        Implementation("RingAttentionV2Simple", "module", "dense", _v2_simple),
+        *(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)) for kind in PROJECTING),
+    ]
+    ring = [one for one in modules if one.name.startswith("Ring")]
+    over_ranks = [one for ranks in RANKS for one in (*(spread(one, ranks) for one in ring), _mesh(ranks))]
+    yardstick = Implementation(DENSE, "baseline", "dense", _dense, ours=False)
+    return [yardstick, *(one for rule in RULES for one in _functions(rule)), *modules, *over_ranks, *_baselines()]
 
 
 def named(*names: str) -> list[Implementation]:
@@ -55,106 +69,97 @@ def named(*names: str) -> list[Implementation]:
     return [found[name] for name in names]
 
 
-def ours() -> list[Implementation]:
-    return [*_functions(), *_modules(), *_on_ranks()]
-
-
-def _functions() -> list[Implementation]:
-    found = []
-    for rule in RULES:
-        for backend in BACKENDS:
-            why_not, built = partial(_cannot, backend), partial(_ours, rule, backend)
-            found.append(Implementation(f"{rule}, {backend}", "function", rule, built, why_not=why_not))
-        # one opaque op in a compiled graph, whatever the backend
-        compiled, why_not = partial(_compiled, rule), partial(_cannot, "auto", compiled=True)
-        found.append(Implementation(f"{rule}, auto, compiled", "function", rule, compiled, why_not=why_not))
-    return found
-
-
-def _modules() -> list[Implementation]:
-    ring: tuple[type[RingDilatedAttention], ...]
-    ring = (RingDilatedAttention, RingDilatedAttentionV2Collective, RingDilatedAttentionProduction)
-    many = (MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
-    plain: Sequence[type[Any]] = (DilatedAttention, ImprovedDilatedAttention, *ring)
+def _functions(rule: str) -> list[Implementation]:
+    names: dict[str, tuple[Build, Any]]
+    names = {backend: (partial(_ours, rule, backend), partial(_cannot, backend)) for backend in BACKENDS}
+    # one opaque op in a compiled graph, whatever the backend
+    names["auto, compiled"] = partial(_compiled, rule), _cannot_compile
     return [
-        *(Implementation(kind.__name__, "module", "head_groups", partial(module, kind)) for kind in plain),
-        Implementation(RingAttentionV2Simple.__name__, "module", "dense", _v2_simple),
-        *(Implementation(kind.__name__, "multihead", "head_groups", partial(multihead.ours, kind)) for kind in many),
+        Implementation(f"{rule}, {name}", "function", rule, build, why_not=why_not)
+        for name, (build, why_not) in names.items()
     ]
 
 
-def _on_ranks() -> list[Implementation]:
-    ring = [one for one in _modules() if one.name.startswith("Ring")]
-    return [
-        one for ranks in RANKS for one in (*(over_ranks.spread(one, ranks) for one in ring), over_ranks.on_mesh(ranks))
-    ]
+def spread(one: Implementation, ranks: int) -> Implementation:
+    """The same with the sequence over processes, which meet over gloo; checked against one device."""
+    name, build = f"{one.name}, {ranks} ranks", partial(sharded, one.build)
+    return replace(one, name=name, kind="ring", build=build, whole=one.build, ranks=ranks)
+
+
+def _mesh(ranks: int) -> Implementation:
+    name, whole = f"RingAdvancedDistributedDilatedAttention, {ranks} ranks", partial(projecting, PROJECTING[0])
+    return Implementation(name, "ring", "head_groups", _on_mesh, whole=whole, ranks=ranks, why_not=_no_mesh)
 
 
 def _baselines() -> list[Implementation]:
     kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
                "memory-efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
-    released = partial(_function, baselines.gather_pad_scatter, "torchscale")
-    cudnn = partial(_function, partial(baselines.gather_pad_scatter, kernel="cudnn"), "torchscale")
+    dense = {f"dense {name}": partial(_dense, kernel=kernel) for name, kernel in kernels.items()}
+    cudnn = partial(baselines.gather_pad_scatter, kernel="cudnn")
+    functions: list[tuple[str, str, Callable[..., Tensor], Callable[[Setting], str | None]]] = [
+        (GATHER, "head_groups", baselines.copy_and_gather, _anywhere),
+        (SLICES, "head_groups", baselines.copy_slices, _anywhere),
+        (RELEASED, "torchscale", baselines.gather_pad_scatter, _half_on_cuda),
+        (f"{RELEASED}, cuDNN", "torchscale", cudnn, _cuda_half),
+        ("FlexAttention", "head_groups", baselines.flex, _cuda_half),
+        (OVER_HEADS, "head_groups", baselines.over_heads, _anywhere),
+    ]
     found = [
+        *(Implementation(name, "baseline", "dense", build, why_not=_cuda_half) for name, build in dense.items()),
+        Implementation("nn.MultiheadAttention", "multihead", "dense", _torchs),
         *(
-            Implementation(f"dense {name}", "baseline", "dense", partial(_dense, kernel=kernel), why_not=_cuda_half)
-            for name, kernel in kernels.items()
+            Implementation(name, "baseline", rule, partial(_function, function, rule), why_not=why_not)
+            for name, rule, function, why_not in functions
         ),
-        Implementation("nn.MultiheadAttention", "multihead", "dense", multihead.torchs),
-        Implementation(GATHER, "baseline", "head_groups", partial(_function, baselines.copy_and_gather, "head_groups")),
-        Implementation(SLICES, "baseline", "head_groups", partial(_function, baselines.copy_slices, "head_groups")),
-        Implementation(RELEASED, "baseline", "torchscale", released, why_not=_half_on_cuda),
-        Implementation(f"{RELEASED}, cuDNN", "baseline", "torchscale", cudnn, why_not=_cuda_half),
-        Implementation(
-            "FlexAttention", "baseline", "head_groups", partial(_function, baselines.flex, "head_groups"),
-            why_not=_cuda_half,
-        ),
-        Implementation(OVER_HEADS, "baseline", "head_groups", partial(_function, baselines.over_heads, "head_groups")),
-    ]  # fmt: skip
+    ]
     return [replace(one, ours=False) for one in found]
 
 
 # --- what cannot run where --------------------------------------------------------------------------------------
 
 
-def _cuda_half(setting: Setting) -> str | None:
-    """Kernels that are there on CUDA in half precision only."""
-    if setting.device.type != "cuda":
-        return "it runs on CUDA only"
-    return _half_on_cuda(setting)
+def _anywhere(setting: Setting) -> None:
+    pass
 
 
 def _half_on_cuda(setting: Setting) -> str | None:
-    if setting.device.type == "cuda" and setting.dtype.itemsize != 2:
+    if setting.on_cuda and setting.dtype.itemsize != 2:
         return f"its kernel takes float16 and bfloat16 on CUDA, not {setting.dtype_name}"
     return None
 
 
-def _cannot(backend: str, setting: Setting, compiled: bool = False) -> str | None:
-    if compiled and setting.device.type == "cuda" and not triton.INSTALLED:
-        return "torch.compile needs triton on CUDA"
-    if backend == "triton":
-        x = torch.empty(1, dtype=setting.dtype, device=setting.device).expand(1, 1, 1, setting.head_dim)
-        call = Call(DilatedPattern.longnet([1], [1]), setting.causal).of(x, x, None, 0)
-        return "; ".join(triton.unsupported(call, False)) or None
-    return None
+def _cuda_half(setting: Setting) -> str | None:
+    """Kernels that are there on CUDA in half precision only."""
+    return _half_on_cuda(setting) if setting.on_cuda else "it runs on CUDA only"
+
+
+def _no_mesh(setting: Setting) -> str | None:
+    why = "gloo gathers no CUDA tensors for DTensor, and NCCL wants a GPU for each rank"
+    return why if setting.on_cuda else None
+
+
+def _cannot_compile(setting: Setting) -> str | None:
+    return "torch.compile needs triton on CUDA" if setting.on_cuda and not triton.INSTALLED else None
+
+
+def _cannot(backend: str, setting: Setting) -> str | None:
+    if backend != "triton":
+        return None
+    x = torch.empty(1, dtype=setting.dtype, device=setting.device).expand(1, 1, 1, setting.head_dim)
+    call = Call(DilatedPattern.longnet([1], [1]), setting.causal).of(x, x, None, 0)
+    return "; ".join(triton.unsupported(call, False)) or None
 
 
 # --- one builder per kind ---------------------------------------------------------------------------------------
 
 
-def _subject(function: Callable[..., Tensor], pattern: DilatedPattern, setting: Setting) -> Subject:
-    exact = oracle(pattern, setting.causal)
-    return Subject(function, exact, pattern, setting.qkv(), setting.dout())
+def subject(function: Callable[..., Tensor], pattern: DilatedPattern, setting: Setting) -> Subject:
+    return Subject(function, oracle(pattern, setting.causal), pattern, setting.qkv(), setting.dout())
 
 
 def _function(function: Callable[..., Tensor], rule: str, setting: Setting) -> Subject:
-    pattern, is_causal = setting.pattern(rule), setting.causal
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return function(query, key, value, pattern, is_causal=is_causal)
-
-    return _subject(attention, pattern, setting)
+    pattern = setting.pattern(rule)
+    return subject(lambda *qkv: function(*qkv, pattern, is_causal=setting.causal), pattern, setting)
 
 
 def _ours(rule: str, backend: str, setting: Setting) -> Subject:
@@ -182,20 +187,91 @@ def _without_plans(setting: Setting) -> Subject:
 def _compiled(rule: str, setting: Setting) -> Subject:
     plain = _ours(rule, "auto", setting)
     # one graph or an error: a fallback to plain Python would be timed under the wrong name
-    compiled = torch.compile(plain.attention, fullgraph=True, dynamic=False)
-    return replace(plain, attention=compiled)
+    return replace(plain, attention=torch.compile(plain.attention, fullgraph=True, dynamic=False))
 
 
 def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:
     attention = partial(baselines.dense, is_causal=setting.causal, kernel=kernel)
-    return _subject(attention, setting.pattern("dense"), setting)
+    return subject(attention, setting.pattern("dense"), setting)
 
 
-def module(kind: type[DilatedAttention] | type[RingDilatedAttention], setting: Setting, **options: Any) -> Subject:
+def module(kind: type[Any], setting: Setting, **options: Any) -> Subject:
     made = kind(*setting.segments("head_groups"), **options)
-    return _subject(partial(made, is_causal=setting.causal), made.pattern, setting)
+    return subject(partial(made, is_causal=setting.causal), made.pattern, setting)
 
 
 def _v2_simple(setting: Setting) -> Subject:
-    attention = partial(RingAttentionV2Simple(), is_causal=setting.causal)
-    return _subject(attention, setting.pattern("dense"), setting)
+    attention = partial(compat.RingAttentionV2Simple(), is_causal=setting.causal)
+    return subject(attention, setting.pattern("dense"), setting)
+
+
+def projecting(kind: type[MultiheadDilatedAttention], setting: Setting) -> Subject:
+    made = filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting)
+    return _with_parameters(made, made.pattern, lambda x: made(x, is_causal=setting.causal)[0], setting)
+
+
+def _torchs(setting: Setting) -> Subject:
+    """nn.MultiheadAttention, which is dense; when causal, its users hand it the mask, N x N and made once."""
+    made, mask = filled(nn.MultiheadAttention(setting.width, setting.heads, batch_first=True), setting), None
+    if setting.causal:
+        mask = nn.Transformer.generate_square_subsequent_mask(setting.tokens, setting.device, setting.dtype)
+    options: dict[str, Any] = {"need_weights": False, "attn_mask": mask, "is_causal": setting.causal}
+    return _with_parameters(made, setting.pattern("dense"), lambda x: made(x, x, x, **options)[0], setting)
+
+
+def filled(made: Module, setting: Setting) -> Module:
+    """Random parameters, biases and gains too: at 0 and 1 they would hide mistakes. The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=setting.width**-0.5, generator=generator)
+    return made.to(setting.device, setting.dtype)
+
+
+def _with_parameters(made: nn.Module, pattern: DilatedPattern, attention: Attention, setting: Setting) -> Subject:
+    """The oracle is projections, the reference, the norm where there is one, and the projection of the output."""
+    parameters = dict(made.named_parameters())
+
+    def exact(x: Tensor, *given: Tensor) -> Tensor:
+        of = dict(zip(parameters, given, strict=True))
+        q, k, v = (torch.unflatten(p, -1, (setting.heads, setting.head_dim)) for p in _projected(x, of))
+        out = oracle(pattern, setting.causal)(q, k, v).flatten(2)
+        if "norm.weight" in of:
+            out = F.layer_norm(out, x.shape[-1:], of["norm.weight"], of["norm.bias"])
+        return F.linear(out, of["out_proj.weight"], of["out_proj.bias"])
+
+    return Subject(attention, exact, pattern, (setting.qkv()[0].flatten(2),), setting.dout().flatten(2), parameters)
+
+
+def _projected(x: Tensor, of: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    for weight, bias in (("qkv_proj.weight", "qkv_proj.bias"), ("in_proj_weight", "in_proj_bias")):
+        if weight in of:
+            return F.linear(x, of[weight], of[bias]).chunk(3, dim=-1)
+    return tuple(F.linear(x, of[f"{p}_proj.weight"], of[f"{p}_proj.bias"]) for p in "qkv")
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------
+
+
+def sharded(build: Build, setting: Setting, group: dist.ProcessGroup | None = None) -> Subject:
+    """With its shard of the inputs. A module finds its group when it is called."""
+    group, whole = group or dist.group.WORLD, build(setting)
+    assert group is not None
+    inputs = tuple(shard_sequence(x, group) for x in whole.inputs)
+    return replace(whole, inputs=inputs, dout=shard_sequence(whole.dout, group), group=group)
+
+
+def _on_mesh(setting: Setting) -> Subject:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes a while
+
+    ranks = dist.get_world_size()
+    shape, names = ((2,), ("heads",)) if ranks == 2 else ((ranks // 2, 2), ("sequence", "heads"))
+    mesh = init_device_mesh(setting.device.type, shape, mesh_dim_names=names)
+    sizes = (setting.width, setting.heads, *setting.segments("head_groups"))
+    made = compat.RingAdvancedDistributedDilatedAttention(*sizes, mesh, device=setting.device, dtype=setting.dtype)
+    state = filled(MultiheadDilatedAttention(*sizes), setting).state_dict()
+    set_model_state_dict(made, state, options=StateDictOptions(full_state_dict=True))
+
+    def build(setting: Setting) -> Subject:
+        return _with_parameters(made, made.pattern, lambda x: made(x, is_causal=setting.causal)[0], setting)
+
+    return build(setting) if len(shape) == 1 else sharded(build, setting, mesh.get_group("sequence"))

@@ -44,20 +44,16 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed, less the folder of the interpreter; `python -m package` is not told apart by sys.argv alone."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    name = "" if spec is None else spec.name.removesuffix(".__main__")
-    path = os.path.relpath(sys.argv[0]) if os.path.exists(sys.argv[0]) else os.path.basename(sys.argv[0])
-    program = ["-m", name] if name.startswith("dilated_attention") else [path]
-    return shlex.join(["python", *program, *sys.argv[1:]])
+    """What was typed; an absolute path, as of an installed script, is told from here."""
+    given = (os.path.relpath(word) if os.path.isabs(word) and os.path.exists(word) else word for word in sys.orig_argv)
+    return shlex.join(["python", *[*given][1:]])
 
 
 def versions(device: torch.device) -> dict[str, str]:
     found = {"dilated_attention": dilated_attention.__version__, "python": platform.python_version()}
     found["torch"] = torch.__version__
     if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
         with contextlib.suppress(PackageNotFoundError):
             found["triton"] = version("triton")
     return found
@@ -66,18 +62,16 @@ def versions(device: torch.device) -> dict[str, str]:
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     told = f"{info.read_text('utf-8') if info.exists() else ''}\n{_output('lscpu')}"  # the second on ARM
-    names = (name.strip() for name in re.findall(r"(?im)^model name\s*:(.*)$", told))
-    found = next((name for name in names if name.strip("-")), None)
-    return found or platform.processor() or platform.machine()
+    names = re.findall(r"(?im)^model name[ \t]*:[ \t]*(.*[^\s-].*)$", told)
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def git_state() -> dict[str, Any]:
     """The commit of the tree this package runs from, and whether tracked or new files differ from it."""
     git = ("git", "-C", str(Path(dilated_attention.__file__).parent))
-    tracked = _output(*git, "ls-files", "--error-unmatch", "__init__.py")  # not in another project's tree
-    commit = None if tracked is None else _output(*git, "rev-parse", "HEAD")
-    dirty = None if commit is None else bool(_output(*git, "status", "--porcelain"))
-    return {"commit": commit or "unknown", "dirty": dirty}
+    is_ours = _output(*git, "ls-files", "--error-unmatch", "__init__.py")  # and not another project's tree
+    commit = is_ours and _output(*git, "rev-parse", "HEAD")
+    return {"commit": commit or "unknown", "dirty": bool(_output(*git, "status", "--porcelain")) if commit else None}
 
 
 def _output(*command: str) -> str | None:
@@ -110,29 +104,26 @@ class Load:
         Only Linux tells that share; time that the hypervisor gave to other machines is in it. Elsewhere the load at
         first decides, which is all of others.
         """
-        self.most, others = max(self.most, _load() or 0.0), None
-        now, seconds = _cpu_seconds(), time.monotonic() - self.began
+        cores, others, now = os.cpu_count() or 1, None, _cpu_seconds()
+        self.most, seconds = max(self.most, _load() or 0.0), time.monotonic() - self.began
         if now is not None and self.start is not None and seconds > 0:
-            everybody, ours = (after - before for after, before in zip(now, self.start, strict=True))
-            others = round(max(0.0, everybody - ours) / seconds / (os.cpu_count() or 1), 3)
-        share = self.first / (os.cpu_count() or 1) if others is None else others
+            others = round(max(0.0, now - self.start) / seconds / cores, 3)
+        share = self.first / cores if others is None else others
         return {"load_max": self.most, "others": others, "too_busy": share > TOO_BUSY}
 
 
-def _cpu_seconds() -> tuple[float, float] | None:
-    """CPU time of the whole machine, and of the processes of our group: ranks are in it."""
-    total = Path("/proc/stat")
+def _cpu_seconds() -> float | None:
+    """CPU time of the whole machine, less that of the processes of our group: ranks are in it."""
+    total, ours = Path("/proc/stat"), 0
     if not total.exists():
         return None
     user, nice, system, _, _, irq, soft, steal = (int(x) for x in total.read_text("utf-8").split()[1:9])
-    ours = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has just ended
             fields = file.read_text("utf-8").rpartition(")")[2].split()  # a name may hold spaces
             if int(fields[2]) == os.getpgrp():
                 ours += sum(int(x) for x in fields[11:15])  # its own time, and that of its children that ended
-    tick = os.sysconf("SC_CLK_TCK")
-    return (user + nice + system + irq + soft + steal) / tick, ours / tick
+    return (user + nice + system + irq + soft + steal - ours) / os.sysconf("SC_CLK_TCK")
 
 
 def _load() -> float | None:
@@ -141,12 +132,5 @@ def _load() -> float | None:
 
 def write_json(file: Path, results: dict[str, Any]) -> None:
     """At once or not at all. JSON has no infinity: an error that large is written as a string."""
-    charts.write(file, (json.dumps(_finite(results), indent=1, allow_nan=False) + "\n").encode())
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    finite = charts.changed(results, lambda x: str(x) if isinstance(x, float) and not math.isfinite(x) else x)
+    charts.write(file, (json.dumps(finite, indent=1, allow_nan=False) + "\n").encode())

@@ -25,17 +25,3 @@ class Quiet(Lines):
 
     def say(self, text: str) -> None:
         pass
-
-
-class Progress:
-    """Counts the steps that are done."""
-
-    def __init__(self, watch: Lines) -> None:
-        self.watch, self.total, self.done = watch, 1, 0
-
-    def step(self, text: str) -> None:
-        self.watch.step(text, min(1.0, self.done / self.total))
-        self.done += 1
-
-    def say(self, text: str) -> None:
-        self.watch.say(text)

@@ -1,17 +1,13 @@
-"""The plots: what they show, and the Altair specifications that draw it, for the page and as SVG and PNG files.
+"""The plots: what they show, and the Vega-Lite specifications that draw it, for the page and as SVG and PNG files.
 
 Colours are those for light paper. `dark_style` turns them where the reader prefers dark, in the page as in a file.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import altair as alt
 
 from dilated_attention import charts
 from dilated_attention.bench.conclude import TELLING, folded
@@ -43,6 +39,7 @@ FIGURES = {
     "memory": "Peak memory beyond the inputs",
     "relative": "Time as a multiple of the fastest line shown",
 }
+PLAIN_COLOUR = {"field": "colour", "scale": None}
 NAME_HEIGHT = 15  # pixels between two names at the ends of lines
 Y = "figure == 'memory' ? datum.peak : figure == 'relative' ? datum.{0} / datum.least : datum.{0}"
 TOKENS = (
@@ -63,13 +60,14 @@ def points(measurements: Iterable[Record]) -> list[Record]:
     """One for each thing that a plot shows: a time with its quartiles, memory, or that the memory ran out."""
     drawn = [one for one in folded(map(measured, measurements)) if one["ms"] or one["status"] == LOST]
     colours = _colours(drawn)
-    found = []
-    for one in drawn:
-        name, peak = with_ranks(one["implementation"], one["ranks"]), one["peak_bytes"] or None
-        shown = {"series": name, "colour": colours[name], "setting": setting(one), **_times(one["ms"])}
-        shown |= {"peak": peak, "memory": bytes_text(peak) if peak else ""}
-        found.append({**shown, **{key: one[key] for key in ("ours", "direction", "tokens")}})
-    return found
+    return [
+        {
+            "series": with_ranks(one), "colour": colours[with_ranks(one)], "setting": setting(one), **_times(one["ms"]),
+            "peak": one["peak_bytes"] or None, "memory": bytes_text(one["peak_bytes"]) if one["peak_bytes"] else "",
+            **{key: one[key] for key in ("ours", "direction", "tokens")},
+        }
+        for one in drawn
+    ]  # fmt: skip
 
 
 def _times(ms: dict[str, float] | None) -> Record:
@@ -84,17 +82,16 @@ def _times(ms: dict[str, float] | None) -> Record:
 
 def _colours(measurements: Iterable[Record]) -> dict[str, str]:
     """By series. In a family each takes the next shade, the telling ones first."""
-    families: dict[str, dict[str, None]] = defaultdict(dict)
+    found: dict[str, str] = {}
+    taken: Counter[str] = Counter()
     for one in sorted(measurements, key=lambda one: _place(one["implementation"])):
         is_dense = one["rule"] == "dense" or one["implementation"].startswith("dense")
         rule = one["rule"] if one["rule"] in SHADES else "head_groups"
-        family = "dense" if is_dense else rule if one["ours"] else "others"
-        families[family][with_ranks(one["implementation"], one["ranks"])] = None
-    return {
-        name: SHADES[family][place % len(SHADES[family])]
-        for family, names in families.items()
-        for place, name in enumerate(names)
-    }
+        family, name = "dense" if is_dense else rule if one["ours"] else "others", with_ranks(one)
+        if name not in found:
+            found[name] = SHADES[family][taken[family] % len(SHADES[family])]
+            taken[family] += 1
+    return found
 
 
 def _place(name: str) -> int:
@@ -107,11 +104,11 @@ def first(drawn: Iterable[Record], wanted: str) -> list[str]:
     return sorted(names, key=_place)[:MOST_SHOWN]
 
 
-def settings(drawn: Sequence[Record]) -> list[str]:
+def settings(drawn: Iterable[Record]) -> list[str]:
     """Every setting, the one with the most lengths and then points first."""
-    tokens: dict[str, list[int]] = defaultdict(list)
+    tokens: dict[str, list[int]] = {}
     for one in drawn:
-        tokens[one["setting"]].append(one["tokens"])
+        tokens.setdefault(one["setting"], []).append(one["tokens"])
     start = max(tokens, key=lambda name: (len(set(tokens[name])), len(tokens[name])), default="")
     return sorted(tokens, key=lambda name: name != start)
 
@@ -119,96 +116,114 @@ def settings(drawn: Sequence[Record]) -> list[str]:
 # --- charts -----------------------------------------------------------------------------------------------------
 
 
-def line_chart(
-    data: alt.NamedData, height: int, figure: str = "time", lengths: Sequence[int] = (), inside: str = "true"
-) -> alt.LayerChart:
-    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` are `points`, by name:
-    every step that makes a chart copies all of it.
+def line_chart(data: Record, height: int, inside: str = "true") -> Record:
+    """Lines over tokens, both axes logarithmic, with the names at their ends. ``data`` has `points`; `parameters` are
+    to be added.
 
-    ``lengths`` are named on the axis. ``inside`` says of a name whether it is on the plot: after zooming it may not be.
+    ``inside`` says of a name whether it is on the plot: after zooming it may not be.
     """
-    base = (
-        alt.Chart(data)
-        .transform_joinaggregate(least="min(ms)", groupby=["tokens"])
-        .transform_calculate(y=Y.format("ms"), low=Y.format("low"), high=Y.format("high"))
-        .encode(
-            x=alt.X("tokens:Q", title="tokens")
-            .scale(type="log", base=2, nice=False, padding=12)
-            .axis(labelExpr=TOKENS, values=alt.ExprRef("lengths")),
-            y=alt.Y("y:Q", title=None)
-            .scale(type="log", nice=False, padding=18)
-            .axis(labelExpr=VALUES, values=alt.ExprRef("figure == 'memory' ? powers : decades")),
-            color=alt.Color("colour:N").scale(None),
-            detail="series:N",
-        )
-    )
-    drawn = base.transform_filter("datum.y > 0")
-    dash = alt.when("datum.ours").then(alt.value([1, 0])).otherwise(alt.value([6, 3]))
-    hollow = alt.when("datum.few").then(alt.value(0)).otherwise(alt.value(1))
-    lines = drawn.mark_line(strokeWidth=2).encode(strokeDash=dash)
-    dots = drawn.mark_point(size=26, strokeWidth=1.5).encode(fill=alt.Fill("colour:N").scale(None), fillOpacity=hollow)
-    quartiles = drawn.transform_filter("figure != 'memory' && datum.low > 0").mark_rule()
-    lost = base.transform_filter("!isValid(datum.ms)").mark_point(shape="cross", angle=45, size=70, filled=True)
-    return alt.layer(
-        quartiles.encode(y="low:Q", y2="high:Q"),
-        lines,
-        dots,
-        lost.encode(y=alt.value(8)),
-        *_names(drawn, height, inside),
-    ).properties(height=height).add_params(
-        alt.param(name="figure", value=figure),
-        alt.param(name="lengths", value=list(lengths)),
-        alt.param(name="decades", value=[float(f"{digit}e{power}") for power in range(-6, 10) for digit in (1, 2, 5)]),
-        alt.param(name="powers", value=[2**power for power in range(50)]),
-    )  # fmt: skip
+    drawn, dot = {"filter": "datum.y > 0"}, {"type": "point", "size": 26, "strokeWidth": 1.5}
+    lost = {"type": "point", "shape": "cross", "angle": 45, "size": 70, "filled": True}
+    return {
+        "data": data,
+        "height": height,
+        "transform": [
+            {"joinaggregate": [{"op": "min", "field": "ms", "as": "least"}], "groupby": ["tokens"]},
+            *({"calculate": Y.format(name), "as": to} for name, to in (("ms", "y"), ("low", "low"), ("high", "high"))),
+        ],
+        "encoding": {
+            "x": {
+                "field": "tokens", "type": "quantitative", "axis": {"labelExpr": TOKENS, "values": {"expr": "lengths"}},
+                "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
+            },
+            "y": {
+                "field": "y", "type": "quantitative", "title": None,
+                "scale": {"type": "log", "nice": False, "padding": 18},
+                "axis": {"labelExpr": VALUES, "values": {"expr": "figure == 'memory' ? powers : decades"}},
+            },
+            "color": PLAIN_COLOUR,
+            "detail": {"field": "series"},
+        },
+        "layer": [
+            {
+                "transform": [drawn, {"filter": "figure != 'memory' && datum.low > 0"}], "mark": "rule",
+                "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
+            },
+            {
+                "transform": [drawn], "mark": {"type": "line", "strokeWidth": 2},
+                "encoding": {"strokeDash": _either("datum.ours", [1, 0], [6, 3])},
+            },
+            {
+                "transform": [drawn], "mark": dot,
+                "encoding": {"fill": PLAIN_COLOUR, "fillOpacity": _either("datum.few", 0, 1)},
+            },
+            {"transform": [{"filter": "!isValid(datum.ms)"}], "mark": lost, "encoding": {"y": {"value": 8}}},
+            _names([drawn], height, inside),
+        ],
+    }  # fmt: skip
 
 
-def _names(drawn: alt.Chart, height: int, inside: str) -> list[alt.Chart]:
+def _either(test: str, value: Any, otherwise: Any) -> Record:
+    return {"condition": {"test": test, "value": value}, "value": otherwise}
+
+
+def _names(drawn: list[Record], height: int, inside: str) -> Record:
     """Each name beside its last point. Where they would overlap, each is moved up to clear the one below.
 
     The names that end at one length are taken from the lowest up. If z is the logarithm of the value less the room that
     the names below need, the running maximum of z plus that room is the lowest place that is free.
     """
-    step = f"(log(datum.top / datum.bottom) * {NAME_HEIGHT / height})"
-    ends = (
-        drawn.transform_joinaggregate(top="max(y)", bottom="min(y)")
-        .transform_joinaggregate(last="max(tokens)", groupby=["series"])
-        .transform_filter("datum.tokens == datum.last")
-        .transform_window(below="row_number()", groupby=["tokens"], sort=[alt.SortField("y")])
-        .transform_calculate(z=f"log(datum.y) - datum.below * {step}")
-        .transform_window(
-            free="max(z)", frame=[None, 0], groupby=["tokens"], sort=[alt.SortField("y")], ignorePeers=True
-        )
-        .transform_calculate(
-            at=f"exp(datum.free + datum.below * {step})", name="isValid(datum.name) ? datum.name : datum.series"
-        )
-    )
-    text = {"align": "left", "dx": 7, "fontSize": 12, "baseline": "middle", "clip": False}
-    halo = ends.mark_text(**text, stroke=PAPER, strokeWidth=4, strokeJoin="round").encode(color=alt.value(PAPER))
-    seen = alt.when(inside).then(alt.value(1)).otherwise(alt.value(0))
-    return [one.encode(text="name:N", y="at:Q", opacity=seen) for one in (halo, ends.mark_text(**text))]
+    room = f"datum.below * log(datum.top / datum.bottom) * {NAME_HEIGHT / height}"
+    upwards: Record = {"groupby": ["tokens"], "sort": [{"field": "y"}]}
+    extent = [{"op": "max", "field": "y", "as": "top"}, {"op": "min", "field": "y", "as": "bottom"}]
+    free = [{"op": "max", "field": "z", "as": "free"}]
+    text = {"type": "text", "align": "left", "dx": 7, "fontSize": 12, "baseline": "middle", "clip": False}
+    halo = {**text, "stroke": PAPER, "strokeWidth": 4, "strokeJoin": "round"}
+    return {
+        "transform": [
+            *drawn,
+            {"joinaggregate": extent},
+            {"joinaggregate": [{"op": "max", "field": "tokens", "as": "last"}], "groupby": ["series"]},
+            {"filter": "datum.tokens == datum.last"},
+            {"window": [{"op": "row_number", "as": "below"}], **upwards},
+            {"calculate": f"log(datum.y) - {room}", "as": "z"},
+            {"window": free, "frame": [None, 0], "ignorePeers": True, **upwards},
+            {"calculate": f"exp(datum.free + {room})", "as": "at"},
+            {"calculate": "isValid(datum.name) ? datum.name : datum.series", "as": "name"},
+        ],
+        "encoding": {"y": {"field": "at"}, "text": {"field": "name"}, "opacity": _either(inside, 1, 0)},
+        "layer": [{"mark": halo, "encoding": {"color": {"value": PAPER}}}, {"mark": text}],
+    }
 
 
-@functools.cache
-def interactive(name: str) -> dict[str, Any]:
+def parameters(figure: str = "time", lengths: Sequence[int] = ()) -> list[Record]:
+    """What lines show: a figure, and the lengths that are named on the axis."""
+    decades = [float(f"{digit}e{power}") for power in range(-6, 10) for digit in (1, 2, 5)]
+    given = {"figure": figure, "lengths": [*lengths], "decades": decades, "powers": [2**power for power in range(50)]}
+    return [{"name": name, "value": value} for name, value in given.items()]
+
+
+def interactive(name: str) -> Record:
     """The specification for the page: with a crosshair at one length, and zoom. ``name`` is that of its data."""
-    data = alt.NamedData(name)
-    chart = line_chart(data, 420, inside="inrange(datum.at, domain('y')) && inrange(datum.tokens, domain('x'))")
-    near = alt.selection_point(
-        "near", fields=["tokens"], nearest=True, on="pointermove", clear="pointerout", empty=False
-    )
-    zoom = alt.selection_interval("zoom", bind="scales", zoom="wheel![event.ctrlKey || event.metaKey]")
-    rule = (
-        alt.Chart(data)
-        .transform_aggregate(count="count()", groupby=["tokens"])
-        .mark_rule(color=MUTED)
-        .encode(x="tokens:Q", opacity=alt.when(near).then(alt.value(0.8)).otherwise(alt.value(0)))
-    )
-    both = alt.layer(chart, rule.add_params(near)).add_params(zoom)
-    return styled(both.properties(autosize="none"))  # page.js sets the width; names may lie outside of it
+    chart = line_chart({"name": name}, 420, "inrange(datum.at, domain('y')) && inrange(datum.tokens, domain('x'))")
+    near = {"type": "point", "fields": ["tokens"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
+    zoom = {"type": "interval", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
+    chart["layer"][0]["params"] = [{"name": "zoom", "select": zoom, "bind": "scales"}]
+    rule = {
+        "data": {"name": name},
+        "transform": [{"aggregate": [{"op": "count", "as": "count"}], "groupby": ["tokens"]}],
+        "mark": {"type": "rule", "color": MUTED},
+        "params": [{"name": "near", "select": near}],
+        "encoding": {
+            "x": {"field": "tokens", "type": "quantitative"},
+            "opacity": {"condition": {"param": "near", "value": 0.8, "empty": False}, "value": 0},
+        },
+    }
+    # page.js sets the width; names may lie outside of it
+    return styled({"params": parameters(), "height": 420, "autosize": "none", "layer": [chart, rule]})
 
 
-def pictures(results: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
+def pictures(results: Record) -> dict[str, Record | None]:
     """By name, the specification of a picture or, where there is nothing to draw, None."""
     drawn = points(results["measurements"])
     wanted = next(iter(settings(drawn)), "")
@@ -220,50 +235,37 @@ def pictures(results: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def _panels(drawn: Sequence[dict[str, Any]], figure: str, wanted: str) -> dict[str, Any] | None:
-    lengths = sorted({one["tokens"] for one in drawn})  # one list: panels cannot differ in a parameter
+def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
     data = {direction: [one for one in drawn if one["direction"] == direction] for direction in DIRECTIONS}
     panels = [
-        line_chart(alt.NamedData(direction), 380, figure, lengths).properties(
-            width=420, title=f"{FIGURES[figure]}, {DIRECTIONS[direction]}"
-        )
-        for direction, some in data.items()
+        {**line_chart({"name": way}, 380), "width": 420, "title": f"{FIGURES[figure]}, {DIRECTIONS[way]}"}
+        for way, some in data.items()
         if some
     ]
     if not panels:
         return None
-    return {**styled(alt.hconcat(*panels, title=wanted).resolve_scale(y="shared")), "datasets": data}
-
-
-def times_limit(error: float | str, limit: float) -> float:
-    """How many times its limit an error is; what is not a number is infinitely far off."""
-    number = float(error)
-    return math.inf if math.isnan(number) or not limit else number / limit
+    given, shared = parameters(figure, sorted({one["tokens"] for one in drawn})), {"scale": {"y": "shared"}}
+    return styled({"params": given, "datasets": data, "hconcat": panels, "title": wanted, "resolve": shared})
 
 
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def styled(chart: alt.TopLevelMixin) -> dict[str, Any]:
+def styled(chart: Record) -> Record:
     """The specification of a chart in our style. It names no address of a schema: nothing is to be loaded."""
-    axis = alt.AxisConfig(
-        labelColor=MUTED, titleColor=MUTED, titleFontWeight="normal", labelFontSize=12, titleFontSize=12,
-        gridColor=GRID, domainColor=GRID, ticks=False, labelPadding=6,
-    )  # fmt: skip
-    config = alt.Config(
-        axis=axis,
-        aria=False,  # the tables are there to be read aloud
-        background=PAPER,
-        font="system-ui, sans-serif",
-        header=alt.HeaderConfig(labelColor=MUTED, labelFontSize=12),
-        padding={"left": 5, "top": 5, "bottom": 5, "right": 45},  # a reader's font may be wider than the one here
-        legend=alt.LegendConfig(labelColor=MUTED, titleColor=MUTED, labelFontSize=12, titleFontWeight="normal"),
-        title=alt.TitleConfig(anchor="start", frame="group", fontWeight="normal", fontSize=13, color=MUTED),
-        view=alt.ViewConfig(stroke=None),
-    )
-    found: dict[str, Any] = chart.properties(config=config).to_dict(validate=False)  # its parts were, when made
-    del found["$schema"]
-    return found
+    words = {"labelColor": MUTED, "titleColor": MUTED, "titleFontWeight": "normal", "labelFontSize": 12}
+    config = {
+        "aria": False,  # the tables are there to be read aloud
+        "axis": {**words, "titleFontSize": 12, "gridColor": GRID, "domainColor": GRID, "ticks": False,
+                 "labelPadding": 6},
+        "background": PAPER,
+        "font": "system-ui, sans-serif",
+        "legend": words,
+        "padding": {"left": 5, "top": 5, "bottom": 5, "right": 45},  # a reader's font may be wider than the one here
+        "title": {"anchor": "start", "frame": "group", "fontWeight": "normal", "fontSize": 13, "color": MUTED},
+        "view": {"stroke": None},
+    }  # fmt: skip
+    return {name: part for name, part in {**chart, "config": config}.items() if name != "$schema"}
 
 
 def dark_style(dark: dict[str, str] = DARK) -> str:
@@ -272,10 +274,10 @@ def dark_style(dark: dict[str, str] = DARK) -> str:
     return "@media (prefers-color-scheme: dark){" + "".join(rules) + "}"
 
 
-def svg(specification: dict[str, Any], dark: dict[str, str] = DARK) -> bytes:
+def svg(specification: Record, dark: dict[str, str] = DARK) -> bytes:
     drawn = charts.drawn(specification, ".svg")
     return drawn.replace(b"</svg>", f"<style>{dark_style(dark)}</style></svg>".encode())
 
 
-def png(specification: dict[str, Any]) -> bytes:
+def png(specification: Record) -> bytes:
     return charts.drawn(specification, ".png", scale=1.5)

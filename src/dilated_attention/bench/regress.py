@@ -9,15 +9,16 @@ Legend: before and after are the two files; a ratio is after / before, so that m
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dilated_attention.bench import results
-from dilated_attention.bench.results import Record
+from dilated_attention.bench.results import ENOUGH, Record
 
 MEASURED_BY, CHECKED_BY = tuple(results.MEASURED_BY), tuple(results.WHAT)
 MACHINE = ("device", "cpu", "cores", "threads", "system")
-FEWEST_REPEATS = 3
 TOO_SLOW = "too slow to be timed"
 EXPECTED = "one call is expected to take"  # how the reason of such a skip begins
 WORSE = ("slower", TOO_SLOW, "wrong", "out of memory", "became wrong")
@@ -62,37 +63,34 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
     """``threshold``: the ratio from which a change counts, more than 1."""
     if not 1 < threshold < float("inf"):
         raise ValueError(f"threshold must be a ratio of more than 1, such as 1.05, got {threshold}")
-    measured = [_by_key(found["measurements"], MEASURED_BY) for found in (before, after)]
+    old, new = (_by_key(found["measurements"], MEASURED_BY) for found in (before, after))
     checked = [_by_key(found["checks"], CHECKED_BY) for found in (before, after)]
-    both = [(one, measured[1][key]) for key, one in measured[0].items() if key in measured[1]]
     verdicts = [(one, checked[1][key]) for key, one in checked[0].items() if key in checked[1]]
     return Regression(
         tuple(_origins(before["machine"], after["machine"])),
-        tuple(_change(one, other, threshold) for one, other in both),
+        tuple(_change(one, new[key], threshold) for key, one in old.items() if key in new),
         tuple(Change(*pair, _turned(*pair)) for pair in verdicts if pair[0]["verdict"] != pair[1]["verdict"]),
-        tuple(one for key, one in measured[0].items() if key not in measured[1]),
-        tuple(one for key, one in measured[1].items() if key not in measured[0]),
+        tuple(one for key, one in old.items() if key not in new),
+        tuple(one for key, one in new.items() if key not in old),
     )
 
 
 def _origins(before: Record, after: Record) -> Iterable[tuple[str, str, str]]:
-    for name in (*MACHINE, "commit", "dirty"):
-        if before.get(name) != after.get(name):
-            yield name, str(before.get(name)), str(after.get(name))
-    old, new = before.get("versions", {}), after.get("versions", {})
-    for name in dict.fromkeys((*old, *new)):
-        if old.get(name) != new.get(name):
-            yield name, str(old.get(name, "none")), str(new.get(name, "none"))
+    versions = dict.fromkeys((*before["versions"], *after["versions"]))
+    told = [
+        *((name, str(before.get(name)), str(after.get(name))) for name in (*MACHINE, "commit", "dirty")),
+        *((name, *(str(one["versions"].get(name, "none")) for one in (before, after))) for name in versions),
+    ]
+    return [(name, old, new) for name, old, new in told if old != new]
 
 
-def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[str, ...], Record]:
+def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[Any, Record]:
     """What was measured more than once pairs in its order."""
-    found: dict[tuple[str, ...], Record] = {}
+    found, turns = {}, Counter[str]()
     for record in records:
-        key, turn = tuple(json.dumps(record[name]) for name in names), 0
-        while (*key, str(turn)) in found:
-            turn += 1
-        found[(*key, str(turn))] = record
+        key = json.dumps([record[name] for name in names])
+        found[key, turns[key]] = record
+        turns[key] += 1
     return found
 
 
@@ -106,26 +104,23 @@ def _turned(before: Record, after: Record) -> str:
 def _became(before: Record, after: Record) -> str:
     if before["status"] == "wrong" and after["status"] == "measured":
         return "right"
-    if before["ms"] is not None and str(after.get("why", "")).startswith(EXPECTED):
+    if before["ms"] is not None and str(after["why"]).startswith(EXPECTED):
         return TOO_SLOW
     return str(after["status"])
 
 
 def _change(before: Record, after: Record, threshold: float) -> Change:
-    sizes = before["peak_bytes"], after["peak_bytes"]
-    memory = sizes[1] / sizes[0] if sizes[0] and sizes[1] else None
+    sizes, (old, new) = (before["peak_bytes"], after["peak_bytes"]), (before["ms"], after["ms"])
+    memory = sizes[1] / sizes[0] if all(sizes) else None
     if before["status"] != after["status"]:
         return Change(before, after, _became(before, after), memory=memory)
-    old, new = before["ms"], after["ms"]
-    if old is None or new is None:
-        return Change(before, after, "same" if (old is None) == (new is None) else "unclear", memory=memory)
+    if not (old and new):
+        return Change(before, after, "unclear" if old or new else "same", memory=memory)
     ratio, low, high = new["median"] / old["median"], new["lower"] / old["upper"], new["upper"] / old["lower"]
-    if min(old["repeats"], new["repeats"]) < FEWEST_REPEATS:
+    if min(old["repeats"], new["repeats"]) < ENOUGH:
         verdict = "unclear"
     elif low > 1 and ratio >= threshold:
         verdict = "slower"
-    elif high < 1 and ratio <= 1 / threshold:
-        verdict = "faster"
     else:
-        verdict = "same"
+        verdict = "faster" if high < 1 and ratio <= 1 / threshold else "same"
     return Change(before, after, verdict, ratio, low, high, memory)

@@ -20,7 +20,7 @@ COLUMNS = (
     "tokens_per_s", "flops", "bytes", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes",
 )  # fmt: skip
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute instead of show
-NEEDED = ("altair", "vl_convert", "jinja2")
+NEEDED = ("vl_convert", "jinja2")
 
 
 def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], None] = print) -> list[Path]:

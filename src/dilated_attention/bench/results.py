@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dilated_attention import charts
 from dilated_attention.units import measured_text, number_text
 
 SCHEMA = 1
@@ -33,21 +35,20 @@ NAMES: dict[Any, str] = {
     dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false",
 }  # fmt: skip
 NUMBER = int | float
-ERROR = int | float | str  # an infinite error is a text, as JSON has no such number
-TIMES = {"median": NUMBER, "lower": NUMBER, "upper": NUMBER, "repeats": int}
 FIGURES = ("tokens_per_s", "flops", "bytes", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes")
-# A tuple is null or what it holds; {str: x} has any names; a name with ? need not be there.
+TIMES = {"median": NUMBER, "lower": NUMBER, "upper": NUMBER, "repeats": int}
+# A tuple is null or what it holds.
 SPEC: Record = {
     "machine": {
         "date": str, "command": str, "commit": str | None, "dirty": bool | None, "device": str, "cpu": str,
         "cores": int | None, "threads": int, "load": NUMBER | None, "system": str,
-        "versions": {"torch": str}, "continued?": [{"date": str, "commit": str, "command": str}],
+        "versions": {"torch": str}, "continued": [{"date": str, "commit": str, "command": str}],
     },
     "measurements": [
         {**MEASURED_BY, "ours": bool, "status": str, "why": str, "ms": (TIMES,),
          **dict.fromkeys(FIGURES, NUMBER | None)}
     ],
-    "checks": [{**WHAT, "ours": bool, "verdict": str, "why": str, "errors": {str: ERROR}, "limits": {str: ERROR}}],
+    "checks": [{**WHAT, "ours": bool, "verdict": str, "why": str, "errors": dict, "limits": dict}],
     "tables": [
         {"suite": str, "title": str, "note": str | None, "columns": [str], "rows": [[str | NUMBER | bool | None]]}
     ],
@@ -56,29 +57,27 @@ SPEC: Record = {
         {"use_case": str, "best": str, "value": str, "runner_up": str | None, "factor": NUMBER | None, "ties": [str]}
     ],
     "ceilings": [{"dtype": str, "matmul_tflops": NUMBER, "copy_gb_per_s": NUMBER}],
-    "suites": [str], "planned?": [str], "complete": bool, "seconds": NUMBER, "answer": str | None,
+    "suites": [str], "planned": [str], "complete": bool, "seconds": NUMBER, "answer": str | None,
 }  # fmt: skip
+LATER = ("planned", "continued")  # older files have none
 
 
 def load(path: Path) -> Record:
     """A results file, or the one in a folder."""
+    file = path / "results.json" if path.is_dir() else path
     try:
-        file = path / "results.json" if path.is_dir() else path
         found = _parsed(file.read_bytes())
+        if not isinstance(found, dict) or "schema" not in found:
+            raise ValueError("it has no schema; `dilated-attention bench` writes one")
+        if found["schema"] != SCHEMA:
+            raise ValueError(f"it has schema {found['schema']!r}, and this version reads {SCHEMA}")
+        _check(found, SPEC)
+        _check_figures(found)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{file} is not a results file: {error}") from error
-    if not isinstance(found, dict) or "schema" not in found:
-        raise ValueError(f"{file} is not a results file: it has no schema; `dilated-attention bench` writes one")
-    if found["schema"] != SCHEMA:
-        raise ValueError(
-            f"{file} has schema {found['schema']!r}, and this version reads {SCHEMA}: use the one that wrote it"
-        )
-    wrong = _wrong(found, SPEC, "") or _inconsistent(found)
-    if wrong:
-        raise ValueError(f"{file} is not a results file: {wrong}")
-    checked: Record = _escaped(found)
+    checked: Record = charts.changed(found, lambda leaf: escaped(leaf) if isinstance(leaf, str) else leaf)
     return checked
 
 
@@ -102,57 +101,47 @@ def _parsed(content: bytes) -> Any:
         raise ValueError(f"it is not JSON: {error}") from error
 
 
-def _wrong(value: Any, spec: Any, place: str) -> str:
-    """What is wrong first, and where; "" if nothing is."""
+def _check(value: Any, spec: Any, place: str = "") -> None:
+    """An error that says what is wrong first, and where."""
     if isinstance(spec, tuple):
-        return "" if value is None else _wrong(value, spec[0], place)
+        if value is None:
+            return
+        (spec,) = spec
     kind: Any = type(spec) if isinstance(spec, list | dict) else spec
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        shown = escaped(repr(value))[:60]
-        return f"{place} must be {NAMES.get(kind, str(kind))}, got {shown}"
-    inside: Iterable[tuple[Any, Any, str]] = ()
+        raise ValueError(f"{place} must be {NAMES.get(kind, str(kind))}, got {escaped(repr(value))[:60]}")
     if isinstance(spec, list):
-        inside = ((item, spec[0], f"{place}[{index}]") for index, item in enumerate(value))
-    elif isinstance(spec, dict) and str in spec:
-        inside = ((item, spec[str], f"{place}.{name}") for name, item in value.items())
-    elif isinstance(spec, dict):
-        missing = [name for name in spec if name not in value and not name.endswith("?")]
-        if missing:
-            return f"{place or 'it'} has no {', '.join(missing)}"
-        known = {name.removesuffix("?"): one for name, one in spec.items()}
-        inside = ((value[x], one, f"{place}.{x}".lstrip(".")) for x, one in known.items() if x in value)
-    return next(filter(None, (_wrong(*one) for one in inside)), "")
+        for index, item in enumerate(value):
+            _check(item, spec[0], f"{place}[{index}]")
+    if isinstance(spec, dict):
+        if missing := [name for name in spec if name not in value and name not in LATER]:
+            raise ValueError(f"{place or 'it'} has no {', '.join(missing)}")
+        for name in (name for name in spec if name in value):
+            _check(value[name], spec[name], f"{place}.{name}".lstrip("."))
 
 
-def _inconsistent(found: Record) -> str:
+def _check_figures(found: Record) -> None:
     """What no single value shows."""
     for index, one in enumerate(found["measurements"]):
         if one["direction"] not in DIRECTIONS:
-            return f"measurements[{index}].direction must be {' or '.join(DIRECTIONS)}"
+            raise ValueError(f"measurements[{index}].direction must be {' or '.join(DIRECTIONS)}")
         if one["ms"] and not 0 < one["ms"]["lower"] <= one["ms"]["median"] <= one["ms"]["upper"]:
-            return f"the median of measurements[{index}] is not between its quartiles, or they are not above 0"
+            raise ValueError(
+                f"the median of measurements[{index}] is not between its quartiles, or they are not above 0"
+            )
     for index, table in enumerate(found["tables"]):
         if any(len(row) != len(table["columns"]) for row in table["rows"]):
-            return f"a row of tables[{index}] has another number of cells"
+            raise ValueError(f"a row of tables[{index}] has another number of cells")
     for index, check in enumerate(found["checks"]):
         try:
             far_off(check["errors"], check["limits"])
-        except (KeyError, ValueError) as error:  # an error without a limit, or a text that is no number
-            return f"checks[{index}] has errors that cannot be compared with limits: {error}"
-    return ""
+        except (KeyError, TypeError, ValueError) as error:  # an error without a limit, or what is no number
+            raise ValueError(f"checks[{index}] has errors that cannot be compared with limits: {error}") from error
 
 
 def escaped(text: str) -> str:
     """With control characters as Python writes them."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, str):
-        return escaped(value)
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return {escaped(name): _escaped(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 # --- records ----------------------------------------------------------------------------------------------------
@@ -167,15 +156,22 @@ def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def share_of_limit(error: float, limit: float) -> float:
+    """How many times its limit an error is. What is no number is infinitely far off, as is any where 0 is allowed."""
+    if not limit or math.isnan(error):
+        return math.inf if error else 0.0
+    return error / limit
+
+
 def measured(one: Record) -> Record:
     """The measurement, without figures unless its status is "measured"."""
     return one if one["status"] == "measured" else {**one, **dict.fromkeys((*FIGURES, "ms"))}
 
 
-def with_ranks(name: str, ranks: int) -> str:
+def with_ranks(one: Record) -> str:
     """The name and over how many ranks, unless it is one or the name says so."""
-    said = f"{ranks} ranks"
-    return name if ranks == 1 or said in name else f"{name}, {said}"
+    name, said = str(one["implementation"]), f"{one['ranks']} ranks"
+    return name if one["ranks"] == 1 or said in name else f"{name}, {said}"
 
 
 def segments(one: Record) -> str:
@@ -185,9 +181,12 @@ def segments(one: Record) -> str:
 def setting(one: Record) -> str:
     """All that two measurements must share to be compared, but for their length, from which `suggest` has segments."""
     causal = ", causal" if one["causal"] else ""
-    shape = f"B={one['samples']} H={one['heads']} D={one['head_dim']}"
     chosen = "suggested w and r" if one.get("suggested") else segments(one)
-    return f"{one['suite']}: {one['dtype']}{causal}, {shape}, {chosen}"
+    return f"{one['suite']}: {one['dtype']}{causal}, {shape_of(one)}, {chosen}"
+
+
+def shape_of(one: Record) -> str:
+    return "B={samples} H={heads} D={head_dim}".format(**one)
 
 
 def milliseconds(ms: Mapping[str, float]) -> str:

@@ -6,21 +6,21 @@ Legend: inputs are what the implementation takes, (B, N, H, D) each for attentio
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark import timer
 
 from dilated_attention import reference, testing
+from dilated_attention.bench.results import share_of_limit
 from dilated_attention.pattern import DilatedPattern
 
 Attention = Callable[..., Tensor]  # inputs -> out
 Call = Callable[[], Any]
+Measure = Callable[[], Sequence[float]]  # the milliseconds of one call or more
 Key = TypeVar("Key")
 FLUSH_BYTES = 256 << 20  # larger than any L2 cache
 LEAD = 8  # times that these are written before a long call: half a millisecond in which Python runs ahead of the device
@@ -30,8 +30,7 @@ LONG_MS = 2.0
 # --- right or wrong ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """How far an implementation is from the oracle, and how far it may be."""
 
     errors: dict[str, float]
@@ -42,30 +41,21 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        if self.right():
-            return "exact"
-        return "wrong gradients" if self.right("out") else "wrong"
+        return "exact" if self.right() else "wrong gradients" if self.right("out") else "wrong"
 
     def worse(self, other: Check) -> Check:
         """Of two checks the larger errors for their limits, each with its limit."""
 
-        def share(check: Check, name: str) -> float:  # of an error allowed of 0, any is infinite
-            error, limit = check.errors[name], check.limits[name]
-            return error / limit if limit else math.inf if error else 0.0
+        def larger(name: str) -> tuple[float, float]:
+            both = [(check.errors[name], check.limits[name]) for check in (self, other)]
+            return max(both, key=lambda one: share_of_limit(*one))
 
-        taken = {name: max((self, other), key=lambda check: share(check, name)) for name in self.errors}
-        return Check(*({name: getattr(check, part)[name] for name, check in taken.items()} for part in vars(self)))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"verdict": self.verdict, **asdict(self)}
+        taken = {name: larger(name) for name in self.errors}
+        return Check(*({name: pair[part] for name, pair in taken.items()} for part in (0, 1)))
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The oracle's float64 results on some inputs, and the errors allowed in the inputs' dtype.
-
-    These are those of `testing`, by the error of plain PyTorch in this dtype.
-    """
+class Expected(NamedTuple):
+    """The oracle's float64 results on some inputs, and the errors that `testing` allows in the inputs' dtype."""
 
     results: dict[str, Tensor]
     limits: dict[str, float]
@@ -102,7 +92,7 @@ def results(
 
 
 def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(("q", "k", "v") if len(inputs) == 3 else ("x",), inputs, strict=True))
+    return dict(zip("qkv" if len(inputs) == 3 else "x", inputs, strict=True))
 
 
 @functools.cache
@@ -114,8 +104,7 @@ def oracle(pattern: DilatedPattern, is_causal: bool = False) -> Attention:
 # --- fast or slow -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Median and quartiles of some repeats, in milliseconds."""
 
     median: float
@@ -125,23 +114,14 @@ class Timing:
 
     @staticmethod
     def of(milliseconds: Sequence[float]) -> Timing:
-        if len(milliseconds) == 1:
-            return Timing(milliseconds[0], milliseconds[0], milliseconds[0], 1)
-        lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
+        once = [*milliseconds] * (2 if len(milliseconds) == 1 else 1)  # quantiles need two
+        lower, median, upper = statistics.quantiles(once, n=4, method="inclusive")
         return Timing(median, lower, upper, len(milliseconds))
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def forward(attention: Attention, inputs: Sequence[Tensor]) -> Call:
     """The forward pass of inference, ready to be timed."""
-
-    @torch.no_grad()
-    def call() -> Tensor:
-        return attention(*inputs)
-
-    return call
+    return torch.no_grad()(lambda: attention(*inputs))
 
 
 def forward_backward(
@@ -151,9 +131,6 @@ def forward_backward(
     leaves = [x.detach().requires_grad_() for x in inputs]
     wanted = [*leaves, *parameters]
     return lambda: torch.autograd.grad(attention(*leaves), wanted, dout)
-
-
-Measure = Callable[[], Sequence[float]]  # the milliseconds of one call or more
 
 
 def measure_of(call: Call, device: torch.device) -> Measure:
@@ -169,9 +146,8 @@ def measure_of(call: Call, device: torch.device) -> Measure:
     def on_cuda() -> Sequence[float]:
         if first and first[0] < LONG_MS:
             return _short_calls(call)
-        took = _cuda_milliseconds(call)
-        first.append(took)
-        return [took]
+        first.append(_cuda_milliseconds(call))
+        return first[-1:]
 
     return on_cuda
 
@@ -207,12 +183,12 @@ def interleave(
 
     def waits(key: Key) -> bool:
         had = spent[key]
-        few = rounds < least and not (had and min(had) > slow_ms)
+        few = rounds < least and min(had, default=0) <= slow_ms
         return not had or (len(had) < most and (few or sum(had) < share))
 
     rounds = 0
     while waiting := [key for key in measures if waits(key)]:
-        for key in waiting if rounds % 2 == 0 else reversed(waiting):
+        for key in waiting[:: -1 if rounds % 2 else 1]:
             spent[key].extend(measures[key]())
         rounds += 1
     return {key: Timing.of(had) for key, had in spent.items()}

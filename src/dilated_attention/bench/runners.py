@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
 
     measures: dict[str, Measure]
     peaks: dict[str, int]
-    rows: dict[str, Any] | None  # None: single rows cannot be checked
+    rows_wrong: str  # in which way single rows at full length are wrong; "" also where they cannot be checked
 
 
 def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
@@ -41,9 +41,10 @@ def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) ->
     """Single rows at full length, memory, and what to time; of ranks the one that takes most."""
     threads = max(1, torch.get_num_threads() // one.ranks)
     found = _everywhere(one.ranks, _hold, one.name, one.build, setting, tuple(directions), threads)
-    measures: dict[str, Measure] = {way: partial(_slowest, one, way) for way in directions}
-    if one.ranks == 1:
-        measures = {way: measure_of(_held[one.name, way], setting.device) for way in directions}
+    measures = {
+        way: measure_of(_held[one.name, way], setting.device) if one.ranks == 1 else partial(_slowest, one, way)
+        for way in directions
+    }
     return Prepared(measures, {way: max(peaks[way] for _, peaks in found) for way in directions}, found[0][0])
 
 
@@ -62,13 +63,15 @@ def _everywhere(ranks: int, function: Any, *args: Any) -> list[Any]:
 
 
 def raise_if_failed(outcomes: Sequence[Outcome]) -> None:
-    failed = [x for x in outcomes if x.error_type is not None]
-    for x in failed:
+    """Of several errors first one that says that there was no memory."""
+    said = []
+    for x in (x for x in outcomes if x.error_type is not None):
         killed = x.error_type == "died" and x.exitcode == -9  # by the system: a rank that hung was killed by us
-        if ran_out(x.error or "") or x.error_type == "MemoryError" or killed:
-            raise RuntimeError(f"out of memory on rank {x.rank}: {x.error or 'the process was killed'}")
-    for x in failed:
-        raise RuntimeError(f"rank {x.rank}: {x.error_type}: {x.error}")
+        is_memory = ran_out(x.error or "") or x.error_type == "MemoryError" or killed
+        why = f"out of memory on rank {x.rank}: " if is_memory else f"rank {x.rank}: {x.error_type}: "
+        said.append((not is_memory, x.rank, why + (x.error or "the process was killed")))
+    if said:
+        raise RuntimeError(min(said)[-1])
 
 
 def ran_out(message: str) -> bool:
@@ -93,19 +96,19 @@ def _results(build: Build, setting: Setting) -> dict[str, Tensor]:
 
 def _hold(
     name: str, build: Build, setting: Setting, directions: tuple[str, ...], threads: int
-) -> tuple[dict[str, Any] | None, dict[str, int]]:
+) -> tuple[str, dict[str, int]]:
     torch.set_num_threads(threads)
-    subject = build(setting)
+    subject, wrong = build(setting), ""
     with torch.no_grad():
         out = gathered({"out": subject.attention(*subject.inputs)}, subject).get("out")
-    rows = None
     if out is not None and not subject.parameters:  # with parameters, out is more than attention itself
-        rows = probes.check_rows(out, tuple(x.to(out.device) for x in setting.qkv()), subject.pattern, setting.causal)
+        qkv = [x.to(out.device) for x in setting.qkv()]
+        wrong = probes.check_rows(out, qkv, subject.pattern, setting.causal).wrong
     calls = {way: subject.call(way) for way in directions}
     if "compiled" in name and BOTH in calls:  # the forward that is differentiated is compiled separately
         calls[BOTH]()
     _held.update({(name, way): call for way, call in calls.items()})
-    return rows, {way: probes.peak_bytes(call, setting.device) for way, call in calls.items()}
+    return wrong, {way: probes.peak_bytes(call, setting.device) for way, call in calls.items()}
 
 
 def _once(name: str, direction: str) -> float:

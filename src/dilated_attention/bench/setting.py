@@ -51,8 +51,8 @@ class Setting:
         return self.heads * self.head_dim
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (self.samples, self.tokens, self.heads, self.head_dim)
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def dtype_name(self) -> str:
@@ -82,10 +82,10 @@ class Setting:
         return DilatedPattern(cast(Rule, rule), *self.segments(rule))
 
     def qkv(self) -> tuple[Tensor, ...]:
-        return _inputs(self.shape, self.dtype, self.device)[:3]
+        return _inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)[:3]
 
     def dout(self) -> Tensor:
-        return _inputs(self.shape, self.dtype, self.device)[3]
+        return _inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)[3]
 
     def __str__(self) -> str:
         lengths, rates = (",".join(map(str, numbers)) for numbers in self.segments())

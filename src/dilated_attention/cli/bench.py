@@ -38,7 +38,7 @@ from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 
 if TYPE_CHECKING:
-    from dilated_attention.bench.keep import Kept
+    from dilated_attention.bench.suites import Kept
 
 OPTIONS = (
     option("--suite", action="append", metavar="NAME",
@@ -59,16 +59,15 @@ OPTIONS = (
 def run(given: Namespace) -> int:
     # here and not above: help needs no torch, and these take a while
     from dilated_attention.bench import suites
-    from dilated_attention.bench.keep import Kept, check_seconds, is_ours_wrong
     from dilated_attention.bench.pace import Lines
 
     with options.refusing():
         names = suites.named(given.suite or ["quick"])
-        check_seconds(given.seconds)
+        suites.check_seconds(given.seconds)
         where = options.device(given.device)
         dtypes = [options.dtype(name) for name in given.dtype.split(",")] if given.dtype else None
         charts.writable(given.out)
-    kept, is_pretty = Kept(given.out), find_spec("rich") is not None  # a benchmark needs PyTorch alone
+    kept, is_pretty = suites.Kept(given.out), find_spec("rich") is not None  # a benchmark needs PyTorch alone
     if is_pretty:
         from dilated_attention.cli.output import watching
     with watching() if is_pretty else nullcontext(Lines()) as watch:
@@ -82,14 +81,14 @@ def run(given: Namespace) -> int:
         print(
             f"{kept.results['answer']}\nwritten: {kept.file}; `dilated-attention report` makes its page where rich is"
         )
-    return code or int(is_ours_wrong(kept.results))
+    return code or int(suites.is_ours_wrong(kept.results))
 
 
 def _show(kept: Kept, given: Namespace) -> None:
     """The report in its folder, and the tables or JSON on the terminal."""
     from dilated_attention.bench import machine, regress
-    from dilated_attention.bench.keep import PREVIOUS
     from dilated_attention.bench.report import write_report
+    from dilated_attention.bench.suites import PREVIOUS
     from dilated_attention.cli.compare import summary
     from dilated_attention.cli.output import console, print_json, print_written
     from dilated_attention.cli.tables import print_results

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilated_attention.bench.results import load
+from dilated_attention.bench.results import load, with_ranks
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.cli.report import RESULTS
@@ -85,5 +85,5 @@ def _row(change: Change) -> list[str | Text]:
         "" if x is None else f"{x:.2f}" for x in (change.ratio, change.low, change.high, change.memory)
     )
     interval = f"{low}–{high}" if low else ""
-    name, way = tables.name_of(change.before), tables.direction(change.before)
+    name, way = with_ranks(change.before), tables.direction(change.before)
     return [name, way, *times, ratio, interval, memory, tables.styled(change.verdict)]

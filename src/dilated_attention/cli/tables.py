@@ -27,7 +27,7 @@ def print_results(screen: Console, results: Record) -> None:
     verdicts = {_checked(check): check["verdict"] for check in results["checks"]}
     for title, records in grouped(results["measurements"], titled).items():
         rows: list[list[Any]] = [
-            [name_of(x), direction(x), _time(x), cell_text(x["peak_bytes"] and bytes_text(x["peak_bytes"])),
+            [with_ranks(x), direction(x), _time(x), cell_text(x["peak_bytes"] and bytes_text(x["peak_bytes"])),
              styled(verdicts.get(_checked(x), ""))]
             for x in records if x["status"] != "skipped"  # it cannot run here; the report says why
         ]  # fmt: skip
@@ -66,12 +66,8 @@ def styled(verdict: str) -> Text:
     return Text(verdict, STYLES.get(verdict, "bold red"))
 
 
-def name_of(record: Record) -> str:
-    return with_ranks(str(record["implementation"]), record["ranks"])
-
-
 def checked_as(check: Record) -> str:
-    return f"{name_of(check)} ({check['dtype']}{', causal' if check['causal'] else ''})"
+    return f"{with_ranks(check)} ({check['dtype']}{', causal' if check['causal'] else ''})"
 
 
 def direction(record: Record) -> str:

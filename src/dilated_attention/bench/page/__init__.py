@@ -17,7 +17,16 @@ from markupsafe import Markup, escape
 from dilated_attention import charts
 from dilated_attention.bench import plots
 from dilated_attention.bench.conclude import ONE_FUNCTION, code_of
-from dilated_attention.bench.results import Record, measured, milliseconds, segments, setting, with_ranks
+from dilated_attention.bench.results import (
+    Record,
+    measured,
+    milliseconds,
+    segments,
+    setting,
+    shape_of,
+    share_of_limit,
+    with_ranks,
+)
 from dilated_attention.units import cell_text, number_text
 
 QUESTIONS = {
@@ -33,23 +42,25 @@ ENVIRONMENT = {
     "date": "date", "command": "command", "commit": "commit", "dirty": "uncommitted changes", "device": "device",
     "cpu": "CPU", "cores": "cores", "threads": "threads", "load": "load at the start", "system": "system",
 }  # fmt: skip
+USES = ["use case", "use", "measured", "equally fast", "next best"]
+CLAIMS = {"claim": "claim", "claimed": "claimed", "ours": "measured here", "holds": "holds", "how": "how"}
 Row = Sequence[Any]
 
 
 def page(results: Record) -> str:
     """The whole page as one HTML text."""
-    points = plots.points(results["measurements"])
-    settings = plots.settings(points)
-    by_suite = defaultdict(list)
-    for name in settings:
-        by_suite[name.partition(": ")[0]].append(name)
+    points, measurements = plots.points(results["measurements"]), results["measurements"]
+    settings: dict[str, list[str]] = defaultdict(list)
+    for name in plots.settings(points):
+        settings[name.partition(": ")[0]].append(name)
     told = {
         "specification": plots.interactive("points"),
         "points": points,
         "figures": plots.FIGURES,
         "directions": plots.DIRECTIONS,
-        "first": {name: plots.first(points, name) for name in settings},
+        "first": {name: plots.first(points, name) for names in settings.values() for name in names},
     }
+    claims = [[one[name] for name in CLAIMS] for one in results["claims"] if one["holds"] != "not measured"]
     return charts.page(
         Path(__file__).parent,
         told,
@@ -60,13 +71,13 @@ def page(results: Record) -> str:
         results=results,
         machine=results["machine"],
         directions=plots.DIRECTIONS,
-        settings=by_suite,
+        settings=settings,
         questions=QUESTIONS,
-        recommendations=_recommendations(results["recommendations"]),
-        aliases=sorted(set(ONE_FUNCTION) & {one["implementation"] for one in results["measurements"]}),
+        recommendations=_table("Which one should I use?", USES, map(_recommendation, results["recommendations"])),
+        aliases=sorted(set(ONE_FUNCTION) & {one["implementation"] for one in measurements}),
         suites=_suites(results),
         checks=_checks(results["checks"]),
-        claims=_claims(results["claims"]),
+        claims=_table("Claims", [*CLAIMS.values()], claims),
         where=_where(results),
         environment=_environment(results),
     )
@@ -82,30 +93,18 @@ def _prose(value: object) -> Markup:
 # --- what the tables hold ---------------------------------------------------------------------------------------
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Row], note: str | None = "") -> Record:
-    """Without columns in which nothing is said. ``numbers``: whether a column has any, and so is set to the right."""
-    said = [i for i in range(len(columns)) if not rows or any(row[i] not in (None, "", "–") for row in rows)]
-    numbers = [any(isinstance(row[i], int | float | Markup) for row in rows) for i in said]
-    return {
-        "title": title,
-        "note": note,
-        "columns": list(zip([columns[i] for i in said], numbers, strict=True)),
-        "rows": [[row[i] for i in said] for row in rows],
-    }
+def _table(title: str, columns: Sequence[str], rows: Iterable[Row], note: str | None = "") -> Record:
+    """Without columns in which nothing is said. Those with numbers are marked: they are set to the right."""
+    rows = [*rows]
+    cells = [[row[i] for row in rows] for i in range(len(columns))]
+    said = [i for i, mine in enumerate(cells) if not mine or any(cell not in (None, "", "–") for cell in mine)]
+    named = [(columns[i], any(isinstance(cell, int | float | Markup) for cell in cells[i])) for i in said]
+    return {"title": title, "note": note, "columns": named, "rows": [[row[i] for i in said] for row in rows]}
 
 
-def _recommendations(found: Iterable[Record]) -> Record:
-    rows = []
-    for one in found:
-        behind = f"{one['runner_up']}, {one['factor']:.2f} times that" if one["runner_up"] and one["factor"] else ""
-        rows.append([one["use_case"], f"`{code_of(one['best'])}`", one["value"], ", ".join(one["ties"]), behind])
-    return _table("Which one should I use?", ["use case", "use", "measured", "equally fast", "next best"], rows)
-
-
-def _claims(found: Iterable[Record]) -> Record:
-    names = {"claim": "claim", "claimed": "claimed", "ours": "measured here", "holds": "holds", "how": "how"}
-    rows = [[one[name] for name in names] for one in found if one["holds"] != "not measured"]
-    return _table("Claims", [*names.values()], rows)
+def _recommendation(one: Record) -> Row:
+    behind = f"{one['runner_up']}, {one['factor']:.2f} times that" if one["runner_up"] and one["factor"] else ""
+    return [one["use_case"], f"`{code_of(one['best'])}`", one["value"], ", ".join(one["ties"]), behind]
 
 
 def _suites(results: Record) -> list[Record]:
@@ -127,29 +126,26 @@ def _by_length(measurements: Iterable[Record]) -> list[Record]:
         by_setting[setting(one).partition(": ")[2]].append(one)
     tables: dict[str, list[tuple[str, Record]]] = defaultdict(list)
     for name, mine in by_setting.items():
-        is_alone = len({one["tokens"] for one in mine}) == 1
-        shape = "B={samples} H={heads} D={head_dim}".format(**mine[0])
-        title = name.replace(f", {shape}", "") if is_alone else name
-        tables[title] += [(f"{shape}, {one['tokens']:,}" if is_alone else f"{one['tokens']:,}", one) for one in mine]
+        is_alone, shape = len({one["tokens"] for one in mine}) == 1, shape_of(mine[0])
+        title, before = (name.replace(f", {shape}", ""), f"{shape}, ") if is_alone else (name, "")
+        tables[title] += [(f"{before}{one['tokens']:,}", one) for one in mine]
     return [_of_setting(title, cells) for title, cells in tables.items()]
 
 
-def _of_setting(title: str, cells: Iterable[tuple[str, Record]]) -> Record:
+def _of_setting(title: str, cells: Sequence[tuple[str, Record]]) -> Record:
+    """Rows are implementations, columns lengths; the note has the patterns and why something was not measured."""
     found: dict[str, dict[str, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
+    notes = ["ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB."]
     reasons: dict[str, str] = {}
-    columns: dict[str, None] = {}
-    patterns: dict[str, None] = {}
     for column, one in cells:
-        who = with_ranks(one["implementation"], one["ranks"])
-        found[who][column][one["direction"]] = one
-        columns[column] = None
+        found[with_ranks(one)][column][one["direction"]] = one
         if one.get("suggested") and one["rule"] != "dense":
-            patterns[f"{column} tokens: {segments(one)}."] = None
+            notes.append(f"{column} tokens: {segments(one)}.")
         if one["why"]:
-            reasons.setdefault(who, f"{who}: {one['status']}, {one['why']}.")
+            reasons.setdefault(with_ranks(one), f"{with_ranks(one)}: {one['status']}, {one['why']}.")
+    columns = dict.fromkeys(column for column, _ in cells)
     rows = [[who, *(_cell(mine[column]) for column in columns)] for who, mine in found.items()]
-    note = "ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB."
-    return _table(title, ["tokens", *columns], rows, " ".join([note, *patterns, *reasons.values()]))
+    return _table(title, ["tokens", *columns], rows, " ".join([*dict.fromkeys(notes), *reasons.values()]))
 
 
 def _cell(passes: dict[str, Record]) -> Markup:
@@ -168,7 +164,7 @@ def _checks(checks: Iterable[Record]) -> dict[str, Record]:
     """Those that are "wrong" or "right", each implementation with the error that is the largest for its limit."""
     by_name = defaultdict(list)
     for check in checks:
-        by_name[with_ranks(check["implementation"], check["ranks"])].append(check)
+        by_name[with_ranks(check)].append(check)
     found: dict[str, list[Row]] = {"wrong": [], "right": []}
     for name, mine in by_name.items():
         bad = [check for check in mine if check["verdict"] != "exact"]
@@ -180,16 +176,15 @@ def _checks(checks: Iterable[Record]) -> dict[str, Record]:
 
 def _worst(checks: Iterable[Record]) -> str:
     errors = [
-        (plots.times_limit(error, check["limits"][part]), part, error, check)
+        (share_of_limit(float(error), float(check["limits"][part])), part, float(error), check)
         for check in checks
         for part, error in check["errors"].items()
     ]
     if not errors:
         return ""
     _, part, error, check = max(errors, key=lambda one: one[0])
-    of = f"{float(error):.1e} with a limit of {float(check['limits'][part]):.1e}"
-    what = part.replace("d ", "gradient of ", 1)
-    return f"{what}: {of}, {check['dtype']}{', causal' if check['causal'] else ''}"
+    of = f"{error:.1e} with a limit of {float(check['limits'][part]):.1e}"
+    return f"{part.replace('d ', 'gradient of ', 1)}: {of}, {check['dtype']}{', causal' * check['causal']}"
 
 
 def _where(results: Record) -> str:

@@ -1,25 +1,34 @@
-"""The suites by name, and the door of the benchmark. Each is a function that plans its steps."""
+"""The suites by name, and the door of the benchmark: a run that keeps its results whatever happens.
+
+Each suite is a function that plans its steps.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dilated_attention.bench.results import Record
+from dilated_attention.bench import machine
+from dilated_attention.bench.results import Record, load
 from dilated_attention.bench.session import Session, Step
 from dilated_attention.bench.suites import claimed, compared, decode, language, packed, slides, stream
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
-    "quick": compared.quick, "copies": claimed.copies, "improved": claimed.improved, "ring": compared.ring,
+    "quick": compared.quick, **{name: partial(compared.plain, name) for name in compared.PLAIN},
     "profile": claimed.profile, "scaling": compared.scaling, "optimisations": claimed.optimisations,
     "kernels": compared.kernels, "decode": decode.steps, "stream": stream.steps, "packed": packed.steps,
     "slides": slides.steps, "language": language.steps,
 }  # fmt: skip
 ALL = [*PLANS][1:7]
 SUITES = (*PLANS, "all")
+PREVIOUS = "previous.json"
+INTERRUPTED = 130  # as a shell has it for a program ended by Ctrl-C
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
@@ -33,6 +42,11 @@ def named(given: Sequence[str]) -> list[str]:
     if unknown or not names:
         raise ValueError(f"unknown suite {', '.join(unknown)!r}: use one or more of {', '.join(SUITES)}")
     return names
+
+
+def check_seconds(seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ValueError(f"--seconds must be more than 0, got {seconds}")
 
 
 def run(
@@ -56,3 +70,35 @@ def run(
     session = Session(device, dtypes or DTYPES[device.type], **options)
     with torch._dynamo.config.patch(recompile_limit=1 << 10):  # one function, many patterns
         return session.run({name: PLANS[name](session) for name in dict.fromkeys(chosen)}, save)
+
+
+class Kept:
+    """The results so far, in memory and on disk. Those of the run before are put aside when the first ones come."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "results.json"
+        self.results: Record | None = None
+        self.last: Record | None = None  # of the run before, if it can be read
+
+    def run(self, names: Sequence[str], device: torch.device, dtypes: Any, **options: Any) -> int:
+        """The exit code: 0, or that of an interrupted program."""
+        try:
+            run(names, device, dtypes, save=self.save, **options)
+        except KeyboardInterrupt:
+            if self.results is not None:
+                self.save({**self.results, "complete": False})
+            return INTERRUPTED
+        return 0
+
+    def save(self, found: Record) -> None:
+        if self.results is None and self.file.exists():
+            with contextlib.suppress(ValueError):  # it is not a results file: it is kept, and not compared
+                self.last = load(self.file)
+            self.file.replace(self.file.with_name(PREVIOUS))
+        self.results = found
+        machine.write_json(self.file, found)
+
+
+def is_ours_wrong(found: Record) -> bool:
+    checks = any(check["ours"] and check["verdict"] != "exact" for check in found["checks"])
+    return checks or any(x["ours"] and x["status"] == "wrong" for x in found["measurements"])

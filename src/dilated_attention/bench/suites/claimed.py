@@ -1,4 +1,4 @@
-"""The suites that look into claims about dilated attention: copies, improved, profile, and optimisations."""
+"""The suites that look into claims about dilated attention: profile, and optimisations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from dilated_attention.bench import implementations as known
-from dilated_attention.bench import over_ranks, probes
+from dilated_attention.bench import probes
 from dilated_attention.bench.runners import rank_milliseconds
 from dilated_attention.bench.session import PATTERNS, Row, Session, Step, Table
 from dilated_attention.bench.setting import BOTH, FORWARD, Build, Implementation, Setting
@@ -17,25 +17,6 @@ from dilated_attention.ranks import pool
 
 PROJECTING = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention")
 BUFFERING = ("RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks")
-COPYING = ("head_groups, auto", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER)
-COPIED_AT = (2048, 8192, 32768, 262144)
-PAIR = ("DilatedAttention", "ImprovedDilatedAttention")
-PAIR_AT = (4096, 8192, 32768, 1 << 20)
-
-
-def copies(session: Session) -> list[Step]:
-    """Why a ring with ring_size=1 was slower: what copies of rows cost."""
-    settings = [session.setting(tokens, PATTERNS[0]) for tokens in COPIED_AT]
-    return [session.comparing("copies", known.named(*COPYING), setting) for setting in settings]
-
-
-def improved(session: Session) -> list[Step]:
-    """DilatedAttention against ImprovedDilatedAttention: is one faster or smaller?"""
-    settings = [session.setting(tokens, pattern) for pattern in PATTERNS for tokens in PAIR_AT]
-    return [session.comparing("improved", known.named(*PAIR), setting) for setting in settings]
-
-
-# --- profile ----------------------------------------------------------------------------------------------------
 
 PROFILED = (
     "head_groups, auto", "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention",
@@ -53,30 +34,34 @@ def profile(session: Session) -> list[Step]:
     columns = ["implementation", "passes", what, "of these copies", "ms", "ms in copies", "the most"]
     note = f"{setting}; under the profiler, which makes everything slower. Copies: {', '.join(COPIES)} in the name."
     table = Table("profile", f"Where the time goes: {what}", note, columns)
-    backends = [one for one in known.everything() if one.kind == "function"]
+    compared = [(checkpointing(), session.setting(PROFILED_AT, PATTERNS[1]))]
+    functions = [one for one in known.everything() if one.kind == "function"]
+    compared += [(functions, session.setting(tokens, PATTERNS[0])) for tokens in BACKENDS_AT]
     return [
-        *(session.adding(table, f"{table.title}: {one.name}", partial(kernels_of, session, setting, one))
+        *(session.adding(table, f"{table.title}: {one.name}", kernels_of, session, setting, one)
           for one in known.named(*PROFILED)),
-        session.comparing("profile", checkpointing(), session.setting(PROFILED_AT, PATTERNS[1])),
-        *(session.comparing("profile", backends, session.setting(tokens, PATTERNS[0])) for tokens in BACKENDS_AT),
+        *(session.comparing("profile", which, where) for which, where in compared),
     ]  # fmt: skip
 
 
 def checkpointing() -> list[Implementation]:
     """Rows received travel again in the backward pass, or are kept."""
-    ring = over_ranks.spread(known.named("RingDilatedAttention")[0], 2)
-    found = []
-    for on, words in ((True, "rows sent twice"), (False, "rows kept")):
-        build = partial(known.module, RingDilatedAttention, use_checkpointing=on)
-        found.append(replace(ring, name=f"{ring.name}, {words}", build=partial(over_ranks.sharded, build)))
-    return found
+    ring = known.spread(known.named("RingDilatedAttention")[0], 2)
+    builds = {
+        words: partial(known.module, RingDilatedAttention, use_checkpointing=on)
+        for on, words in ((True, "rows sent twice"), (False, "rows kept"))
+    }
+    return [
+        replace(ring, name=f"{ring.name}, {words}", build=partial(known.sharded, build))
+        for words, build in builds.items()
+    ]
 
 
-def kernels_of(session: Session, setting: Setting, one: Implementation) -> list[Row]:
+def kernels_of(session: Session, setting: Setting, one: Implementation) -> Iterator[Row]:
     """What one forward and backward runs; only those that are right are looked at."""
-    check = "it cannot run here" if one.why_not(setting) else session.comparison.check(one, setting)
+    check = "it cannot run here" if one.why_not(setting) else session.check(one, setting)
     if isinstance(check, str) or not check.right("out"):
-        return []
+        return
     call = one.build(setting).call(BOTH if check.right() else FORWARD)
     call()
     kernels = probes.kernel_times(call, session.device)
@@ -85,7 +70,7 @@ def kernels_of(session: Session, setting: Setting, one: Implementation) -> list[
     counts = [sum(count for _, count, _ in some) for some in (kernels, copied)]
     times = [sum(ms for *_, ms in some) for some in (kernels, copied)]
     name, count, most = kernels[0]
-    return [[one.name, passes, *counts, *times, f"{name[:60]}: {most:.2f} ms in {count}"]]
+    yield [one.name, passes, *counts, *times, f"{name[:60]}: {most:.2f} ms in {count}"]
 
 
 # --- optimisations ----------------------------------------------------------------------------------------------
@@ -108,7 +93,7 @@ def optimisations(session: Session) -> list[Step]:
         (known.named(*BUFFERING), session.setting(16384, PATTERNS[1])),
     ]
     steps = [session.comparing("optimisations", which, setting) for which, setting in compared]
-    return [*steps, session.adding(table, table.title, partial(waiting, session))]
+    return [*steps, session.adding(table, table.title, waiting, session)]
 
 
 def waiting(session: Session) -> Iterator[Row]:

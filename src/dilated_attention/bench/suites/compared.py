@@ -20,6 +20,18 @@ QUICK = (
     known.RELEASED, known.OVER_HEADS,
 )  # fmt: skip
 MODULES = ("MultiheadDilatedAttention", "nn.MultiheadAttention")  # in `quick` at one length
+RINGS = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
+# who is compared, at which lengths, with which patterns
+PLAIN: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[Segments, ...]]] = {
+    # why a ring with ring_size=1 was slower: what copies of rows cost
+    "copies": (("head_groups, auto", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER),
+               (2048, 8192, 32768, 262144), PATTERNS[:1]),
+    # is one faster or smaller?
+    "improved": (("DilatedAttention", "ImprovedDilatedAttention"), (4096, 8192, 32768, 1 << 20), PATTERNS),
+    # side by side: time, and memory by ranks
+    "ring": ((*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS)),
+             (4096, 8192, 16384), PATTERNS[:1]),
+}  # fmt: skip
 
 MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 EVERYTHING_AT = (2048, 8192)
@@ -27,9 +39,6 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 131072, 262144, 524288, 1 << 20)
 CAUSAL_AT = (2048, 8192, 32768, 131072, 1 << 20)
 BATCHES, HEADS, TOKENS = (2, 4, 8), (4, 16), 4096
 PRECISION_AT = (2048, 8192, 32768)
-
-RINGS = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
-RINGS_AT = (4096, 8192, 16384)
 
 
 def quick(session: Session) -> list[Step]:
@@ -40,7 +49,10 @@ def quick(session: Session) -> list[Step]:
     ]
 
 
-# --- scaling ----------------------------------------------------------------------------------------------------
+def plain(suite: str, session: Session) -> list[Step]:
+    names, lengths, patterns = PLAIN[suite]
+    settings = [session.setting(tokens, pattern) for pattern in patterns for tokens in lengths]
+    return [session.comparing(suite, known.named(*names), setting) for setting in settings]
 
 
 def scaling(session: Session) -> list[Step]:
@@ -50,11 +62,11 @@ def scaling(session: Session) -> list[Step]:
     curve = [one for one in every if _in_curve(one, session)]
     few = [one for one in curve if one.name in (*TELLING, *MULTIHEAD)]
     asked = [(every if n in EVERYTHING_AT else curve, session.setting(n, short)) for n in LENGTHS]
-    asked += [(curve, session.setting(tokens, short, causal=True)) for tokens in CAUSAL_AT]
+    asked += [(curve, session.setting(n, short, causal=True)) for n in CAUSAL_AT]
     asked += [(few, session.setting(TOKENS, short, samples=samples)) for samples in BATCHES]
     asked += [(few, session.setting(TOKENS, short, heads=heads)) for heads in HEADS]
     asked += [(few, session.setting(n, short, dtype=dtype)) for dtype in session.dtypes[1:] for n in PRECISION_AT]
-    asked += [(few, session.setting(tokens, long)) for tokens in PRECISION_AT[1:]]
+    asked += [(few, session.setting(n, long)) for n in PRECISION_AT[1:]]
     return [session.comparing("scaling", which, setting) for which, setting in asked]
 
 
@@ -62,18 +74,8 @@ def _in_curve(one: Implementation, session: Session) -> bool:
     """At every length: on a CPU the most telling ones, on CUDA whatever runs in one process and is not compiled."""
     if one.name in (*TELLING, *MULTIHEAD, "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention"):
         return True
-    compiled = "compiled" in one.name or one.name == "FlexAttention"  # anew for each length
-    eager = "eager" in one.name or one.name == "RingAttentionV2Simple"
-    return session.on_cuda and one.ranks == 1 and not compiled and not eager
-
-
-# --- ring -------------------------------------------------------------------------------------------------------
-
-
-def ring(session: Session) -> list[Step]:
-    """V2Simple, V2Collective and Production side by side: time, and memory by ranks."""
-    which = known.named(*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS))
-    return [session.comparing("ring", which, session.setting(tokens, PATTERNS[0])) for tokens in RINGS_AT]
+    slow = ("compiled", "FlexAttention", "eager", "RingAttentionV2Simple")  # the first two anew for each length
+    return session.on_cuda and one.ranks == 1 and not any(word in one.name for word in slow)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------
@@ -104,10 +106,9 @@ def kernels(session: Session) -> list[Step]:
         tokens, pattern, heads, dim = CASES[case]
         setting = session.setting(tokens, pattern, heads=heads, head_dim=dim, causal=causal)
         cut = replace(setting, tokens=ROWS, lengths=(ROWS,), rates=(1,), samples=tokens // ROWS)
-        for which, where in ((known.named(*KERNELS, *SHORT * (case == "C")), setting), (beside, cut)):
-            step = session.comparing("kernels", which, where)
-            found.append(step._replace(run=partial(_fastest_first, step.run)))
-    return found
+        which = known.named(*KERNELS, *SHORT * (case == "C"))
+        found += [session.comparing("kernels", which, setting), session.comparing("kernels", beside, cut)]
+    return [step._replace(run=partial(_fastest_first, step.run)) for step in found]
 
 
 def _fastest_first(run: Callable[[], None]) -> None:

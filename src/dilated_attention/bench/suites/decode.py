@@ -18,13 +18,11 @@ from torch import Tensor
 
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import FLUSH_BYTES, Call, graphed
-from dilated_attention.bench.session import Row, Session, Step, Table
+from dilated_attention.bench.session import LONG, Row, Session, Step, Table
 from dilated_attention.functional import dilated_attention
-from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
 
-SUITE, HEADS, DIM = "decode", 12, 64
-PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
+SUITE, HEADS, DIM, PATTERN = "decode", 12, 64, LONG
 TOKENS = {"cuda": 1 << 20, "cpu": 1 << 16}
 STEPS = 16  # the largest rate: after so many steps everything repeats
 REPEATS = 5
@@ -33,15 +31,14 @@ REPEATS = 5
 def steps(session: Session) -> list[Step]:
     tokens = TOKENS[session.device.type]
     note = f"{tokens:,} tokens, {HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}."
-    one_token = OneToken(session, tokens)
     columns = ["position", "keys of all heads", "error", "kernels µs", "replayed graph µs"]
+    table = Table(SUITE, "One-token steps", note, columns)
+    calls = Table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"])
+    one_token = OneToken(session, tokens)
     return [
-        session.adding(Table(SUITE, "One-token steps", note, columns), "one-token steps", one_token.steps),
-        session.adding(
-            Table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"]), "calls from Python",
-            one_token.calls,
-        ),
-    ]  # fmt: skip
+        session.adding(table, "one-token steps", one_token.steps),
+        session.adding(calls, "calls from Python", one_token.calls),
+    ]
 
 
 class OneToken:
@@ -63,9 +60,7 @@ class OneToken:
 
     def dilated(self, backend: Any = "auto") -> Tensor:
         q, k, v = self.qkv
-        options: dict[str, Any] = {"is_causal": True, "query_offset": self.at, "backend": backend}
-        out: Tensor = dilated_attention(q[:, :1], k, v, PATTERN, **options)
-        return out
+        return dilated_attention(q[:, :1], k, v, PATTERN, is_causal=True, query_offset=self.at, backend=backend)
 
     def dense(self) -> Tensor:
         """To all keys: another operation."""
@@ -77,35 +72,30 @@ class OneToken:
         """The first one that is wrong ends it, without a time."""
         times = []
         for position in range(self.tokens - STEPS, self.tokens):
-            self.at.fill_(position)
-            out = self.dilated()
+            rows = [(head, position) for head in range(HEADS)]
             shape: dict[str, Any] = {"num_tokens": self.tokens, "num_heads": HEADS, "is_causal": True}
-            keys = sum(len(PATTERN.keys(position, head, **shape)) for head in range(HEADS))
-            exact = [probes.exact_row(self.qkv, PATTERN, position, head, True) for head in range(HEADS)]
-            worst = max(probes.row_error(out[0, 0, head], row) for head, row in enumerate(exact) if row is not None)
-            self.is_right = self.session.judge("one-token step", worst, probes.row_limit(out), causal=True)
+            keys = sum(len(PATTERN.keys(position, head, **shape)) for head, _ in rows)
+            self.at.fill_(position)
+            given = self.dilated(), self.qkv, PATTERN, True
+            self.is_right, worst = self.session.rows_are_right("one-token step", *given, rows=rows)
             if not self.is_right:
-                self.session.progress.say(f"one-token step at {position:,}: wrong, off by {worst:.1e}")
+                self.session.watch.say(f"one-token step at {position:,}: wrong, off by {worst:.1e}")
                 yield [position, keys, worst, None, None]
                 return
             times.append(statistics.median(self.kernel_us() for _ in range(REPEATS)))
-            yield [position, keys, worst, times[-1], self.graph_us()]
+            graph = 1000 * self.session.median(graphed(self.dilated), 0.1) if self.session.on_cuda else None
+            yield [position, keys, worst, times[-1], graph]
         most = f"{statistics.median(times):.1f} µs, the slowest of {STEPS} {max(times):.1f} µs"
-        self.session.progress.say(f"kernels of a one-token step: {most}")
+        self.session.watch.say(f"kernels of a one-token step: {most}")
 
     @torch.no_grad()
     def calls(self) -> Iterator[Row]:
         ways: dict[str, Call] = {"auto": self.dilated, "sdpa": lambda: self.dilated("sdpa"), "dense SDPA": self.dense}
         for name, timing in self.session.time(ways).items() if self.is_right else ():
-            yield [name, *(1000 * ms for ms in (timing.median, timing.lower, timing.upper))]
+            yield [name, *(1000 * ms for ms in timing[:3])]
 
     def kernel_us(self) -> float:
         if self.session.on_cuda:
             torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.session.device).zero_()
             torch.cuda.synchronize()
         return 1000 * sum(ms for *_, ms in probes.kernel_times(self.dilated, self.session.device))
-
-    def graph_us(self) -> float | None:
-        if not self.session.on_cuda:
-            return None
-        return 1000 * self.session.time({"": graphed(self.dilated)}, 0.1)[""].median

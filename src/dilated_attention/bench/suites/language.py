@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.bench import baselines, probes
+from dilated_attention.bench import baselines
 from dilated_attention.bench.run import Call, graphed
+from dilated_attention.bench.session import LONG as PATTERN
 from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.layers import attend_whole
 from dilated_attention.models.transformer import Attend
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import make_qkv
-from dilated_attention.units import GIB
 
 SUITE = "language"
-PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
 LENGTHS = {"cuda": (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20), "cpu": (1 << 10,)}
 MOST_DENSE = 1 << 19  # tokens: beyond, a step with dense attention takes minutes
@@ -48,11 +47,11 @@ def steps(session: Session) -> list[Step]:
     large = Table(SUITE, "A training step of a larger model", f"{FAR}.", columns)
     columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
     generating = Table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
+    adding = session.adding
     return [
-        *(session.adding(training, f"training, {n:,} tokens", partial(of_training, session, n)) for n in LENGTHS[kind]),
-        *(session.adding(generating, f"generation after {n:,} tokens", partial(of_generation, session, n))
-          for n in PROMPTS[kind]),
-        *(session.adding(large, f"0.6B, {n:,} tokens{', compiled' * compiled}", partial(of_large, session, n, compiled))
+        *(adding(training, f"training, {n:,} tokens", of_training, session, n) for n in LENGTHS[kind]),
+        *(adding(generating, f"generation after {n:,} tokens", of_generation, session, n) for n in PROMPTS[kind]),
+        *(adding(large, f"0.6B, {n:,} tokens{', compiled' * compiled}", of_large, session, n, compiled)
           for n, compiled in LARGE[kind]),
     ]  # fmt: skip
 
@@ -88,45 +87,37 @@ def operations(config: LMConfig, parameters: int, tokens: int) -> float:
     return 6 * parameters * tokens + 12 * pairs * config.head_dim * config.depth
 
 
-class Training:
+def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bool) -> Call:
     """One step of a model on a row of random tokens."""
+    torch.compiler.reset()  # what was compiled for another length is of no use for this one
+    if is_compiled:
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    weight = model.head.weight
+    draws = torch.Generator(weight.device).manual_seed(tokens)
+    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=draws, device=weight.device)
+    positions = torch.arange(tokens, device=weight.device)
 
-    def __init__(
-        self, session: Session, model: LongNetLM, tokens: int, attend: Attend, is_compiled: bool = False
-    ) -> None:
-        self.session, self.model, self.attend, self.tokens = session, model, attend, tokens
-        torch.compiler.reset()  # what was compiled for another length is of no use for this one
-        if is_compiled:
-            for block in model.blocks:
-                block.compile(dynamic=False)
-        draws = torch.Generator(session.device).manual_seed(tokens)
-        shape = (1, tokens + 1)
-        ids = torch.randint(model.config.vocab_size, shape, generator=draws, device=session.device)
-        self.inputs, self.labels = ids[:, :-1], ids[:, 1:]
-        self.positions = torch.arange(tokens, device=session.device)
-
-    def __call__(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        attends = [self.attend] * self.model.config.depth
-        states = [self.model.states(self.inputs, self.positions, attends)]
-        loss = summed_loss(states.pop(), self.model.head.weight, self.labels) / self.tokens
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        states = [model.states(ids[:, :-1], positions, [attend] * model.config.depth)]
+        loss = summed_loss(states.pop(), weight, ids[:, 1:]) / tokens
         torch.autograd.backward(loss)
 
-    def measure(self) -> Row:
-        """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
-        before = 2 * sum(x.nbytes for x in self.model.parameters())  # weights, and gradients of the step before
-        return self.timed(self, (probes.peak_bytes(self, self.session.device) + before) / GIB)
+    return step
 
-    def timed(self, call: Call, peak: float | None) -> Row:
-        seconds = self.session.time({"": call}, 0.5, warmups=0)[""].median / 1000  # the peak took a call or two
-        ceiling = self.session.comparison.ceiling(self.session.device, self.session.dtypes[0])["matmul_tflops"] * 1e12
-        return [seconds, self.tokens / seconds, peak, self.operations() / seconds / ceiling]
 
-    def operations(self) -> float:
-        config, parameters = self.model.config, sum(x.numel() for x in self.model.parameters())
-        if self.attend is dense:
-            config = replace(config, pattern=DilatedPattern.longnet([self.tokens], [1]))
-        return operations(config, parameters, self.tokens)
+def figures(session: Session, model: LongNetLM, call: Call, tokens: int, attend: Attend, is_captured: bool) -> Row:
+    """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
+    before = 2 * sum(x.nbytes for x in model.parameters())  # weights, and gradients of the step before
+    peak = None if is_captured else session.peak(call, before)
+    seconds = session.median(call, warmups=0) / 1000  # the peak took a call or two, and so did the capture
+    ceiling = session.ceiling(session.setting(1))["matmul_tflops"] * 1e12
+    config = model.config
+    if attend is dense:
+        config = replace(config, pattern=DilatedPattern.longnet([tokens], [1]))
+    work = operations(config, sum(x.numel() for x in model.parameters()), tokens)
+    return [seconds, tokens / seconds, peak, work / seconds / ceiling]
 
 
 def of_training(session: Session, tokens: int) -> Iterator[Row]:
@@ -136,17 +127,20 @@ def of_training(session: Session, tokens: int) -> Iterator[Row]:
     if not is_exact(session, model_of(session, "125M", PATTERN), PATTERN, tokens):
         return
     for is_compiled, (name, attend) in product((False, True) if tokens in COMPILED else (False,), ways.items()):
-        step = Training(session, model_of(session, "125M", PATTERN), tokens, attend, is_compiled)
-        yield [tokens, name + ", compiled" * is_compiled, *step.measure()]
+        model = model_of(session, "125M", PATTERN)
+        step = training_step(model, tokens, attend, is_compiled)
+        yield [tokens, name + ", compiled" * is_compiled, *figures(session, model, step, tokens, attend, False)]
         if is_compiled and tokens in CAPTURED:
-            yield [tokens, f"{name}, compiled, in a CUDA graph", *step.timed(graphed(step), None)]
+            captured = figures(session, model, graphed(step), tokens, attend, True)
+            yield [tokens, f"{name}, compiled, in a CUDA graph", *captured]
 
 
 def of_large(session: Session, tokens: int, is_compiled: bool) -> Iterator[Row]:
     model = model_of(session, "0.6B", FAR)
     if is_exact(session, model, FAR, tokens):
-        step = Training(session, model, tokens, longnet(FAR), is_compiled)
-        yield [tokens, "0.6B" + ", compiled" * is_compiled, *step.measure()]
+        attend = longnet(FAR)
+        step = training_step(model, tokens, attend, is_compiled)
+        yield [tokens, "0.6B" + ", compiled" * is_compiled, *figures(session, model, step, tokens, attend, False)]
 
 
 @torch.no_grad()

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention.bench import baselines, probes
+from dilated_attention.bench import baselines
 from dilated_attention.bench.implementations import RELEASED as RELEASED_NAME
 from dilated_attention.bench.implementations import named
 from dilated_attention.bench.run import Call
 from dilated_attention.bench.session import Row, Session, Step, Table
 from dilated_attention.models import SlideEncoder, slide_pattern
 from dilated_attention.models.layers import FeedForward, SelfAttention, Sequences
-from dilated_attention.units import GIB
 
 SUITE, HEADS, PATTERN = "slides", 16, slide_pattern(262144, 256)
 SEGMENTS = (PATTERN.segment_lengths, PATTERN.dilation_rates)
@@ -60,10 +59,9 @@ def steps(session: Session) -> list[Step]:
     return [
         *(session.comparing(SUITE, attentions, session.setting(n + 1, SEGMENTS, heads=HEADS, head_dim=dim))
           for dim, n in product(HEAD_DIMS, tiles)),
-        *(session.adding(whole, f"{preset}, {n:,} tiles", partial(of_models, session, preset, n))
+        *(session.adding(whole, f"{preset}, {n:,} tiles", of_models, session, preset, n)
           for preset, n in product(MODELS, tiles)),
-        *(session.adding(training, f"fine-tuning {preset}", partial(of_training, session, preset))
-          for preset in MODELS),
+        *(session.adding(training, f"fine-tuning {preset}", of_training, session, preset) for preset in MODELS),
     ]  # fmt: skip
 
 
@@ -71,22 +69,16 @@ def steps(session: Session) -> list[Step]:
 def of_models(session: Session, preset: str, tiles: int) -> Iterator[Row]:
     torch.manual_seed(0)
     model = SlideEncoder.preset(preset, global_pool=True).to(session.device, session.dtypes[0]).eval()
-    given, outs = _slide(session, model, tiles), {}
+    given, outs = _slide(session, model, tiles), []
     for name in WAYS:
         _attend(model, name)
-        call: Call = partial(_embedding, model, given)
-        outs[name], peak = call(), probes.peak_bytes(call, session.device) / GIB
-        ms = session.time({"": call}, 0.5)[""].median
-        yield [preset, tiles, name, ms, peak, float((outs[name] - outs["this library"]).abs().max())]
+        outs.append(model(*given)[0])
+        call: Call = partial(model, *given)
+        peak, ms = session.peak(call), session.median(call)
+        yield [preset, tiles, name, ms, peak, float((outs[-1] - outs[0]).abs().max())]
 
 
-def _embedding(model: SlideEncoder, given: tuple[Tensor, Tensor]) -> Tensor:
-    [found] = model(*given)
-    embedding: Tensor = found
-    return embedding
-
-
-def of_training(session: Session, preset: str) -> list[Row]:
+def of_training(session: Session, preset: str) -> Iterator[Row]:
     """One step with checkpointing, in the main dtype by autocast; weights and gradients are float32. Beside it a
     rollout, which is a forward pass and the gradients of attention alone."""
     tiles = TRAINED[session.device.type]
@@ -105,11 +97,10 @@ def of_training(session: Session, preset: str) -> list[Row]:
             model.eval().rollout(*given)
 
     step()
-    calls: dict[str, Call] = {"step": step, "rollout": rollout}
-    weights = sum(x.nbytes for x in model.parameters())
-    peaks = [(probes.peak_bytes(call, session.device) + weights) / GIB for call in calls.values()]
+    weights, calls = sum(x.nbytes for x in model.parameters()), {"step": step, "rollout": rollout}
+    peaks = [session.peak(call, weights) for call in calls.values()]
     times = [timing.median for timing in session.time(calls, 0.5).values()]
-    return [[preset, tiles, times[0], peaks[0], times[1], peaks[1]]]
+    yield [preset, tiles, *(figure for pair in zip(times, peaks, strict=True) for figure in pair)]
 
 
 def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, Tensor]:

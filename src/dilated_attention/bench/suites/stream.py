@@ -9,7 +9,6 @@ Legend: a chunk is q, k, v, each (1, n, H, D).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,14 +16,12 @@ from torch.utils.benchmark import timer
 
 from dilated_attention.bench import probes
 from dilated_attention.bench.run import Expected, oracle, synchronise
-from dilated_attention.bench.session import Row, Session, Step, Table
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.bench.session import LONG, Row, Session, Step, Table
 from dilated_attention.streaming import stream
 from dilated_attention.units import GIB
 
 Chunk = tuple[Tensor, Tensor, Tensor]
-SUITE, HEADS, DIM = "stream", 12, 64
-PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
+SUITE, HEADS, DIM, PATTERN = "stream", 12, 64, LONG
 SIZES = {"cuda": (1 << 30, 1 << 20), "cpu": (1 << 16, 1 << 15)}  # tokens, and those of a chunk: all segments divide it
 CHECKED = 4  # chunks of which rows are checked: 32 rows each
 TITLE = "A stream of chunks"
@@ -35,8 +32,7 @@ def steps(session: Session) -> list[Step]:
     note = f"{HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}. A row that is wrong has no time."
     table = Table(SUITE, TITLE, note, COLUMNS)
     return [
-        session.adding(table, f"{TITLE}{', causal' * causal}", partial(measured, session, causal))
-        for causal in (False, True)
+        session.adding(table, f"{TITLE}{', causal' * causal}", measured, session, causal) for causal in (False, True)
     ]
 
 
@@ -44,53 +40,52 @@ def measured(session: Session, causal: bool) -> Iterator[Row]:
     if is_exact(session, causal):
         yield measure(session, causal)
     else:
-        session.progress.say(f"{TITLE}: wrong, so it is not timed")
+        session.watch.say(f"{TITLE}: wrong, so it is not timed")
 
 
 def is_exact(session: Session, causal: bool) -> bool:
     """Chunks of 100 tokens, which no segment divides, against the oracle on the whole."""
     small = session.setting(1, heads=HEADS, causal=causal).checks()[0]
     odd, qkv = small.pattern("longnet"), small.qkv()
-    chunks = zip(*(torch.split(x, 100, dim=1) for x in qkv), strict=True)
     with torch.no_grad():
+        chunks = zip(*(torch.split(x, 100, dim=1) for x in qkv), strict=True)
         found = torch.cat(list(stream(chunks, odd, is_causal=causal)), dim=1)
     check = Expected.of(oracle(odd, causal), qkv, small.dout()).compare({"out": found})
-    return session.judge("stream", check.errors["out"], check.limits["out"], causal)
+    return session.judge_own("stream", check.errors["out"], check.limits["out"], causal)
 
 
 @torch.no_grad()
 def measure(session: Session, causal: bool) -> Row:
-    (tokens, size), device = SIZES[session.device.type], session.device
-    count, drawing, seconds, worst, wrong = tokens // size, 0.0, 0.0, 0.0, False
+    (tokens, size), device, spent = SIZES[session.device.type], session.device, 0.0
+    count = tokens // size
     checked = {index * (count - 1) // (CHECKED - 1) for index in range(CHECKED)}  # the first and the last among them
 
     def chunks() -> Iterator[Chunk]:
-        nonlocal drawing
+        nonlocal spent
         for index in range(count):
             start = timer()
             drawn = [draw(session, size, index)]
-            drawing += timer() - start
+            spent -= timer() - start
             yield drawn.pop()  # kept in no variable: it would be there while the next one is drawn
 
     list(stream([draw(session, size, 0)], PATTERN, is_causal=causal))  # kernels are compiled and chosen once
     if session.on_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    outputs = stream(chunks(), PATTERN, is_causal=causal)
+    outputs, found = stream(chunks(), PATTERN, is_causal=causal), []
     for index in range(count):
         start = timer()
         out = next(outputs)
         synchronise(device)
-        seconds += timer() - start
+        spent += timer() - start
         if index in checked:  # a chunk begins where all segments do, so its rows see no other chunk
-            is_right, error = session.rows_are_right("stream", out, draw(session, size, index), PATTERN, causal)
-            worst, wrong = max(worst, error), wrong or not is_right
+            found.append(session.rows_are_right("stream", out, draw(session, size, index), PATTERN, causal))
         del out  # it would be there while the next chunk is
-    seconds -= drawing
     flops = PATTERN.flops(tokens, HEADS, DIM, is_causal=causal)
     peak = torch.cuda.max_memory_allocated(device) / GIB if session.on_cuda else None
-    figures = [None] * 4 if wrong else [seconds, tokens / seconds / 1e6, flops / seconds / 1e12, peak]
-    return [tokens, size, "yes" if causal else "no", *figures, len(checked) * probes.ROWS, worst]
+    is_right, errors = all(right for right, _ in found), max(error for _, error in found)
+    figures = [spent, tokens / spent / 1e6, flops / spent / 1e12, peak] if is_right else [None] * 4
+    return [tokens, size, "yes" if causal else "no", *figures, len(checked) * probes.ROWS, errors]
 
 
 def draw(session: Session, size: int, index: int) -> Chunk:
