@@ -95,7 +95,7 @@ def picture(runs: list[Result], task: str, what: str) -> bytes:
     chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=2, clip=True)
     dash = alt.condition("substring(datum.run, 0, 5) == 'dense'", alt.value([6, 3]), alt.value([1, 0]))
     chart = chart.encode(x=x, y=y, color=alt.Color("run:N", title=None, scale=colours), strokeDash=dash)
-    return svg(styled(chart.properties(width=520, height=300)))
+    return svg(styled(chart.properties(width=520, height=300).to_dict()))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------

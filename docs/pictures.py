@@ -5,8 +5,8 @@ Run: .venv/bin/python docs/pictures.py
 
 import json
 from pathlib import Path
+from typing import Any
 
-import altair as alt
 from dilated_attention import DilatedPattern
 from dilated_attention.bench import plots
 
@@ -75,7 +75,7 @@ def pattern_picture() -> bytes:
     ).encode()
 
 
-def speed_chart() -> alt.LayerChart:
+def speed_chart() -> dict[str, Any]:
     """With the patterns that are suggested for each length."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     points = plots.points(results["measurements"])
@@ -89,8 +89,11 @@ def speed_chart() -> alt.LayerChart:
     rule = "the longest segment spans the sequence"
     title = [f"Time in ms, forward + backward. {about}", rule]
     lengths = sorted({one["tokens"] for one in shown})
-    chart = plots.line_chart(alt.Data(values=shown), 300, lengths=lengths)
-    return chart.properties(width=600, title=title)
+    chart = {
+        **plots.line_chart({"values": shown}, 300),
+        "params": plots.parameters("time", lengths),
+    }
+    return {**chart, "width": 600, "title": title}
 
 
 if __name__ == "__main__":

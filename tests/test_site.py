@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pkgutil
 import re
-import runpy
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -141,20 +136,7 @@ def test_every_link_and_picture_leads_somewhere(site: Path, pages: dict[str, Pag
 
 def test_public_names_can_be_linked_to(pages: dict[str, Page]) -> None:
     shown = set().union(*(page.ids for address, page in pages.items() if "/api/" in address))
-    missing = [name for name in dilated_attention.__all__ if f"dilated_attention.{name}" not in shown]
-    assert not missing
-
-
-def test_headings_of_names_are_the_paths_to_import(pages: dict[str, Page]) -> None:
-    found = []
-    for address, page in pages.items():
-        if "/api/" in address:
-            for path, text in re.findall(r'<h2 id="(dilated_attention[^"]*)"[^>]*>(.*?)</h2>', page.text, re.DOTALL):
-                assert path in re.sub(r"<[^>]*>", "", text).split()
-                pkgutil.resolve_name(path)
-                found.append(path)
-    assert found
-    assert len({*found}) == len(found)
+    assert not [name for name in dilated_attention.__all__ if f"dilated_attention.{name}" not in shown]
 
 
 def test_docstrings_are_rendered(pages: dict[str, Page]) -> None:
@@ -173,33 +155,3 @@ def test_nothing_comes_from_another_host(site: Path, pages: dict[str, Page]) -> 
     for file in site.rglob("*.css"):
         found = re.findall(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)", file.read_text(encoding="utf-8"))
         assert not found, f"{file.name} loads {found}"
-
-
-ASKED = "return performance.getEntriesByType('resource').map(x => x.name)"
-
-
-def test_a_browser_asks_no_other_host(site: Path) -> None:
-    """The same of what scripts load, where there is a browser to ask."""
-    pytest.importorskip("selenium", reason="selenium is not installed")
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    screenshots = runpy.run_path(str(ROOT / "benchmarks/screenshots.py"))
-    if screenshots["program"]() is None or shutil.which("chromedriver") is None:
-        pytest.skip("no chromium with its chromedriver on the PATH")
-    handler = partial(_Quiet, directory=str(site))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, screenshots["browser"]() as driver:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        origin = f"http://127.0.0.1:{server.server_port}/"
-        try:
-            for path in ("", "many-gpus/", "api/ring/"):
-                driver.get(origin + path)
-                # at least a style sheet, which a busy machine may load late
-                asked = WebDriverWait(driver, 60).until(lambda page: page.execute_script(ASKED))
-                assert not [name for name in asked if not name.startswith((origin, "data:"))], asked
-        finally:
-            server.shutdown()
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass

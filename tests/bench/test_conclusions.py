@@ -30,18 +30,24 @@ def check(name: str, verdict: str = "exact", error: float = 1e-7, **more: Any) -
     return {**found, "limits": {"out": 5e-6}, "why": "", "dtype": "float32", "causal": False, **more}
 
 
-def improved(before: float, after: float, **more: Any) -> dict[str, Any]:
-    two = [record("DilatedAttention", before), record("ImprovedDilatedAttention", after, **more)]
-    return {"measurements": two}
+def improved(before: float, after: float | None, **more: Any) -> dict[str, Any]:
+    return {"measurements": [record("DilatedAttention", before), record("ImprovedDilatedAttention", after, **more)]}
 
 
 # --- claims -----------------------------------------------------------------------------------------------------
 
-PLAIN = record("DilatedAttention", 10.0)
 LESS, MEMORY, RING, HEADS, NONE = (
     "ImprovedDilatedAttention takes less time", "Attention takes less memory", "ring_size", "many times faster",
     "no memory",
 )  # fmt: skip
+
+
+def ring(ms: float) -> dict[str, Any]:
+    return {"measurements": [record("DilatedAttention", 10.0), record("RingDilatedAttention", ms)]}
+
+
+def over_heads(*checked: Any) -> dict[str, Any]:
+    return {"checks": [check("attention over heads", *checked)]}
 
 
 @pytest.mark.parametrize(
@@ -52,12 +58,12 @@ LESS, MEMORY, RING, HEADS, NONE = (
         (LESS, improved(10.0, 12.0), "no", "20 % more"),
         (LESS, improved(10.0, 1.0, tokens=8192), None, ""),  # only equal settings are compared
         (LESS, improved(10.0, 1.0, causal=True), None, ""),
-        (LESS, {"measurements": [PLAIN, record("ImprovedDilatedAttention", None)]}, None, ""),  # wrong
+        (LESS, improved(10.0, None), None, ""),  # wrong
         (MEMORY, improved(10.0, 5.0, peak_bytes=int(0.8 * (1 << 30))), "yes", "20 % less"),
-        (RING, {"measurements": [PLAIN, record("RingDilatedAttention", 10.1)]}, "no", "1 % less"),
-        (RING, {"measurements": [PLAIN, record("RingDilatedAttention", 12.5)]}, "yes", "20 % less"),
-        (HEADS, {"checks": [check("attention over heads", "wrong", 1.6)]}, "no", "it attends over heads"),
-        (HEADS, {"checks": [check("attention over heads", "exact", 1e-7)]}, "yes", "it attends"),
+        (RING, ring(10.1), "no", "1 % less"),
+        (RING, ring(12.5), "yes", "20 % less"),
+        (HEADS, over_heads("wrong", 1.6), "no", "it attends over heads"),
+        (HEADS, over_heads("exact", 1e-7), "yes", "it attends"),
         (NONE, {"measurements": [record("a", peak_bytes=3 << 20)]}, "no", "at least 3 MiB"),
         (NONE, {"measurements": [record("a", peak_bytes=3, status="wrong")]}, None, ""),
     ],
@@ -76,67 +82,59 @@ def test_a_claim_holds_where_the_measurements_reach_it(
 
 def recommended(*records: dict[str, Any], case: str) -> dict[str, Any]:
     found = conclude.conclusions({**EMPTY, "measurements": list(records)})["recommendations"]
-    (one,) = [x for x in found if x["use_case"].startswith(case)]
-    return one
+    return next((x for x in found if x["use_case"].startswith(case)), {})
 
 
-def test_the_fastest_is_best_and_overlapping_quartiles_tie() -> None:
-    one = recommended(record("a", 10.0), record("b", 10.15), record("c", 20.0), case="training on long")
-    assert (one["best"], one["ties"], one["runner_up"], one["factor"]) == ("a", ["b"], "c", 2.0)
-    assert one["value"] == "10.0 ms"
+def several(times: dict[str, float], **more: Any) -> list[dict[str, Any]]:
+    return [record(name, ms, **more) for name, ms in times.items()]
 
 
-def test_of_those_that_are_level_the_first_is_named() -> None:
-    """The order of the comparison goes from the plainest on: a newcomer is not sent to the most special class."""
-    one = recommended(record("plain", 10.1), record("special", 10.0), record("c", 20.0), case="training on long")
-    assert (one["best"], one["ties"], one["value"]) == ("plain", ["special"], "10.1 ms")
+ONCE = {"ms": {"median": 10.0, "lower": 10.0, "upper": 10.0, "repeats": 1}}
+OTHERS = [  # what computes something else is not compared
+    record("dense", 1.0, rule="dense"), record("all", 1.0, rule="longnet"), record("ranks", 1.0, ranks=2, kind="ring"),
+    record("projects", 1.0, kind="multihead"), record("causal", 1.0, causal=True), record("wrong", None),
+    record("forward", 1.0, direction="forward"), record("elsewhere", 1.0, suite="quick", tokens=2048),
+    record("elsewhere too", 1.0, suite="profile"),
+]  # fmt: skip
 
 
-def test_times_measured_once_are_not_taken_for_exact() -> None:
-    rough = [record(name, ms) for name, ms in (("a", 10.0), ("b", 10.7), ("c", 20.0))]
-    for one in rough:
-        one["ms"] |= {"lower": one["ms"]["median"], "upper": one["ms"]["median"], "repeats": 1}
-    assert recommended(*rough, case="training on long")["ties"] == ["b"]
+@pytest.mark.parametrize(
+    ("records", "best", "ties", "runner_up"),
+    [
+        (several({"a": 10.0, "b": 10.15, "c": 20.0}), "a", ["b"], "c"),
+        # of those that are level the first: the order of the comparison goes from the plainest on
+        (several({"plain": 10.1, "special": 10.0, "c": 20.0}), "plain", ["special"], "c"),
+        # times that were measured once are not taken for exact
+        ([{**record("a"), **ONCE}, *several({"b": 10.4, "c": 20.0})], "a", ["b"], "c"),
+        # other names of a function are neither level nor behind
+        (several({"head_groups, auto": 10.0, "DilatedAttention": 9.9, "RingDilatedAttention": 11.0, "copying": 30.0}),
+         "head_groups, auto", [], "copying"),
+        ([*several({"a": 10.0, "b": 12.0, "c": 13.0}), *OTHERS], "a", [], "b"),
+    ],
+)  # fmt: skip
+def test_the_fastest_is_best_and_overlapping_quartiles_tie(
+    records: list[dict[str, Any]], best: str, ties: list[str], runner_up: str
+) -> None:
+    one = recommended(*records, case="training on long")
+    assert (one["best"], one["ties"], one["runner_up"]) == (best, ties, runner_up)
+    times = {x["implementation"]: x["ms"]["median"] for x in records if x["ms"]}
+    assert one["value"] == f"{times[best]:.1f} ms"
+    assert one["factor"] == times[runner_up] / times[best]
 
 
-def test_other_names_of_a_function_are_neither_level_nor_behind() -> None:
-    names = {"head_groups, auto": 10.0, "DilatedAttention": 9.9, "RingDilatedAttention": 11.0, "copying": 30.0}
-    one = recommended(*(record(name, ms) for name, ms in names.items()), case="training on long")
-    assert (one["best"], one["ties"], one["runner_up"]) == ("head_groups, auto", [], "copying")
-
-
-def test_different_runs_are_not_compared() -> None:
-    """What was timed at another time met another machine, in a way."""
-    here = [record(name, ms) for name, ms in (("a", 10.0), ("b", 12.0), ("c", 13.0))]
-    there = [record(name, ms, suite="quick", tokens=2048) for name, ms in (("d", 1.0), ("e", 2.0))]
-    assert recommended(*here, *there, case="training on long")["best"] == "a"
-    assert not conclude.conclusions({**EMPTY, "measurements": [{**x, "suite": "profile"} for x in here]})[
-        "recommendations"
-    ]
+def test_nothing_is_recommended_where_nothing_was_compared() -> None:
+    assert recommended(*several({"a": 1.0, "b": 2.0}, suite="profile"), case="training on long") == {}
+    assert recommended(record("a"), case="training on long") == {}
 
 
 def test_long_and_short_look_at_different_lengths() -> None:
-    short = [record(name, ms, tokens=1024) for name, ms in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
-    long = [record(name, ms, tokens=65536) for name, ms in (("a", 9.0), ("b", 5.0), ("c", 7.0))]
-    alone = [record("a", 1e6, tokens=1 << 20)]  # nothing to compare it with there
-    assert recommended(*short, *long, *alone, case="training on short")["best"] == "a"
-    best = recommended(*short, *long, *alone, case="training on long")
+    alone = record("a", 1e6, tokens=1 << 20)  # nothing to compare it with there
+    short, long = {"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 9.0, "b": 5.0, "c": 7.0}
+    records = [*several(short, tokens=1024), *several(long, tokens=65536), alone]
+    assert recommended(*records, case="training on short")["best"] == "a"
+    best = recommended(*records, case="training on long")
     assert best["best"] == "b"
     assert "65,536 tokens" in best["use_case"]
-
-
-def test_only_what_computes_the_same_is_compared() -> None:
-    records = [
-        record("a", 10.0), record("b", 12.0), record("dense", 1.0, rule="dense"), record("all", 1.0, rule="longnet"),
-        record("ranks", 1.0, ranks=2, kind="ring"), record("projects", 1.0, kind="multihead"),
-        record("causal", 1.0, causal=True), record("forward", 1.0, direction="forward"),
-    ]  # fmt: skip
-    assert recommended(*records, case="training on long")["best"] == "a"
-
-
-def test_what_is_wrong_wins_nothing() -> None:
-    wrong = record("wrong", None)
-    assert recommended(wrong, record("a", 10.0), record("b", 12.0), case="training on long")["best"] == "a"
 
 
 def test_memory_has_its_own_winner() -> None:
@@ -146,14 +144,12 @@ def test_memory_has_its_own_winner() -> None:
 
 
 def answer(speeds: dict[int, tuple[float, float, float]], *checks: dict[str, Any]) -> str:
-    kinds = (("head_groups, auto", "function", "head_groups"), ("dense SDPA", "baseline", "dense"),
-             ("copying", "baseline", "head_groups"))  # fmt: skip
-    records = [
-        record(name, ms, tokens=tokens, kind=kind, rule=rule, ours=kind == "function")
-        for tokens, times in speeds.items()
-        for (name, kind, rule), ms in zip(kinds, times, strict=True)
-    ]
-    records += [record("slow copying", 99.0, tokens=n, kind="baseline", ours=False) for n in speeds]
+    records = []
+    for tokens, (ours, dense, copying) in speeds.items():
+        baseline: dict[str, Any] = {"tokens": tokens, "kind": "baseline", "ours": False}
+        records += [record("head_groups, auto", ours, tokens=tokens, kind="function")]
+        records += several({"dense SDPA": dense}, rule="dense", **baseline)
+        records += several({"copying": copying, "slow copying": 99.0}, **baseline)
     return conclude.answer({**EMPTY, "measurements": records, "checks": list(checks) or [check("a")]})
 
 
@@ -170,8 +166,7 @@ def test_the_answer_says_how_fast_beside_what_and_with_which_pattern() -> None:
     assert "is about as fast as dense attention" in answer({2048: (10.0, 10.1, 9.0)})  # quartiles overlap
 
 
-@pytest.mark.parametrize("rule", ["longnet", "torchscale", "head_groups"])
-@pytest.mark.parametrize("tokens", [30, 64, 100])
+@pytest.mark.parametrize(("rule", "tokens"), [("longnet", 30), ("torchscale", 64), ("head_groups", 100)])
 def test_the_rows_of_the_longest_segments_are_counted(rule: Any, tokens: int) -> None:
     pattern = DilatedPattern.of(rule, [8, 32], [1, 4])
     offsets = [pattern.offset(1, head, 3) for head in pattern.heads(1, 3)]
@@ -179,21 +174,14 @@ def test_the_rows_of_the_longest_segments_are_counted(rule: Any, tokens: int) ->
     assert conclude.far_rows(pattern, tokens, 3) == (min(32, tokens), rows / (3 * tokens))
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        ("head_groups, auto", "dilated_attention(q, k, v, DilatedPattern.head_groups(w, r))"),
-        ("longnet, sdpa", 'dilated_attention(q, k, v, DilatedPattern.longnet(w, r), backend="sdpa")'),
-        ("longnet, auto, compiled", "torch.compile: dilated_attention(q, k, v, DilatedPattern.longnet(w, r))"),
-        ("RingDilatedAttention, 4 ranks", "dilated_attention.RingDilatedAttention"),
-        ("copy and gather, slicing", "dilated_attention.bench.baselines.copy_slices"),
-    ],
-)
-def test_what_is_recommended_can_be_imported(name: str, code: str) -> None:
-    assert conclude.code_of(name) == code
-
-
-def test_every_implementation_has_something_to_import() -> None:
+def test_what_is_recommended_can_be_imported() -> None:
+    for name, code in {
+        "longnet, sdpa": 'dilated_attention(q, k, v, DilatedPattern.longnet(w, r), backend="sdpa")',
+        "longnet, auto, compiled": "torch.compile: dilated_attention(q, k, v, DilatedPattern.longnet(w, r))",
+        "RingDilatedAttention, 4 ranks": "dilated_attention.RingDilatedAttention",
+        "copy and gather, slicing": "dilated_attention.bench.baselines.copy_slices",
+    }.items():
+        assert conclude.code_of(name) == code
     for one in everything():
         path = conclude.code_of(one.name).partition("(")[0].removeprefix("torch.compile: ")
         module, _, found = path.rpartition(".")

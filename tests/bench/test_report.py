@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,7 @@ class Parsed(HTMLParser):
     def __init__(self, content: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.raw: dict[str, list[str]] = {"style": [], "script": []}
+        self.raw: dict[str, list[str]] = {"style": [], "script": [], "": []}
         self._inside = ""
         self.feed(content)
 
@@ -56,10 +54,10 @@ class Parsed(HTMLParser):
         self._inside = "" if tag == self._inside else self._inside
 
     def handle_data(self, data: str) -> None:
-        (self.raw[self._inside] if self._inside else self.text).append(data)
+        self.raw[self._inside].append(data)
 
     def words(self) -> str:
-        return " ".join(" ".join(self.text).split())
+        return " ".join(" ".join(self.raw[""]).split())
 
 
 @functools.cache
@@ -129,17 +127,14 @@ def lines(results: Results) -> list[dict[str, str]]:
 
 def test_every_measurement_is_a_line_with_its_figures() -> None:
     for line, one in zip(lines(SAMPLE), SAMPLE["measurements"], strict=True):
-        for name in ("implementation", "direction", "status", "why", "dtype", "rule", "suite", "kind"):
-            assert line[name] == one[name]
-        assert line["causal"] == str(one["causal"]).lower()
-        assert line["lengths"] == "256 1024"
-        for name in ("median", "lower", "upper", "repeats"):
-            assert line[f"ms_{name}"] == ("" if one["ms"] is None else str(one["ms"][name]))
-        for name in ("tokens", "tflops", "peak_bytes", "of_copy"):
-            assert line[name] == ("" if one[name] is None else str(one[name]))
+        told = one if one["status"] == "measured" else {**one, **dict.fromkeys(FIGURES)}
+        wanted = {name: "" if told[name] is None else str(told[name]) for name in COLUMNS if name in told}
+        wanted |= {name: wanted[name].lower() for name in ("causal", "ours")} | {"lengths": "256 1024", "rates": "1 4"}
+        times = {f"ms_{name}": str(value) for name, value in (one["ms"] or {}).items()}
+        assert line == {**dict.fromkeys(COLUMNS, ""), **wanted, **times}
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "\t=1", "\n-1", "=1\r=2"])
+@pytest.mark.parametrize("text", ["+1", "@SUM(A1)", " =1", "\n-1", "=1\r=2"])
 def test_no_text_is_a_formula(text: str) -> None:
     results = copy()
     results["measurements"][0].update(implementation=text, kind='a - b, "c"\n= d', tflops=-1.5)
@@ -147,7 +142,7 @@ def test_no_text_is_a_formula(text: str) -> None:
     assert (lines(results)[0]["kind"], lines(results)[0]["tflops"]) == ('a - b, "c"\n= d', "-1.5")
 
 
-@pytest.mark.parametrize("status", ["wrong", "out of memory", "skipped"])
+@pytest.mark.parametrize("status", ["wrong", "skipped"])
 def test_what_was_not_measured_has_no_figure_anywhere(status: str) -> None:
     results = copy()
     ms = {"median": SECRET, "lower": SECRET, "upper": SECRET, "repeats": 9}
@@ -160,30 +155,25 @@ def test_what_was_not_measured_has_no_figure_anywhere(status: str) -> None:
 # --- points and lines -------------------------------------------------------------------------------------------
 
 
-def points(*measurements: dict[str, Any]) -> list[dict[str, Any]]:
-    return plots.points(measurements)
-
-
 def test_other_names_of_a_function_share_its_line_where_it_was_measured() -> None:
+    def drawn(*measurements: dict[str, Any]) -> list[str]:
+        return [one["series"] for one in plots.points(measurements)]
+
     both = [made["measurement"](name, 1024) for name in ("head_groups, auto", "DilatedAttention")]
-    assert [one["series"] for one in points(*both)] == ["head_groups, auto"]
-    assert [one["series"] for one in points(both[1])] == ["DilatedAttention"]
-    assert len(points(both[0], {**both[1], "dtype": "float16"})) == 2  # another setting
-    assert len(points(both[0], {**both[1], "ranks": 2})) == 2
+    assert drawn(*both) == ["head_groups, auto"]
+    assert drawn(both[1]) == ["DilatedAttention"]
+    for other in ({"dtype": "float16"}, {"ranks": 2}):  # another setting
+        assert len(drawn(both[0], {**both[1], **other})) == 2
 
 
 def test_lines_have_the_hue_of_their_family_and_differ_in_it() -> None:
     colours = {one["series"]: one["colour"] for one in plots.points(SAMPLE["measurements"])}
-    for family, names in {
-        "dense": ["dense SDPA"],
-        "others": ["copy and gather, slicing", made["NO_GRADIENTS"]],
-        "head_groups": ["head_groups, auto", "head_groups, sdpa", "RingDilatedAttention, 4 ranks"],
-        "longnet": ["longnet, auto", "longnet, eager"],
-        "torchscale": ["torchscale, auto"],
-    }.items():
+    families = {"dense": ["dense SDPA"], "others": ["copy and gather, slicing", made["NO_GRADIENTS"]],
+                "head_groups": ["head_groups, auto", "head_groups, sdpa", "RingDilatedAttention, 4 ranks"],
+                "longnet": ["longnet, auto", "longnet, eager"], "torchscale": ["torchscale, auto"]}  # fmt: skip
+    for family, names in families.items():
         found = [colours[name] for name in names]
-        assert set(found) <= set(plots.SHADES[family])
-        assert len(set(found)) == len(found)
+        assert len(set(found)) == len(found) == len({*found} & {*plots.SHADES[family]})
         assert found[0] == plots.SHADES[family][0]
 
 
@@ -191,10 +181,7 @@ def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
     drawn = plots.points(SAMPLE["measurements"])
     start, *others = plots.settings(drawn)
     assert start == "quick: float32, B=1 H=8 D=64, w=256,1024 r=1,4"
-    assert set(others) == {
-        start.replace("float32", "float32, causal"),
-        start.replace("quick", "steps").replace("B=1", "B=4"),
-    }
+    assert {*others} == {start.replace("float32", "float32, causal"), "steps" + start[5:].replace("B=1", "B=4")}
     first = plots.first(drawn, start)
     assert len(first) == plots.MOST_SHOWN < len({one["series"] for one in drawn})
     assert set(first) >= {name for name in plots.FIRST if name in made["WHO"]}
@@ -203,16 +190,12 @@ def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("median", "lower", "upper", "repeats", "said"),
-    [
-        (0.0872, 0.045, 0.100, 50, "0.087"), (14.62, 14.6, 14.7, 50, "14.6"), (14.62, 14.62, 14.62, 9, "14.6"),
-        (269.4, 269.4, 269.4, 1, "270"), (4888.0, 4800.0, 4900.0, 5, "4,900"), (2.6, 0.9, 9.0, 5, "2.6"),
-    ],
+    ("ms", "said"),
+    [((0.0872, 0.045, 0.100, 50), "0.087"), ((14.62, 14.6, 14.7, 50), "14.6"), ((14.62, 14.62, 14.62, 9), "14.6"),
+     ((269.4, 269.4, 269.4, 1), "270"), ((4888.0, 4800.0, 4900.0, 5), "4,900"), ((2.6, 0.9, 9.0, 5), "2.6")],
 )  # fmt: skip
-def test_a_time_has_the_digits_that_its_quartiles_agree_on(
-    median: float, lower: float, upper: float, repeats: int, said: str
-) -> None:
-    assert milliseconds({"median": median, "lower": lower, "upper": upper, "repeats": repeats}) == said
+def test_a_time_has_the_digits_that_its_quartiles_agree_on(ms: tuple[float, ...], said: str) -> None:
+    assert milliseconds(dict(zip(("median", "lower", "upper", "repeats"), ms, strict=True))) == said
 
 
 # --- page -------------------------------------------------------------------------------------------------------
@@ -242,23 +225,16 @@ def test_suggested_patterns_are_one_line_and_named_by_length() -> None:
     assert "1,024 tokens: w=256,1024 r=1,4. 2,048 tokens: w=256,2048 r=1,4." in Parsed(page(found)).words()
 
 
-def test_changes_and_interruptions_are_said_above_the_answer() -> None:
-    for dirty, complete in ((True, True), (False, False), (None, True)):
+def test_what_spoils_a_run_is_said_above_the_answer() -> None:
+    for dirty, complete, too_busy in ((True, True, False), (False, False, True), (None, True, False)):
         results = copy() | {"complete": complete}
-        results["machine"]["dirty"] = dirty
+        results["machine"] |= {"dirty": dirty, "too_busy": too_busy}
         head, _, rest = Parsed(page(results)).words().partition("It is fast")
         assert ("uncommitted changes" in head) is bool(dirty)
         assert ("interrupted in the suite steps and before ring." in head) is not complete
+        assert ("too busy to trust" in head) is too_busy
         assert (f"run {'complete' if complete else 'interrupted'}") in rest
     assert "uncommitted changes not known" in rest
-
-
-@pytest.mark.parametrize("too_busy", [False, True])
-def test_a_busy_machine_is_said_above_the_answer(too_busy: bool) -> None:
-    results = copy()
-    results["machine"]["too_busy"] = too_busy
-    head = Parsed(page(results)).words().partition("It is fast")[0]
-    assert ("too busy to trust" in head) is too_busy
 
 
 def test_wrong_ones_come_first_with_the_error_that_is_farthest_beyond_its_limit() -> None:
@@ -318,11 +294,10 @@ def test_nothing_can_be_loaded_and_nothing_else_can_run() -> None:
 def contrast(one: str, other: str) -> float:
     def light(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.05 + 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    low, high = sorted([light(one), light(other)])
-    return (high + 0.05) / (low + 0.05)
+    return max(light(one) / light(other), light(other) / light(one))
 
 
 def test_ink_and_lines_stand_out_from_the_paper_light_and_dark() -> None:
@@ -354,23 +329,10 @@ def test_the_pictures_show_the_first_lines_in_both_directions() -> None:
         assert set(first) <= set(said)
         assert {f"{title}, forward", f"{title}, forward + backward"} <= set(said)
         assert {"1k", "8k"} <= set(said)
-    assert plots.svg(found["time"]) == plots.svg(found["time"])  # type: ignore[arg-type]
     assert b"prefers-color-scheme: dark" in plots.svg(found["time"])  # type: ignore[arg-type]
 
 
-def leave_out(results: Results, name: str) -> None:
-    for one in results["measurements"]:
-        one[name] = None
-
-
-@pytest.mark.parametrize(
-    ("change", "missing"),
-    [
-        (lambda results: leave_out(results, "peak_bytes"), {"memory"}),
-        (lambda results: results.update(measurements=[]), {"time", "memory"}),
-    ],
-)
-def test_what_was_not_measured_is_not_drawn(change: Callable[[Results], None], missing: set[str]) -> None:
-    results = copy()
-    change(results)
-    assert {name for name, picture in plots.pictures(results).items() if picture is None} == missing
+def test_what_was_not_measured_is_not_drawn() -> None:
+    untold = [{**one, "peak_bytes": None} for one in SAMPLE["measurements"]]
+    found = plots.pictures({**SAMPLE, "measurements": untold})
+    assert [name for name, picture in found.items() if picture is None] == ["memory"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import subprocess
@@ -34,7 +35,7 @@ def test_slow_calls_are_timed_once_and_quick_ones_get_their_share() -> None:
     timings = interleave(measures, seconds=0.03, least=5)
     assert timings["slow"] == Timing(1500.0, 1500.0, 1500.0, 1)
     assert timings["quick"].repeats == 10  # a third of 30 ms
-    assert timings["some"] == Timing.of([2.0, 4.0] * 5)  # five rounds, whatever one gives
+    assert timings["some"] == Timing(3.0, 2.0, 4.0, 10)  # five rounds, whatever one gives
 
 
 @pytest.mark.parametrize(("long", "short", "expected"), [(1.8, 2.3, [1.8, 2.3, 2.3]), (2.1, 1.9, [2.1, 2.1, 2.1])])
@@ -46,11 +47,6 @@ def test_a_call_keeps_its_clock(
     monkeypatch.setattr(run, "_short_calls", lambda call: [short])
     measure = run.measure_of(lambda: None, torch.device("cuda"))
     assert [measure()[0] for _ in range(3)] == expected
-
-
-def test_median_and_quartiles() -> None:
-    assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Timing(3.0, 2.0, 4.0, 5)
-    assert Timing.of([5.0]) == Timing(5.0, 5.0, 5.0, 1)
 
 
 def test_the_worse_of_two_checks_keeps_its_own_limit() -> None:
@@ -91,45 +87,34 @@ def test_single_rows_are_those_of_the_oracle(rule: str, is_causal: bool) -> None
     pattern = DilatedPattern(rule, PATTERN.segment_lengths, PATTERN.dilation_rates)
     qkv = make_qkv(1, 59, 2, 8, dtype=torch.float64)
     out = oracle(pattern, is_causal)(*qkv)
-    for head in range(2):
-        for query in range(59):
-            row = probes.exact_row(qkv, pattern, query, head, is_causal)
-            expected = out[0, query, head]
-            assert torch.allclose(torch.zeros_like(expected) if row is None else row, expected)
+    for head, query in itertools.product(range(2), range(59)):
+        row, expected = probes.exact_row(qkv, pattern, query, head, is_causal), out[0, query, head]
+        assert torch.allclose(torch.zeros_like(expected) if row is None else row, expected)
 
 
-@pytest.mark.parametrize(("count", "kept", "expected"), [(1, True, 1), (5, True, 5), (9, False, 2)])
-def test_the_peak_is_what_was_held_at_once(count: int, kept: bool, expected: int) -> None:
-    """Of tensors of 1 MiB that are made one after another, and kept until the end or not."""
+@pytest.mark.parametrize(("kept", "expected"), [(True, 5), (False, 2)])
+def test_the_peak_is_what_was_held_at_once(kept: bool, expected: int) -> None:
+    """Of five tensors of 1 MiB that are made one after another, and kept until the end or not."""
     x = torch.zeros(1 << 18)
 
     def call() -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
-        for number in range(count):
-            made = [*made, x + number] if kept else [x + number]
+        for number in range(5):
+            made = [*made * kept, x + number]
         return made
 
     assert probes.peak_bytes(call, CPU) / (1 << 20) == pytest.approx(expected, abs=0.01)
 
 
-def test_a_single_wrong_row_is_seen() -> None:
-    qkv = make_qkv(1, 4, 2, 8)
-    out = dilated_attention(*qkv, PATTERN)
-    assert not probes.check_rows(out, qkv, PATTERN, False).wrong
-    out[0, 1, 1] *= 1.01
-    assert probes.check_rows(out, qkv, PATTERN, False).wrong
-    out[0, 1, 1] = torch.nan
-    assert probes.check_rows(out, qkv, PATTERN, False).wrong
-
-
-def test_a_row_without_keys_must_be_zero() -> None:
+def test_a_single_wrong_row_and_a_row_without_keys_that_is_not_0_are_seen() -> None:
     pattern = DilatedPattern.longnet([8], [2])
-    qkv = make_qkv(1, 8, 1, 8)
-    out = dilated_attention(*qkv, pattern)
-    assert not probes.check_rows(out, qkv, pattern, False).wrong
-    found = probes.check_rows(out + 1e-7 * (out == 0), qkv, pattern, False)
-    assert found.not_zero
-    assert found.wrong
+    qkv = make_qkv(1, 8, 2, 8)
+    right = dilated_attention(*qkv, pattern)
+    for token, factor, added, is_right in ((0, 1.0, 0.0, True), (0, 1.01, 0.0, False), (0, torch.nan, 0.0, False),
+                                           (1, 1.0, 1e-7, False)):  # fmt: skip
+        out = right.clone()
+        out[0, token, 0] = factor * out[0, token, 0] + added
+        assert bool(probes.check_rows(out, qkv, pattern, False).wrong) != is_right
 
 
 def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:
@@ -178,17 +163,15 @@ def test_the_name_of_a_cpu(monkeypatch: pytest.MonkeyPatch, file: str, program: 
     assert machine.cpu_model() == expected
 
 
-@pytest.mark.parametrize(
-    ("everybody", "ours", "others"), [(10.0, 9.0, 0.05), (19.0, 4.0, 0.75), (1.0, 2.0, 0.0), (None, None, None)]
-)
+@pytest.mark.parametrize(("seconds", "others"), [(1.0, 0.05), (15.0, 0.75), (-1.0, 0.0), (None, None)])
 @pytest.mark.parametrize("load", [0.2, 1.8])
 def test_a_machine_that_others_use_is_too_busy(
-    monkeypatch: pytest.MonkeyPatch, everybody: float, ours: float, others: float | None, load: float
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None, others: float | None, load: float
 ) -> None:
-    """Of ten seconds on two cores. Where no system tells, what the load was at first."""
-    now, cpu = iter([0.0, 10.0]), iter([(5.0, 1.0), (5.0 + (everybody or 0), 1.0 + (ours or 0))])
+    """So much CPU time of others in ten seconds on two cores. Where no system tells, what the load was at first."""
+    now, cpu = iter([0.0, 10.0]), iter([5.0, 5.0 + (seconds or 0)])
     monkeypatch.setattr(machine.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(machine, "_cpu_seconds", lambda: None if everybody is None else next(cpu))
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda: None if seconds is None else next(cpu))
     monkeypatch.setattr(machine, "_load", lambda: load)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     busy = load > 1 if others is None else others > 0.25
@@ -197,4 +180,4 @@ def test_a_machine_that_others_use_is_too_busy(
 
 def test_cpu_time_of_this_machine() -> None:
     found = machine._cpu_seconds()
-    assert found is None or 0 < found[1] <= found[0]
+    assert found is None or found >= 0

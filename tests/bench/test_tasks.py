@@ -71,23 +71,19 @@ def result(folder: Path, task: str, name: str) -> dict[str, Any]:
 
 def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
     data = tasks_data.code([folder / "code"], 7, 256)
-    text = data.text.numpy().tobytes()
-    held_out = data.facts["held_out"]
+    text, held_out = data.text.numpy().tobytes(), data.facts["held_out"]
     assert 1 < len(held_out) < 5
     assert "package3" not in held_out  # it has more than a tenth of all bytes
-    names = sorted((x.name for x in (folder / "code").iterdir()), key=lambda x: x.removesuffix(".py"))
-    for name in (name.removesuffix(".py") for name in names):
-        files = sorted((folder / "code").glob(f"{name}/**/*.py")) or [folder / f"code/{name}.py"]
-        for file in files:
-            inside = file.read_bytes() in text
-            assert inside == (name not in held_out or file.name in ("same.py", "empty.py")), file
+    for file in (folder / "code").rglob("*.py"):
+        package = file.relative_to(folder / "code").parts[0].removesuffix(".py")
+        inside = package not in held_out or file.name in ("same.py", "empty.py")
+        assert (file.read_bytes() in text) == inside, file
     assert text.count(b"# a licence") == 9  # of twenty copies one is kept
     first, size = next(iter(held_out.items()))
     whole = b"".join((folder / f"code/{first}" / x).read_bytes() for x in ("a.py", "b.py", "inner/a.py"))
     assert data.held_out.numpy().tobytes()[:size] in whole
     assert sum(held_out.values()) == data.held_out.numel() == 256 * len(data.held_out)
-    order = sorted(held_out, key=lambda name: hashlib.sha256(name.encode()).digest())
-    assert order == list(held_out)
+    assert [*held_out] == sorted(held_out, key=lambda name: hashlib.sha256(name.encode()).digest())
 
 
 # --- runs -------------------------------------------------------------------------------------------------------
@@ -163,15 +159,13 @@ def test_a_result_has_all_that_it_needs(folder: Path, expected: dict[Any, Any], 
     assert found["complete"]
     assert (found["task"], found["run"], found["attention"]) == (task, name, name.split("-")[0])
     assert {"command", "commit", "device", "versions"} <= set(found["machine"])
-    assert found["seconds"] >= 0.001
-    assert found["steps"] > tasks_model.WARM
+    assert (found["seconds"] >= 0.001, found["steps"] > tasks_model.WARM) == (True, True)
     assert found["tokens"] == found["steps"] * tasks.TASKS[task].runs[name].step // SHRINK == expected[task, name]
     assert found["curve"][-1][1] == found["held_out_curve"][-1][1] == found["tokens"]
-    window, depth, dim = found["window"], 2, 16
     if found["attention"] == "dense":
-        wanted = 6 * found["parameters"] + 12 * (window + 1) / 2 * dim * depth
-        assert found["operations_per_token"] == wanted
-    assert max(found["config"]["pattern"]["segment_lengths"]) == window
+        pairs = 12 * (found["window"] + 1) / 2 * 16 * 2  # of 16 channels, in two layers
+        assert found["operations_per_token"] == 6 * found["parameters"] + pairs
+    assert max(found["config"]["pattern"]["segment_lengths"]) == found["window"]
 
 
 def test_a_run_that_is_cut_leaves_its_curve(folder: Path, tmp_path: Path) -> None:
@@ -205,9 +199,9 @@ def test_tables_and_pictures(folder: Path, expected: Any, tmp_path: Path) -> Non
     bits = result(folder, "code", "dense-8k")["held_out"]["16"]["bits"]
     (line,) = (x for x in page.splitlines() if x.startswith("| dense-8k |") and "M |" in x)
     assert f" {bits:.3f} " in line
-    for task in ("code", "genome"):
-        for what in ("position", "training"):
-            assert (tmp_path / f"tasks-{task}-{what}.svg").read_bytes().startswith(b"<svg")
+    assert sorted(file.name for file in tmp_path.glob("tasks-*.svg")) == [
+        f"tasks-{task}-{what}.svg" for task in ("code", "genome") for what in ("position", "training")
+    ]
 
 
 def test_the_page_shows_what_was_measured() -> None:

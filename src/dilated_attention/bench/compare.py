@@ -43,17 +43,15 @@ class Comparison:
         self.watch.step(text, min(1.0, self.done / self.total))
         self.done += 1
 
-    def compare(
-        self, suite: str, which: Sequence[Implementation], setting: Setting, directions: Sequence[str] = DIRECTIONS
-    ) -> None:
+    def compare(self, suite: str, which: Sequence[Implementation], setting: Setting) -> None:
         self.ceiling(setting)
-        records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in directions}
+        records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in DIRECTIONS}
         measures: dict[Key, Measure] = {}
         try:
             for one in which:
                 self.step(f"{setting.tokens:,} tokens: checking {one.name}")
                 known = len(self.results["checks"])
-                found = self._prepare(one, setting, [records[one.name, way] for way in directions])
+                found = self._prepare(one, setting, [records[one.name, way] for way in DIRECTIONS])
                 measures |= {(one.name, way): measure for way, measure in found.items()}
                 for check in self.results["checks"][known:]:
                     self.watch.say(f"{one.name}: {check['verdict']}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ CAPTURED = (1 << 13,)  # and of those that are captured as a CUDA graph then: th
 LARGE = {"cuda": ((1 << 17, False), (1 << 19, False), (1 << 20, False), (1 << 20, True)), "cpu": ()}
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
 SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "kv_heads": 4, "vocab_size": 256}  # on a CPU
+Way = tuple[str, Attend, bool]  # its name, and whether it is compiled
 GENERATED = {"cuda": 1024, "cpu": 64}
 
 
@@ -47,13 +47,19 @@ def steps(session: Session) -> list[Step]:
     large = Table(SUITE, "A training step of a larger model", f"{FAR}.", columns)
     columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
     generating = Table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
-    adding = session.adding
-    return [
-        *(adding(training, f"training, {n:,} tokens", of_training, session, n) for n in LENGTHS[kind]),
-        *(adding(generating, f"generation after {n:,} tokens", of_generation, session, n) for n in PROMPTS[kind]),
-        *(adding(large, f"0.6B, {n:,} tokens{', compiled' * compiled}", of_large, session, n, compiled)
-          for n, compiled in LARGE[kind]),
-    ]  # fmt: skip
+    found = []
+    for n in LENGTHS[kind]:
+        ways: list[Way] = [("longnet", longnet(PATTERN), False), ("dense SDPA", dense, False)][: 1 + (n <= MOST_DENSE)]
+        ways += [(name, attend, True) for name, attend, _ in ways if n in COMPILED]
+        given = (session, "125M", PATTERN, n, ways)
+        found.append(session.adding(training, f"training, {n:,} tokens", of_training, *given))
+    for n in PROMPTS[kind]:
+        found.append(session.adding(generating, f"generation after {n:,} tokens", of_generation, session, n))
+    for n, is_compiled in LARGE[kind]:
+        text = f"0.6B, {n:,} tokens{', compiled' * is_compiled}"
+        ways = [("0.6B", longnet(FAR), is_compiled)]
+        found.append(session.adding(large, text, of_training, session, "0.6B", FAR, n, ways))
+    return found
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,13 +80,6 @@ def model_of(session: Session, size: str, pattern: DilatedPattern) -> LongNetLM:
     return model
 
 
-def is_exact(session: Session, model: LongNetLM, pattern: DilatedPattern, tokens: int) -> bool:
-    qkv = make_qkv(1, tokens, model.config.heads, model.config.head_dim, **session.options)
-    with torch.no_grad():
-        out, _ = longnet(pattern)(*qkv)
-    return session.rows_are_right("language model", out, qkv, pattern, True)[0]
-
-
 def operations(config: LMConfig, parameters: int, tokens: int) -> float:
     """Of a step on one row: 6 per weight and token, and 12 per pair of query and key, for each channel of a head."""
     pairs = config.patterns[0].pairs(tokens, config.heads, num_kv_heads=config.kv_heads, is_causal=True)
@@ -94,8 +93,7 @@ def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bo
         for block in model.blocks:
             block.compile(dynamic=False)
     weight = model.head.weight
-    draws = torch.Generator(weight.device).manual_seed(tokens)
-    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=draws, device=weight.device)
+    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), device=weight.device)
     positions = torch.arange(tokens, device=weight.device)
 
     def step() -> None:
@@ -120,27 +118,20 @@ def figures(session: Session, model: LongNetLM, call: Call, tokens: int, attend:
     return [seconds, tokens / seconds, peak, work / seconds / ceiling]
 
 
-def of_training(session: Session, tokens: int) -> Iterator[Row]:
-    ways: dict[str, Attend] = {"longnet": longnet(PATTERN)}
-    if tokens <= MOST_DENSE:
-        ways["dense SDPA"] = dense
-    if not is_exact(session, model_of(session, "125M", PATTERN), PATTERN, tokens):
+def of_training(session: Session, size: str, pattern: DilatedPattern, tokens: int, ways: list[Way]) -> Iterator[Row]:
+    config = model_of(session, size, pattern).config
+    qkv = make_qkv(1, tokens, config.heads, config.head_dim, **session.options)
+    with torch.no_grad():
+        out, _ = longnet(pattern)(*qkv)
+    if not session.rows_are_right("language model", out, qkv, pattern, True)[0]:
         return
-    for is_compiled, (name, attend) in product((False, True) if tokens in COMPILED else (False,), ways.items()):
-        model = model_of(session, "125M", PATTERN)
+    for name, attend, is_compiled in ways:
+        model = model_of(session, size, pattern)
         step = training_step(model, tokens, attend, is_compiled)
         yield [tokens, name + ", compiled" * is_compiled, *figures(session, model, step, tokens, attend, False)]
         if is_compiled and tokens in CAPTURED:
             captured = figures(session, model, graphed(step), tokens, attend, True)
             yield [tokens, f"{name}, compiled, in a CUDA graph", *captured]
-
-
-def of_large(session: Session, tokens: int, is_compiled: bool) -> Iterator[Row]:
-    model = model_of(session, "0.6B", FAR)
-    if is_exact(session, model, FAR, tokens):
-        attend = longnet(FAR)
-        step = training_step(model, tokens, attend, is_compiled)
-        yield [tokens, "0.6B" + ", compiled" * is_compiled, *figures(session, model, step, tokens, attend, False)]
 
 
 @torch.no_grad()

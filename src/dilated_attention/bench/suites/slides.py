@@ -33,17 +33,15 @@ TRAINED = {"cuda": 45_680, "cpu": 1_000}
 WAYS = ("this library", "released way")
 
 
-def released_attention(layer: SelfAttention, x: Tensor, rows: Sequences) -> Tensor:
+def released_attention(layer: SelfAttention, x: Tensor, rows: Sequences) -> Any:
     out = baselines.gather_pad_scatter(*layer.project(x), PATTERN).flatten(2)
-    found: Tensor = layer.out_proj(layer.inner_attn_ln(out))
-    return found
+    return layer.out_proj(layer.inner_attn_ln(out))
 
 
-def released_feed_forward(layer: FeedForward, x: Tensor) -> Tensor:
+def released_feed_forward(layer: FeedForward, x: Tensor) -> Any:
     """All rows at once, GELU on a float32 copy."""
     x = layer.fc1(x)
-    found: Tensor = layer.fc2(layer.ffn_layernorm(F.gelu(x.float()).type_as(x)))
-    return found
+    return layer.fc2(layer.ffn_layernorm(F.gelu(x.float()).type_as(x)))
 
 
 RELEASED: dict[str, Any] = {"self_attn": released_attention, "ffn": released_feed_forward}
@@ -104,12 +102,10 @@ def of_training(session: Session, preset: str) -> Iterator[Row]:
 
 
 def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, Tensor]:
-    draws = torch.Generator(session.device).manual_seed(tiles)
-    channels = model.patch_embed.proj.in_features
-    features = torch.randn(1, tiles, channels, generator=draws, device=session.device)
+    torch.manual_seed(tiles)
+    features = torch.randn(1, tiles, model.patch_embed.proj.in_features, **session.options)
     cells = torch.arange(tiles, device=session.device)
-    coords = torch.stack([cells % 1000, cells // 1000], -1) * 256
-    return features.to(session.dtypes[0]), coords.unsqueeze(0)
+    return features, torch.stack([cells % 1000, cells // 1000], -1).unsqueeze(0) * 256
 
 
 def _attend(model: SlideEncoder, way: str) -> None:
