@@ -79,23 +79,23 @@ def lines_of(runs: list[Result], what: str) -> list[Result]:
 
 
 def picture(runs: list[Result], task: str, what: str) -> bytes:
-    import altair as alt
-
-    from dilated_attention.bench.plots import styled, svg
+    from dilated_attention.bench.plots import either, styled, svg
 
     rows, names = lines_of(runs, what), [one["run"] for one in runs]
     least, most = (choose(point["bits"] for point in rows) for choose in (min, max))
-    domain = [least, max(least + 0.01, min(most, MOST_BITS[task]))]
-    x = alt.X("x:Q", title="seconds of training")
+    scale = {"domain": [least, max(least + 0.01, min(most, MOST_BITS[task]))]}
+    x: dict[str, Any] = {"field": "x", "type": "quantitative", "title": "seconds of training"}
     if what == "position":
-        x = alt.X("x:Q", title="position", scale=alt.Scale(type="log", base=2, nice=False))
-        x = x.axis(values=[1 << i for i in range(4, 21, 2)], labelExpr=TOKENS)
-    y = alt.Y("bits:Q", title=f"held-out bits per {UNITS[task]}", scale=alt.Scale(domain=domain, nice=True))
-    colours = alt.Scale(domain=names, range=[COLOURS[name] for name in names])
-    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=2, clip=True)
-    dash = alt.condition("substring(datum.run, 0, 5) == 'dense'", alt.value([6, 3]), alt.value([1, 0]))
-    chart = chart.encode(x=x, y=y, color=alt.Color("run:N", title=None, scale=colours), strokeDash=dash)
-    return svg(styled(chart.properties(width=520, height=300).to_dict()))
+        axis = {"values": [1 << i for i in range(4, 21, 2)], "labelExpr": TOKENS}
+        x |= {"title": "position", "scale": {"type": "log", "base": 2, "nice": False}, "axis": axis}
+    y = {"field": "bits", "type": "quantitative", "title": f"held-out bits per {UNITS[task]}", "scale": scale}
+    colours = {"domain": names, "range": [COLOURS[name] for name in names]}
+    chart = {
+        "data": {"values": rows}, "mark": {"type": "line", "strokeWidth": 2, "clip": True}, "width": 520, "height": 300,
+        "encoding": {"x": x, "y": y, "color": {"field": "run", "title": None, "scale": colours},
+                     "strokeDash": either("substring(datum.run, 0, 5) == 'dense'", [6, 3], [1, 0])},
+    }  # fmt: skip
+    return svg(styled(chart))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------

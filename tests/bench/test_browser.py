@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from PIL import Image
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.action_chains import ActionChains
@@ -23,11 +20,10 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from dilated_attention.bench import plots
 from dilated_attention.bench.page import page
+from tests.bench import sample
 from tests.browsing import IN_A_BROWSER, keeps_to_itself, screenshots, started_browser  # noqa: F401
 
-HERE = Path(__file__).parent
-made = runpy.run_path(str(HERE / "sample.py"))
-SAMPLE: dict[str, Any] = made["sample"]()
+SAMPLE: dict[str, Any] = sample.sample()
 POINTS = plots.points(SAMPLE["measurements"])
 START = plots.settings(POINTS)[0]
 FIRST = plots.first(POINTS, START)
@@ -44,7 +40,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         one |= {name: one[name] + HOSTILE for name in ("implementation", "dtype")}
     hostile["answer"] = hostile["machine"]["device"] = HOSTILE
     folder = tmp_path_factory.mktemp("pages")
-    for name, results in {"sample": SAMPLE, "empty": made["empty"](), "hostile": hostile}.items():
+    for name, results in {"sample": SAMPLE, "empty": sample.empty(), "hostile": hostile}.items():
         (folder / f"{name}.html").write_text(page(results), encoding="utf-8")
     return {file.stem: file.as_uri() for file in folder.iterdir()}
 
@@ -139,7 +135,7 @@ def test_points_lie_where_their_values_say(show: Open) -> None:
     found = sorted((one["x"] + one["width"] / 2, one["y"] + one["height"] / 2) for one in boxes)
     times = [one["ms"] for one in here(series="dense SDPA")]
     decade = ticks["10"][1] - ticks["100"][1]
-    for (x, y), tokens, ms in zip(found, made["LENGTHS"], times, strict=True):
+    for (x, y), tokens, ms in zip(found, sample.LENGTHS, times, strict=True):
         assert x == pytest.approx(ticks[f"{tokens // 1024}k"][0], abs=2)
         assert y == pytest.approx(ticks["10"][1] - decade * math.log10(ms / 10), abs=2)
 
@@ -279,15 +275,3 @@ def test_nothing_comes_in_or_goes_out(show: Open, browser: webdriver.Chrome, pag
     browser.get_log("performance")  # of other pages
     keeps_to_itself(show(), Path(pages["sample"].removeprefix("file://")))
     assert browser.get_log("browser")  # the browser says what it stopped: an empty log in other tests means something
-
-
-@pytest.mark.slow
-def test_screenshots(pages: dict[str, str], tmp_path: Path) -> None:
-    shown = Path(pages["sample"].removeprefix("file://"))
-    shown.with_name("results.json").write_text("the results")
-    assert screenshots["main"]([str(shown), str(tmp_path)]) == 0
-    made = {file.name: Image.open(file) for file in tmp_path.iterdir()}
-    sizes = {"report-desktop-light.png": (1280, 740), "report-phone-dark.png": (780, 1688)}
-    assert {name: image.size for name, image in made.items()} == sizes
-    stamp = hashlib.sha256(b"the results").hexdigest()
-    assert all(image.text["results"] == stamp for image in made.values())  # type: ignore[attr-defined]

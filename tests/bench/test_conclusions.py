@@ -10,24 +10,23 @@ import pytest
 from dilated_attention import DilatedPattern
 from dilated_attention.bench import conclude
 from dilated_attention.bench.implementations import everything
+from tests.bench import sample
 
 EMPTY: dict[str, Any] = {"checks": [], "measurements": [], "tables": [], "suites": ["scaling"]}
 
 
 def record(name: str, ms: float | None = 1.0, **more: Any) -> dict[str, Any]:
-    tokens = more.get("tokens", 4096)
     timing = None if ms is None else {"median": ms, "lower": 0.99 * ms, "upper": 1.01 * ms, "repeats": 5}
     return {
-        "suite": "scaling", "implementation": name, "kind": "module", "ours": True, "rule": "head_groups", "ranks": 1,
-        "samples": 1, "tokens": tokens, "heads": 8, "head_dim": 64, "lengths": [2048, 4096], "rates": [1, 2],
-        "dtype": "float32", "causal": False, "direction": "forward_backward",
-        "status": "measured" if ms else "wrong", "ms": timing, "peak_bytes": 1 << 30, **more,
+        **sample.measurement("DilatedAttention", 4096, "forward_backward"), "suite": "scaling", "implementation": name,
+        "lengths": [2048, 4096], "rates": [1, 2], "status": "measured" if ms else "wrong", "ms": timing,
+        "peak_bytes": 1 << 30, **more,
     }  # fmt: skip
 
 
 def check(name: str, verdict: str = "exact", error: float = 1e-7, **more: Any) -> dict[str, Any]:
-    found = {"implementation": name, "ours": True, "verdict": verdict, "errors": {"out": error}}
-    return {**found, "limits": {"out": 5e-6}, "why": "", "dtype": "float32", "causal": False, **more}
+    found = {"implementation": name, "verdict": verdict, "errors": {"out": error}, "limits": {"out": 5e-6}}
+    return {**sample.check("DilatedAttention"), **found, **more}
 
 
 def improved(before: float, after: float | None, **more: Any) -> dict[str, Any]:

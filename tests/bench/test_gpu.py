@@ -61,7 +61,7 @@ def test_ranks_that_share_the_gpu_are_exact(ranks: int) -> None:
 
 def test_the_peak_is_that_of_one_call() -> None:
     given = setting(8192)
-    found = runners.prepare(named("dense SDPA")[0], given, DIRECTIONS).peaks
+    _, found, _ = runners.prepare(named("dense SDPA")[0], given, DIRECTIONS)
     out = given.qkv()[0].nbytes
     assert out <= found[FORWARD] <= 1.5 * out
     assert 3 * out <= found[BOTH] <= 8 * out

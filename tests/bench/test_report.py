@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import runpy
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,9 +22,9 @@ from dilated_attention.bench.page import page
 from dilated_attention.bench.report import COLUMNS, table, write_report
 from dilated_attention.bench.results import FIGURES, milliseconds
 from dilated_attention.charts import known
+from tests.bench import sample
 
-made = runpy.run_path(str(Path(__file__).with_name("sample.py")))
-SAMPLE: dict[str, Any] = made["sample"]()
+SAMPLE: dict[str, Any] = sample.sample()
 HOSTILE = """</script><img src=x onerror="document.title='taken'">'"&<b>{{ 7 * 7 }} {% raw %} %s {0}"""
 SECRET = 987654.321  # a time that must not be told
 Results = dict[str, Any]
@@ -84,7 +83,7 @@ def test_nothing_measured_leaves_no_picture_and_says_so(tmp_path: Path) -> None:
     for old in ("time.png", "memory.svg"):
         (tmp_path / "plots" / old).touch()
     said: list[str] = []
-    written = write_report(made["empty"](), tmp_path, say=said.append)
+    written = write_report(sample.empty(), tmp_path, say=said.append)
     assert [file.name for file in written] == ["results.csv", "index.html"]
     assert not list((tmp_path / "plots").iterdir())  # the older pictures were of another run
     assert [line.split(":")[0] for line in said] == [f"no plot of {name}" for name in ("time", "memory")]
@@ -159,7 +158,7 @@ def test_other_names_of_a_function_share_its_line_where_it_was_measured() -> Non
     def drawn(*measurements: dict[str, Any]) -> list[str]:
         return [one["series"] for one in plots.points(measurements)]
 
-    both = [made["measurement"](name, 1024) for name in ("head_groups, auto", "DilatedAttention")]
+    both = [sample.measurement(name, 1024) for name in ("head_groups, auto", "DilatedAttention")]
     assert drawn(*both) == ["head_groups, auto"]
     assert drawn(both[1]) == ["DilatedAttention"]
     for other in ({"dtype": "float16"}, {"ranks": 2}):  # another setting
@@ -168,7 +167,7 @@ def test_other_names_of_a_function_share_its_line_where_it_was_measured() -> Non
 
 def test_lines_have_the_hue_of_their_family_and_differ_in_it() -> None:
     colours = {one["series"]: one["colour"] for one in plots.points(SAMPLE["measurements"])}
-    families = {"dense": ["dense SDPA"], "others": ["copy and gather, slicing", made["NO_GRADIENTS"]],
+    families = {"dense": ["dense SDPA"], "others": ["copy and gather, slicing", sample.NO_GRADIENTS],
                 "head_groups": ["head_groups, auto", "head_groups, sdpa", "RingDilatedAttention, 4 ranks"],
                 "longnet": ["longnet, auto", "longnet, eager"], "torchscale": ["torchscale, auto"]}  # fmt: skip
     for family, names in families.items():
@@ -184,8 +183,8 @@ def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
     assert {*others} == {start.replace("float32", "float32, causal"), "steps" + start[5:].replace("B=1", "B=4")}
     first = plots.first(drawn, start)
     assert len(first) == plots.MOST_SHOWN < len({one["series"] for one in drawn})
-    assert set(first) >= {name for name in plots.FIRST if name in made["WHO"]}
-    assert made["WRONG"] not in {one["series"] for one in drawn}
+    assert set(first) >= {name for name in plots.FIRST if name in sample.WHO}
+    assert sample.WRONG not in {one["series"] for one in drawn}
     assert plots.settings([]) == []
 
 
@@ -240,7 +239,7 @@ def test_what_spoils_a_run_is_said_above_the_answer() -> None:
 def test_wrong_ones_come_first_with_the_error_that_is_farthest_beyond_its_limit() -> None:
     words = parsed().words()
     words = words[words.index("2 are wrong") :]
-    assert f"{made['WRONG']} wrong gradient of k: inf with a limit of 5.0e-06, float32 The mask is shifted." in words
+    assert f"{sample.WRONG} wrong gradient of k: inf with a limit of 5.0e-06, float32 The mask is shifted." in words
     assert "gather-pad-scatter wrong gradients gradient of q: 2.4e-02 with a limit of 5.0e-06" in words
     assert words.index("2 are wrong") < words.index("10 are right") < words.index("exact")
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import random
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import functional as F
 
 from dilated_attention import DilatedPattern
@@ -27,7 +23,6 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import tasks  # noqa: E402
 import tasks_data  # noqa: E402
-import tasks_model  # noqa: E402
 import tasks_shown  # noqa: E402
 
 SHRINK = 512  # windows of 16, 64 and 256 bytes, and of 16 and 2048 bases; segments from 4
@@ -35,38 +30,33 @@ SMALL = ["--shrink", SHRINK, "--seconds", "0.001", "--dim", "16", "--depth", "2"
 RUNS = [("code", "longnet-32k"), ("code", "dense-8k"), ("genome", "longnet-1m")]
 
 
-def words(draw: random.Random, count: int) -> str:
-    return "".join(f"{draw.choice(['def', 'return', 'class'])} name_{draw.randrange(9)}\n" for _ in range(count))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packages, one of which is large, one a single file and two partly the same; and a genome."""
+    """Packages, one of which is large, one a single file and all partly the same; and a genome."""
     found, draw = tmp_path_factory.mktemp("tasks"), random.Random(0)
+
+    def write(name: str, lines: int) -> None:
+        (found / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (found / "code" / name).write_text("".join(f"def name_{draw.randrange(99)}\n" for _ in range(lines)))
+
     for package in range(20):
-        (found / f"code/package{package}/inner").mkdir(parents=True)
         for file in ("b.py", "inner/a.py", "a.py"):
-            text = words(draw, 2000 if package == 3 else 15)
-            (found / f"code/package{package}" / file).write_text(text)
+            write(f"package{package}/{file}", 2000 if package == 3 else 15)
         (found / f"code/package{package}/same.py").write_text("# a licence that all of them have\n" * 9)
-        (found / f"code/package{package}/empty.py").touch()
-    (found / "code/single.py").write_text(words(draw, 20))
+    write("single.py", 20)
     bases = "".join(draw.choice("ACGT") for _ in range(3000)) + "NNN"
     (found / "genome.fna").write_text(f">short\nACGT\n>made up\n{bases[:1500].lower()}\n{bases[1500:]}\n")
     return found
 
 
-def given(folder: Path, task: str, *runs: str) -> list[str]:
+def run(folder: Path, task: str, *runs: str) -> None:
     data = ["--code", folder / "code"] if task == "code" else ["--fasta", folder / "genome.fna"]
-    return [str(word) for word in (task, *runs, "--out", folder / "out", *data, *SMALL)]
+    tasks.main([str(word) for word in (task, *runs, "--out", folder / "out", *data, *SMALL)])
 
 
 def result(folder: Path, task: str, name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "out" / f"{task}-{name}.json").read_text())
     return found
-
-
-# --- data -------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
@@ -76,33 +66,25 @@ def test_nothing_of_a_held_out_package_is_trained_on(folder: Path) -> None:
     assert "package3" not in held_out  # it has more than a tenth of all bytes
     for file in (folder / "code").rglob("*.py"):
         package = file.relative_to(folder / "code").parts[0].removesuffix(".py")
-        inside = package not in held_out or file.name in ("same.py", "empty.py")
-        assert (file.read_bytes() in text) == inside, file
+        assert (file.read_bytes() in text) == (package not in held_out or file.name == "same.py"), file
     assert text.count(b"# a licence") == 9  # of twenty copies one is kept
     first, size = next(iter(held_out.items()))
     whole = b"".join((folder / f"code/{first}" / x).read_bytes() for x in ("a.py", "b.py", "inner/a.py"))
     assert data.held_out.numpy().tobytes()[:size] in whole
     assert sum(held_out.values()) == data.held_out.numel() == 256 * len(data.held_out)
-    assert [*held_out] == sorted(held_out, key=lambda name: hashlib.sha256(name.encode()).digest())
-
-
-# --- runs -------------------------------------------------------------------------------------------------------
 
 
 def direct(trainer: Any, window: int) -> torch.Tensor:
     """The bits of each held-out symbol, window by window, from the logits of a plain model."""
-    whole = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
     config = trainer.config
     if trainer.run.attention == "dense":
         config = replace(config, pattern=DilatedPattern.longnet([window], [1]))
-    model = LongNetLM(config)
-    model.load_state_dict(whole)
-    bits = []
+    model, bits = LongNetLM(config), []
+    model.load_state_dict(trainer.model.state_dict())
     for labels in trainer.data.held_out.long().split(window, dim=1):
         inputs = torch.cat((torch.full_like(labels[:, :1], trainer.data.begin), labels[:, :-1]), 1)
         with torch.no_grad():
-            logits = model(inputs).movedim(-1, 1)
-        bits.append(F.cross_entropy(logits, labels, reduction="none") / math.log(2))
+            bits.append(F.cross_entropy(model(inputs).movedim(-1, 1), labels, reduction="none") / math.log(2))
     return torch.cat(bits, 1)
 
 
@@ -124,10 +106,10 @@ def expected(folder: Path) -> dict[Any, Any]:
     with mock.patch.object(tasks, "judged", checked), mock.patch.object(tasks_data.Windows, "__getitem__", counted):
         for task, name in RUNS:
             trained[0] = 0
-            tasks.main(given(folder, task, name))
+            run(folder, task, name)
             found[task, name] = trained[0]
     for task in ("code", "genome"):
-        tasks.main(given(folder, task, "baselines"))
+        run(folder, task, "baselines")
     return found
 
 
@@ -138,70 +120,46 @@ def test_bits_by_position_are_those_of_a_direct_computation(
     found, wanted = result(folder, task, name), expected[f"{task}-{name}"]
     assert list(found["held_out"]) == [str(window) for window in wanted]
     for window, bits in wanted.items():
-        told = found["held_out"][str(window)]
+        told, length = found["held_out"][str(window)], min(window, bits.shape[1])
         assert told["bits"] == pytest.approx(bits.mean().item(), rel=1e-4)
-        length = min(window, bits.shape[1])
         places = torch.arange(bits.shape[1]) % length
         kept = torch.arange(bits.shape[1]) < bits.shape[1] // length * length
-        assert [x["last"] + 1 for x in told["by_position"][:-1]] == [x["first"] for x in told["by_position"][1:]]
-        assert (told["by_position"][0]["first"], told["by_position"][-1]["last"]) == (0, length - 1)
-        for one in told["by_position"]:
-            inside = kept & (places >= one["first"]) & (places <= one["last"])
-            assert one["bits"] == pytest.approx(bits[:, inside].mean().item(), rel=1e-4)
-        border = 2048 // SHRINK
-        after = (places >= border) & (places < length // border * border) & (places % border == 1) & kept
-        assert told["after_a_border"][1]["bits"] == pytest.approx(bits[:, after].mean().item(), rel=1e-4)
+        bins = [range(one["first"], one["last"] + 1) for one in told["by_position"]]
+        assert [place for one in bins for place in one] == list(range(length))
+        for one, inside in zip(told["by_position"], bins, strict=True):
+            chosen = kept & (places >= inside.start) & (places < inside.stop)
+            assert one["bits"] == pytest.approx(bits[:, chosen].mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(("task", "name"), RUNS)
 def test_a_result_has_all_that_it_needs(folder: Path, expected: dict[Any, Any], task: str, name: str) -> None:
     found = result(folder, task, name)
-    assert found["complete"]
-    assert (found["task"], found["run"], found["attention"]) == (task, name, name.split("-")[0])
+    assert (found["complete"], found["task"], found["run"], found["attention"]) == (
+        True,
+        task,
+        name,
+        name.split("-")[0],
+    )
     assert {"command", "commit", "device", "versions"} <= set(found["machine"])
-    assert (found["seconds"] >= 0.001, found["steps"] > tasks_model.WARM) == (True, True)
     assert found["tokens"] == found["steps"] * tasks.TASKS[task].runs[name].step // SHRINK == expected[task, name]
     assert found["curve"][-1][1] == found["held_out_curve"][-1][1] == found["tokens"]
     if found["attention"] == "dense":
         pairs = 12 * (found["window"] + 1) / 2 * 16 * 2  # of 16 channels, in two layers
         assert found["operations_per_token"] == 6 * found["parameters"] + pairs
-    assert max(found["config"]["pattern"]["segment_lengths"]) == found["window"]
-
-
-def test_a_run_that_is_cut_leaves_its_curve(folder: Path, tmp_path: Path) -> None:
-    add = tasks.Timed.add
-
-    def cut(self: Any, step: int, **facts: float) -> None:
-        add(self, step, **facts)
-        if step == 5:
-            self.write()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with mock.patch.object(tasks.Timed, "add", cut):
-        tasks.main([*given(folder, "code", "longnet-8k"), "--out", str(tmp_path), "--seconds", "1e9"])
-    found = json.loads((tmp_path / "code-longnet-8k.json").read_text())
-    assert not found["complete"]
-    assert found["curve"]
-    with pytest.raises(SystemExit, match="has no run that came to its end"):
-        tasks_shown.show(tmp_path, tmp_path)
-
-
-# --- the page ---------------------------------------------------------------------------------------------------
 
 
 def test_tables_and_pictures(folder: Path, expected: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no run that came to its end"):
+        tasks_shown.show(tmp_path, tmp_path)
     (tmp_path / "results.md").write_text((ROOT / "docs/results.md").read_text(encoding="utf-8"), encoding="utf-8")
     for _ in range(2):  # the second time changes nothing
         tasks_shown.show(folder / "out", tmp_path)
         page = (tmp_path / "results.md").read_text(encoding="utf-8")
         assert page.count("| longnet-32k |") == page.count("| dense-8k |") == 1
-        assert page.count("not measured") == page.count("has been measured yet") == 0
     bits = result(folder, "code", "dense-8k")["held_out"]["16"]["bits"]
     (line,) = (x for x in page.splitlines() if x.startswith("| dense-8k |") and "M |" in x)
     assert f" {bits:.3f} " in line
-    assert sorted(file.name for file in tmp_path.glob("tasks-*.svg")) == [
-        f"tasks-{task}-{what}.svg" for task in ("code", "genome") for what in ("position", "training")
-    ]
+    assert len([*tmp_path.glob("tasks-*.svg")]) == 4
 
 
 def test_the_page_shows_what_was_measured() -> None:

@@ -90,15 +90,15 @@ class Comparison:
         if not left:
             return {}
         try:
-            prepared = runners.prepare(one, setting, list(left))
+            measures, peaks, why = runners.prepare(one, setting, list(left))
         except ERRORS as error:
             return _failed(left.values(), _first_line(error))
-        for way, peak in prepared.peaks.items():
+        for way, peak in peaks.items():
             left[way]["peak_bytes"] = peak
-        if why := prepared.rows_wrong:
+        if why:
             self.judge(one.identity(), setting, check, FAR, why)
             return _end(left.values(), "wrong", why)
-        return prepared.measures
+        return measures
 
     def check(self, one: Implementation, setting: Setting) -> Check | str:
         """Out and gradients against the oracle in every setting for checks; of each the worst. A str: it failed."""

@@ -92,7 +92,7 @@ class UseCase(NamedTuple):
     figure: str = "ms"
 
     def value(self, record: Record) -> float:
-        return float(record["ms"]["median"] if self.figure == "ms" else record[self.figure])
+        return _median(record) if self.figure == "ms" else float(record[self.figure])
 
     def interval(self, record: Record) -> tuple[float, float]:
         return spread(record) if self.figure == "ms" else (self.value(record), 1.02 * self.value(record))
@@ -172,26 +172,26 @@ def _speed(measurements: Sequence[Record]) -> str:
     """Training under the rule head_groups, beside dense attention and the best other exact implementation."""
     known = {record["implementation"] for record in measurements}
     name = next((name for name in OURS if name in known), OURS[0])
-    dense: dict[int, tuple[Record, Record]] = {}
-    others: dict[int, tuple[Record, Record]] = {}
-    for group in _by_setting(measurements, {"direction": [BOTH], "causal": [False], "samples": [1]}):
-        mine = group.get(name, {})
-        same = [x for x in group.values() if mine and x["kind"] == "baseline" and x["rule"] == mine["rule"]]
-        for found, beside in ((dense, [group[DENSE]] if mine and DENSE in group else []), (others, same)):
-            if beside:
-                fastest = min(beside, key=lambda record: float(record["ms"]["median"]))
-                found.setdefault(mine["tokens"], (mine, fastest))
+    found = _by_setting(measurements, {"direction": [BOTH], "causal": [False], "samples": [1]})
+    groups = {group[name]["tokens"]: group for group in reversed(found) if name in group}  # of each length the first
+    dense = {tokens: (group[name], group[DENSE]) for tokens, group in groups.items() if DENSE in group}
+    others = {
+        tokens: (group[name], min(same, key=_median))
+        for tokens, group in groups.items()
+        if (same := [x for x in group.values() if (x["kind"], x["rule"]) == ("baseline", group[name]["rule"])])
+    }
     if not dense:
         return "The speed of this library beside dense attention was not measured in this run."
-    longest, (mine, other) = max(dense.items(), key=lambda one: one[0])
+    longest = max(dense)
+    mine, other = dense[longest]
     said = (
         f"In training at {longest:,} tokens under {mine['rule']} with {segments(mine).replace(' ', ' and ')}, this "
         f"library is {_compared(mine, other)} dense attention (a different operation)"
     )
     if others:
-        tokens, pair = max(others.items(), key=lambda one: one[0])
-        where = "" if tokens == longest else f" at {tokens:,} tokens"
-        said += f", and{where} {_compared(*pair)} the best exact alternative, {pair[1]['implementation']}"
+        where = "" if max(others) == longest else f" at {max(others):,} tokens"
+        ours, best = others[max(others)]
+        said += f", and{where} {_compared(ours, best)} the best exact alternative, {best['implementation']}"
     reach, share = far_rows(DilatedPattern(mine["rule"], mine["lengths"], mine["rates"]), longest, mine["heads"])
     said += f". {share:.1%} of the rows (one token in one head) are in the longest segments, of {reach:,} tokens."
     slower = [tokens for tokens, (mine, other) in dense.items() if spread(other)[1] < spread(mine)[0]]
@@ -209,12 +209,16 @@ def far_rows(pattern: DilatedPattern, tokens: int, heads: int) -> tuple[int, flo
     return min(width, tokens), rows / (tokens * heads)
 
 
+def _median(record: Record) -> float:
+    return float(record["ms"]["median"])
+
+
 def _compared(mine: Record, other: Record) -> str:
     """How fast ours is beside another; where quartiles overlap neither is faster."""
     (low, high), (other_low, other_high) = spread(mine), spread(other)
     if low <= other_high and other_low <= high:
         return "about as fast as"
-    factor = other["ms"]["median"] / mine["ms"]["median"]
+    factor = _median(other) / _median(mine)
     return f"{number_text(factor)}× as fast as" if factor >= 1 else f"{number_text(1 / factor)}× slower than"
 
 
@@ -277,7 +281,7 @@ def _finding(results: Record, least: float, where: Any) -> tuple[str, str, str] 
     before, after, figure = where
     groups: dict[Any, dict[str, float]] = defaultdict(dict)  # in the settings of both
     for x in (x for x in measured if x[figure]):
-        groups[_where(x)][x["implementation"]] = x["ms"]["median"] if figure == "ms" else x[figure]
+        groups[_where(x)][x["implementation"]] = _median(x) if figure == "ms" else x[figure]
     saved = [1 - group[after] / group[before] for group in groups.values() if {before, after} <= group.keys()]
     if not saved:
         return None

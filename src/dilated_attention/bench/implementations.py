@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +38,8 @@ from dilated_attention.nn import (
 )
 from dilated_attention.pattern import RULES, DilatedPattern
 
-BACKENDS = ("auto", "triton", "sdpa", "eager")
+COMPILED = "auto, compiled"  # one opaque op in a compiled graph, whatever the backend
+BACKENDS = ("auto", "triton", "sdpa", "eager", COMPILED)
 RANKS = (2, 4)
 DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
@@ -59,25 +61,18 @@ def everything() -> list[Implementation]:
     ]
     ring = [one for one in modules if one.name.startswith("Ring")]
     over_ranks = [one for ranks in RANKS for one in (*(spread(one, ranks) for one in ring), _mesh(ranks))]
+    functions = [
+        Implementation(f"{rule}, {how}", "function", rule, partial(_ours, rule, how), why_not=partial(_cannot, how))
+        for rule, how in product(RULES, BACKENDS)
+    ]
     yardstick = Implementation(DENSE, "baseline", "dense", _dense, ours=False)
-    return [yardstick, *(one for rule in RULES for one in _functions(rule)), *modules, *over_ranks, *_baselines()]
+    return [yardstick, *functions, *modules, *over_ranks, *_baselines()]
 
 
 def named(*names: str) -> list[Implementation]:
     """Those of these names, in this order."""
     found = {one.name: one for one in everything()}
     return [found[name] for name in names]
-
-
-def _functions(rule: str) -> list[Implementation]:
-    names: dict[str, tuple[Build, Any]]
-    names = {backend: (partial(_ours, rule, backend), partial(_cannot, backend)) for backend in BACKENDS}
-    # one opaque op in a compiled graph, whatever the backend
-    names["auto, compiled"] = partial(_compiled, rule), _cannot_compile
-    return [
-        Implementation(f"{rule}, {name}", "function", rule, build, why_not=why_not)
-        for name, (build, why_not) in names.items()
-    ]
 
 
 def spread(one: Implementation, ranks: int) -> Implementation:
@@ -138,12 +133,10 @@ def _no_mesh(setting: Setting) -> str | None:
     return why if setting.on_cuda else None
 
 
-def _cannot_compile(setting: Setting) -> str | None:
-    return "torch.compile needs triton on CUDA" if setting.on_cuda and not triton.INSTALLED else None
-
-
-def _cannot(backend: str, setting: Setting) -> str | None:
-    if backend != "triton":
+def _cannot(how: str, setting: Setting) -> str | None:
+    if how == COMPILED and setting.on_cuda and not triton.INSTALLED:
+        return "torch.compile needs triton on CUDA"
+    if how != "triton":
         return None
     x = torch.empty(1, dtype=setting.dtype, device=setting.device).expand(1, 1, 1, setting.head_dim)
     call = Call(DilatedPattern.longnet([1], [1]), setting.causal).of(x, x, None, 0)
@@ -162,16 +155,16 @@ def _function(function: Callable[..., Tensor], rule: str, setting: Setting) -> S
     return subject(lambda *qkv: function(*qkv, pattern, is_causal=setting.causal), pattern, setting)
 
 
-def _ours(rule: str, backend: str, setting: Setting) -> Subject:
-    return _function(partial(dilated_attention, backend=backend), rule, setting)
+def _ours(rule: str, how: str, setting: Setting) -> Subject:
+    plain = _function(partial(dilated_attention, backend="auto" if how == COMPILED else how), rule, setting)
+    if how != COMPILED:
+        return plain
+    # one graph or an error: a fallback to plain Python would be timed under the wrong name
+    return replace(plain, attention=torch.compile(plain.attention, fullgraph=True, dynamic=False))
 
 
-def without_plans() -> Implementation:
+def without_plans(setting: Setting) -> Subject:
     """Every cache of plans is emptied before each call."""
-    return Implementation("longnet, sdpa, plans not cached", "function", "longnet", _without_plans)
-
-
-def _without_plans(setting: Setting) -> Subject:
     planned = _ours("longnet", "sdpa", setting)
     members = [thing for module in (blocks, choose) for thing in vars(module).values()]
     caches = [thing for thing in members if isinstance(thing, functools._lru_cache_wrapper)]
@@ -182,12 +175,6 @@ def _without_plans(setting: Setting) -> Subject:
         return planned.attention(*qkv)
 
     return replace(planned, attention=attention)
-
-
-def _compiled(rule: str, setting: Setting) -> Subject:
-    plain = _ours(rule, "auto", setting)
-    # one graph or an error: a fallback to plain Python would be timed under the wrong name
-    return replace(plain, attention=torch.compile(plain.attention, fullgraph=True, dynamic=False))
 
 
 def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:

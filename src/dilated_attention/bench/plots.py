@@ -16,7 +16,7 @@ from dilated_attention.units import bytes_text, number_text
 
 LOST = "out of memory"
 MOST_SHOWN = 8  # lines at first
-INK, MUTED, GRID, PAPER, GOOD, BAD = "#1f2328", "#59636e", "#e3e6ea", "#ffffff", "#1a7f37", "#cf222e"
+INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#e3e6ea", "#ffffff"
 # One hue per family. Every shade has a contrast of at least 4.5 on its paper, as names are written in it.
 SHADES = {
     "dense": ("#59636e", "#6e7781", "#424a53"),
@@ -26,7 +26,7 @@ SHADES = {
     "torchscale": ("#6639ba", "#8250df", "#a626a4", "#5b4fc7"),
 }
 DARK = {  # what a colour becomes where the reader prefers dark pages
-    INK: "#e6edf3", MUTED: "#9da7b1", GRID: "#2a3038", PAPER: "#0f1318", BAD: "#ff7b72",
+    INK: "#e6edf3", MUTED: "#9da7b1", GRID: "#2a3038", PAPER: "#0f1318",
     "#6e7781": "#8c959f", "#424a53": "#c9d1d9", "#bc4c00": "#f0883e", "#9a6700": "#d4a72c", "#c4314b": "#ff8fa3",
     "#7a3b12": "#ffe0c2", "#a04a00": "#c58a66", "#0550ae": "#58a6ff", "#007a99": "#39c5e0", "#2a6f97": "#6cb6d9",
     "#3b5bdb": "#9db1ff", "#116329": "#3fb950", "#1a7f37": "#56d364", "#4d7c0f": "#a3c957", "#0f766e": "#4fd1c5",
@@ -39,7 +39,8 @@ FIGURES = {
     "memory": "Peak memory beyond the inputs",
     "relative": "Time as a multiple of the fastest line shown",
 }
-PLAIN_COLOUR = {"field": "colour", "scale": None}
+COLOUR, DRAWN = {"field": "colour", "scale": None}, "datum.y > 0"
+SHARED = {"scale": {"y": "shared"}}
 NAME_HEIGHT = 15  # pixels between two names at the ends of lines
 Y = "figure == 'memory' ? datum.peak : figure == 'relative' ? datum.{0} / datum.least : datum.{0}"
 TOKENS = (
@@ -122,8 +123,10 @@ def line_chart(data: Record, height: int, inside: str = "true") -> Record:
 
     ``inside`` says of a name whether it is on the plot: after zooming it may not be.
     """
-    drawn, dot = {"filter": "datum.y > 0"}, {"type": "point", "size": 26, "strokeWidth": 1.5}
     lost = {"type": "point", "shape": "cross", "angle": 45, "size": 70, "filled": True}
+    x = {"field": "tokens", "type": "quantitative", "scale": {"type": "log", "base": 2, "nice": False, "padding": 12}}
+    y = {"field": "y", "type": "quantitative", "scale": {"type": "log", "nice": False, "padding": 18}, "title": None}
+    values = {"expr": "figure == 'memory' ? powers : decades"}
     return {
         "data": data,
         "height": height,
@@ -132,42 +135,31 @@ def line_chart(data: Record, height: int, inside: str = "true") -> Record:
             *({"calculate": Y.format(name), "as": to} for name, to in (("ms", "y"), ("low", "low"), ("high", "high"))),
         ],
         "encoding": {
-            "x": {
-                "field": "tokens", "type": "quantitative", "axis": {"labelExpr": TOKENS, "values": {"expr": "lengths"}},
-                "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
-            },
-            "y": {
-                "field": "y", "type": "quantitative", "title": None,
-                "scale": {"type": "log", "nice": False, "padding": 18},
-                "axis": {"labelExpr": VALUES, "values": {"expr": "figure == 'memory' ? powers : decades"}},
-            },
-            "color": PLAIN_COLOUR,
+            "x": {**x, "axis": {"labelExpr": TOKENS, "values": {"expr": "lengths"}}},
+            "y": {**y, "axis": {"labelExpr": VALUES, "values": values}},
+            "color": COLOUR,
             "detail": {"field": "series"},
         },
         "layer": [
-            {
-                "transform": [drawn, {"filter": "figure != 'memory' && datum.low > 0"}], "mark": "rule",
-                "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
-            },
-            {
-                "transform": [drawn], "mark": {"type": "line", "strokeWidth": 2},
-                "encoding": {"strokeDash": _either("datum.ours", [1, 0], [6, 3])},
-            },
-            {
-                "transform": [drawn], "mark": dot,
-                "encoding": {"fill": PLAIN_COLOUR, "fillOpacity": _either("datum.few", 0, 1)},
-            },
-            {"transform": [{"filter": "!isValid(datum.ms)"}], "mark": lost, "encoding": {"y": {"value": 8}}},
-            _names([drawn], height, inside),
+            _layer("rule", f"{DRAWN} && figure != 'memory' && datum.low > 0", y={"field": "low"}, y2={"field": "high"}),
+            _layer({"type": "line", "strokeWidth": 2}, DRAWN, strokeDash=either("datum.ours", [1, 0], [6, 3])),
+            _layer({"type": "point", "size": 26, "strokeWidth": 1.5}, DRAWN, fill=COLOUR,
+                   fillOpacity=either("datum.few", 0, 1)),
+            _layer(lost, "!isValid(datum.ms)", y={"value": 8}),
+            _names(height, inside),
         ],
     }  # fmt: skip
 
 
-def _either(test: str, value: Any, otherwise: Any) -> Record:
+def _layer(mark: str | Record, which: str, **encoding: Record) -> Record:
+    return {"mark": mark, "transform": [{"filter": which}], "encoding": encoding}
+
+
+def either(test: str, value: Any, otherwise: Any) -> Record:
     return {"condition": {"test": test, "value": value}, "value": otherwise}
 
 
-def _names(drawn: list[Record], height: int, inside: str) -> Record:
+def _names(height: int, inside: str) -> Record:
     """Each name beside its last point. Where they would overlap, each is moved up to clear the one below.
 
     The names that end at one length are taken from the lowest up. If z is the logarithm of the value less the room that
@@ -181,7 +173,7 @@ def _names(drawn: list[Record], height: int, inside: str) -> Record:
     halo = {**text, "stroke": PAPER, "strokeWidth": 4, "strokeJoin": "round"}
     return {
         "transform": [
-            *drawn,
+            {"filter": DRAWN},
             {"joinaggregate": extent},
             {"joinaggregate": [{"op": "max", "field": "tokens", "as": "last"}], "groupby": ["series"]},
             {"filter": "datum.tokens == datum.last"},
@@ -191,7 +183,7 @@ def _names(drawn: list[Record], height: int, inside: str) -> Record:
             {"calculate": f"exp(datum.free + {room})", "as": "at"},
             {"calculate": "isValid(datum.name) ? datum.name : datum.series", "as": "name"},
         ],
-        "encoding": {"y": {"field": "at"}, "text": {"field": "name"}, "opacity": _either(inside, 1, 0)},
+        "encoding": {"y": {"field": "at"}, "text": {"field": "name"}, "opacity": either(inside, 1, 0)},
         "layer": [{"mark": halo, "encoding": {"color": {"value": PAPER}}}, {"mark": text}],
     }
 
@@ -244,8 +236,8 @@ def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
     ]
     if not panels:
         return None
-    given, shared = parameters(figure, sorted({one["tokens"] for one in drawn})), {"scale": {"y": "shared"}}
-    return styled({"params": given, "datasets": data, "hconcat": panels, "title": wanted, "resolve": shared})
+    given = parameters(figure, sorted({one["tokens"] for one in drawn}))
+    return styled({"params": given, "datasets": data, "hconcat": panels, "title": wanted, "resolve": SHARED})
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -254,10 +246,10 @@ def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
 def styled(chart: Record) -> Record:
     """The specification of a chart in our style. It names no address of a schema: nothing is to be loaded."""
     words = {"labelColor": MUTED, "titleColor": MUTED, "titleFontWeight": "normal", "labelFontSize": 12}
+    lines = {"gridColor": GRID, "domainColor": GRID, "ticks": False, "labelPadding": 6}
     config = {
         "aria": False,  # the tables are there to be read aloud
-        "axis": {**words, "titleFontSize": 12, "gridColor": GRID, "domainColor": GRID, "ticks": False,
-                 "labelPadding": 6},
+        "axis": {**words, **lines, "titleFontSize": 12},
         "background": PAPER,
         "font": "system-ui, sans-serif",
         "legend": words,
@@ -265,7 +257,7 @@ def styled(chart: Record) -> Record:
         "title": {"anchor": "start", "frame": "group", "fontWeight": "normal", "fontSize": 13, "color": MUTED},
         "view": {"stroke": None},
     }  # fmt: skip
-    return {name: part for name, part in {**chart, "config": config}.items() if name != "$schema"}
+    return {**chart, "config": config}
 
 
 def dark_style(dark: dict[str, str] = DARK) -> str:

@@ -65,9 +65,13 @@ class Expected(NamedTuple):
         exact: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
     ) -> Expected:
         """``exact`` takes the inputs and then the parameters, in whatever dtype they come."""
-        given = {**_named(inputs), **(parameters or {})}
-        wanted = results(exact, {name: x.double() for name, x in given.items()}, dout)
-        limits = testing.limits(wanted, results(exact, given, dout), dout.dtype)
+
+        def computed(convert: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+            own = {name: convert(x).detach().requires_grad_() for name, x in (parameters or {}).items()}
+            return results(lambda *x: exact(*x, *own.values()), [convert(x) for x in inputs], dout, own)
+
+        wanted = computed(Tensor.double)
+        limits = testing.limits(wanted, computed(Tensor.detach), dout.dtype)
         return Expected(wanted, {name: limits[name] for name in wanted})
 
     def compare(self, found: Mapping[str, Tensor]) -> Check:
@@ -77,22 +81,14 @@ class Expected(NamedTuple):
 
 
 def results(
-    attention: Attention,
-    inputs: Sequence[Tensor] | Mapping[str, Tensor],
-    dout: Tensor,
-    parameters: Mapping[str, Tensor] | None = None,
+    attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Out and, by name, the gradients of the inputs and the parameters."""
-    named = inputs if isinstance(inputs, Mapping) else _named(inputs)
-    leaves = {name: x.detach().requires_grad_() for name, x in named.items()}
-    out = attention(*leaves.values())
-    wanted = {**leaves, **(parameters or {})}
-    grads = torch.autograd.grad(out, list(wanted.values()), dout.to(out.dtype))
-    return {"out": out.detach(), **{f"d {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
-
-
-def _named(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    return dict(zip("qkv" if len(inputs) == 3 else "x", inputs, strict=True))
+    leaves, own = [x.detach().requires_grad_() for x in inputs], parameters or {}
+    out = attention(*leaves)
+    grads = torch.autograd.grad(out, [*leaves, *own.values()], dout.to(out.dtype))
+    names = (*("qkv" if len(inputs) == 3 else "x"), *own)
+    return {"out": out.detach(), **{f"d {name}": grad for name, grad in zip(names, grads, strict=True)}}
 
 
 @functools.cache

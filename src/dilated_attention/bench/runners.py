@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,7 @@ TIMEOUT = 300.0
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate")
 
 
-class Prepared(NamedTuple):
-    """What was found before the clock starts: figures by direction."""
-
-    measures: dict[str, Measure]
-    peaks: dict[str, int]
-    rows_wrong: str  # in which way single rows at full length are wrong; "" also where they cannot be checked
+Prepared = tuple[dict[str, Measure], dict[str, int], str]
 
 
 def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
@@ -38,14 +33,15 @@ def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
 
 
 def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> Prepared:
-    """Single rows at full length, memory, and what to time; of ranks the one that takes most."""
+    """What to time and memory, by direction, and in which way single rows at full length are wrong; "" also where they
+    cannot be checked. Of ranks the one that takes most."""
     threads = max(1, torch.get_num_threads() // one.ranks)
     found = _everywhere(one.ranks, _hold, one.name, one.build, setting, tuple(directions), threads)
     measures = {
-        way: measure_of(_held[one.name, way], setting.device) if one.ranks == 1 else partial(_slowest, one, way)
+        way: measure_of(_held[one.name, way], setting.device) if one.ranks == 1 else partial(_in_ranks, one, way)
         for way in directions
     }
-    return Prepared(measures, {way: max(peaks[way] for _, peaks in found) for way in directions}, found[0][0])
+    return measures, {way: max(peaks[way] for _, peaks in found) for way in directions}, found[0][0]
 
 
 def release(ranks: Sequence[int]) -> None:
@@ -79,11 +75,6 @@ def ran_out(message: str) -> bool:
     return any(sign in message for sign in SIGNS)
 
 
-def _slowest(one: Implementation, direction: str) -> list[float]:
-    """A call is over when its last rank is."""
-    return [max(_everywhere(one.ranks, _once, one.name, direction))]
-
-
 # --- here, or in each rank --------------------------------------------------------------------------------------
 
 _held: dict[tuple[str, str], Call] = {}  # what is timed, by implementation and direction
@@ -109,6 +100,11 @@ def _hold(
         calls[BOTH]()
     _held.update({(name, way): call for way, call in calls.items()})
     return wrong, {way: probes.peak_bytes(call, setting.device) for way, call in calls.items()}
+
+
+def _in_ranks(one: Implementation, direction: str) -> list[float]:
+    """A call is over when its last rank is."""
+    return [max(_everywhere(one.ranks, _once, one.name, direction))]
 
 
 def _once(name: str, direction: str) -> float:
