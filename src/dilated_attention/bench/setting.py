@@ -149,14 +149,13 @@ class Implementation:
 
         Bytes: q, k, v are read and out and lse written; backward reads these and dout and writes three gradients.
         """
-        backward, pattern = direction == BOTH, setting.pattern(self.rule)
-        work: dict[str, Any] = {"is_causal": setting.causal, "backward": backward}
-        flops = setting.samples * pattern.flops(setting.tokens, setting.heads, setting.head_dim, **work)
-        rows = setting.samples * setting.tokens * setting.heads
-        tensor, lse = rows * setting.head_dim * setting.dtype.itemsize, rows * 4
-        count = 12 * tensor + 2 * lse if backward else 4 * tensor + lse
+        backward, rows, width = direction == BOTH, setting.samples * setting.tokens, setting.width
+        size = (setting.tokens, setting.heads, setting.head_dim)
+        work = setting.pattern(self.rule).flops(*size, is_causal=setting.causal, backward=backward)
+        flops, weights = setting.samples * work, 0
         if self.kind == "multihead" or "Multihead" in self.name or "RingAdvanced" in self.name:
-            weights = PROJECTIONS * setting.width**2
-            flops += 2 * weights * setting.samples * setting.tokens * (3 if backward else 1)
-            count += weights * setting.dtype.itemsize * (2 if backward else 1)
-        return flops, count
+            weights = PROJECTIONS * width**2
+        tensor, lse = rows * width * setting.dtype.itemsize, rows * setting.heads * 4
+        flops += 2 * weights * rows * (3 if backward else 1)
+        count = weights * setting.dtype.itemsize * (2 if backward else 1)
+        return flops, count + (12 * tensor + 2 * lse if backward else 4 * tensor + lse)
