@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import functional as F
 
 from dilated_attention import DilatedPattern
@@ -80,7 +81,7 @@ def direct(trainer: Any, window: int) -> torch.Tensor:
     if trainer.run.attention == "dense":
         config = replace(config, pattern=DilatedPattern.longnet([window], [1]))
     model, bits = LongNetLM(config), []
-    model.load_state_dict(trainer.model.state_dict())
+    model.load_state_dict(get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True)))
     for labels in trainer.data.held_out.long().split(window, dim=1):
         inputs = torch.cat((torch.full_like(labels[:, :1], trainer.data.begin), labels[:, :-1]), 1)
         with torch.no_grad():
