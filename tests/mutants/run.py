@@ -175,14 +175,11 @@ def main() -> None:
     given = parser.parse_args()
     told = ["git", "log", "-1", "--format=%H", "--", "src"]
     commit = subprocess.run(told, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    last, record = (
-        json.loads(path.read_text("utf-8")) if path.exists() else {"code": commit, "mutants": {}}
-        for path in (RECORD, given.out)
-    )
-    record["code"] = commit if given.again else record["code"]
+    none = {"code": commit, "mutants": {}}
+    last, record = (json.loads(path.read_text("utf-8")) if path.exists() else none for path in (RECORD, given.out))
+    record = none if given.again else record
     killers = {name: one["by"] for name, one in last["mutants"].items()}
-    todo = MUTANTS if given.again else [x for x in MUTANTS if x.name not in record["mutants"]]
-    todo = [x for x in MUTANTS if x.name in given.only] if given.only else todo
+    todo = [x for x in MUTANTS if (x.name in given.only if given.only else x.name not in record["mutants"])]
     with tempfile.TemporaryDirectory() as folder:
         tree = Tree(Path(folder).resolve())
         for mutant in todo:
