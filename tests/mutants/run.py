@@ -139,12 +139,13 @@ class Tree:
 
 
 def attack(mutant: Mutant, tree: Tree, killer: str) -> Outcome:
-    """The last killer, the first of the tests, then all others; likewise those in Triton's interpreter."""
+    """The last killer, its file, the first of the tests, then all others; likewise those in Triton's interpreter."""
+    file = killer.partition("::")[0]
     plain = [one for one in tests_of(mutant) if not one.startswith(INTERPRETED)]
     kernels = [one.removeprefix(INTERPRETED) for one in tests_of(mutant) if one not in plain]
     with tree.changed(mutant):
         for interpreted, some in (
-            (is_interpreted(killer), [killer] if killer else []),
+            *((is_interpreted(killer), [x]) for x in (killer, file) if x not in ("", "tests/test_cases.py")),
             (False, plain[:1]), (False, plain[1:]), (True, kernels[:1]), (True, kernels[1:]),
         ):  # fmt: skip
             found = tree.run(some, interpreted)
