@@ -208,10 +208,10 @@ def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Tensor) -> Any:
             with torch.no_grad():
-                found, inputs = backward(ctx, *grads)
+                computed, inputs = backward(ctx, *grads)
             if not torch.is_grad_enabled() or is_compiling():
-                return found
-            return refuse_second_derivative(found, *grads, *inputs, why=why)
+                return computed
+            return refuse_second_derivative(computed, *grads, *inputs, why=why)
 
         return run
 

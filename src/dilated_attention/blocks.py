@@ -192,9 +192,9 @@ def plan(
         for is_first in (True, False):
             for piece in _pieces(call, branch):
                 here = [
-                    one
-                    for one in placed
-                    if (one[0] in fresh) == is_first and (branch, piece.segment, one[0]) not in computed_remotely
+                    (head, offset)
+                    for head, offset in placed
+                    if (head in fresh) == is_first and (branch, piece.segment, head) not in computed_remotely
                 ]
                 blocks += _blocks(call, branch, here, piece, sample, fold, is_first)
         written.update(head for head, _ in placed)
@@ -224,14 +224,14 @@ def _pieces(call: Call, branch: int) -> list[Piece]:
     width = call.pattern.segment_lengths[branch]
     if not call.cu_seqlens:
         return list(_pieces_of(call, width, 0, call.total))
-    found: dict[Hashable, list[Piece]] = {}  # by kind: equally long, with equally many zero keys
+    kinds: dict[Hashable, list[Piece]] = {}  # by kind: equally long, with equally many zero keys
     for begin, end in itertools.pairwise(call.cu_seqlens):
         for piece in _pieces_of(call, width, begin, end):
             at, length, first, stop, _, _, sequence = piece
-            alike = found.setdefault((length, first - at, stop - at, min(width, sequence)), [])
+            alike = kinds.setdefault((length, first - at, stop - at, min(width, sequence)), [])
             joined = alike[-1].joined(piece) if alike else None
             alike[-1:] = [joined] if joined else [*alike[-1:], piece]
-    return list(itertools.chain.from_iterable(found.values()))
+    return list(itertools.chain.from_iterable(kinds.values()))
 
 
 def _pieces_of(call: Call, width: int, begin: int, end: int) -> Iterator[Piece]:
@@ -351,7 +351,7 @@ def head_runs(placed: Collection[Placed], alike: Callable[[int], Hashable], grou
     straight = _lanes(placed, lambda head, start: (start, alike(head)))
     if group > 1:
         # the query heads of several key/value heads are one stride only where those are neighbours at one offset
-        return [one for run in straight for one in ([run] if run.steps[0] == 1 else run.singles())]
+        return [part for run in straight for part in ([run] if run.steps[0] == 1 else run.singles())]
     turn: dict[int, int] = {}  # how often a start came before: heads of one turn start in steps of one
 
     def diagonal_lane(head: int, start: int) -> Hashable:
@@ -364,8 +364,8 @@ def head_runs(placed: Collection[Placed], alike: Callable[[int], Hashable], grou
 def _lanes(placed: Collection[Placed], lane_of: Callable[[int, int], Hashable]) -> list[HeadRun]:
     """Deal heads into lanes and cut each lane into stretches with constant steps."""
     lanes: dict[Hashable, list[Placed]] = {}
-    for one in placed:
-        lanes.setdefault(lane_of(one[0], one[1]), []).append(one)
+    for entry in placed:
+        lanes.setdefault(lane_of(*entry[:2]), []).append(entry)
     runs = []
     for lane in lanes.values():
         while lane:

@@ -48,14 +48,14 @@ def attention(
     """
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
     if not pattern.is_exact:  # the released formula: branches mixed by weights that are constants
-        found = [
+        branches = [
             attention(
                 query, key, value, pattern.alone(branch), is_causal=is_causal, scale=scale,
                 key_padding_mask=key_padding_mask, query_offset=query_offset, cu_seqlens=cu_seqlens, dtype=None,
             )
             for branch in range(len(pattern.branches))
         ]  # fmt: skip
-        outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
+        outs, lses = (torch.stack(parts) for parts in zip(*branches, strict=True))
         mixing = (lses - lses.logsumexp(0)).exp().nan_to_num(0.0).detach()
         return (mixing.unsqueeze(-1) * outs).sum(0), lses.logsumexp(0)
     if query_offset is not None or query.shape[1] != key.shape[1]:  # those rows of a whole query that is 0 elsewhere

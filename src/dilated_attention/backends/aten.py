@@ -150,7 +150,7 @@ def _cudnn_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradien
 
 def _efficient_forward(x: Dense) -> Result:
     if x.q.shape[2] != x.k.shape[2] > 1:  # this kernel shares no heads: one call per key/value head
-        parts = [_efficient_forward(one) for one in _by_kv_head(x)]
+        parts = [_efficient_forward(part) for part in _by_kv_head(x)]
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
     q, k, v = _spread(x).heads_first()
     bias = None if x.bias is None else x.bias.expand(*q.shape[:3], k.shape[2])
@@ -162,7 +162,7 @@ def _efficient_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gra
     kv_heads, heads = x.k.shape[2], x.q.shape[2]
     if heads != kv_heads > 1:
         query_side = (t.chunk(kv_heads, 2) for t in (out, lse, dout))
-        grads = [_efficient_backward(*one) for one in zip(_by_kv_head(x), *query_side, strict=True)]
+        grads = [_efficient_backward(*part) for part in zip(_by_kv_head(x), *query_side, strict=True)]
         dq, dk, dv = (torch.cat(parts, 2) for parts in zip(*grads, strict=True))
         return dq, dk, dv
     q, k, v = _spread(x).heads_first()

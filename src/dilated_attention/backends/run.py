@@ -64,8 +64,8 @@ def _detached(call: Call, inputs: Inputs, lse: Tensor, dout: Tensor | None, dlse
     """
     total: list[Tensor] = []
     for branch in range(len(call.pattern.segment_lengths)):
-        one = call._replace(pattern=call.pattern.alone(branch), backend=choose(call, backward=True).name)
-        grads = [x.to(call.exact) for x in backward(one, inputs, forward(one, inputs)[0], lse, dout, dlse)]
+        alone = call._replace(pattern=call.pattern.alone(branch), backend=choose(call, backward=True).name)
+        grads = [x.to(call.exact) for x in backward(alone, inputs, forward(alone, inputs)[0], lse, dout, dlse)]
         total = [x.add_(y) for x, y in zip(total, grads, strict=True)] if total else grads
     dq, dk, dv = (x.to(call.dtype) for x in total)
     return dq, dk, dv
