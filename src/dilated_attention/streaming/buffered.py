@@ -46,7 +46,7 @@ class BufferedStream(Stream):
     @functools.cached_property
     def buffers(self) -> list[Tensor]:
         """q, k, v, and where branches are merged out and lse, of the tokens that wait."""
-        call, shape = self.call, (self.call.samples, self.room)
+        call, shape = self.call, (self.call.samples, 0)
         sizes = [(heads, call.head_dim) for heads in (call.heads, call.kv_heads, call.kv_heads)]
         inputs = [torch.empty(*shape, *size, dtype=call.dtype, device=call.device) for size in sizes]
         sums = (sizes[0], sizes[0][:1]) if self.straddles else ()
@@ -69,12 +69,11 @@ class BufferedStream(Stream):
         """Copy tokens, as many as there is room for, and compute what is complete by them."""
         at, tokens = 0, qkv[0].shape[1]
         while at < tokens:
-            row = self.first + self.position - self.base
-            if row == self.room:
-                for x in self.buffers:
-                    x[:, : row - self.first] = x[:, self.first :].clone()
-                row, self.first = row - self.first, 0
-            count = min(tokens - at, self.room - row)
+            held = self.position - self.base
+            count = min(tokens - at, self.room - held)
+            if self.first + held + count > self.buffers[0].shape[1]:
+                self.make_room(held, count)
+            row = self.first + held
             rows = [x[:, row : row + count] for x in self.buffers]
             for x, given in zip(rows, qkv, strict=False):
                 x.copy_(given[:, at : at + count])
@@ -82,6 +81,14 @@ class BufferedStream(Stream):
                 x.fill_(blank)
             at, self.position = at + count, self.position + count
             self.compute()
+
+    def make_room(self, held: int, count: int) -> None:
+        """For so many more tokens after those that wait, which move to the front. Room is doubled up to the most."""
+        room = min(2 * (held + count), self.room)
+        moved = [x.new_empty((x.shape[0], room, *x.shape[2:])) for x in self.buffers]
+        for rows, x in zip(moved, self.buffers, strict=True):
+            rows[:, :held] = x[:, self.first : self.first + held]
+        self.first, self.buffers = 0, moved
 
     def end(self) -> None:
         """The last segments are as long as they are."""

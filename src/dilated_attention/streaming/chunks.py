@@ -51,8 +51,8 @@ def stream(
         backend: as in `dilated_attention`; but "triton" takes no stream that is causal or of the rule torchscale.
         max_bytes: the most bytes that the stream may keep from one chunk to the next; memory for the computation comes
             on top. By default half of what is free on a CUDA device, half of a CPU's memory, and no limit elsewhere.
-        num_tokens: an upper limit for the length of the sequence, if you know it; more tokens are an error. A stream
-            takes its room at once. Where a segment is longer than num_tokens, it takes, and checks, room for these.
+        num_tokens: an upper limit for the length of the sequence, if you know it; more tokens are an error. Where a
+            segment is longer than that, the check of ``max_bytes`` takes its length to be num_tokens.
 
     Returns:
         An iterator over the outputs.

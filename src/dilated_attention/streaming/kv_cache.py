@@ -114,11 +114,13 @@ class KVCache:
         """Make room for sequences so long. Room is doubled, so that rows are seldom moved."""
         if self.tokens is None or tokens <= self.tokens:
             return
-        room, old = max(tokens, 2 * self.tokens), dict(self._rows())
+        room, old = max(tokens, 2 * self.tokens), {}
+        if "caches" in vars(self):
+            old = dict(self._rows())
+            del self.caches
         self.tokens = None if room >= max(self.pattern.segment_lengths) else room
-        del self.caches
         with any_mode():
-            for branch, pair in self._rows():
+            for branch, pair in self._rows() if old else ():
                 for x, before in zip(pair, old[branch], strict=True):
                     x[:, : before.shape[1]] = before
 
@@ -296,10 +298,12 @@ class CausalStream(Stream):
     def cache(self) -> KVCache:
         call = self.call
         like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
-        return KVCache(call.pattern, like, self.most)
+        return KVCache(call.pattern, like, tokens=1)
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         for out, _ in self.cache.chunk(q, k, v, self.position, self.call.scale, cast(Backend, self.call.backend)):
             self.deliver(out)
+        after = self.position + q.shape[1]
+        self.cache.reserve(min(after, self.most))
         self.cache.keep_chunk(k, v, self.position)
-        self.position += q.shape[1]
+        self.position = after
