@@ -44,9 +44,9 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed; an absolute path, as of an installed script, is told from here."""
-    given = (os.path.relpath(word) if os.path.isabs(word) and os.path.exists(word) else word for word in sys.orig_argv)
-    return shlex.join(["python", *[*given][1:]])
+    """What was typed; where an installed script lies is told from here."""
+    first, *words = sys.orig_argv[1:] or [""]
+    return shlex.join(["python", os.path.relpath(first) if os.path.isabs(first) else first, *words])
 
 
 def versions(device: torch.device) -> dict[str, str]:
