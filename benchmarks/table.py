@@ -75,7 +75,7 @@ def _reach(records: dict[tuple[str, int, str], dict[str, Any]], name: str) -> st
         record = records[name, tokens, "forward"]
         pattern = DilatedPattern(record["rule"], record["lengths"], record["rates"])
         shares.append(f"{far_rows(pattern, tokens, record['heads'])[1]:.2%} at {tokens:,}")
-    return f"- {name}: the rows in the longest segment are {', '.join(shares)}."
+    return f"- {name}: of all tokens of all heads, the longest segment holds {', '.join(shares)}."
 
 
 def _cell(records: dict[tuple[str, int, str], dict[str, Any]], name: str, tokens: int) -> str:
