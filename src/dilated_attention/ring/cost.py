@@ -64,7 +64,7 @@ class ExchangeCost:
     """Counts what one exchange costs: each number is the largest of any rank, except the total.
 
     Args:
-        forward, backward: the :class:`PassCost` of each pass.
+        forward, backward: the cost of each pass.
         bytes_total: bytes that all ranks together receive, forward and backward.
         held: the most bytes of received rows that a rank holds at one time, in either pass.
         sums: the most bytes of gradients that are summed up in float32: for this rank's rows that were sent, and for
