@@ -37,7 +37,6 @@ LINES = [
     ("plan -n 4k -w 2048,4096 -r 1", "segment_lengths has 2 entries and dilation_rates 1"),
     ("plan -n 4k -w 1k,2k -r 1,2 --rule head_groups --heads 1", "2 branches and 1 key/value heads"),
     ("plan -n 4k -w 2^60 -r 1", "at most 2**48"),
-    ("plan -w 2^48 -r 1 -n 2^48 --head-dim 999999", "more than 2**62 bytes are not counted"),
     (f"{SHOW} --query 8192", "there is no query 8192: count from 0 to 8191"),
     (f"{SHOW} --head 8", "there is no head 8: count from 0 to 7"),
     (f"{SHOW} --window 4k:2k", "give a first token and a later end"),
