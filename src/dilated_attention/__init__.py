@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
+    "Blocks",
     "CommunicationError",
     "ContextParallel",
+    "Dense",
+    "Dilated",
     "DilatedAttention",
     "DilatedAttentionWarning",
     "DilatedPattern",
     "Explanation",
+    "Global",
     "MultiheadDilatedAttention",
+    "Pattern",
+    "Prefix",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
+    "Strided",
+    "Window",
     "dilated_attention",
     "explain",
     "gather_sequence",
@@ -42,6 +50,7 @@ def _is_own_command() -> bool:
 # asked for: its help must come at once, and `import torch` takes seconds.
 if TYPE_CHECKING or not _is_own_command():
     from dilated_attention._explain import Explanation, explain
+    from dilated_attention.branches import Blocks, Dense, Dilated, Global, Prefix, Strided, Window
     from dilated_attention.checks import DilatedAttentionWarning
     from dilated_attention.compat import (  # noqa: F401
         ImprovedDilatedAttention,
@@ -61,12 +70,12 @@ if TYPE_CHECKING or not _is_own_command():
         RingDilatedAttention,
         RingMultiheadDilatedAttention,
     )
-    from dilated_attention.pattern import DilatedPattern
+    from dilated_attention.pattern import DilatedPattern, Pattern
     from dilated_attention.ring.cost import plan_cost
     from dilated_attention.streaming.chunks import stream
 else:
     _HOMES = (
-        "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "checks", "ring.cost",
+        "branches", "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "checks", "ring.cost",
         "distributed.group", "distributed.sequence", "compat",
     )  # fmt: skip
 

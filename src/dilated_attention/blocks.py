@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dilated_attention.branches import Branch, Dilated
+from dilated_attention.branches.base import Rect
 from dilated_attention.call import Call
-from dilated_attention.pattern import rows_at_offset
+from dilated_attention.pattern import zeros_beside
 
 NO_STRIDE = 2**62  # as long as torch takes; only dimensions of size 1 have such
 
@@ -48,6 +50,13 @@ class View(NamedTuple):
             x.storage_offset() + self.sample * per_sample + self.token * per_token + self.head * group * per_head,
         )
 
+    def some_rows(self, first: int, count: int) -> View:
+        return self._replace(token=self.token + first * self.row_step, rows=count)
+
+    def tiles(self, first: int, count: int, step: int, number: int) -> View:
+        """Of the one segment so many stretches of rows, ``step`` rows apart, as segments of their own."""
+        return self.some_rows(first, count)._replace(segments=number, segment_step=step * self.row_step)
+
     def part(self, first: int, count: int, head: int, heads: int) -> View:
         """Some of the batch, [first, first + count), and some heads. Whole samples, or segments of one sample."""
         view = self._replace(
@@ -62,13 +71,15 @@ class View(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One dense problem: the rows of some heads as queries, and rows that all of them see as keys."""
+    """One dense problem: some rows of some heads as queries, and rows as keys, of which they see all or a band."""
 
     branch: int
-    rate: int  # tokens from one row to the next, in the sequence
+    query_step: int  # tokens from one row to the next, in the sequence
+    key_step: int
     queries: View
     keys: View
-    is_causal: bool  # query row i sees key rows up to i; else every row sees all
+    low: int | None  # query row i sees key rows from i + low on; None: from the first on
+    high: int | None  # and up to i + high; None: up to the last
     query_at: tuple[int, ...]  # each head's first query in the sequence,
     key_at: tuple[int, ...]  # and its first key
     segment: int  # where the first segment begins in the sequence
@@ -76,6 +87,18 @@ class Block(NamedTuple):
     is_first: bool = False  # nothing was written to these rows before: write, do not merge
     packed_queries: View | None = None  # in a tensor of this rank's rows alone, where keys are another rank's
     numbers: tuple[int, ...] = ()  # of the key/value heads, where the views are not of the call's own tensors
+    but: tuple[Branch, ...] = ()  # the pairs that these branches show count elsewhere,
+    sequence: tuple[int, int] = (0, 0)  # in the sequence that begins and ends here
+
+    @property
+    def is_causal(self) -> bool:
+        """Query row i sees key rows up to i, of as many."""
+        return (self.low, self.high) == (None, 0) and self.queries.rows == self.keys.rows
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether kernels have to be told which pairs count."""
+        return bool(self.but) or not (self.is_causal or self.low is self.high is None)
 
     @property
     def heads(self) -> int:
@@ -99,6 +122,8 @@ class Block(NamedTuple):
             and view.samples == call.samples
             and view.segments * view.rows == call.queries
             and (view.head, view.head_step, view.heads) == (0, 1, call.kv_heads)
+            and self.keys == view
+            and not self.has_mask
         )
 
     def cut(self, rows: int | None = None, heads: int | None = None, batch: int | None = None) -> list[Block]:
@@ -148,6 +173,127 @@ class Block(NamedTuple):
         )
 
 
+# --- bands ------------------------------------------------------------------------------------------------------
+
+MASKED = 1 << 10  # rows of the largest block that is masked
+LEAST = 1 << 6  # rows of a tile: with fewer, calls cost more than the pairs that they leave out
+
+
+def without_bands(block: Block) -> Iterator[Block]:
+    """The same pairs in blocks of which all count, or a triangle as kernels know it; what is left is masked.
+
+    A band is cut into tiles as long as it is wide, so that each tile has one slanted side: of the upper side that is a
+    kernel's triangle, of the lower side a mask.
+    """
+    low, high, rows, keys = block.low, block.high, block.queries.rows, block.keys.rows
+    if block.but or not block.has_mask:
+        yield from _small(block) if block.but else [block]
+    elif low is None and high is not None:
+        yield from _below(block, high)
+    elif max(rows, keys) <= MASKED:
+        yield block
+    elif high is None:
+        yield from _halves(block)
+    else:
+        assert low is not None and high is not None
+        yield from _in_tiles(block, low, high)
+
+
+def _below(block: Block, high: int) -> Iterator[Block]:
+    """No lower limit: keys that all see, a square with its triangle, and queries that see all keys."""
+    rows, keys = block.queries.rows, block.keys.rows
+    first = max(0, -high)
+    left = min(keys, max(0, high))
+    side = min(rows - first, keys - left)
+    if left:
+        yield from _rect(block, first, side, 0, left)
+    if side > 0:
+        yield sub(block, first, side, left, side, None, 0)
+    if rows > first + side:
+        yield from _rect(block, first + side, rows - first - side, 0, keys)
+
+
+def _rect(block: Block, first: int, rows: int, key: int, keys: int) -> Iterator[Block]:
+    if rows > 0 and keys > 0:
+        yield sub(block, first, rows, key, keys, None, None)
+
+
+def _halves(block: Block) -> Iterator[Block]:
+    """The queries in two halves, until a mask is small: keys that the whole half sees need none."""
+    low, rows, keys = block.low, block.queries.rows, block.keys.rows
+    assert low is not None
+    half = max(1, min(rows, max(MASKED // 2, rows // 2)))
+    for first in range(0, rows, half):
+        count = min(half, rows - first)
+        begin, whole = max(0, first + low), min(keys, max(0, first + count - 1 + low))
+        if begin < whole:
+            yield from without_bands(sub(block, first, count, begin, whole - begin, first + low - begin, None))
+        yield from _rect(block, first, count, max(begin, whole), keys - max(begin, whole))
+
+
+def _in_tiles(block: Block, low: int, high: int) -> Iterator[Block]:
+    rows, keys, width = block.queries.rows, block.keys.rows, high - low
+    side = max(LEAST, -(-width // -(-width // MASKED)) if width else 0)
+    for at in range(high, low - side, -side):  # keys of tile m: from m * side + at on
+        first, last = max(0, -(at // side)), min(rows // side, (keys - at) // side)  # tiles that are whole
+        if last > first:
+            limits = low - at, high - at
+            band = [None if limits[0] <= 1 - side else limits[0], None if limits[1] >= side - 1 else limits[1]]
+            yield from _tiled(block, first * side, first * side + at, side, last - first, band)
+        for m in [*range(min(first, -(-rows // side))), *range(max(first, last), -(-rows // side))]:
+            start, begin = m * side, m * side + at
+            count, stop = min(side, rows - start), min(keys, begin + side)
+            begin = max(0, begin)
+            if stop > begin:
+                yield from _edge(sub(block, start, count, begin, stop - begin, start + low - begin, start + high - begin))
+
+
+def _edge(block: Block) -> Iterator[Block]:
+    """A tile at the border of the sequence, if any of its pairs count; without limits that always hold."""
+    low, high, rows, keys = block.low, block.high, block.queries.rows, block.keys.rows
+    assert low is not None and high is not None
+    if high <= -rows or low >= keys:
+        return
+    yield block._replace(low=None if low <= 1 - rows else low, high=None if high >= keys - 1 else high)
+
+
+def _tiled(block: Block, first: int, key: int, side: int, number: int, band: list[int | None]) -> Iterator[Block]:
+    """So many tiles, of ``side`` rows each way: as one batch where strides allow it."""
+    if block.batch == 1:
+        tile = sub(block, first, side, key, side, *band)
+        yield tile._replace(
+            queries=block.queries.tiles(first, side, side, number), keys=block.keys.tiles(key, side, side, number)
+        )
+    elif number < block.batch:
+        for m in range(number):
+            yield sub(block, first + m * side, side, key + m * side, side, *band)
+    else:
+        for one in block.cut(batch=1):
+            yield from _tiled(one, first, key, side, number, band)
+
+
+def _small(block: Block) -> Iterator[Block]:
+    """Parts whose masks are small, each of one head and segment: masks may differ."""
+    for one in block.cut(heads=1, batch=1):
+        for first in range(0, one.queries.rows, MASKED):
+            for key in range(0, one.keys.rows, MASKED):
+                rows, keys = min(MASKED, one.queries.rows - first), min(MASKED, one.keys.rows - key)
+                low, high = (None if x is None else x + first - key for x in (one.low, one.high))
+                if (high is None or high > -rows) and (low is None or low < keys):
+                    yield sub(one, first, rows, key, keys, low, high)
+
+
+def sub(
+    block: Block, first: int, rows: int, key: int, keys: int, low: int | None, high: int | None
+) -> Block:
+    """Some rows of a block, with a band of their own."""
+    return block._replace(
+        queries=block.queries.some_rows(first, rows), keys=block.keys.some_rows(key, keys), low=low, high=high,
+        query_at=tuple(at + first * block.query_step for at in block.query_at),
+        key_at=tuple(at + key * block.key_step for at in block.key_at), is_first=False,
+    )  # fmt: skip
+
+
 class Plan(NamedTuple):
     """The blocks of a call whose keys are here."""
 
@@ -180,153 +326,160 @@ def plan(
     if not call.samples or not call.queries:
         return Plan((), (0, 0), False)
     apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
-    rates = call.pattern.dilation_rates
+    branches = call.pattern.branches_for(call.held.total)
     blocks: list[Block] = []
     written: set[int] = set()
     bare = list(range(call.kv_heads)) if apart else []
-    for branch in sorted(range(len(rates)), key=rates.__getitem__):
-        # densest first: with r = 1 the first branch writes every row and nothing needs filling
-        placed = call.placed(branch)
-        fresh = {head for head, _ in placed if head not in written and not call.is_decode}
-        bare += fresh if rates[branch] > 1 else ()
+    for index in call.pattern.order:  # with a rate of 1 the first branch writes every row, and nothing needs filling
+        branch, heads = branches[index], [head for head, _ in call.placed(index)]
+        fresh = {head for head in heads if head not in written and not call.is_decode and isinstance(branch, Dilated)}
+        bare += fresh if isinstance(branch, Dilated) and branch.rate > 1 else set(heads) - fresh - written
         for is_first in (True, False):
-            for piece in _pieces(call, branch):
-                here = [
-                    (head, offset)
-                    for head, offset in placed
-                    if (head in fresh) == is_first and (branch, piece.segment, head) not in computed_remotely
-                ]
-                blocks += _blocks(call, branch, here, piece, sample, fold, is_first)
-        written.update(head for head, _ in placed)
+            some = [head for head in heads if (head in fresh) == is_first]
+            blocks += _blocks(call, index, some, sample, fold, is_first, computed_remotely)
+        written.update(heads)
+    bare += set(range(call.kv_heads)) - written
     merges = keys_follow or apart or not all(block.is_first for block in blocks)
     return Plan(tuple(blocks), (min(bare), max(bare) + 1) if bare else (0, 0), merges)
 
 
-class Piece(NamedTuple):
-    """Equal segments at equal distances, or the part of one that holds queries; positions among all tokens."""
+class Place(NamedTuple):
+    """A rectangle of one head, in its sequence."""
 
-    segment: int  # where the (first) segment begins,
-    length: int  # and how long it is
-    first: int  # the queries of each are [first, stop)
-    stop: int
-    number: int
-    step: int  # tokens from one segment to the next
-    sequence: int  # tokens of the sequence that the segment is in
-
-    def joined(self, other: Piece) -> Piece | None:
-        """Both as one piece, where a later one continues this one."""
-        step = other.segment - self.segment if self.number == 1 else self.step
-        fits = other.segment - self.segment == step * self.number and (other.number == 1 or other.step == step)
-        return self._replace(number=self.number + other.number, step=step) if fits else None
-
-
-def _pieces(call: Call, branch: int) -> list[Piece]:
-    width = call.pattern.segment_lengths[branch]
-    if not call.cu_seqlens:
-        return list(_pieces_of(call, width, 0, call.total))
-    kinds: dict[Hashable, list[Piece]] = {}  # by kind: equally long, with equally many zero keys
-    for begin, end in itertools.pairwise(call.cu_seqlens):
-        for piece in _pieces_of(call, width, begin, end):
-            at, length, first, stop, _, _, sequence = piece
-            alike = kinds.setdefault((length, first - at, stop - at, min(width, sequence)), [])
-            joined = alike[-1].joined(piece) if alike else None
-            alike[-1:] = [joined] if joined else [*alike[-1:], piece]
-    return list(itertools.chain.from_iterable(kinds.values()))
-
-
-def _pieces_of(call: Call, width: int, begin: int, end: int) -> Iterator[Piece]:
-    """Of the sequence that is the tokens [begin, end)."""
-    first, last, total = max(call.start, begin), min(call.start + call.queries, end), end - begin
-    if first >= last:
-        return
-    width = min(width, total)
-    before = (first - begin) % width
-    if before:  # the end of a segment, or a part inside of one
-        segment = first - before
-        stop = min(segment + width, last)
-        yield Piece(segment, min(width, end - segment), first, stop, 1, stop - first, total)
-        first = stop
-    whole, rest = divmod(last - first, width)
-    if whole:
-        yield Piece(first, width, first, first + width, whole, width, total)
-        first += whole * width
-    if rest:
-        yield Piece(first, min(width, end - first), first, last, 1, rest, total)
-
-
-class _Counts(NamedTuple):
-    """Of one head in one segment: key rows before the queries, queries, keys in all; and zero keys."""
-
-    before: int
-    queries: int
-    keys: int
+    rect: Rect
+    segment: int  # where that of the first queries begins, in a dilated branch
     zeros: int
+    but: tuple[Branch, ...]
+    sequence: tuple[int, int]
 
 
 def _blocks(
-    call: Call, branch: int, placed: list[tuple[int, int]], piece: Piece, sample: int, fold: bool, is_first: bool
+    call: Call, index: int, heads: list[int], sample: int, fold: bool, is_first: bool, elsewhere: SegmentHeads
+) -> Iterator[Block]:  # fmt: skip
+    """The blocks of a branch: heads whose rectangles are alike, and equally far apart, are one."""
+    found: dict[Hashable, list[Place]] = {}
+    listed: list[list[tuple[int, Place]]] = []
+    for head in heads:
+        alike = call.pattern.looks(call.first_head + head, call.held.total)
+        if alike not in found:
+            found[alike] = list(_places(call, index, call.first_head + head))
+        for at, place in enumerate(found[alike]):
+            if (index, place.segment, head) not in elsewhere and not place.rect.is_empty:
+                listed += [[] for _ in range(at + 1 - len(listed))]
+                listed[at].append((head, place))
+    blocks: dict[Hashable, Block] = {}
+    for places in listed:
+        rects = dict(places)
+        starts = [(head, place.rect.queries.start, place.rect.keys.start) for head, place in places]
+        shapes = {head: _shape(place) for head, place in places}
+        for run in head_runs(starts, shapes.__getitem__, call.q_per_kv):
+            place = rects[run.first[0]]
+            for block in _of_run(call, index, run, place, sample, fold, is_first):
+                key = _kind(block)
+                joined = _joined(blocks[key], block) if key in blocks else None
+                if key in blocks and joined is None:
+                    yield blocks[key]
+                blocks[key] = joined or block
+    yield from blocks.values()
+
+
+def _places(call: Call, index: int, head: int) -> Iterator[Place]:
+    """The rectangles of a branch and head, in the tokens of all sequences."""
+    branch = call.pattern.branches_for(call.held.total)[index]
+    for begin, end in itertools.pairwise(call.cu_seqlens or (0, call.total)):
+        queries, n = range(max(call.start, begin) - begin, min(call.start + call.queries, end) - begin), end - begin
+        if not queries:
+            continue
+        for rect, but in call.pattern.parts(index, head, queries, n, call.held.total, call.is_causal):
+            first, segment, zeros = rect.queries.start, begin, 0
+            if isinstance(branch, Dilated):
+                segment += first - first % branch.length
+                zeros = zeros_beside(branch, rect.keys.count, n) if call.adds_zeros else 0
+            for here in _with_keys_here(rect, call.key_start - begin, call.key_start + call.keys - begin):
+                moved = here._replace(queries=here.queries.moved(begin), keys=here.keys.moved(begin))
+                yield Place(moved, segment, zeros, but, (begin, end))
+
+
+def _with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:
+    """The rectangle with those of its keys that are here."""
+    last = rect.keys.last + (rect.repeats - 1) * rect.period
+    if rect.is_empty or (first <= rect.keys.start and last < stop):
+        return [rect]
+    return [x._replace(keys=x.keys.inside(first, stop)).between() for x in rect.singles()]
+
+
+def _shape(place: Place) -> Hashable:
+    """What heads of one block share."""
+    queries, keys, *rest = place.rect
+    return queries[1:], keys[1:], *rest, place.zeros, place.but
+
+
+def _of_run(
+    call: Call, index: int, run: HeadRun, place: Place, sample: int, fold: bool, is_first: bool
 ) -> Iterator[Block]:
-    """The blocks of a piece: one for each set of heads that a view takes, and each batch that a view takes."""
-    rate, segment = call.pattern.dilation_rates[branch], piece.segment
-    key_first = max(segment, call.key_start)
-    key_stop = min(segment + piece.length, call.key_start + call.keys)
-    counts: dict[int, _Counts] = {}
-    starts: list[Placed] = []  # head, first query and first key of each head
-    for head, offset in placed:
-        upto = [rows_at_offset(x - segment, rate, offset) for x in (key_first, piece.first, piece.stop, key_stop)]
-        if upto[2] > upto[1]:
-            zeros = 0
-            if call.adds_zeros:
-                zeros = call.pattern.zeros_in_segment(branch, piece.length, offset, piece.sequence)
-            counts[head] = _Counts(upto[1] - upto[0], upto[2] - upto[1], upto[3] - upto[0], zeros)
-            starts.append((head, *(segment + offset + rate * rows for rows in (upto[1], upto[0]))))
-    for run in head_runs(starts, counts.__getitem__, call.q_per_kv):
-        count = counts[run.first[0]]
-        for first, samples, skipped, segments in _batches(call, piece, fold):
-            shift = skipped * piece.step
-            at, key_at = (
-                tuple(run.first[i] + shift + head * run.steps[i] for head in range(run.heads)) for i in (1, 2)
+    """A block for each batch that a view takes."""
+    rect, limits = place.rect, _in_rows(place.rect)
+    for first, samples, skipped, segments in _batches(call, rect, fold):
+        shift = skipped * rect.period
+        at, key_at = (tuple(run.first[i] + shift + h * run.steps[i] for h in range(run.heads)) for i in (1, 2))
+        queries, keys = (
+            View(
+                sample + first, samples, start - here, segments, rect.period or rows.count * rows.step, rows.count,
+                rows.step, run.first[0], run.heads, run.steps[0], token_step,
             )
-            queries, keys = (
-                View(
-                    sample + first, samples, start - here, segments, piece.step, rows, rate, run.first[0], run.heads,
-                    run.steps[0], token_step,
-                )
-                for start, here, rows, token_step in (
-                    (at[0], call.start, count.queries, run.steps[1]),
-                    (key_at[0], call.key_start, count.keys, run.steps[2]),
-                )
-            )  # fmt: skip
-            block = Block(
-                branch, rate, queries, queries, call.is_causal, at, at, segment + shift,
-                count.zeros, is_first,
-            )  # fmt: skip
-            yield from _with_keys(block, keys, key_at, count, call) if call.is_decode else [block]
+            for start, here, rows, token_step in (
+                (at[0], call.start, rect.queries, run.steps[1]), (key_at[0], call.key_start, rect.keys, run.steps[2])
+            )
+        )  # fmt: skip
+        yield Block(
+            index, rect.queries.step, rect.keys.step, queries, keys, *limits, at, key_at,
+            place.segment + shift, place.zeros, is_first, but=place.but, sequence=place.sequence,
+        )  # fmt: skip
 
 
-def _with_keys(block: Block, keys: View, key_at: tuple[int, ...], count: _Counts, call: Call) -> Iterator[Block]:
-    """Few queries with their keys: the whole segment, or when causal the earlier keys and then a triangle."""
-    if not call.is_causal:
-        yield block._replace(keys=keys, key_at=key_at)
-    elif count.queries == 1:
-        yield block._replace(keys=keys._replace(rows=count.before + 1), key_at=key_at, is_causal=False)
-    else:
-        if count.before:
-            yield block._replace(keys=keys._replace(rows=count.before), key_at=key_at, is_causal=False)
-        yield block._replace(keys=block.queries._replace(token=block.query_at[0] - call.key_start))
+def _in_rows(rect: Rect) -> tuple[int | None, int | None]:
+    """The limits in rows, which then go in steps of one size."""
+    if rect.low is None and rect.high is None:
+        return None, None
+    (start, step, _), (key, key_step, _) = rect.queries, rect.keys
+    assert step == key_step or min(rect.queries.count, rect.keys.count) == 1
+    low = None if rect.low is None else -((key - start - rect.low) // step)
+    return low, None if rect.high is None else (rect.high - key + start) // step
 
 
-def _batches(call: Call, piece: Piece, fold: bool) -> list[tuple[int, int, int, int]]:
-    """(first sample, samples, segments skipped, segments): what of a piece is one batch.
+def _kind(block: Block) -> Hashable:
+    """What blocks share that may be one."""
+    first = block.query_at[0]
+    distances = tuple(at - first for at in (*block.query_at, *block.key_at))
+    views = tuple(view._replace(token=0, segments=0, segment_step=0) for view in (block.queries, block.keys))
+    several = block.queries.segments > 1
+    return (*views, block.low, block.high, distances, block.zeros, several and block.queries.segment_step, block.but and block.sequence)
+
+
+def _joined(block: Block, other: Block) -> Block | None:
+    """Both as one, where the other continues the first at the same distance; one sample each, or no fold."""
+    mine, step = block.queries, other.query_at[0] - block.query_at[0]
+    if mine.samples > 1:
+        return None
+    each = step if mine.segments == 1 else mine.segment_step
+    if step != each * mine.segments or other.segment - block.segment != step:
+        return None
+    segments = mine.segments + other.queries.segments
+    queries, keys = (view._replace(segments=segments, segment_step=each) for view in (block.queries, block.keys))
+    return block._replace(queries=queries, keys=keys)
+
+
+def _batches(call: Call, rect: Rect, fold: bool) -> list[tuple[int, int, int, int]]:
+    """(first sample, samples, segments skipped, segments): what of a repeated rectangle is one batch.
 
     Samples and segments are one only if their strides chain; else the fewer of them are a loop.
     """
-    folded = fold and not call.is_decode and piece.number * piece.length == call.queries
-    if piece.number == 1 or call.samples == 1 or folded:
-        return [(0, call.samples, 0, piece.number)]
-    if piece.number < call.samples:
-        return [(0, call.samples, at, 1) for at in range(piece.number)]
-    return [(sample, 1, 0, piece.number) for sample in range(call.samples)]
+    folded = fold and not call.is_decode and rect.repeats * rect.period == call.queries
+    if rect.repeats == 1 or call.samples == 1 or folded:
+        return [(0, call.samples, 0, rect.repeats)]
+    if rect.repeats < call.samples:
+        return [(0, call.samples, at, 1) for at in range(rect.repeats)]
+    return [(sample, 1, 0, rect.repeats) for sample in range(call.samples)]
 
 
 # --- heads that one view takes ------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled, mem_efficient_sdp_enabled
 from torch.nn.attention import current_flash_attention_impl
 
-from dilated_attention.pattern import DilatedPattern, MixingGradient, Rule
+from dilated_attention.pattern import Pattern, read_pattern
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 KERNELS = ("flash", "cudnn", "efficient")  # of torch
@@ -32,11 +32,10 @@ class Heads(NamedTuple):
     held: int
     total: int
 
-    def of_branch(self, pattern: DilatedPattern, branch: int) -> list[tuple[int, int]]:
+    def of_branch(self, pattern: Pattern, branch: int) -> list[tuple[int, int]]:
         """(head as counted here, offset) of each head that runs the branch."""
-        dealt = pattern.branches_for(self.total)[branch]
-        mine = range(max(dealt.first, self.first), min(dealt.last, self.first + self.held))
-        return [(head - self.first, dealt.offset(head)) for head in mine]
+        dealt, mine = pattern.branches_for(self.total)[branch], range(self.first, self.first + self.held)
+        return [(head - self.first, dealt.offset_of(head)) for head in dealt.heads or () if head in mine]
 
 
 class Call(NamedTuple):
@@ -47,7 +46,7 @@ class Call(NamedTuple):
     among all keys. The tokens are one sequence, or several that are packed one after the other.
     """
 
-    pattern: DilatedPattern
+    pattern: Pattern
     is_causal: bool = False
     scale: float = DEFAULT_SCALE
     dropout_p: float = 0.0
@@ -94,7 +93,7 @@ class Call(NamedTuple):
     @property
     def adds_zeros(self) -> bool:
         """Whether zero keys fill up segments with fewer rows than others; when causal they come after every query."""
-        return self.pattern.head_rule.adds_zeros and not self.is_causal
+        return self.pattern.adds_zeros and not self.is_causal
 
     @property
     def rows(self) -> int:
@@ -195,12 +194,9 @@ def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) 
 
 
 @functools.lru_cache(maxsize=256)
-def _read(text: str) -> tuple[DilatedPattern, bool, str]:
-    rule, lengths, rates, mixing, is_causal, backend = text.split()
-    numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
-    # not by `of`, which would warn again of what the caller was told when the pattern was made
-    pattern = DilatedPattern(cast(Rule, rule), numbers[0], numbers[1], cast(MixingGradient, mixing))
-    return pattern, is_causal == "causal", backend
+def _read(text: str) -> tuple[Pattern, bool, str]:
+    pattern, is_causal, backend = text.rsplit(" ", 2)
+    return read_pattern(pattern), is_causal == "causal", backend
 
 
 def settings(dtype: torch.dtype, device: torch.device) -> Settings:

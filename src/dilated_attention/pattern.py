@@ -5,19 +5,24 @@ Legend: N tokens; H query heads; Hk key/value heads, which rules count; the H //
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
-from dilated_attention.checks import check_int, check_ints, warn
+from dilated_attention.branches import KINDS, Branch, Dilated
+from dilated_attention.branches.union import Part, count_pairs, parts_of
+from dilated_attention.checks import MAX_NUMBER, check_int, check_ints, warn
 
 Rule = Literal["longnet", "torchscale", "head_groups"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 MixingGradient = Literal["exact", "detached"]
+Counts = Literal["once", "sum"]
 MAX_BRANCHES = 64
 
 
@@ -45,33 +50,264 @@ _HEAD_RULES: dict[Rule, HeadRule] = {
 }
 
 
-class Branch(NamedTuple):
-    """One branch as heads run it: head h does if first <= h < last, at the offset (h // step + shift) % rate."""
+class Pattern:
+    """Says which head attends to which tokens, as a union of branches.
 
-    length: int  # of a segment
-    rate: int
-    first: int
-    last: int
-    step: int
-    shift: int
+    It is frozen and hashable, and holds no tensors.
+
+    Args:
+        branches: see :class:`Dilated`, :class:`Window`, :class:`Strided`, :class:`Prefix`, :class:`Global`,
+            :class:`Blocks` and :class:`Dense`.
+        counts: "once": a key counts once, however many branches show it. "sum": a key that m branches show counts m
+            times, as in LongNet.
+
+    Examples:
+        >>> pattern = da.Pattern([da.Window(2), da.Strided(8)])
+        >>> pattern.keys(query=20, head=0, num_tokens=32, num_heads=1, is_causal=True)
+        (0, 8, 16, 18, 19, 20)
+    """
+
+    __slots__ = ("counts", "listed", "text")
+
+    listed: tuple[Branch, ...]
+    counts: Counts
+    text: str  # the pattern in one string, which compilers check fast
+
+    def __init__(self, branches: Iterable[Branch], *, counts: Counts = "once") -> None:
+        listed = tuple(branches) if isinstance(branches, Iterable) else (branches,)
+        if not listed or not all(isinstance(branch, Branch) for branch in listed):
+            raise TypeError(f"branches must be a list of Window(...), Dilated(...) and the like, got {branches!r}")
+        if counts not in get_args(Counts):
+            raise ValueError(f"counts must be 'once' or 'sum', got {counts!r}")
+        if len(listed) > MAX_BRANCHES:
+            raise ValueError(f"a pattern has at most {MAX_BRANCHES} branches, got {len(listed)}")
+        object.__setattr__(self, "listed", listed)
+        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "text", json.dumps(self.to_dict(), separators=(",", ":")))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a pattern does not change: make another one, with another {name}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.text == other.text  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pattern.from_dict, (self.to_dict(),)
+
+    def __repr__(self) -> str:
+        counts = "" if self.counts == "once" else f", counts={self.counts!r}"
+        return f"Pattern([{', '.join(map(repr, self.listed))}]{counts})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The pattern as numbers and strings, for JSON; :meth:`from_dict` reads it."""
+        return {"branches": [branch.to_dict() for branch in self.listed], "counts": self.counts}
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> Pattern:
+        """The pattern that :meth:`to_dict` wrote.
+
+        Examples:
+            >>> da.Pattern.from_dict({"branches": [{"kind": "window", "left": 7}], "counts": "once"})
+            Pattern([Window(left=7)])
+        """
+        if "rule" in given:
+            return DilatedPattern(**given)
+        branches = []
+        for fields in given["branches"]:
+            kind = KINDS.get(fields["kind"])
+            if kind is None:
+                raise ValueError(f"unknown kind of branch {fields['kind']!r}: use one of {', '.join(KINDS)}")
+            branches.append(kind(**{name: value for name, value in fields.items() if name != "kind"}))
+        return Pattern(branches, counts=given.get("counts", "once"))
 
     @property
-    def heads(self) -> range:
-        return range(self.first, self.last)
+    def branches(self) -> tuple[Any, ...]:
+        """The branches, as they were listed."""
+        return self.listed
 
-    def offset(self, head: int) -> int:
-        return (head // self.step + self.shift) % self.rate
+    @property
+    def is_exact(self) -> bool:
+        """True unless mixing_gradient is "detached": gradients flow through the weights that mix the branches, too."""
+        return True
 
+    @property
+    def needs_masks(self) -> bool:
+        """Whether some blocks have pairs that do not count, but for those of a causal call. Internal."""
+        return True
 
-class _Written:
-    """A pattern in one string, which compilers check fast. No field: FSDP copies dataclasses by all their fields."""
+    @property
+    def shows_itself(self) -> bool:
+        """Whether each query of a branch sees itself there. Internal."""
+        return False
 
-    __slots__ = ("text",)
-    text: str
+    @property
+    def adds_zeros(self) -> bool:
+        """Whether zero keys fill up segments with fewer rows than others. Internal."""
+        return False
+
+    def branches_for(self, num_heads: int) -> tuple[Branch, ...]:
+        """The branches with their heads, of this many. Internal."""
+        return _branches_for(self, num_heads)
+
+    def _resolved(self, num_heads: int) -> Iterator[Branch]:
+        every = tuple(range(num_heads))
+        for branch in self.listed:
+            yield branch if branch.heads is not None else dataclasses.replace(branch, heads=every)
+
+    @property
+    def order(self) -> list[int]:
+        """In which branches are computed: those that are summed the densest first. Internal."""
+        if self.counts == "once":
+            return [*range(len(self.listed))]
+        rates = [branch.rate if isinstance(branch, Dilated) else MAX_NUMBER for branch in self.listed]
+        return sorted(range(len(rates)), key=rates.__getitem__)
+
+    def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
+        """Raise if these head counts do not fit the pattern; return the number of query heads per key/value head.
+
+        ``whole=False``: they are those of one process under tensor parallelism.
+        """
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(
+                f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
+                "make the first a positive multiple of the second"
+            )
+        if whole:
+            self._check_kv_heads(kv_heads)
+        return num_heads // kv_heads
+
+    def _check_kv_heads(self, kv_heads: int) -> None:
+        for branch in self.listed:
+            if branch.heads and branch.heads[-1] >= kv_heads:
+                raise ValueError(f"{branch} is for key/value head {branch.heads[-1]}, and there are {kv_heads}")
+
+    def parts(self, branch: int, head: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> Iterator[Part]:
+        """The pairs of a branch that count, of a key/value head and some queries of a sequence. Internal.
+
+        With each rectangle come the branches whose pairs are to be left out of it; what can be cut away is.
+        """
+        branches = self.branches_for(kv_heads)
+        earlier = [other for other in branches[:branch] if head in other.heads] if self.counts == "once" else []
+        return parts_of(branches[branch], earlier, head, queries, n, is_causal)
+
+    def keys(
+        self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
+        is_causal: bool = False,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """The tokens that ``query`` sees in (query) head ``head``, sorted. One that counts m times appears m times.
+
+        Zero keys of torchscale are not tokens: :meth:`DilatedPattern.zero_keys` counts them.
+        """
+        tokens = sorted(itertools.chain(*self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)))
+        return tuple(dict.fromkeys(tokens) if self.counts == "once" else tokens)
+
+    def _row(
+        self, query: int, head: int, num_tokens: int, num_heads: int, num_kv_heads: int | None, is_causal: bool
+    ) -> list[list[int]]:
+        """The tokens that each branch shows to a query."""
+        group = self.check_heads(num_heads, num_kv_heads)
+        if not 0 <= query < num_tokens or not 0 <= head < num_heads:
+            raise ValueError(
+                f"there is no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads: count "
+                "from 0"
+            )
+        found: list[list[int]] = []
+        for branch in self.branches_for(num_heads // group):
+            rects = branch.rects(head // group, range(query, query + 1), num_tokens, is_causal)
+            rects = [rect for rect in rects if head // group in branch.heads and not rect.is_empty]
+            found.append([token for rect in rects for token in rect.keys.tokens])
+        return found
+
+    def pairs(
+        self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
+    ) -> int:
+        """How many (query, key) pairs one sample has, over all heads. Zero keys are not counted, repeated keys are."""
+        num_tokens, num_heads = check_int("num_tokens", num_tokens, least=0), check_int("num_heads", num_heads)
+        group = self.check_heads(num_heads, num_kv_heads)
+        kv_heads, queries = num_heads // group, range(num_tokens)
+        alike = itertools.groupby(sorted((self.looks(head, kv_heads), head) for head in range(kv_heads)), lambda x: x[0])
+        total = 0
+        for _, same in alike:  # heads that see the same are counted once
+            heads = [head for _, head in same]
+            for index, branch in enumerate(self.branches_for(kv_heads)):
+                if heads[0] in branch.heads:
+                    parts = self.parts(index, heads[0], queries, num_tokens, kv_heads, is_causal)
+                    total += len(heads) * count_pairs(parts, heads[0])
+        return group * total
+
+    def looks(self, head: int, kv_heads: int) -> tuple[int, ...]:
+        """Heads that agree in this see the same: the offset in each branch, -1 where they do not have it."""
+        return tuple(x.offset_of(head) if head in x.heads else -1 for x in self.branches_for(kv_heads))
+
+    def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
+        """Draws which keys each query sees, as an Altair chart for a notebook.
+
+        By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
+        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
+        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
+        so many shards; ``colour``: the "share" of a cell's pairs that is computed (default), or its main "branch".
+
+        Examples:
+            >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
+            >>> chart.save("pattern.png")  # doctest: +SKIP
+        """
+        from dilated_attention.show import plot
+
+        return plot(self, num_tokens, num_heads, **options)
+
+    def flops(
+        self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
+        is_causal: bool = False, backward: bool = False,
+    ) -> int:  # fmt: skip
+        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together.
+
+        Examples:
+            >>> da.DilatedPattern.longnet([4], [1]).flops(num_tokens=8, num_heads=2, head_dim=64)  # 64 pairs
+            16384
+        """
+        pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
+        return pairs * check_int("head_dim", head_dim) * (14 if backward else 4)
+
+    def saved_bytes(
+        self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> int:  # fmt: skip
+        """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches.
+
+        Examples:
+            >>> da.DilatedPattern.longnet([4], [1]).saved_bytes(num_tokens=8, num_heads=2, head_dim=64)
+            8256
+        """
+        kv_heads = check_int("num_heads", num_heads) // self.check_heads(num_heads, num_kv_heads)
+        lse_bytes = 8 if dtype is torch.float64 else 4
+        row_bytes = check_int("head_dim", head_dim) * dtype.itemsize
+        per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes
+        return check_int("num_tokens", num_tokens, least=0) * per_token
+
+    def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
+        """(N, H) bool: True where some branch shows the row a key; the others get output 0 and lse -inf.
+
+        Examples:
+            >>> da.DilatedPattern.head_groups([4], [2]).coverage(num_tokens=4, num_heads=1).flatten().tolist()
+            [True, False, True, False]
+        """
+        group = self.check_heads(num_heads, num_kv_heads)
+        queries = range(check_int("num_tokens", num_tokens, least=0))
+        covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
+        for branch in self.branches_for(num_heads // group):
+            for head in branch.heads:
+                for rect in branch.rects(head, queries, num_tokens, False):
+                    for one in rect.singles() if not rect.is_empty else ():
+                        covered[one.queries.tokens, head] = True
+        return covered.repeat_interleave(group, dim=1)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DilatedPattern(_Written):
+class DilatedPattern(Pattern):
     """Says which head attends to which tokens.
 
     A branch is a segment length w and a dilation rate r. It cuts the sequence into segments of w tokens; the last one
@@ -117,6 +353,12 @@ class DilatedPattern(_Written):
         # a compiler may hold symbols for the numbers, which have no text: a range needs their values
         texts = [",".join([str(range(number).stop) for number in numbers]) for numbers in (lengths, rates)]
         object.__setattr__(self, "text", " ".join((self.rule, *texts, self.mixing_gradient)))
+        object.__setattr__(self, "counts", "sum")
+        object.__setattr__(self, "listed", ())
+
+    def to_dict(self) -> dict[str, Any]:
+        lists = {"segment_lengths": list(self.segment_lengths), "dilation_rates": list(self.dilation_rates)}
+        return {"rule": self.rule, **lists, **({} if self.is_exact else {"mixing_gradient": self.mixing_gradient})}
 
     def __reduce__(self) -> tuple[Any, ...]:  # by default a pickle has the fields alone, and would lose `text`
         return type(self), (self.rule, self.segment_lengths, self.dilation_rates, self.mixing_gradient)
@@ -189,22 +431,6 @@ class DilatedPattern(_Written):
 
         return pattern_for(tokens, heads, rule, kv_heads)
 
-    def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
-        """Draws which keys each query sees, as an Altair chart for a notebook.
-
-        By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
-        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
-        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
-        so many shards; ``colour``: the "share" of a cell's pairs that is computed (default), or its main "branch".
-
-        Examples:
-            >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
-            >>> chart.save("pattern.png")  # doctest: +SKIP
-        """
-        from dilated_attention.show import plot
-
-        return plot(self, num_tokens, num_heads, **options)
-
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
         """The (segment length, dilation rate) pairs."""
@@ -229,45 +455,48 @@ class DilatedPattern(_Written):
         """How the rule assigns branches and offsets to heads. Internal."""
         return _HEAD_RULES[self.rule]
 
-    def branches_for(self, num_heads: int) -> tuple[Branch, ...]:
-        """The branches, each with its heads among this many and their offsets. Internal: see `heads` and `offset`."""
-        return _branches_for(self, num_heads)
+    @property
+    def needs_masks(self) -> bool:
+        return False
+
+    @property
+    def shows_itself(self) -> bool:
+        return True
+
+    @property
+    def adds_zeros(self) -> bool:
+        return self.head_rule.adds_zeros
+
+    def _resolved(self, num_heads: int) -> Iterator[Dilated]:
+        rule, (each, extra) = self.head_rule, divmod(num_heads, len(self.segment_lengths))
+        for index, (length, rate) in enumerate(self.branches):
+            heads = range(num_heads)
+            if rule.splits_heads:  # the first branches take one head more where heads do not divide evenly
+                first = index * each + min(index, extra)
+                heads = range(first, first + each + (index < extra))
+            offset: Any = index if rule.is_shifted else "head"
+            neighbours = max(1, rule.neighbours(num_heads, rate))
+            yield Dilated(length, rate, offset, heads=tuple(heads), neighbours=neighbours)
+
+    @property
+    def order(self) -> list[int]:
+        return sorted(range(len(self.dilation_rates)), key=self.dilation_rates.__getitem__)
 
     def heads(self, branch: int, num_heads: int) -> range:
         """The (key/value) heads that have a branch, by its index."""
-        return self.branches_for(num_heads)[branch].heads
+        heads = self.branches_for(num_heads)[branch].heads or (0,)
+        return range(heads[0], heads[-1] + 1)
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
         """The offset of a (key/value) head in a branch."""
-        return self.branches_for(num_heads)[branch].offset(head)
+        return self.branches_for(num_heads)[branch].offset_of(head)
 
-    def check_heads(self, num_heads: int, num_kv_heads: int | None = None, *, whole: bool = True) -> int:
-        """Raise if these head counts do not fit the rule; return the number of query heads per key/value head.
-
-        ``whole=False``: they are those of one process under tensor parallelism, and may be fewer than branches.
-        """
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
-            raise ValueError(
-                f"{num_heads} query heads cannot be shared evenly by {kv_heads} key/value heads: "
-                "make the first a positive multiple of the second"
-            )
-        if whole and self.head_rule.splits_heads and kv_heads < len(self.segment_lengths):
+    def _check_kv_heads(self, kv_heads: int) -> None:
+        if self.head_rule.splits_heads and kv_heads < len(self.segment_lengths):
             raise ValueError(
                 f"{self.rule} needs at least one key/value head per branch, got {len(self.segment_lengths)} branches "
                 f"and {kv_heads} key/value heads: use fewer branches, more heads, or rule 'longnet'"
             )
-        return num_heads // kv_heads
-
-    def keys(
-        self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
-        is_causal: bool = False,
-    ) -> tuple[int, ...]:  # fmt: skip
-        """The tokens that ``query`` sees in (query) head ``head``, sorted. One that m branches show appears m times.
-
-        Zero keys of torchscale are not tokens: :meth:`zero_keys` counts them.
-        """
-        return tuple(self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)[0])
 
     def zero_keys(
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
@@ -279,103 +508,29 @@ class DilatedPattern(_Written):
             >>> da.DilatedPattern.torchscale([4], [3]).zero_keys(query=1, head=1, num_tokens=6, num_heads=3)
             1
         """
-        return self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)[1]
-
-    def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
-        """How many zero keys a segment of ``length`` tokens in a sequence of ``num_tokens`` gets, if not causal."""
-        if not self.head_rule.adds_zeros:
+        rows = self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)
+        if is_causal or not self.adds_zeros:
             return 0
-        rate = self.dilation_rates[branch]
-        return -(-min(self.segment_lengths[branch], num_tokens) // rate) - rows_at_offset(length, rate, offset)
+        branches = self.branches_for(num_heads // self.check_heads(num_heads, num_kv_heads))
+        return sum(zeros_beside(branch, len(row), num_tokens) for branch, row in zip(branches, rows, strict=True) if row)
 
-    def pairs(
-        self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None, is_causal: bool = False
-    ) -> int:
-        """How many (query, key) pairs one sample has, over all heads. Zero keys are not counted, repeated keys are."""
-        num_tokens, num_heads = check_int("num_tokens", num_tokens, least=0), check_int("num_heads", num_heads)
-        group = self.check_heads(num_heads, num_kv_heads)
-        total = 0
-        for branch in self.branches_for(num_heads // group):
-            count, rest = divmod(num_tokens, branch.length)
-            for head, (times, length) in itertools.product(branch.heads, ((count, branch.length), (1, rest))):
-                rows = rows_at_offset(length, branch.rate, branch.offset(head))
-                total += times * (rows * (rows + 1) // 2 if is_causal else rows * rows)
-        return total * group
 
-    def flops(
-        self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
-        is_causal: bool = False, backward: bool = False,
-    ) -> int:  # fmt: skip
-        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together.
-
-        Examples:
-            >>> da.DilatedPattern.longnet([4], [1]).flops(num_tokens=8, num_heads=2, head_dim=64)  # 64 pairs
-            16384
-        """
-        pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
-        return pairs * check_int("head_dim", head_dim) * (14 if backward else 4)
-
-    def saved_bytes(
-        self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> int:  # fmt: skip
-        """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches.
-
-        Examples:
-            >>> da.DilatedPattern.longnet([4], [1]).saved_bytes(num_tokens=8, num_heads=2, head_dim=64)
-            8256
-        """
-        kv_heads = check_int("num_heads", num_heads) // self.check_heads(num_heads, num_kv_heads)
-        lse_bytes = 8 if dtype is torch.float64 else 4
-        row_bytes = check_int("head_dim", head_dim) * dtype.itemsize
-        per_token = (2 * num_heads + 2 * kv_heads) * row_bytes + num_heads * lse_bytes
-        return check_int("num_tokens", num_tokens, least=0) * per_token
-
-    def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
-        """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf.
-
-        Examples:
-            >>> da.DilatedPattern.head_groups([4], [2]).coverage(num_tokens=4, num_heads=1).flatten().tolist()
-            [True, False, True, False]
-        """
-        group = self.check_heads(num_heads, num_kv_heads)
-        position = torch.arange(check_int("num_tokens", num_tokens, least=0))
-        covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
-        for branch in self.branches_for(num_heads // group):
-            for head in branch.heads:
-                covered[:, head] |= position % branch.length % branch.rate == branch.offset(head)
-        return covered.repeat_interleave(group, dim=1)
-
-    def _row(
-        self, query: int, head: int, num_tokens: int, num_heads: int, num_kv_heads: int | None, is_causal: bool
-    ) -> tuple[list[int], int]:
-        """The tokens that a row sees, sorted, and how many zero keys."""
-        group = self.check_heads(num_heads, num_kv_heads)
-        if not 0 <= query < num_tokens or not 0 <= head < num_heads:
-            raise ValueError(
-                f"there is no row (query {query}, head {head}) among {num_tokens} tokens and {num_heads} heads: count "
-                "from 0"
-            )
-        tokens: list[int] = []
-        zeros = 0
-        for index, branch in enumerate(self.branches_for(num_heads // group)):
-            first, offset = query - query % branch.length, branch.offset(head // group)
-            if head // group in branch.heads and (query - first) % branch.rate == offset:
-                length = min(branch.length, num_tokens - first)
-                tokens += range(first + offset, query + 1 if is_causal else first + length, branch.rate)
-                zeros += 0 if is_causal else self.zeros_in_segment(index, length, offset, num_tokens)
-        return sorted(tokens), zeros
+def zeros_beside(branch: Branch, rows: int, num_tokens: int) -> int:
+    """How many zero keys fill up a segment with so many rows, in a sequence of ``num_tokens``, if not causal."""
+    assert isinstance(branch, Dilated)
+    return -(-min(branch.length, num_tokens) // branch.rate) - rows
 
 
 @functools.lru_cache(maxsize=256)
-def _branches_for(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]:
-    rule, (each, extra) = pattern.head_rule, divmod(num_heads, len(pattern.segment_lengths))
-    branches = []
-    for index, (length, rate) in enumerate(pattern.branches):
-        first, last = 0, num_heads
-        if rule.splits_heads:  # the first branches take one head more where heads do not divide evenly
-            first = index * each + min(index, extra)
-            last = first + each + (index < extra)
-        step, shift = max(1, rule.neighbours(num_heads, rate)), index % rate if rule.is_shifted else 0
-        branches.append(Branch(length, rate, first, last, step, shift))
-    return tuple(branches)
+def _branches_for(pattern: Pattern, num_heads: int) -> tuple[Branch, ...]:
+    return tuple(pattern._resolved(num_heads))
+
+
+def read_pattern(text: str) -> Pattern:
+    """The pattern with this `Pattern.text`."""
+    if text.startswith("{"):
+        return Pattern.from_dict(json.loads(text))
+    rule, lengths, rates, mixing = text.split(" ")
+    numbers = [tuple(int(number) for number in some.split(",")) for some in (lengths, rates)]
+    # not by `of`, which would warn again of what the caller was told when the pattern was made
+    return DilatedPattern(cast(Rule, rule), numbers[0], numbers[1], cast(MixingGradient, mixing))

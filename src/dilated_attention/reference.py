@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from dilated_attention.dropout import Dropout, row_words
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 
 
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: DilatedPattern,
+    pattern: Pattern,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -47,7 +47,7 @@ def attention(
         (torch.float64, torch.Size([1, 16, 4]))
     """
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
-    if not pattern.is_exact:  # the released formula: branches mixed by weights that are constants
+    if isinstance(pattern, DilatedPattern) and not pattern.is_exact:  # the released formula: branches mixed by weights that are constants
         branches = [
             attention(
                 query, key, value, pattern.alone(branch), is_causal=is_causal, scale=scale,
@@ -96,10 +96,13 @@ def attention(
 
 
 def key_counts(
-    pattern: DilatedPattern, tokens: int, heads: int, key_padding_mask: Tensor | None, is_causal: bool, group: int,
+    pattern: Pattern, tokens: int, heads: int, key_padding_mask: Tensor | None, is_causal: bool, group: int,
     like: Tensor, cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Which keys each branch shows, (branches, B or 1, H, N, N), and each row's zero keys, (B or 1, H, N, 1)."""
+    """Which keys each branch shows, (branches, B or 1, H, N, N), and each row's zero keys, (B or 1, H, N, 1).
+
+    Where a key counts once, it is the first branch that shows it.
+    """
     token = torch.arange(tokens, device=like.device)
     borders = torch.tensor([0, tokens] if cu_seqlens is None else list(cu_seqlens), device=like.device)
     after = torch.searchsorted(borders, token, right=True)
@@ -113,15 +116,22 @@ def key_counts(
         ends = torch.where(key_padding_mask, 0, position + 1)
         ends = ends.amax(1, keepdim=True).expand_as(ends) if tokens else ends
     counts, zeros = [], like.new_zeros(len(ends), heads, tokens, 1)
-    for branch, (width, rate) in enumerate(pattern.branches):
-        runs = [h in pattern.heads(branch, heads // group) for h in head.tolist()]
-        offset = torch.tensor([pattern.offset(branch, h, heads // group) for h in head.tolist()], device=like.device)
-        takes_part = (position % width % rate == offset[:, None]) & torch.tensor(runs, device=like.device)[:, None]
-        same_segment = position // width == position[:, None] // width
-        counts.append(takes_part[:, :, None] & takes_part[:, None, :] & same_segment & visible)
-        if pattern.head_rule.adds_zeros and not is_causal:
+    for branch in pattern.branches_for(heads // group):
+        shown = [
+            branch.sees(h, position[:, None], position).expand(tokens, tokens) & (h in branch.heads)
+            for h in head.tolist()
+        ]
+        count = torch.stack(shown) & visible
+        if pattern.counts == "once":
+            for other in counts:
+                count = count & ~other
+        counts.append(count)
+        if pattern.adds_zeros and not is_causal:
+            width, rate = branch.length, branch.rate
+            takes_part = torch.stack(shown).diagonal(dim1=1, dim2=2)
+            offset = torch.tensor([branch.offset_of(h) for h in head.tolist()], device=like.device)[:, None]
             real = (ends[:, None] - position // width * width).clamp(0, width)  # of each row's segment
-            rows = ((real - offset[:, None] + rate - 1) // rate).clamp(min=0)
+            rows = ((real - offset + rate - 1) // rate).clamp(min=0)
             filled = (ends.clamp(max=width)[:, None] + rate - 1) // rate - rows
             zeros += torch.where(takes_part & (real > 0), filled, 0).unsqueeze(-1).to(zeros.dtype)
     return torch.stack(counts).to(like.dtype), zeros

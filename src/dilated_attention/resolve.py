@@ -21,7 +21,7 @@ from dilated_attention.autograd import NO_FORWARD_MODE, is_plain
 from dilated_attention.backends.choose import NAMES, Backend, choose
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, checked_cu_seqlens, outside, settings
 from dilated_attention.checks import check_flag, checked_probability, checked_scale, is_int, warn
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import DilatedPattern, Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MOST_KNOWN = 1024
@@ -31,7 +31,7 @@ known_calls: dict[Hashable, Call] = {}  # calls that passed every check, by thei
 class Options(NamedTuple):
     """What a caller chooses beside tensors, as in `dilated_attention`, and how the call is to run."""
 
-    pattern: DilatedPattern
+    pattern: Pattern
     is_causal: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
@@ -134,8 +134,10 @@ def _checked(
 def check_options(options: Options) -> tuple[float, float]:
     """Raise if something is wrong with what is chosen; return scale and dropout_p as numbers."""
     pattern = options.pattern
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}: make one with .longnet(...)")
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern or a DilatedPattern, got {type(pattern).__name__}")
+    if options.in_parts and not isinstance(pattern, DilatedPattern):
+        raise NotImplementedError(f"a Pattern of branches does not go over several ranks yet, only a DilatedPattern: got {pattern}")
     check_flag("is_causal", options.is_causal)
     check_flag("enable_gqa", options.enable_gqa)
     check_backend(options.backend)
@@ -299,12 +301,13 @@ def check_total_length(total: int | None, lengths: tuple[int, ...]) -> None:
         )
 
 
-def warn_of_mistakes(query: Tensor, key: Tensor, pattern: DilatedPattern, mask: Tensor | None) -> None:
+def warn_of_mistakes(query: Tensor, key: Tensor, pattern: Pattern, mask: Tensor | None) -> None:
     """Warn of what is exact, and probably not meant. Nothing is read that the host would have to wait for."""
     if is_compiling():
         return
     _, tokens, heads, _ = shape = tuple(query.shape)
-    if heads > tokens == key.shape[1] > 1 and tokens < min(pattern.segment_lengths):
+    shortest = min(pattern.segment_lengths) if isinstance(pattern, DilatedPattern) else 0
+    if heads > tokens == key.shape[1] > 1 and tokens < shortest:
         warn(
             f"query has shape {shape}, read as (batch, tokens, heads, head_dim): it has more heads than tokens, and "
             "every segment is longer than the sequence. If it is (batch, heads, tokens, head_dim), pass "

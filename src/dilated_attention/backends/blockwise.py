@@ -26,7 +26,7 @@ from dilated_attention.backends import triton
 from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
 from dilated_attention.backends.tensors import on_device, readable, span, within, without_infinity
-from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan
+from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan, without_bands
 from dilated_attention.call import ON_DEVICE, Call, outside, sample_ends
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.merge import add_zero_keys_, merge_
@@ -105,7 +105,7 @@ class Work:
         out, lse, dout, dlse = results
         dout, out = (readable(x, self.call, self.limits).contiguous() for x in (dout, out))
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-        if self.padding is not None:  # else a row in a block has a key, itself
+        if self.padding is not None or not self.call.pattern.shows_itself:  # else a row in a block has a key, itself
             empty = lse == -torch.inf
             lse, dout = lse.masked_fill(empty, torch.inf), dout.masked_fill(empty.unsqueeze(-1), 0.0)
             dlse = None if dlse is None else dlse.masked_fill(empty, 0.0)  # such a row sends nothing, not even NaN
@@ -142,13 +142,30 @@ class Work:
             k, v = (readable(x, self.call, self.limits) for x in (k, v))
         q, k, v = (within(x, self.limits) for x in (q, k, v))
         dropout = None if self.seed is None else self._dropout(block, self.seed)
-        return q, k, v, Masking(self.call.scale, block.is_causal, padding, dropout)
+        hidden = self._hidden(block) if block.has_mask else None
+        return q, k, v, Masking(self.call.scale, block.is_causal, padding, hidden, dropout)
+
+    def _hidden(self, block: Block) -> Tensor:
+        """(Lq, Lk) bool: the pairs of a block that do not count."""
+        rows, keys = (torch.arange(view.rows, device=self.call.device) for view in (block.queries, block.keys))
+        distance = keys - rows.unsqueeze(1)
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if block.low is not None:
+            hidden |= distance < block.low
+        if block.high is not None:
+            hidden |= distance > block.high
+        begin, end = block.sequence
+        for branch in block.but:  # then it is a block of one head and segment
+            query = block.query_at[0] - begin + rows.unsqueeze(1) * block.query_step
+            key = block.key_at[0] - begin + keys * block.key_step
+            hidden |= branch.sees(block.head_numbers[0] + self.call.first_head, query, key)
+        return hidden
 
     def _dropout(self, block: Block, seed: Tensor) -> Dropout:
         """The words and positions of the block's rows, all by global index."""
         call, view = self.call, block.queries
-        query = _positions(block, block.query_at, view.rows, call)
-        key = _positions(block, block.key_at, block.keys.rows, call)
+        query = _positions(block, block.query_at, view.rows, block.query_step, call)
+        key = _positions(block, block.key_at, block.keys.rows, block.key_step, call)
         sample = torch.arange(view.samples, device=call.device).repeat_interleave(view.segments) + view.sample
         head = on_device(block.head_numbers, call.device)[:, None] + call.first_head
         head = (head * call.q_per_kv + torch.arange(call.q_per_kv, device=call.device)).flatten()
@@ -161,7 +178,7 @@ class Work:
             return None
         if self.ends is None:
             return math.log(block.zeros) if block.zeros else None
-        view, rate, device = block.queries, block.rate, self.call.device
+        view, rate, device = block.queries, block.query_step, self.call.device
         longest = self.call.pattern.segment_lengths[block.branch]
         ends = self.ends[view.sample : view.sample + view.samples, None]
         starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
@@ -183,7 +200,8 @@ class Work:
         know of one another: a block that runs out of memory is computed again with half as many at a time.
         """
         cap, backward = MemoryCap.of(self.call), results is not None
-        waiting = deque(part for block in blocks for part in self._cut(block, sources, backward, cap))
+        plain = itertools.chain.from_iterable(map(without_bands, blocks))
+        waiting = deque(part for block in plain for part in self._cut(block, sources, backward, cap))
         while waiting:
             block = waiting.popleft()
             try:
@@ -287,7 +305,7 @@ class Work:
     def out_dtype(self) -> torch.dtype:
         """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
         one_device = not self.call.in_parts and not self.call.is_decode and self._fused_merge is not None
-        few_merges = one_device and len(self.call.pattern.segment_lengths) <= 3
+        few_merges = one_device and not self.call.pattern.needs_masks and len(self.call.pattern.branches) <= 3
         return self.call.exact if self.plan.merges and not few_merges else self.q.dtype
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
@@ -331,10 +349,10 @@ def _plan_of_positions(call: Call, positions: Tensor | None) -> Plan:
     return Plan(tuple(blocks), (0, call.kv_heads), True)
 
 
-def _positions(block: Block, at: tuple[int, ...], rows: int, call: Call) -> Tensor:
+def _positions(block: Block, at: tuple[int, ...], rows: int, step: int, call: Call) -> Tensor:
     """(b, L, h): where in the sequence rows of a block are, given the first of each head."""
     view = block.queries
     segment, row = (torch.arange(n, device=call.device) for n in (view.segments, rows))
     first = on_device(at, call.device).repeat_interleave(call.q_per_kv)
-    token = first + view.segment_step * segment[:, None, None] + block.rate * row[:, None]
+    token = first + view.segment_step * segment[:, None, None] + step * row[:, None]
     return token.repeat(view.samples, 1, 1)

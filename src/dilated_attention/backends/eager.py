@@ -112,6 +112,8 @@ def _scores(query: Tensor, key: Tensor, masking: Masking, samples: slice, rows: 
     if masking.is_causal:
         row = torch.arange(rows.start, rows.stop, device=query.device).unsqueeze(1)
         scores.masked_fill_(torch.arange(keys.stop, device=query.device) > row, -torch.inf)
+    if masking.hidden is not None:
+        scores.masked_fill_(masking.hidden[rows, keys], -torch.inf)
     if masking.padding is not None:
         ignored = masking.padding[samples, keys].transpose(1, 2)  # (b, hk, j)
         scores.masked_fill_(ignored[:, :, None, None, :], -torch.inf)

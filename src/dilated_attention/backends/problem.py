@@ -54,10 +54,16 @@ class Masking:
     scale: float
     is_causal: bool = False  # query row i sees key rows up to i
     padding: Tensor | None = None  # (b, Lk, hk) bool, True = ignore this key
+    hidden: Tensor | None = None  # (Lq, Lk) bool, True = this query does not see this key
     dropout: Dropout | None = None
 
     def rows_without_keys(self, rows: int) -> Tensor | None:
         """(b, rows, hk or 1) bool, True where every visible key is ignored; None when no key ever is."""
+        if self.hidden is not None:
+            ignored = self.hidden[None, :, :, None]
+            if self.padding is not None:
+                ignored = ignored | self.padding.unsqueeze(1)
+            return ignored.all(2)
         if self.padding is None:
             return None
         if self.is_causal:

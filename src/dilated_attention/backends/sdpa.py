@@ -65,7 +65,7 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
     out, lse = kernel.forward(_problem(q, k, v, masking))
     empty = masking.rows_without_keys(q.shape[1])
     if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
-        empty = empty.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        empty = empty.expand(-1, -1, k.shape[2]).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         lse = lse.masked_fill(empty, -torch.inf)
         out = out.masked_fill(empty.unsqueeze(-1), 0.0)
     if q.device.type == "cpu" and k.shape[1] * k.itemsize < aten.VECTOR_BYTES and (lse == 0).any():
@@ -106,14 +106,18 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
 
 
 def _bias(masking: Masking, q: Tensor) -> Tensor | None:
-    """(b, 1 or h, 1, Lk) of 0 and -inf, its rows 16-byte aligned as the kernels want."""
-    if masking.padding is None:
+    """(b or 1, 1 or h, Lq or 1, Lk) of 0 and -inf, its rows 16-byte aligned as the kernels want."""
+    ignored = masking.hidden
+    if masking.padding is not None:
+        padding = masking.padding if masking.padding.stride(2) else masking.padding[:, :, :1]
+        padding = padding.transpose(1, 2).unsqueeze(2)
+        ignored = padding if ignored is None else ignored | padding
+    if ignored is None:
         return None
-    padding = masking.padding if masking.padding.stride(2) else masking.padding[:, :, :1]
-    padding = padding.transpose(1, 2)
-    columns = -(-padding.shape[2] // 8) * 8
-    bias = torch.zeros((*padding.shape[:2], 1, columns), dtype=q.dtype, device=q.device)[..., : padding.shape[2]]
-    return bias.masked_fill_(padding.unsqueeze(2), -torch.inf)
+    ignored = ignored[(None,) * (4 - ignored.dim())]
+    columns = -(-ignored.shape[3] // 8) * 8
+    bias = torch.zeros((*ignored.shape[:3], columns), dtype=q.dtype, device=q.device)[..., : ignored.shape[3]]
+    return bias.masked_fill_(ignored, -torch.inf)
 
 
 def _kernel_for(rows: int, kernels: tuple[Kernel, ...]) -> Kernel | None:
@@ -139,8 +143,8 @@ def _reasons(kernel: Kernel, call: Call) -> list[str]:
     """Why a kernel cannot run: our reasons first, then torch's own check."""
     if call.drops:
         return ["its dropout cannot follow the seeded mask that all backends share"]
-    if call.has_padding and not kernel.takes_bias:
-        return ["it takes no key_padding_mask"]
+    if (call.has_padding or call.pattern.needs_masks) and not kernel.takes_bias:
+        return ["it takes no key_padding_mask" if call.has_padding else "it takes no mask, and the pattern needs some"]
     name = kernel.name.split()[0]
     if name in call.switched_off:
         return [f"torch.backends.cuda has the {name} kernel switched off"]

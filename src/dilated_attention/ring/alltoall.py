@@ -18,6 +18,7 @@ from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.blocks import Block, SegmentHeads, View
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import add_zero_keys_, merge_
+from dilated_attention.pattern import rows_at_offset, zeros_beside
 from dilated_attention.ring.packing import Fields
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
 from dilated_attention.ring.routes import Part, Step, dealing
@@ -87,7 +88,8 @@ class AllToAll(ParallelCall):
         at = tuple(segment.start + offset for _, offset in segment.heads)
         numbers = tuple(head for head, _ in segment.heads)
         whole = Block(
-            segment.branch, segment.dilation, view, view, self.call.is_causal, at, at, segment.start, numbers=numbers
+            segment.branch, segment.dilation, segment.dilation, view, view, None, 0 if self.call.is_causal else None, at,
+            at, segment.start, numbers=numbers,
         )
         found: list[Tensor] = []
         for block, parts in work.each([whole], sources, results):
@@ -104,9 +106,12 @@ class AllToAll(ParallelCall):
 
     def blocks(self, part: Part, q_per_kv: int, zeros: tuple[int, ...] = ()) -> tuple[Block, ...]:
         """With zero keys: a segment is computed whole, but without them."""
-        segment, zeros_of = self.segments[part.segment], self.call.pattern.zeros_in_segment
-        tokens, sequence = segment.stop - segment.start, segment.sequence
-        zeros = tuple(zeros_of(segment.branch, tokens, offset, sequence) for _, offset in segment.heads)
+        segment, call = self.segments[part.segment], self.call
+        branch, tokens = call.pattern.branches_for(call.held.total)[segment.branch], segment.stop - segment.start
+        zeros: tuple[int, ...] = ()
+        if call.adds_zeros:
+            rows = (rows_at_offset(tokens, segment.dilation, offset) for _, offset in segment.heads)
+            zeros = tuple(zeros_beside(branch, count, segment.sequence) for count in rows)
         return super().blocks(part, q_per_kv, zeros)
 
     # --- rows to whoever computes them, and results back --------------------------------------------------------

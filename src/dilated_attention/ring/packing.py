@@ -102,9 +102,11 @@ def packed_blocks(
             Block(
                 segment.branch,
                 segment.dilation,
+                segment.dilation,
                 View(0, samples, at - start, 1, length, my_count, segment.dilation, head, run.heads, head_step, step),
                 _packed(their_count, their_start, their_step, samples, run.heads, 1),
-                False,
+                None,
+                None,
                 tuple(at + i * step for i in range(run.heads)),
                 tuple(segment.first_row(offsets[number], theirs) for number in numbers),
                 segment.start,

@@ -104,7 +104,7 @@ class BufferedStream(Stream):
             self.done[index] = stop
             heads = slice(0, self.call.kv_heads)
             if branch is not None:
-                heads = slice(self.branches[branch].first, self.branches[branch].last)
+                heads = slice(self.branches[branch].heads[0], self.branches[branch].heads[-1] + 1)
             queries = slice(heads.start * self.call.q_per_kv, heads.stop * self.call.q_per_kv)
             rows = slice(self.first + start - self.base, self.first + stop - self.base)
             q, k, v = (x[:, rows, some] for x, some in zip(self.buffers, (queries, heads, heads), strict=False))
@@ -130,7 +130,7 @@ class BufferedStream(Stream):
         call, inputs = self.call, Inputs(q, k, v)
         if branch is not None:
             pattern = call.pattern if call.pattern.head_rule.splits_heads else call.pattern.alone(branch)
-            call = call._replace(pattern=pattern, first_head=self.branches[branch].first, total_heads=call.kv_heads)
+            call = call._replace(pattern=pattern, first_head=self.branches[branch].heads[0], total_heads=call.kv_heads)
         call = call.of(q, k, None, 0)
         if before and call.adds_zeros:  # zero keys fill those up, as many as if all were one call
             total = before + q.shape[1]

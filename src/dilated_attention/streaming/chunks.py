@@ -69,6 +69,8 @@ def stream(
     """
     options = Options(pattern, is_causal, scale, enable_gqa=enable_gqa, backend=backend, decodes=False)
     check_options(options)
+    if not isinstance(pattern, DilatedPattern):
+        raise NotImplementedError(f"stream() takes a DilatedPattern, got {pattern}")
     if not isinstance(chunks, Iterable):
         raise TypeError(f"chunks must be an iterable of (query, key, value), got {type(chunks).__name__}")
     max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes)

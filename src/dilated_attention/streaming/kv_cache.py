@@ -29,7 +29,8 @@ from dilated_attention.blocks import Block, Placed, View, head_runs
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dtype
 from dilated_attention.functional import attend
 from dilated_attention.merge import merge_
-from dilated_attention.pattern import Branch, DilatedPattern, rows_at_offset
+from dilated_attention.branches import Dilated
+from dilated_attention.pattern import DilatedPattern, rows_at_offset
 from dilated_attention.resolve import computed_dtype
 from dilated_attention.streaming.stream import Stream, any_mode
 
@@ -47,13 +48,13 @@ class Slot(NamedTuple):
 class BranchCache:
     """The rows of branches that have equally many rows and the same heads: they are attended in one call."""
 
-    def __init__(self, branches: list[Branch], rows: int, like: Tensor) -> None:
+    def __init__(self, branches: list[Dilated], rows: int, like: Tensor) -> None:
         """``like``: has the samples, head dim, dtype and device of the rows."""
         tensor, heads = functools.partial(torch.tensor, device=like.device), branches[0].heads
-        self.branches, self.heads = branches, slice(heads.start, heads.stop)
+        self.branches, self.heads = branches, slice(heads[0], heads[-1] + 1)
         self.lengths = tensor([branch.length for branch in branches])
         self.rates = tensor([branch.rate for branch in branches])
-        self.offsets = tensor([[branch.offset(head) for head in heads] for branch in branches])
+        self.offsets = tensor([[branch.offset_of(head) for head in heads] for branch in branches])
         self.numbers = torch.arange(len(branches), device=like.device)
         self.kv = like.new_zeros(2, like.shape[0], len(branches), rows, len(heads), like.shape[-1])
         self.dense = DilatedPattern.longnet([rows], [1])
@@ -103,7 +104,7 @@ class KVCache:
     @functools.cached_property
     def caches(self) -> list[BranchCache]:
         """All rows; there are none before the first is needed."""
-        alike: dict[tuple[int, range], list[Branch]] = {}
+        alike: dict[tuple[int, tuple[int, ...]], list[Dilated]] = {}
         for branch in self.branches:
             rows = rows_of(branch, branch.length if self.tokens is None else self.tokens)
             alike.setdefault((rows, branch.heads), []).append(branch)
@@ -124,7 +125,7 @@ class KVCache:
                 for x, before in zip(pair, old[branch], strict=True):
                     x[:, : before.shape[1]] = before
 
-    def _rows(self, samples: slice = slice(None)) -> Iterator[tuple[Branch, Pair]]:
+    def _rows(self, samples: slice = slice(None)) -> Iterator[tuple[Dilated, Pair]]:
         """Each branch with its k and v, (B, rows, h, D)."""
         for cache in self.caches:
             k, v = cache.kv[:, samples]
@@ -261,13 +262,13 @@ class KVCache:
                     rows[:, already : already + view.rows, heads] = view.of(x)
 
 
-def in_segment(branch: Branch, before: int, x: Tensor, q_per_kv: int) -> Iterator[Block]:
+def in_segment(branch: Dilated, before: int, x: Tensor, q_per_kv: int) -> Iterator[Block]:
     """The rows of x in a segment, after its first ``before`` tokens, as queries, with the rows before them as keys."""
     stop = min(before + x.shape[1], branch.length)
     placed: list[Placed] = []
     counts = {}
     for head in branch.heads:
-        offset = branch.offset(head)
+        offset = branch.offset_of(head)
         earlier, upto = (rows_at_offset(token, branch.rate, offset) for token in (before, stop))
         if upto > earlier:
             placed.append((head, offset + branch.rate * earlier - before))
@@ -276,12 +277,12 @@ def in_segment(branch: Branch, before: int, x: Tensor, q_per_kv: int) -> Iterato
         (head, at), (head_step, step), (earlier, rows) = run.first, run.steps, counts[run.first[0]]
         heads, samples = (run.heads, head_step), x.shape[0]
         queries = View(0, samples, at, 1, stop - before, rows, branch.rate, head, *heads, step)
-        keys = View(0, samples, 0, 1, earlier, earlier, 1, head - branch.first, *heads, 0)
+        keys = View(0, samples, 0, 1, earlier, earlier, 1, head - branch.heads[0], *heads, 0)
         starts = tuple(before + at + i * step for i in range(run.heads))
-        yield Block(0, branch.rate, queries, keys, False, starts, starts, 0)
+        yield Block(0, branch.rate, branch.rate, queries, keys, None, None, starts, starts, 0)
 
 
-def rows_of(branch: Branch, tokens: int) -> int:
+def rows_of(branch: Dilated, tokens: int) -> int:
     """The rows that a head has of the first tokens of a segment, at most."""
     return -(-min(tokens, branch.length) // branch.rate)
 

@@ -20,9 +20,18 @@ from torch import Tensor
 
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.triton.decode_kernel import combine_kernel, decode_kernel
+from dilated_attention.branches import Branch, Dilated
 from dilated_attention.call import Call, sample_ends
 
 PROGRAMS_PER_PROCESSOR = 8  # wanted: each has a short chain of loads, and many of them hide one another's latency
+
+
+def numbers_of(branch: Branch) -> tuple[int, ...]:
+    """A dilated branch as the kernel has it: length, rate, first and last head, and how heads give offsets."""
+    assert isinstance(branch, Dilated)
+    heads = branch.heads or (0, -1)
+    places = (branch.neighbours, 0) if branch.offset == "head" else (1 << 30, branch.offset)
+    return branch.length, branch.rate, heads[0], heads[-1] + 1, *places
 
 
 class DecodeConfig(NamedTuple):
@@ -62,7 +71,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
             q, k, v, mask, positions, ends, parts, part_lse,
             start, queries, tokens, c.splits, kv_heads, call.first_head, call.scale, step,
             *mask_strides, q.stride(), k.stride(), v.stride(),
-            PATTERN=sum(branches, ()), BRANCHES=len(branches), GROUP=group, D=dim,
+            PATTERN=sum(map(numbers_of, branches), ()), BRANCHES=len(branches), GROUP=group, D=dim,
             BD=block_dim, BM=c.rows, BN=c.keys, SPLIT=c.splits > 1, ONE=queries == 1, CAUSAL=call.is_causal,
             ZEROS=call.adds_zeros, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
@@ -92,7 +101,7 @@ def _most_tiles(call: Call, keys: int) -> int:
     for branch in call.pattern.branches_for(call.held.total):
         rows = triton.cdiv(min(branch.length, call.keys), branch.rate)
         segments = min(triton.cdiv(call.queries - 1, branch.length) + 1, triton.cdiv(call.keys, branch.length))
-        found[branch.first] += segments * triton.cdiv(rows, keys)
+        found[branch.heads[0]] += segments * triton.cdiv(rows, keys)
     return max(found.values())
 
 

@@ -1,7 +1,7 @@
 """The decoding kernels: which key tiles a program has, one softmax over them, and the splits put together.
 
 Legend: q (BM, BD), k, v (BN, BD), scores (BM, BN) in powers of two; top, sums (BM) the running maximum and
-sum. Positions and counts are 64-bit. PATTERN holds the six numbers of each `pattern.Branch`.
+sum. Positions and counts are 64-bit. PATTERN holds the six numbers of each branch, as of `decode.numbers_of`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dilated_attention.backends.triton.tiles import LN2, LOG2E, NOTHING, row_at,
 def head_offset(head, PATTERN: constexpr, AT: constexpr):
     """Whether the head runs the branch whose numbers begin at AT, and the head's offset in it."""
     runs = (head >= PATTERN[AT + 2]) & (head < PATTERN[AT + 3])
-    return runs, (head // PATTERN[AT + 4] + PATTERN[AT + 5]) % PATTERN[AT + 1]  # as `Branch.offset`
+    return runs, (head // PATTERN[AT + 4] + PATTERN[AT + 5]) % PATTERN[AT + 1]  # as `Dilated.offset_of`
 
 
 @triton.jit

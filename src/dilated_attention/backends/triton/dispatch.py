@@ -19,6 +19,7 @@ import torch
 
 from dilated_attention.backends.triton.nesting import groups
 from dilated_attention.call import ON_DEVICE, Call
+from dilated_attention.pattern import DilatedPattern
 
 KERNELS = ("forward", "dq", "dkdv")
 MOST_QUERIES_TO_DECODE = 64  # with more, most rows of a tile take no part in a dilated branch
@@ -40,6 +41,7 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         "triton is not installed: it comes with torch's CUDA builds": not INSTALLED,
         "it takes whole calls on one device, not the parts that ranks exchange and streams are cut into": call.in_parts,
         "it takes calls whole, and a cap on memory asks for parts": call.memory_cap,
+        "it computes a DilatedPattern, not other patterns": not isinstance(call.pattern, DilatedPattern),
         "it does not compute in float64": call.dtype is torch.float64,
         f"it takes a head_dim up to {max(SMALL)}, not {dim}": dim > max(SMALL),
         "its decoding has no dropout": call.is_decode and call.drops,

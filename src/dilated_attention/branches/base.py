@@ -1,0 +1,223 @@
+"""What a branch is: which keys it shows to which queries, as a definition and as a few rectangles of rows.
+
+A kind of branch writes `sees`, its definition, and `rects`, the same as dense problems. All else follows from `rects`:
+blocks, counts of pairs, the rows that queries need. `without` is what another branch leaves of a rectangle, where that
+is a few rectangles again.
+
+Legend: positions count tokens of one sequence of n tokens; heads are key/value heads, as the whole model counts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from dilated_attention.checks import check_int
+
+
+class Rows(NamedTuple):
+    """The tokens start, start + step, ...: so many of them."""
+
+    start: int
+    step: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        return self.start + (self.count - 1) * self.step
+
+    @property
+    def tokens(self) -> range:
+        return range(self.start, self.start + self.count * self.step, self.step)
+
+    def inside(self, first: int, stop: int) -> Rows:
+        """Those in [first, stop)."""
+        before = min(self.count, max(0, -((self.start - first) // self.step)))
+        upto = min(self.count, max(0, -((self.start - stop) // self.step)))
+        return Rows(self.start + before * self.step, self.step, max(0, upto - before))
+
+    def phases(self, step: int) -> Iterator[Rows]:
+        """The same rows, in steps of this size."""
+        many = step // self.step
+        for first in range(min(many, self.count)):
+            yield Rows(self.start + first * self.step, step, -((first - self.count) // many))
+
+    def moved(self, tokens: int) -> Rows:
+        return self._replace(start=self.start + tokens)
+
+
+def rows_at(offset: int, rate: int, first: int, stop: int) -> Rows:
+    """The tokens in [first, stop) that are ``offset`` modulo ``rate``."""
+    start = first + (offset - first) % rate
+    return Rows(start, rate, max(0, -((start - stop) // rate)))
+
+
+class Rect(NamedTuple):
+    """Queries and keys that see one another: all pairs, or those with low <= key - query <= high, in tokens.
+
+    So many times, each a period after the one before.
+    """
+
+    queries: Rows
+    keys: Rows
+    low: int | None = None
+    high: int | None = None
+    repeats: int = 1
+    period: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.queries.count and self.keys.count)
+
+    def between(self, low: int | None = None, high: int | None = None) -> Rect:
+        """The pairs with low <= key - query <= high too: no rows that meet none, and no limit that always holds."""
+        low = max((x for x in (low, self.low) if x is not None), default=None)
+        high = min((x for x in (high, self.high) if x is not None), default=None)
+        queries, keys = self.queries, self.keys
+        for _ in range(2):  # fewer queries may need fewer keys
+            if low is not None:
+                keys = keys.inside(queries.start + low, keys.last + 1)
+                queries = queries.inside(queries.start, keys.last - low + 1)
+            if high is not None:
+                keys = keys.inside(keys.start, queries.last + high + 1)
+                queries = queries.inside(keys.start - high, queries.last + 1)
+        if (low is not None and high is not None and low > high) or not (queries.count and keys.count):
+            return self._replace(queries=queries._replace(count=0), keys=keys._replace(count=0), low=None, high=None)
+        if low is not None and keys.start - queries.last >= low:
+            low = None
+        if high is not None and keys.last - queries.start <= high:
+            high = None
+        return self._replace(queries=queries, keys=keys, low=low, high=high)
+
+    def even(self) -> Iterator[Rect]:
+        """The same pairs; where they are limited, queries and keys go in steps of one size."""
+        step = math.lcm(self.queries.step, self.keys.step)
+        if step == self.queries.step == self.keys.step or (self.low is None and self.high is None):
+            yield self
+            return
+        for queries in self.queries.phases(step):
+            for keys in self.keys.phases(step):
+                yield self._replace(queries=queries, keys=keys).between()
+
+    def some(self, first: int, stop: int) -> Rect:
+        """The repeats [first, stop)."""
+        shift, count = first * self.period, stop - first
+        queries, keys = self.queries.moved(shift), self.keys.moved(shift)
+        return self._replace(queries=queries, keys=keys, repeats=count, period=self.period if count > 1 else 0)
+
+    def singles(self) -> Iterator[Rect]:
+        return (self.some(index, index + 1) for index in range(self.repeats))
+
+    def pairs(self) -> int:
+        """How many (query, key) pairs there are."""
+        if self.is_empty:
+            return 0
+        most = self.queries.count * self.keys.count
+        low = 0 if self.low is None else self._up_to(self.low - 1)
+        high = most if self.high is None else self._up_to(self.high)
+        return self.repeats * (high - low)
+
+    def _up_to(self, limit: int) -> int:
+        """The pairs of one repeat with key - query <= limit."""
+        (start, step, count), (key, divisor, most) = self.queries, self.keys
+        first = start + limit - key  # query i sees (first + i * step) // divisor + 1 keys, from 0 to all of them
+        begin = min(count, max(0, -(first // step)))
+        end = max(begin, min(count, -((first - (most - 1) * divisor) // step)))
+        n = end - begin
+        return n + sum_of_floors(n, step, first + begin * step, divisor) + (count - end) * most
+
+
+def sum_of_floors(count: int, step: int, first: int, divisor: int) -> int:
+    """The sum of (first + i * step) // divisor over i < count, none of which is negative; as in Euclid's algorithm."""
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
+        step, first = step % divisor, first % divisor
+        top = count * step + first
+        if top < divisor:
+            break
+        count, first, step, divisor = top // divisor, top % divisor, divisor, step
+    return total
+
+
+@dataclass(frozen=True, repr=False)
+class Branch:
+    """What all kinds of branches share.
+
+    Args:
+        heads: the key/value heads that have the branch, as the whole model counts them; None: all.
+    """
+
+    kind: ClassVar[str]  # its name in `to_dict`
+
+    _: KW_ONLY
+    heads: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.heads is not None:
+            object.__setattr__(self, "heads", rising("heads", self.heads))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The kind, and the fields that are not at their defaults, for JSON."""
+        given = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.init}
+        defaults = {x.name: x.default for x in dataclasses.fields(self)}
+        return {"kind": self.kind} | {name: value for name, value in given.items() if value != defaults[name]}
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self.to_dict().items() if name != "kind"}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def offset_of(self, head: int) -> int:
+        """Heads of one offset see the same."""
+        return 0
+
+    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+        """The definition: which keys a head's queries see, both as positions, which are broadcast."""
+        raise NotImplementedError
+
+    def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
+        """All pairs of these queries, each once. Heads have equally many rectangles in one order; some are empty."""
+        raise NotImplementedError
+
+    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+        """The pairs of a rectangle that this branch does not show; None if only `sees` can tell them."""
+        return None
+
+    def pairs(self, head: int, queries: range, n: int, is_causal: bool) -> int:
+        return sum(rect.pairs() for rect in self.rects(head, queries, n, is_causal))
+
+
+def rising(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """Numbers that a user lists, each once."""
+    if isinstance(values, (str, bytes, Tensor)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of whole numbers, got {values!r}")
+    return tuple(sorted({check_int(f"every entry of {name}", value, least=0) for value in values}))
+
+
+def segments(queries: range, width: int, n: int) -> Iterator[tuple[range, range, int]]:
+    """The segments that hold queries: the segment, its queries, and how many there are like it, one after another."""
+    first = queries.start
+    while first < queries.stop:
+        start = first - first % width
+        stop = min(start + width, n)
+        whole = max(1, (queries.stop - first) // width if first == start else 1)
+        yield range(start, stop), range(first, min(stop, queries.stop)), whole
+        first = start + whole * width
+
+
+def in_order(numbers: Iterable[int]) -> list[Rows]:
+    """Rising numbers as the fewest stretches of constant step, taken greedily."""
+    found: list[Rows] = []
+    for number in numbers:
+        if found:
+            start, step, count = found[-1]
+            if count == 1 or number - found[-1].last == step:
+                found[-1] = Rows(start, number - start if count == 1 else step, count + 1)
+                continue
+        found.append(Rows(number, 1, 1))
+    return found

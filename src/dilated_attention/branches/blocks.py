@@ -1,0 +1,117 @@
+"""Blocks, and Dense: listed blocks of tokens, and all of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dilated_attention.branches.base import Branch, Rect, in_order, rows_at
+from dilated_attention.checks import check_int
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks(Branch):
+    """Shows the tokens of listed blocks to the tokens of others.
+
+    Args:
+        size: of a block, in tokens; the last one may be shorter.
+        pairs: (query block, key block), which see each other; blocks beyond the sequence are left out.
+        heads: the key/value heads that have the branch; None: all.
+    """
+
+    kind: ClassVar[str] = "blocks"
+
+    size: int
+    pairs: Iterable[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("size", self.size)
+        listed = sorted({(int(query), int(key)) for query, key in self.pairs})
+        if not listed or min(map(min, listed)) < 0:
+            raise ValueError(f"pairs must be pairs of block numbers, from 0 on, got {listed[:3]}")
+        object.__setattr__(self, "pairs", tuple(listed))
+
+    @classmethod
+    def random(cls, size: int, per_row: int, seed: int, *, num_tokens: int, is_causal: bool = False) -> Blocks:
+        """Each query block sees its own block and ``per_row`` others, drawn at random; when causal, earlier ones."""
+        return cls(size, _random(-(-num_tokens // size), per_row, seed, is_causal, {}))
+
+    @classmethod
+    def bigbird(
+        cls, size: int, *, num_tokens: int, window: int = 3, first: int = 1, per_row: int = 3, seed: int = 0,
+        is_causal: bool = False,
+    ) -> Blocks:  # fmt: skip
+        """BigBird's blocks: ``window`` around each block, the ``first`` blocks for all, and ``per_row`` at random."""
+        count, side = -(-num_tokens // size), window // 2
+        fixed = {row: set(range(max(0, row - side), min(count, row + side + 1))) for row in range(count)}
+        for row in range(count):
+            fixed[row] |= set(range(count)) if row < first else set(range(min(first, count)))
+        return cls(size, _random(count, per_row, seed, is_causal, fixed))
+
+    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+        last = torch.tensor(self.pairs).amax() + 1  # of the blocks beyond the listed ones none sees another
+        listed = torch.zeros(last + 1, last + 1, dtype=torch.bool)
+        listed[tuple(torch.tensor(self.pairs).T)] = True
+        return listed.to(query.device)[(query // self.size).clamp(max=last), (key // self.size).clamp(max=last)]
+
+    def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
+        """Blocks that are equally far from their keys are one rectangle, repeated."""
+        size, high = self.size, 0 if is_causal else None
+        for distance, rows in _by_distance(self.pairs):
+            whole = [r for r in rows if r * size >= queries.start and (r + 1) * size <= queries.stop]
+            whole = [r for r in whole if (r + max(distance, 0) + 1) * size <= n]
+            for row in sorted(set(rows) - set(whole)):
+                mine = rows_at(0, 1, max(row * size, queries.start), min((row + 1) * size, queries.stop))
+                keys = rows_at(0, 1, (row + distance) * size, min((row + distance + 1) * size, n))
+                yield Rect(mine, keys).between(high=high)
+            for start, step, count in in_order(whole):
+                mine = rows_at(0, 1, start * size, (start + 1) * size)
+                rect = Rect(mine, mine.moved(distance * size), None, None, count, step * size if count > 1 else 0)
+                yield rect.between(high=high)
+
+
+@dataclass(frozen=True, repr=False)
+class Dense(Branch):
+    """Shows every token to every query.
+
+    Args:
+        heads: the key/value heads that have the branch; None: all.
+    """
+
+    kind: ClassVar[str] = "dense"
+
+    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= 0) & (key >= 0)
+
+    def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
+        yield Rect(rows_at(0, 1, queries.start, queries.stop), rows_at(0, 1, 0, n)).between(high=0 if is_causal else None)
+
+    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+        return []
+
+
+def _by_distance(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    found: dict[int, list[int]] = {}
+    for query, key in pairs:
+        found.setdefault(key - query, []).append(query)
+    return sorted(found.items())
+
+
+def _random(count: int, per_row: int, seed: int, is_causal: bool, fixed: dict[int, set[int]]) -> set[tuple[int, int]]:
+    """Pairs of so many rows: those that are fixed, and of each row its own block and some that are drawn."""
+    draw, pairs = random.Random(seed), set()
+    for row in range(count):
+        mine = fixed.get(row, set()) | {row}
+        others = [key for key in range(row if is_causal else count) if key not in mine]
+        mine |= set(draw.sample(others, min(per_row, len(others))))
+        pairs |= set(itertools.product([row], (key for key in mine if key <= row or not is_causal)))
+    return pairs

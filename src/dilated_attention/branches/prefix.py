@@ -1,0 +1,99 @@
+"""Prefix and Global: tokens that all others see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dilated_attention.branches.base import Branch, Rect, Rows, in_order, rising, rows_at
+from dilated_attention.checks import check_int
+
+
+@dataclass(frozen=True, repr=False)
+class Prefix(Branch):
+    """Shows the first ``count`` tokens to every query: attention sinks.
+
+    Args:
+        count: how many tokens.
+        heads: the key/value heads that have the branch; None: all.
+    """
+
+    kind: ClassVar[str] = "prefix"
+
+    count: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("count", self.count)
+
+    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+        return (key < self.count) & (query >= 0)
+
+    def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
+        return seen_by_all(Rows(0, 1, min(self.count, n)), queries, is_causal)
+
+    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+        return after(rect, self.count)
+
+
+@dataclass(frozen=True, repr=False)
+class Global(Branch):
+    """Shows some tokens to every query, and every token to them: class tokens, registers.
+
+    Args:
+        tokens: an int: the first ones; else their positions.
+        heads: the key/value heads that have the branch; None: all.
+    """
+
+    kind: ClassVar[str] = "global"
+
+    tokens: int | Iterable[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.tokens, int):
+            check_int("tokens", self.tokens)
+        else:
+            object.__setattr__(self, "tokens", rising("tokens", self.tokens))
+
+    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+        if isinstance(self.tokens, int):
+            return (query < self.tokens) | (key < self.tokens)
+        tokens = torch.tensor(self.tokens, device=query.device)
+        return torch.isin(query, tokens) | torch.isin(key, tokens)
+
+    def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
+        """Their columns, then of their rows what lies between the columns."""
+        tokens = range(min(self.tokens, n)) if isinstance(self.tokens, int) else self.tokens
+        tokens = [token for token in tokens if token < n]
+        for keys in in_order(tokens):
+            yield from seen_by_all(keys, queries, is_causal)
+        borders = [-1, *tokens, n]
+        gaps = [range(a + 1, b) for a, b in zip(borders, borders[1:], strict=False) if b > a + 1]
+        for rows in in_order(token for token in tokens if token in queries):
+            for gap in gaps:
+                yield Rect(rows, Rows(gap.start, 1, len(gap))).between(high=0 if is_causal else None)
+
+
+def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:
+    """All queries with these keys; when causal those that see all of them, then those that see some."""
+    if not is_causal:
+        yield Rect(rows_at(0, 1, queries.start, queries.stop), keys)
+        return
+    yield Rect(rows_at(0, 1, max(queries.start, keys.last), queries.stop), keys)
+    some = rows_at(0, 1, queries.start, min(queries.stop, keys.last))
+    yield from Rect(some, keys).between(high=0).even()
+
+
+def after(rect: Rect, token: int) -> list[Rect]:
+    """What of a rectangle has keys from a token on."""
+    if rect.keys.start >= token:
+        return [rect]
+    meets = min(rect.repeats, -((rect.keys.start - token) // rect.period)) if rect.period else 1
+    parts = [part._replace(keys=part.keys.inside(token, part.keys.last + 1)) for part in rect.some(0, meets).singles()]
+    parts = [part.between() for part in parts]
+    return [*(part for part in parts if not part.is_empty), *([rect.some(meets, rect.repeats)] if meets < rect.repeats else [])]

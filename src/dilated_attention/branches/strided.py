@@ -1,0 +1,51 @@
+"""Strided: far tokens, seen sparsely by every query."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from dilated_attention.branches.base import Branch, Rect, rows_at, segments
+from dilated_attention.checks import check_int
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(Branch):
+    """Shows every ``rate``-th token to every query: keys alone are dilated.
+
+    Args:
+        rate: how far from one key to the next.
+        offset: the first key, modulo the rate.
+        length: None: the keys are those of the whole sequence; else of the query's own segment of this many tokens,
+            in which rate and offset count from its start.
+        heads: the key/value heads that have the branch; None: all.
+    """
+
+    kind: ClassVar[str] = "strided"
+
+    rate: int
+    offset: int = 0
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("rate", self.rate)
+        object.__setattr__(self, "offset", check_int("offset", self.offset, least=0) % self.rate)
+        if self.length is not None:
+            check_int("length", self.length)
+
+    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+        if self.length is None:
+            return (key % self.rate == self.offset) & (query >= 0)
+        here = query // self.length == key // self.length
+        return (key % self.length % self.rate == self.offset) & here
+
+    def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
+        width = self.length or max(1, n)
+        for segment, some, repeats in segments(queries, width, n):
+            start, period = segment.start + self.offset, width if repeats > 1 else 0
+            rows, keys = rows_at(0, 1, some.start, some.stop), rows_at(start, self.rate, start, segment.stop)
+            yield from Rect(rows, keys, None, None, repeats, period).between(high=0 if is_causal else None).even()

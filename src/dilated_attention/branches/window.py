@@ -1,0 +1,68 @@
+"""Window: near tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from dilated_attention.branches.base import Branch, Rect, rows_at
+from dilated_attention.checks import check_int
+
+
+@dataclass(frozen=True, repr=False)
+class Window(Branch):
+    """Shows each query the tokens around it: ``left`` before it, itself, and ``right`` after it.
+
+    Hugging Face's ``sliding_window=W`` is ``Window(W - 1)`` in a causal call.
+
+    Args:
+        left: how many earlier tokens.
+        right: how many later tokens; None: as many. A causal call has none.
+        rate: of every rate-th token, counted from the query.
+        heads: the key/value heads that have the branch; None: all.
+    """
+
+    kind: ClassVar[str] = "window"
+
+    left: int
+    right: int | None = None
+    rate: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("left", self.left, least=0)
+        if self.right is not None:
+            check_int("right", self.right, least=0)
+        check_int("rate", self.rate)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the most key - query, in tokens."""
+        return -self.left * self.rate, (self.left if self.right is None else self.right) * self.rate
+
+    def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
+        (low, high), distance = self.limits, key - query
+        return (distance >= low) & (distance <= high) & (distance % self.rate == 0)
+
+    def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
+        low, high = self.limits
+        for first in range(queries.start, min(queries.stop, queries.start + self.rate)):
+            rows, keys = rows_at(first, self.rate, first, queries.stop), rows_at(first, self.rate, 0, n)
+            yield Rect(rows, keys).between(low, 0 if is_causal else high)
+
+    def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
+        low, high = self.limits
+        near = rect.between(low, high)
+        if near.is_empty:
+            return [rect]
+        if self.rate > 1:  # all of the rectangle's pairs are a multiple of the rate apart, or none is
+            steps = rect.queries.step % self.rate or rect.keys.step % self.rate
+            if steps:
+                return None
+            if (rect.keys.start - rect.queries.start) % self.rate:
+                return [rect]
+        sides = rect.between(high=low - 1), rect.between(low=high + 1)
+        return [x for x in sides if not x.is_empty]
