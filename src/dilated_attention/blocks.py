@@ -396,8 +396,8 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
                 segment += first - first % branch.length
                 zeros = zeros_beside(branch, rect.keys.count, n) if call.adds_zeros else 0
             for here in _with_keys_here(rect, call.key_start - begin, call.key_start + call.keys - begin):
-                moved = here._replace(queries=here.queries.moved(begin), keys=here.keys.moved(begin))
-                yield Place(moved, segment, zeros, but, (begin, end))
+                for even in here.even():
+                    yield Place(even.moved(begin), segment, zeros, but, (begin, end))
 
 
 def _with_keys_here(rect: Rect, first: int, stop: int) -> list[Rect]:

@@ -104,11 +104,18 @@ class Rect(NamedTuple):
             for keys in self.keys.phases(step):
                 yield self._replace(queries=queries, keys=keys).between()
 
+    def moved(self, tokens: int) -> Rect:
+        return self._replace(queries=self.queries.moved(tokens), keys=self.keys.moved(tokens))
+
     def some(self, first: int, stop: int) -> Rect:
         """The repeats [first, stop)."""
-        shift, count = first * self.period, stop - first
-        queries, keys = self.queries.moved(shift), self.keys.moved(shift)
-        return self._replace(queries=queries, keys=keys, repeats=count, period=self.period if count > 1 else 0)
+        count = stop - first
+        return self.moved(first * self.period)._replace(repeats=count, period=self.period if count > 1 else 0)
+
+    def turned(self) -> Rect:
+        """The keys as queries, and the queries as keys."""
+        low, high = (None if x is None else -x for x in (self.high, self.low))
+        return self._replace(queries=self.keys, keys=self.queries, low=low, high=high)
 
     def singles(self) -> Iterator[Rect]:
         return (self.some(index, index + 1) for index in range(self.repeats))

@@ -58,7 +58,7 @@ class Blocks(Branch):
         return cls(size, _random(count, per_row, seed, is_causal, fixed))
 
     def sees(self, head: int, query: Tensor, key: Tensor) -> Tensor:
-        last = torch.tensor(self.pairs).amax() + 1  # of the blocks beyond the listed ones none sees another
+        last = max(map(max, self.pairs)) + 1  # of the blocks beyond the listed ones none sees another
         listed = torch.zeros(last + 1, last + 1, dtype=torch.bool)
         listed[tuple(torch.tensor(self.pairs).T)] = True
         return listed.to(query.device)[(query // self.size).clamp(max=last), (key // self.size).clamp(max=last)]

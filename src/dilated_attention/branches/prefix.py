@@ -86,7 +86,7 @@ def seen_by_all(keys: Rows, queries: range, is_causal: bool) -> Iterator[Rect]:
         return
     yield Rect(rows_at(0, 1, max(queries.start, keys.last), queries.stop), keys)
     some = rows_at(0, 1, queries.start, min(queries.stop, keys.last))
-    yield from Rect(some, keys).between(high=0).even()
+    yield Rect(some, keys).between(high=0)
 
 
 def after(rect: Rect, token: int) -> list[Rect]:

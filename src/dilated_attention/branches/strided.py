@@ -48,4 +48,4 @@ class Strided(Branch):
         for segment, some, repeats in segments(queries, width, n):
             start, period = segment.start + self.offset, width if repeats > 1 else 0
             rows, keys = rows_at(0, 1, some.start, some.stop), rows_at(start, self.rate, start, segment.stop)
-            yield from Rect(rows, keys, None, None, repeats, period).between(high=0 if is_causal else None).even()
+            yield Rect(rows, keys, None, None, repeats, period).between(high=0 if is_causal else None)

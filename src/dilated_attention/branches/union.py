@@ -25,7 +25,7 @@ def parts_of(
                 but.append(other)
             else:
                 parts = [part for rest in rests for part in rest or ()]
-        yield from ((even, tuple(but)) for part in parts for even in part.even())
+        yield from ((part, tuple(but)) for part in parts)
 
 
 def count_pairs(parts: Iterable[Part], head: int) -> int:

@@ -27,8 +27,10 @@ from dilated_attention.backends.triton.tiles import (
     LOG2E,
     NOTHING,
     NUMBERS,
+    band_of,
     fill_gaps,
     first_run,
+    in_band,
     kept,
     key_rows,
     next_tile,
@@ -44,18 +46,19 @@ from dilated_attention.backends.triton.tiles import (
 @triton.jit
 def walk_keys(dq, q, dout, lse, slope, q_position, words, keys, met, numbers, C: constexpr, EDGE: constexpr):
     """Add what the keys that this tile meets send to dq. EDGE: tiles to be masked, else the whole ones."""
-    K, V, k_stride, v_stride, padding, start = keys
+    K, V, k_stride, v_stride, padding, start, band = keys
     scale, threshold, factor = numbers
     MASKED: constexpr = C.PADDING or (EDGE and C.RAGGED)
     CAUSAL: constexpr = EDGE and C.CAUSAL
+    BAND: constexpr = EDGE and C.BAND
     tiles, entry, run, after = first_run(met, EDGE)
     for _ in range(tiles):
         steps, position, valid, first = key_rows(run, padding, C)
         k = load_rows(K + first * k_stride, steps, k_stride, valid, C, MASKED)
         v = load_rows(V + first * v_stride, steps, v_stride, valid, C, MASKED)
         weights = tl.exp2(products(q, k, C) * scale + (run[4] - lse)[:, None])
-        if MASKED or CAUSAL:
-            weights = tl.where(seen(q_position, position, valid, CAUSAL), weights, 0.0)
+        if MASKED or CAUSAL or BAND:
+            weights = tl.where(seen(q_position, position, valid, band, CAUSAL, BAND), weights, 0.0)
         dweights = products(dout, v, C)
         if C.DROPOUT:
             keep = kept(words[0][:, None], words[1][:, None], (start + position)[None, :], threshold)
@@ -97,7 +100,7 @@ def dq_kernel(
         draw = tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group
         words = row_words(draw, start + q_position)
     K, V = row_at(K, k_strides, sample, start, kv_head), row_at(V, v_strides, sample, start, kv_head)
-    keys = K, V, k_strides[1], v_strides[1], PADDING_MASK + sample * tokens + start, start
+    keys = K, V, k_strides[1], v_strides[1], PADDING_MASK + sample * tokens + start, start, band_of(record, C)
     met, numbers = (runs, tile), (scale, threshold, factor)
     dq = zeros(C.BM, C.BD, C.BE)
     PASSES: constexpr = C.PASSES
@@ -112,7 +115,7 @@ def dq_kernel(
 @triton.jit
 def walk_queries(dk, dv, k, v, k_position, ignored, queries, draw, met, numbers, C: constexpr, EDGE: constexpr):
     """Add what the queries that this tile meets send to dk and dv. EDGE: tiles to be masked, else the whole ones."""
-    Q, DOUT, STATS, q_stride, dout_stride, start = queries
+    Q, DOUT, STATS, q_stride, dout_stride, start, band = queries
     scale, threshold, factor = numbers
     MASKED: constexpr = EDGE and C.RAGGED
     tiles, entry, run, after = first_run(met, EDGE)
@@ -127,11 +130,13 @@ def walk_queries(dk, dv, k, v, k_position, ignored, queries, draw, met, numbers,
             slope = tl.where(valid, slope, 0.0)
         else:
             lse, slope = tl.split(tl.load(pointers))
-        if C.PADDING:  # only with padding a row in a block can be without keys
+        if C.PADDING or C.BAND:  # else no row in a block is without keys
             dout = only(dout, (lse != float("inf"))[:, None])
         weights = tl.exp2(products(k, q, C) * scale + (run[4] - lse)[None, :])
         if EDGE and C.CAUSAL:
             weights = tl.where(position[None, :] >= k_position[:, None], weights, 0.0)
+        if EDGE and C.BAND:
+            weights = tl.where(in_band(k_position[:, None], position[None, :], band), weights, 0.0)
         if C.PADDING:
             weights = tl.where(ignored[:, None], 0.0, weights)
         dweights = products(v, dout, C)
@@ -180,6 +185,7 @@ def dkdv_kernel(
         queries = (
             row_at(Q, q_strides, sample, start, head), row_at(DOUT, dout_strides, sample, start, head),
             STATS + ((sample * heads + head) * tokens + start) * 2, q_strides[1], dout_strides[1], start,
+            band_of(record, C),
         )  # fmt: skip
         draw = seed, branch, sample, head + first_head * members
         for number in tl.static_range(PASSES):

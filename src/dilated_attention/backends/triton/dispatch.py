@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dilated_attention.backends.triton import strips
 from dilated_attention.backends.triton.nesting import groups
 from dilated_attention.call import ON_DEVICE, Call
 from dilated_attention.pattern import DilatedPattern
@@ -41,7 +42,7 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         "triton is not installed: it comes with torch's CUDA builds": not INSTALLED,
         "it takes whole calls on one device, not the parts that ranks exchange and streams are cut into": call.in_parts,
         "it takes calls whole, and a cap on memory asks for parts": call.memory_cap,
-        "it computes a DilatedPattern, not other patterns": not isinstance(call.pattern, DilatedPattern),
+        "its decoding is of a DilatedPattern": call.is_decode and not isinstance(call.pattern, DilatedPattern),
         "it does not compute in float64": call.dtype is torch.float64,
         f"it takes a head_dim up to {max(SMALL)}, not {dim}": dim > max(SMALL),
         "its decoding has no dropout": call.is_decode and call.drops,
@@ -50,6 +51,8 @@ def unsupported(call: Call, backward: bool) -> list[str]:
         f"it runs on CUDA, not on {call.device.type}": not (on_cuda or interpreted),
     }
     found = [why for why, is_so in reasons.items() if is_so]
+    if not found and not isinstance(call.pattern, DilatedPattern) and strips.launches(call) is None:
+        return ["two branches have pairs in common that only a mask can tell apart"]
     if found or not on_cuda:
         return found
     capability = torch.cuda.get_device_capability(call.device)
@@ -78,6 +81,8 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
         return False, "in float32 torch's are faster"
     if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device) < (8, 0):
         return False, "before compute capability 8.0 ours run without tensor cores"
+    if not isinstance(call.pattern, DilatedPattern):
+        return True, "of torch's kernels none takes such a pattern without a mask"
     form = measured_as(call)
     first = library_from(call, form, backward)
     if first is None:
@@ -118,7 +123,7 @@ def form_of(call: Call, alone: bool) -> str:
     "dense": each segment is one dense problem; "nested": some pairs are computed once for several branches; "apart":
     several launches, each of which takes in what the others found; "": anything else, in one launch.
     """
-    if call.pattern.dilation_rates == (1,):
+    if not isinstance(call.pattern, DilatedPattern) or call.pattern.dilation_rates == (1,):
         return "dense"
     found = groups(call.pattern, call.is_causal, alone)
     if any(len(group) > 1 for group in found):

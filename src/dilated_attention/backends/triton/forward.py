@@ -29,6 +29,7 @@ from dilated_attention.backends.triton.tiles import (
     NOTHING,
     NUMBERS,
     WIDTH,
+    band_of,
     fill_gaps,
     first_run,
     kept,
@@ -48,17 +49,18 @@ from dilated_attention.backends.triton.tiles import (
 def walk(state, q, q_position, words, keys, met, numbers, C: constexpr, EDGE: constexpr, SHIFTED: constexpr):
     """Take in the tiles of keys that this tile meets, run after run. EDGE: those to be masked, else the whole ones."""
     acc, m, mass = state
-    K, V, k_stride, v_stride, padding, start = keys
+    K, V, k_stride, v_stride, padding, start, band = keys
     scale, threshold, factor = numbers
     MASKED: constexpr = C.PADDING or (EDGE and C.RAGGED)
     CAUSAL: constexpr = EDGE and C.CAUSAL
+    BAND: constexpr = EDGE and C.BAND
     tiles, entry, run, after = first_run(met, EDGE)
     for _ in range(tiles):
         steps, position, valid, first = key_rows(run, padding, C)
         k = load_rows(K + first * k_stride, steps, k_stride, valid, C, MASKED)
         scores = products(q, k, C)
-        if MASKED or CAUSAL:
-            scores = tl.where(seen(q_position, position, valid, CAUSAL), scores, NOTHING)
+        if MASKED or CAUSAL or BAND:
+            scores = tl.where(seen(q_position, position, valid, band, CAUSAL, BAND), scores, NOTHING)
         if SHIFTED:
             weights = tl.exp2(scores * scale + (run[4] - m)[:, None])
             mass += tl.sum(weights, 1)
@@ -116,7 +118,7 @@ def forward_kernel(
     if C.DROPOUT:
         draw = tl.load(SEED), tl.load(record + BRANCH), sample, head + first_head * group
         words = row_words(draw, start + q_position)
-    keys = K, V, k_strides[1], v_strides[1], PADDING_MASK + (sample * tokens + start), start
+    keys = K, V, k_strides[1], v_strides[1], PADDING_MASK + (sample * tokens + start), start, band_of(record, C)
     met, numbers = (runs, tile), (scale, threshold, factor)
     state = found_before(OUT, LSE, steps, heads, valid, C)
     PASSES: constexpr = C.PASSES

@@ -19,6 +19,7 @@ from dilated_attention.backends.triton.backward import dkdv_kernel, dq_kernel
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.dispatch import TileConfig
 from dilated_attention.backends.triton.forward import forward_kernel
+from dilated_attention.backends.triton.strips import Strip, Strips, shows_itself
 from dilated_attention.backends.triton.table import Demand, Table, table
 from dilated_attention.backends.triton.tiles import Constants
 from dilated_attention.backends.triton.tiling import Nests
@@ -36,7 +37,7 @@ Strides = tuple[tuple[int, ...], ...]  # of q, k and v, and of dout in the backw
 
 
 def prepare(
-    kernel: str, call: Call, strides: Strides, nests: Nests, config: TileConfig, out_dtype: torch.dtype, again: bool,
+    kernel: str, call: Call, strides: Strides, nests: Nests | Strips, config: TileConfig, out_dtype: torch.dtype, again: bool,
     fills: bool, has_dlse: bool = False,
 ) -> Launch:  # fmt: skip
     """A launch of a kernel, which takes the tensors that KERNELS names.
@@ -52,9 +53,12 @@ def prepare(
     found = table(Demand(nests, call.samples, cu_seqlens, group, own, other, sees, widest, call.device))
     aligned = [dim, *(stride for each in strides for stride in each[:3])]
     # a running maximum costs a sixth of the time; float16 has too few exponents to do without
-    shifted = call.dtype is torch.bfloat16 and not (call.has_padding or call.drops)
+    strips = [each for each in nests if isinstance(each, Strip)]
+    shifted = call.dtype is torch.bfloat16 and not (call.has_padding or call.drops) and all(map(shows_itself, strips))
+    has_band = any((strip.low, strip.high) != (None, None) for strip in strips)
     constants = Constants(
-        found.parts, dim, *_columns(dim), *config[:2], call.is_causal, call.has_padding, call.drops,
+        found.parts, dim, *_columns(dim), *config[:2], call.is_causal and not strips, call.has_padding, call.drops,
+        has_band,
         found.single, 1 + found.edges, found.ragged and found.edges,  # only masked tiles look at it
         "ieee" if call.dtype is FLOAT and not call.tf32 else "tf32",
         all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, fills,
@@ -71,7 +75,8 @@ def prepare(
     options = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers:
         options["maxnreg"] = config.registers
-    return Launch(function, call.device, found.programs, (*strides, *_numbers(call)), constants, options, given, found)
+    numbers = (*strides, *_numbers(call))
+    return Launch(function, call.device, found.programs, numbers, constants, options, given, found, kernel)
 
 
 def _columns(head_dim: int) -> tuple[int, int, int]:
@@ -98,11 +103,11 @@ class Launch:
 
     def __init__(
         self, kernel: Any, device: torch.device, programs: int, numbers: tuple[Any, ...], constants: Any,
-        options: dict[str, Any], dtypes: tuple[torch.dtype, ...] = (), found: Table | None = None,
+        options: dict[str, Any], dtypes: tuple[torch.dtype, ...] = (), found: Table | None = None, name: str = "",
     ) -> None:  # fmt: skip
         """``numbers``: tuples of strides, and plain ones. ``dtypes``: of the tensors."""
         self.kernel, self.device, self.dtypes, self.options = kernel, device, dtypes, options
-        self.grid = (programs, 1, 1)
+        self.name, self.grid = name, (programs, 1, 1)
         self.on_device = device.type == "cuda"  # asked once, as torch makes a string of it
         self.found = found  # for as long as this is kept, so that others like it share it
         self.table = () if found is None else (found.sections, found.tiles, found.runs)

@@ -38,7 +38,7 @@ def heads_at_once(call: Call) -> int:
 
     Few that would be left for the last launches join the others: alone, they would leave processors idle.
     """
-    if len(launches(call)) == 1 or call.dtype is torch.float32:
+    if not isinstance(call.pattern, DilatedPattern) or len(launches(call)) == 1 or call.dtype is torch.float32:
         return call.kv_heads
     fewest = min(call.kv_heads, -(-ENOUGH_BYTES * call.kv_heads // (4 * call.rows * call.head_dim)))
     parts, left = divmod(call.kv_heads, fewest)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.triton.strips import NONE, Strip, Strips, pieces
 from dilated_attention.backends.triton.tiling import CPU, Array, Nest, Nests, Tiling, stacked, tensor_on, tiling
 
 NEVER = 2**31 - 1  # the first program of nothing
@@ -27,7 +28,7 @@ LANES = 128  # sections that a program looks at together, where sequences are pa
 class Demand(NamedTuple):
     """What a launch needs a table for. Launches that differ in other things, such as the scale, share one."""
 
-    nests: Nests
+    nests: Nests | Strips
     samples: int
     cu_seqlens: tuple[int, ...]
     group: int  # programs for each tile of a key/value head: its query heads, or 1
@@ -100,6 +101,8 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
 
 
 def _made(demand: Demand) -> Table:
+    if isinstance(demand.nests[0], Strip):
+        return _made_of_strips(demand)
     nests, cu_seqlens = demand.nests, demand.cu_seqlens
     rows: list[Array] = []
     variants: list[int] = []
@@ -111,7 +114,7 @@ def _made(demand: Demand) -> Table:
         tile, tiles, apart = _placed(parts, nest, offsets, lengths, demand)[:, which]
         many = demand.samples * len(nest.offsets) * demand.group * stretches[2] * tiles
         firsts = programs + many.cumsum() - many
-        about = (nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0])
+        about = nest.head, len(nest.offsets), tile, tiles, apart, len(variants), nest.branch, nest.widths[0], 0, 0
         found = Section._make((firsts, *stretches, *about))
         rows.append(stacked(found, firsts))
         if len(many) == 1:  # no tail: a section that no program is in, as kernels are compiled for their number
@@ -119,19 +122,48 @@ def _made(demand: Demand) -> Table:
         programs += int(many.sum())
         variants += map(offsets.index, nest.offsets)
     sections = np.concatenate(rows)
+    most = max(len(nest.widths) for nest in nests)
+    steps = max(nest.rates[-1] for nest in nests)
+    return _table(demand, sections, variants, parts, programs, steps, most, most == 1, len(cu_seqlens) > 2)
+
+
+def _made_of_strips(demand: Demand) -> Table:
+    """Sections that are many are looked for as those of packed sequences are."""
+    rows, parts, programs, tile = [], [], 0, 0
+    end = demand.cu_seqlens[-1]
+    for strip in demand.nests:
+        limits = (-NONE if strip.low is None else strip.low), (NONE if strip.high is None else strip.high)
+        for piece in pieces(strip, demand.own, demand.other):
+            tiles = len(piece.tiling.tiles)
+            place = programs, piece.start, piece.period, piece.repeats, 0, end, strip.head, strip.heads
+            rows.append(Section(*place, tile, tiles, 0, 0, strip.branch, 0, *limits))
+            parts.append(piece.tiling)
+            programs += demand.samples * strip.heads * demand.group * piece.repeats * tiles
+            tile += tiles
+    if len(rows) == 1:
+        rows.append(rows[0]._replace(program=NEVER, periods=1, tiles=1))
+    variants = [0] * max(strip.heads for strip in demand.nests)
+    steps = max(rows.step for strip in demand.nests for rows in (strip.mine, *strip.met))
+    single = all(len(strip.met) == 1 for strip in demand.nests)
+    return _table(demand, np.array(rows), variants, parts, programs, steps, 1, single, len(rows) > 2)
+
+
+def _table(
+    demand: Demand, sections: Array, variants: list[int], parts: list[Tiling], programs: int, widest_step: int,
+    most: int, single: bool, are_many: bool,
+) -> Table:  # fmt: skip
+    """``most``: how often a pair counts at most; ``are_many``: the sections, so that programs look for theirs."""
     # 32 bits are enough unless an offset inside a tile or a position needs more
-    steps = max(nest.rates[-1] for nest in nests) * max(demand.own, demand.other) * demand.widest_stride
-    dtype = torch.int64 if max(steps, cu_seqlens[-1], programs, sections.max()) >= 2**31 else torch.int32
-    count, most = len(sections), max(len(nest.widths) for nest in nests)
+    steps = widest_step * max(demand.own, demand.other) * demand.widest_stride
+    dtype = torch.int64 if max(steps, demand.cu_seqlens[-1], programs, sections.max()) >= 2**31 else torch.int32
+    count = len(sections)
     numbers: list[Any] = [sections.ravel(), variants]
-    if (
-        len(cu_seqlens) > 2
-    ):  # packed: how many sections, with and without filling, and the first program of each, in LANES
+    if are_many:  # how many sections, with and without filling, and the first program of each, in LANES
         filling = -count % LANES
         numbers = [[count + filling, count, 0, 0], sections[:, 0], [NEVER] * filling, *numbers]
     data = _joined(np.concatenate(numbers), parts, most, dtype, demand.device)
     edges, ragged = any(part.edges for part in parts), any(part.ragged for part in parts)
-    return Table(data[0], data[1], data[2], 0 if len(cu_seqlens) > 2 else count, programs, most == 1, edges, ragged)
+    return Table(data[0], data[1], data[2], 0 if are_many else count, programs, single, edges, ragged)
 
 
 # Periods with the same tiles, in the order in which the kernels read the numbers: of some, an array each.
@@ -145,6 +177,7 @@ Section = namedtuple(
         "apart",  # tiles from those of one offset to those of the next
         "variant",  # where it is written which offset each head has
         "branch", "width",  # the first
+        "low", "high",  # limits for the position met less that of a row, of strips
     ),
 )  # fmt: skip
 

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, float32, int32, int64, uint32
 
-SECTION, TILE, RUN = constexpr(14), constexpr(7), constexpr(5)  # integers of a `table.Section`, of a tile and a run
+SECTION, TILE, RUN = constexpr(16), constexpr(7), constexpr(5)  # integers of a `table.Section`, of a tile and a run
 # of a section after its first program
-START, LENGTH, PERIODS, BEGIN, END, HEAD, HEADS, FIRST_TILE, TILES, APART, VARIANT, BRANCH, WIDTH = (
-    constexpr(field) for field in range(1, 14)
+START, LENGTH, PERIODS, BEGIN, END, HEAD, HEADS, FIRST_TILE, TILES, APART, VARIANT, BRANCH, WIDTH, LOW, HIGH = (
+    constexpr(field) for field in range(1, 16)
 )
 # of a tile after its base, step and stop: the tiles that it meets, by runs
 FIRST_RUN, PLAIN, EDGES_MET, EDGE_RUN = (constexpr(field) for field in range(3, 7))
@@ -35,6 +35,7 @@ Constants = namedtuple(
         "D", "COLUMNS", "BD", "BE",  # of a row: numbers, columns in one part, and in the two of `rows`
         "BM", "BN",  # queries of a tile, and keys
         "CAUSAL", "PADDING", "DROPOUT",
+        "BAND",  # whether a section has limits for the position met less that of a program's own row
         "SINGLE",  # whether all whole tiles that a program meets are one run
         "PASSES",  # 2: some tiles are to be masked, after the whole ones; 1: none
         "RAGGED",  # whether some of them have rows too many
@@ -175,9 +176,26 @@ def next_tile(entry, run, after, SIZE: constexpr, SINGLE: constexpr):
 
 
 @triton.jit
-def seen(q_position, position, valid, CAUSAL: constexpr):
+def band_of(record, C: constexpr):
+    """The limits of a section."""
+    low, high = 0, 0
+    if C.BAND:
+        low, high = tl.load(record + LOW).to(int32), tl.load(record + HIGH).to(int32)
+    return low, high
+
+
+@triton.jit
+def in_band(own, met, band):
+    """Which rows meet which, by their positions, which are broadcast."""
+    return (met - own >= band[0]) & (met - own <= band[1])
+
+
+@triton.jit
+def seen(q_position, position, valid, band, CAUSAL: constexpr, BAND: constexpr):
     """(BM, BN) or (1, BN): which keys a query sees."""
     pairs = valid[None, :]
+    if BAND:
+        pairs = pairs & in_band(q_position[:, None], position[None, :], band)
     if CAUSAL:  # even where all are valid: in this form, and no other tried, the compiler keeps no mask in registers
         pairs = pairs & (q_position[:, None] >= position[None, :])
     return pairs

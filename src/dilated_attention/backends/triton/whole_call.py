@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
-from dilated_attention.backends.triton import dispatch, fuse, launch, nesting
+from dilated_attention.backends.triton import dispatch, fuse, launch, nesting, strips
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.launch import Launch, Strides
 from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call, sample_ends
+from dilated_attention.pattern import DilatedPattern
 
 
 class Prepared(NamedTuple):
@@ -108,9 +109,11 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     out, lse = results.out.contiguous(), results.lse.contiguous()
     dlse = q if results.dlse is None else results.dlse.resolve_neg().contiguous()
     given = (q if inputs.padding is None else inputs.padding.contiguous(), q if inputs.seed is None else inputs.seed)
-    for for_dq, for_dkdv in zip(prepared.launches[::2], prepared.launches[1::2], strict=True):
-        for_dq(q, k, v, dout, out, lse, dlse, dq, stats, *given)
-        for_dkdv(q, k, v, dout, stats, dk, dv, *given)
+    for kernel in prepared.launches:
+        if kernel.name == "dq":
+            kernel(q, k, v, dout, out, lse, dlse, dq, stats, *given)
+        else:
+            kernel(q, k, v, dout, stats, dk, dv, *given)
     return dq, dk, dv
 
 
@@ -118,6 +121,8 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
     """The launches of a call on tensors of these strides, kept from now on: backward if dout is one of them."""
 
     def prepare() -> Prepared:
+        if not isinstance(call.pattern, DilatedPattern):
+            return _of_strips(call, strides, has_dlse)
         todo, made = nesting.launches(call), []
         names, dtype = ["dq", "dkdv"], call.dtype
         if len(strides) == 3:
@@ -133,9 +138,23 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
     return found
 
 
+def _of_strips(call: Call, strides: Strides, has_dlse: bool) -> Prepared:
+    """All of dq comes first: it makes the statistics of the rows that dk and dv meet."""
+    made, dtype, blank = [], call.dtype, False
+    for name in ("forward",) if len(strides) == 3 else ("dq", "dkdv"):
+        todo = strips.launches(call, name == "dkdv") or ()
+        if name == "forward" and len(todo) > 1:
+            dtype = torch.float32
+        blank = blank or not todo or not strips.cover(todo[0], call)
+        for index, some in enumerate(todo):
+            tile = dispatch.config(name, call, "dense")
+            made.append(launch.prepare(name, call, strides, some, tile, dtype, index > 0, False, has_dlse))
+    return Prepared(tuple(made), dtype, blank)
+
+
 def _compile(launches: tuple[Launch, ...]) -> None:
     """Compile the kernels that are new, all at once: one after the other they would take twice as long."""
-    if not launches[0].on_device or torch.cuda.is_current_stream_capturing():
+    if not launches or not launches[0].on_device or torch.cuda.is_current_stream_capturing():
         return
     new = {each.kind: each for each in launches if each.kind not in CACHE.compiled}
     if len(new) > 1:

@@ -1,0 +1,222 @@
+"""Tables of other branches than nested ones: rectangles of rows as tiles and the runs of tiles that these meet.
+
+Where the rows that are met move along with the program's own on both sides, as in a window, all tiles but those at the
+ends are alike: the table has one of them, whatever the length.
+
+Legend: positions count from the start of a section; ``own`` rows of a program, which meets tiles of ``other`` rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from dilated_attention.backends.triton.tiling import Array, Tiling
+from dilated_attention.branches import Blocks
+from dilated_attention.branches.base import Rect, Rows
+from dilated_attention.call import Call
+
+NONE = 2**30  # a limit that is none
+
+
+class Strip(NamedTuple):
+    """Rows of programs and the rows that these meet, within limits; of some heads that follow one another."""
+
+    branch: int
+    head: int
+    heads: int
+    mine: Rows  # queries, or keys where programs have tiles of keys
+    met: tuple[Rows, ...]
+    low: int | None  # of the position met less that of mine
+    high: int | None
+    repeats: int = 1
+    period: int = 0
+
+
+Strips = tuple[Strip, ...]  # of one launch
+
+
+@functools.lru_cache(maxsize=64)
+def launches(call: Call, of_keys: bool = False) -> tuple[Strips, ...] | None:
+    """What each launch has to do: no two strips of a launch have a row of their own in common.
+
+    ``of_keys``: programs have tiles of keys. None: some pairs would have to be masked one by one.
+    """
+    found: list[list[Strip]] = []
+    for branch, _ in enumerate(call.pattern.branches_for(call.held.total)):
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for head, _ in call.placed(branch):
+            alike.setdefault(call.pattern.looks(head + call.first_head, call.held.total), []).append(head)
+        turns: dict[int, list[Strip]] = {}
+        shared: dict[tuple[Rect | None, ...], list[int]] = {}
+        for some in alike.values():
+            shared.setdefault(tuple(_rects(call, branch, some[0] + call.first_head, of_keys)), []).extend(some)
+        for rects, heads in shared.items():
+            if None in rects:
+                return None
+            for turn, strip in _strips(branch, [rect for rect in rects if rect is not None]):
+                for first, count in _runs(sorted(heads)):
+                    turns.setdefault(turn, []).append(strip._replace(head=first, heads=count))
+        found += [turns[turn] for turn in sorted(turns)]
+    return tuple(map(tuple, found))
+
+
+def _rects(call: Call, branch: int, head: int, of_keys: bool) -> Iterator[Rect | None]:
+    """Those of a branch; None in the place of one with a mask."""
+    heads, is_listed = call.held.total, isinstance(call.pattern.branches_for(call.held.total)[branch], Blocks)
+    for begin, end in itertools.pairwise(call.cu_seqlens or (0, call.total)):
+        for rect, but in call.pattern.parts(branch, head, range(end - begin), end - begin, heads, call.is_causal):
+            if but:
+                yield None
+            elif not rect.is_empty:
+                moved = rect.moved(begin)
+                moved = moved.turned() if of_keys else moved
+                yield from moved.singles() if is_listed else [moved]
+
+
+def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
+    """Each with the number of its launch: rectangles with the same rows and limits are one strip."""
+    together: dict[Hashable, list[Rect]] = {}
+    for rect in rects:
+        mine = rect.queries
+        # at a limit of 0 the diagonal cuts off what no row meets, so that rows may be fewer than others'
+        alike = mine.start, mine.step, None if (rect.low, rect.high) == (0, None) else mine.count
+        together.setdefault((alike, *rect[2:]), []).append(rect)
+    taken: list[list[Rect]] = []
+    for some in together.values():
+        longest = max(some, key=lambda rect: rect.queries.count)
+        turn = next((i for i, others in enumerate(taken) if not _meets(longest, others)), len(taken))
+        taken += [[]] if turn == len(taken) else []
+        taken[turn].append(longest)
+        met = tuple(_adjoined(rect.keys for rect in some))
+        yield turn, Strip(branch, 0, 0, longest.queries, met, *longest[2:])
+
+
+def _meets(rect: Rect, others: list[Rect]) -> bool:
+    """Whether rectangles may have rows of their own in common with this one."""
+    begin, end = rect.queries.start, rect.queries.last + (rect.repeats - 1) * rect.period
+    for other in reversed(others):
+        if begin > other.queries.last + (other.repeats - 1) * other.period or end < other.queries.start:
+            continue
+        if rect.period == other.period > 0:  # where in a period: alike in all of them
+            after = (begin - other.queries.start) % rect.period
+            if other.queries.last - other.queries.start < after < rect.period - (rect.queries.last - begin):
+                continue
+        steps = math.gcd(rect.queries.step, other.queries.step, rect.period, other.period)
+        if (begin - other.queries.start) % steps == 0:
+            return True
+    return False
+
+
+def _adjoined(keys: Iterable[Rows]) -> Iterator[Rows]:
+    """The same keys in fewer runs: those that continue others are one with them."""
+    waiting: Rows | None = None
+    for rows in sorted(keys):
+        if waiting is not None and rows.step == waiting.step and rows.start == waiting.last + waiting.step:
+            waiting = waiting._replace(count=waiting.count + rows.count)
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = rows
+    if waiting is not None:
+        yield waiting
+
+
+def _runs(heads: list[int]) -> Iterator[tuple[int, int]]:
+    for _, some in itertools.groupby(enumerate(heads), lambda pair: pair[1] - pair[0]):
+        numbers = [head for _, head in some]
+        yield numbers[0], len(numbers)
+
+
+# --- tiles --------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Tiles at positions from ``start`` on, so many times."""
+
+    start: int
+    period: int
+    repeats: int
+    tiling: Tiling
+
+
+def pieces(strip: Strip, own: int, other: int) -> Iterator[Piece]:
+    """The tables of a strip."""
+    mine, met, low, high = strip.mine, strip.met, strip.low, strip.high
+    tiles, size, inner = -(-mine.count // own), own * mine.step, range(0)
+    if low is not None and high is not None and strip.repeats == 1 and len(met) == 1:
+        inner = _inner(mine, met[0], low, high, own)
+    if len(inner) < 3:
+        inner = range(0)
+    for some in (range(inner.start), range(inner.stop, tiles)) if inner else (range(tiles),):
+        if some:
+            rows = Rows(mine.start + some.start * size, mine.step, min(mine.count - some.start * own, len(some) * own))
+            yield Piece(0, strip.period, strip.repeats, _tiling(rows, met, low, high, own, other))
+    if inner:
+        at = mine.start + inner.start * size
+        rows, around = Rows(0, mine.step, own), tuple(x.moved(-at) for x in met)
+        yield Piece(at, size, len(inner), _tiling(rows, around, low, high, own, other))
+
+
+def _inner(mine: Rows, met: Rows, low: int, high: int, own: int) -> range:
+    """The tiles that are full and meet as many rows as any."""
+    size = own * mine.step
+    first = max(0, -((mine.start + low - met.start) // size))
+    last = min(mine.count // own, (met.last - high - (own - 1) * mine.step - mine.start) // size + 1)
+    return range(first, max(first, last)) if met.step == mine.step else range(0)
+
+
+def _tiling(mine: Rows, met: tuple[Rows, ...], low: int | None, high: int | None, own: int, other: int) -> Tiling:
+    tiles = -(-mine.count // own)
+    base = mine.start + np.arange(tiles, dtype=np.int64) * own * mine.step
+    stop = np.full(tiles, mine.last + 1)
+    last = np.minimum(base + (own - 1) * mine.step, mine.last)
+    whole: list[Array] = []  # (T, 5) of each run
+    edge: list[Array] = []
+    for start, step, count in met:
+        def index(position: Array, up: bool) -> Array:
+            rows = -((start - position) // step) if up else (position - start) // step + 1
+            return np.clip(rows, 0, count)
+
+        zero, full = np.zeros(tiles, np.int64), np.full(tiles, count)
+        begin, end = (zero if low is None else index(base + low, True)), (full if high is None else index(last + high, False))
+        end = np.maximum(begin, end)
+        sure, upto = (begin if low is None else index(last + low, True)), (end if high is None else index(base + high, False))
+        before = np.minimum(-(-(np.maximum(sure, begin) - begin) // other), -(-(end - begin) // other))
+        first = begin + before * other
+        inside = np.maximum(0, (np.minimum(upto, end) - first) // other)
+        after = np.maximum(0, -(-(end - first - inside * other) // other))
+        bound = start + (end - 1) * step + 1
+        for found, at, many in ((edge, begin, before), (whole, first, inside), (edge, first + inside * other, after)):
+            found.append(np.stack([start + at * step, np.full(tiles, step), bound, many, np.ones(tiles, np.int64)], 1))
+    runs, places, totals = [], [], []
+    made = 0
+    lists = np.stack(whole, 1), np.stack(edge, 1)  # (T, R, 5)
+    for rows in lists:
+        there = rows[:, :, 3] > 0
+        number = there.sum(1)
+        places.append(made + number.cumsum() - number)
+        totals.append((rows[:, :, 3] * there).sum(1))
+        runs.append(rows[there])
+        made += int(number.sum())
+    found = np.concatenate(runs) if made else np.zeros((0, 5), np.int64)
+    table = np.stack([base, np.full(tiles, mine.step), stop, places[0], totals[0], totals[1], places[1]], 1)
+    return Tiling(table, found, bool(totals[1].any()), True, np.array([tiles]))
+
+
+def shows_itself(strip: Strip) -> bool:
+    """Whether each query sees its own key."""
+    mine, met = strip.mine, strip.met[0]
+    in_step = mine.step == met.step and (mine.start - met.start) % met.step == 0
+    inside = met.start <= mine.start and mine.last <= met.last
+    return in_step and inside and (strip.low or 0) <= 0 <= (strip.high or 0)
+
+
+def cover(strips: Strips, call: Call) -> bool:
+    """Whether they have every row of every head."""
+    return sum(strip.heads * strip.mine.count * strip.repeats for strip in strips) == call.kv_heads * call.queries
