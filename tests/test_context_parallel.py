@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import dilated_attention as da
 from dilated_attention import testing
-from dilated_attention.context_parallel import EXCHANGES, VERIFY, Exchange
 from dilated_attention.ranks import pool
 from tests.over_ranks import raised, world
 
@@ -46,16 +44,6 @@ def test_it_is_frozen_hashable_and_its_own_copy() -> None:
     assert copy.deepcopy(one) is one
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.timeout = 7.0  # type: ignore[misc]
-
-
-def test_the_lists_of_names_are_the_types_and_the_function_has_eleven_arguments_by_keyword() -> None:
-    assert get_args(Exchange) == ("auto", *EXCHANGES)
-    assert VERIFY == ("always", "first")
-    parameters = inspect.signature(da.dilated_attention).parameters.values()
-    assert [x.name for x in parameters if x.kind is x.KEYWORD_ONLY] == [
-        "is_causal", "scale", "dropout_p", "key_padding_mask", "query_offset", "enable_gqa", "backend", "return_lse",
-        "group", "heads", "cu_seqlens",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", [da.dilated_attention, da.explain], ids=lambda f: f.__name__)

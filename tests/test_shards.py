@@ -113,10 +113,3 @@ def test_every_rank_knows_whether_a_segment_crosses_a_border(case: Case) -> None
     )
     assert crosses(pattern, shards) == cut
     assert cut or not any(shared_segments_of(case, rank) for rank in range(case.ranks))
-
-
-def test_an_empty_shard_has_no_shared_segment() -> None:
-    empty = Shards.of((3, 0, 5))
-    pattern = DilatedPattern.longnet([8], [1])
-    counts = [len(shared_segments(pattern, empty, Heads(0, 2, 2), rank)) for rank in range(3)]
-    assert counts == [1, 0, 1]

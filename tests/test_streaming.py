@@ -172,14 +172,6 @@ def test_whole_periods_are_one_call_where_they_lie(name: str, length: int, is_ca
         assert calls(outputs) == [("dilated_attention::forward", [x.data_ptr() for x in chunk])]
 
 
-def test_an_unaligned_chunk_is_copied_at_its_ends_only() -> None:
-    chunks = cut(testing.make_qkv(1, 147, 3, 4), [3, 144])
-    seen = calls(da.stream(chunks, DilatedPattern.longnet(*NESTED)))
-    ours = [where for name, where in seen if name == "dilated_attention::forward"]
-    assert len(ours) == 2  # the period of both chunks, and eight periods at once
-    assert ours[1] == [x[:, 13:].data_ptr() for x in chunks[1]], "in place"
-
-
 # --- when it answers --------------------------------------------------------------------------------------------
 
 

@@ -12,27 +12,6 @@ from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.ring.cost import LINKS, PassCost, plan_cost
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("shard", "span", "rate", "heads", "group"), [(64, 4, 8, 8, 1), (32, 8, 4, 8, 3)])
-def test_formulas_where_all_divides(shard: int, span: int, rate: int, heads: int, group: int, is_causal: bool) -> None:
-    ranks, dim, size = 4 * span, 16, 2
-    pattern = DilatedPattern.longnet([shard * span], [rate])
-    cost = plan_cost(
-        pattern, shard * ranks, ranks, num_heads=heads * group, num_kv_heads=heads, head_dim=dim, is_causal=is_causal
-    )
-    rows = shard // rate
-    for rank in range(ranks):
-        blocks = rank % span if is_causal else span - 1
-        for exchange in ("ring", "allgather"):
-            assert cost.of_rank(rank, exchange)[0].bytes_received == 2 * heads * dim * size * blocks * rows
-        found = cost.of_rank(rank, "alltoall")[0]
-        there_and_back = (2 * group * heads + 2 * heads) * dim * size + 4 * group * heads
-        assert found.bytes_received == there_and_back * rows * (span - 1) // span == found.bytes_sent
-    assert [x.forward.hops for x in cost.exchanges.values()] == [span - 1, 1, 2]
-    assert cost.naive_ring.bytes_received == 2 * heads * dim * size * shard * (ranks - 1)
-    assert cost.naive_ring.hops == ranks - 1
-
-
 def doubling(tokens: int) -> DilatedPattern:
     widths = [2**i for i in range(11, tokens.bit_length())]
     return DilatedPattern.longnet(widths, [width // 2048 for width in widths])

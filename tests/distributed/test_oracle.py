@@ -7,7 +7,6 @@ ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -103,28 +102,6 @@ def test_bit_for_bit_one_device_where_no_segment_crosses_a_border(
     for case, found in zip(cases, solve(cases), strict=True):
         for (name, got), (_, wanted) in zip(found.items(), case.on_one_device().items(), strict=True):
             assert torch.equal(got, wanted), f"{case.id}: {name} differs by {testing.error(got, wanted):.1e}"
-
-
-@functools.cache
-def expected_of_half(dtype: str, is_causal: bool) -> tuple[Results, Results]:
-    """In float64, and by plain PyTorch in the dtype itself."""
-    case = half((160,), dtype, is_causal)
-    return case.expected(), case.expected(dtype=None)
-
-
-def half(lengths: tuple[int, ...], dtype: str, is_causal: bool, exchange: str = "ring") -> Case:
-    pattern, given = DilatedPattern.longnet([32, 100, 200], [1, 2, 3]), {"own_heads": (4, 2), "head_dim": 16}
-    return make(pattern, lengths, 1, dtype=dtype, is_causal=is_causal, exchange=exchange, **given)
-
-
-@BY_EXCHANGE
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_the_error_of_half_precision_does_not_grow_with_ranks(ranks: int, exchange: str) -> None:
-    """One limit for any number of ranks: twice plain PyTorch's own error, three times for gradients."""
-    kinds = [("bf16", ranks > 2), ("f16", ranks <= 2)]
-    cases = [half((160 // ranks,) * ranks, *kind, exchange) for kind in kinds]
-    for kind, found in zip(kinds, solve(cases), strict=True):
-        testing.assert_exact(found, *expected_of_half(*kind))
 
 
 @pytest.mark.parametrize("exchange", [*EXCHANGES, "auto"])

@@ -3,9 +3,7 @@ nn.MultiheadAttention: layouts, fewer key heads, its causal mask, its layers and
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 import warnings
 from typing import Any
 from unittest import mock
@@ -134,14 +132,6 @@ def test_agrees_with_the_oracle(
     assert error(twin(a)[0], turned(module, module(turned_to[a])[0])) <= 1e-12
 
 
-def test_one_product_makes_all_three() -> None:
-    module, widths, x = make(FUSED), [], tokens()
-    module.qkv_proj.register_forward_hook(lambda _, __, out: widths.append(out.shape[-1]))
-    for inputs in ((x,), (x, x, x), (x[0],)):
-        module(*inputs)
-    assert widths == [3 * E] * 3
-
-
 def test_initial_values() -> None:
     """Those of one seed, whatever they were before; on the meta device there were none."""
     torch.manual_seed(3)
@@ -156,15 +146,6 @@ def test_initial_values() -> None:
         assert all(map(torch.equal, weights, drawn))
         assert not any(map(torch.any, (*biases, module.norm.bias, module.norm.weight - 1)))
         assert all(parameter.requires_grad for parameter in module.parameters())
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shapes_and_dtypes_on_the_meta_device(cls: Any, dtype: torch.dtype) -> None:
-    module, x = cls(E, H, **LISTS, device="meta", dtype=dtype), torch.empty(2, 9, E, device="meta", dtype=dtype)
-    for mask in (None, x[..., 0], x[..., 0].bool()):
-        for y in (*module.parameters(), module(x, key_padding_mask=mask)[0]):
-            assert (y.dtype, y.is_meta, y.shape == x.shape) == (dtype, True, not isinstance(y, nn.Parameter))
 
 
 @BOTH
@@ -271,18 +252,6 @@ def test_state_dicts_of_multihead_attention_load(cls: Any, separate: bool, bias:
         for theirs in (given, (*given[:3], None if mask is None else as_float(given[3]), *given[4:])):
             expected = dense(*theirs, is_causal=is_causal)[0]
             assert error(ours(*theirs, is_causal=is_causal)[0], expected) <= 1e-12
-
-
-@BOTH
-def test_copies_and_pickles(cls: Any) -> None:
-    module = make(cls, dropout=0.1).eval()
-    expected = module(tokens())[0]
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert repr(other) == repr(module)
-        assert torch.equal(other(tokens())[0], expected)
-        other.load_state_dict(make(OTHER[cls], gamma_init=2).state_dict())  # the hook came along
-        assert not torch.equal(other(tokens())[0], expected)
-    assert torch.equal(module(tokens())[0], expected)
 
 
 # --- inside PyTorch's layers ------------------------------------------------------------------------------------
@@ -437,8 +406,3 @@ def test_errors_of_the_call(cls: Any, given: dict[str, Any], message: str) -> No
 def test_there_is_no_packed_weight() -> None:
     with pytest.raises(TypeError, match="has no in_proj_weight: use q_proj"):
         F.linear(X, make(PLAIN).in_proj_weight)
-
-
-def test_the_other_layout_is_named() -> None:
-    with pytest.raises(ValueError, match=r"must all be \(tokens, batch, 24\) or all \(tokens, 24\), got query \(13, 2"):
-        make(PLAIN, batch_first=False)(X.transpose(0, 1)[..., 1:])
