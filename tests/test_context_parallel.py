@@ -62,7 +62,7 @@ def test_modules_take_one_and_refuse_what_contradicts_them() -> None:
     for cls in (da.RingDilatedAttention, da.RingDilatedAttentionProduction):
         assert cls(*lists, group=keeps).ranks.parallel.use_checkpointing is False
         assert cls(*lists, use_checkpointing=False, group=keeps).ranks.parallel.use_checkpointing is False
-        assert cls(*lists).ranks.parallel.use_checkpointing is True
+        assert cls(*lists).ranks.parallel.use_checkpointing is None
         with pytest.raises(ValueError, match="use_checkpointing is True, and False in ContextParallel: give it once"):
             cls(*lists, use_checkpointing=True, group=keeps)
         with pytest.raises(ValueError, match=f"{cls.__name__} has the exchange 'ring'"):

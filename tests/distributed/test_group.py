@@ -16,7 +16,7 @@ from dilated_attention.call import Call
 from dilated_attention.distributed.group import LONGEST_TIMEOUT, Buffers
 from dilated_attention.ranks import pool
 from dilated_attention.ring.circulate import Circulation
-from dilated_attention.ring.run import attend
+from dilated_attention.ring.run import attend_over_ranks
 from tests.threads import FakeRanks, FakeTransport, run_threads
 
 HOST = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_rows_are_kept_only_for_a_backward_pass(grad: bool) -> None:
         ranks = FakeRanks(transport, exchange="ring", use_checkpointing=False)
         call = Call(DilatedPattern.longnet([16], [1]), in_parts=True).of(q, q, None, 0)
         with torch.set_grad_enabled(grad):
-            attend(Inputs(q, q, q), call, ranks)
+            attend_over_ranks(Inputs(q, q, q), call, ranks)
 
     with mock.patch.object(Circulation, "forward", noted):
         run_threads(2, rank)

@@ -16,7 +16,6 @@ from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.run import OneDevice
 from dilated_attention.blocks import Block, SegmentHeads
 from dilated_attention.call import Call, sample_ends
-from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import GroupTransport, Pending
 from dilated_attention.ring import packing
 from dilated_attention.ring.packing import Fields, Travelling
@@ -29,7 +28,6 @@ class ParallelCall(OneDevice):
     """Where no segment lies on two ranks, each computes its own. `circulate` and `alltoall` have the others."""
 
     call: Call  # with this rank's place in the sequence
-    parallel: ContextParallel
     transport: GroupTransport
     shards: Shards
     name: str  # of the exchange
