@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from dilated_attention.autograd import NOT_TWICE, is_mapped, once
 from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import MemoryCap
-from dilated_attention.backends.choose import choose
+from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.context_parallel import ContextParallel
@@ -118,7 +118,8 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
         transport = ranks.transport(call.device)
         checks = Checks(transport, parallel.verify)
         wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
-        fields = _fields(call, parallel, checks.verify, wants_gradients)
+        choice = choose(call)
+        fields = _fields(call, choice.name, parallel, checks.verify, wants_gradients)
     lengths, seed = checks.agree(fields, call.queries, inputs.seed)
     check_total_length(parallel.total_length, lengths)
     checks.seen.calls += 1  # two calls that look alike still have backward passes of their own
@@ -138,7 +139,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
     keeps = wants_gradients and parallel.use_checkpointing is False
     way = kind(placed, transport, shards, exchange, keeps)
-    out, lse = _Parallel.apply(*inputs[:4], seed, way, checks)  # type: ignore[no-untyped-call]
+    out, lse = _Parallel.apply(*inputs[:4], seed, way, choice, checks)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -158,14 +159,16 @@ def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None
     return telling(refuse)
 
 
-def _fields(call: Call, parallel: ContextParallel, verify: str, wants_gradients: bool) -> dict[str, object]:
+def _fields(
+    call: Call, backend: str, parallel: ContextParallel, verify: str, wants_gradients: bool
+) -> dict[str, object]:
     """What must be alike on all ranks."""
     return {
         "shape": f"(batch {call.samples}, tokens, heads {call.heads}, head_dim {call.head_dim})",
         "key heads": call.kv_heads,
         "dtype": call.dtype,
         "device": call.device.type,
-        "backend": choose(call).name,  # with device and dtype, what decides how rows are packed
+        "backend": backend,  # with device and dtype, what decides how rows are packed
         "computed in": call.computed,
         "pattern": call.pattern,
         "is_causal": call.is_causal,
@@ -269,10 +272,10 @@ class _Parallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, way: ParallelCall,
-        checks: Checks,
+        choice: Choice, checks: Checks,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         with way.transport.closed_on_error():
-            out, lse = run.forward(way.call, Inputs(q, k, v, padding, seed), way)
+            out, lse = run.forward(way.call, Inputs(q, k, v, padding, seed), way, choice)
         ctx.save_for_backward(q, k, v, padding, seed, out, lse, *way.kept)
         ctx.way, ctx.checks, way.kept = way, checks, []
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
@@ -288,4 +291,4 @@ class _Parallel(torch.autograd.Function):
         dlse = ctx.checks.agree_on_backward(way, dlse, lse)
         with way.transport.closed_on_error():
             grads = run.backward(way.call, Inputs(q, k, v, padding, seed), out, lse, dout, dlse, way)
-        return (*grads, None, None, None, None), (q, k, v)
+        return (*grads, None, None, None, None, None), (q, k, v)
