@@ -150,7 +150,9 @@ def sequence_mean(
     total, count, _ = totals.to(local.device)
     count = count.clamp(min=1.0)
     factor = (pg.size() if gradients == "average" else 1) / count
-    return _Replace.apply(local, (total / count).to(local.dtype), factor)  # type: ignore[no-any-return, no-untyped-call]
+    mean = local * factor.to(local.dtype)  # which has the gradient; its value is that of all ranks
+    with torch.no_grad():
+        return mean.copy_(total / count)
 
 
 def _summed(token_losses: Tensor, mask: Tensor | None, gradients: str) -> tuple[Tensor, Tensor]:
@@ -209,19 +211,6 @@ def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transp
     found = {peer: message.view(mine.dtype).view(shapes[peer]) for peer, message in arrived.items()}
     found[transport.rank] = mine
     return [found.get(peer, mine.new_empty(shape)) for peer, shape in enumerate(shapes)]
-
-
-class _Replace(torch.autograd.Function):
-    """``value`` in place of x, for which the gradient of x is ``factor``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, factor: Tensor) -> Tensor:
-        ctx.factor = factor
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (grad * ctx.factor).to(grad.dtype), None, None
 
 
 def _bounds(n: int, pg: ProcessGroup) -> tuple[int, int]:
