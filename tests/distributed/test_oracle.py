@@ -75,10 +75,6 @@ def here(case: Case) -> Here:
     return Here(attention, [x[:, shard].detach().requires_grad_() for x in qkv], dout[:, shard], dlse[:, shard])
 
 
-def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
 # --- as on one device -------------------------------------------------------------------------------------------
 
 
@@ -97,7 +93,7 @@ def test_bit_for_bit_one_device_where_no_segment_crosses_a_border(
             samples=samples, mask=mask, layout="fused", copied=samples > 1, backend=backend,
         )
         for rule, heads in (("longnet", (8, 4)), ("torchscale", (8, 8)), ("head_groups", (6, 3)))
-        for dtype, samples, backend in (("f32", 1, "sdpa"), ("f64", 1, "eager"), ("f64", 2, "sdpa"))
+        for dtype, samples, backend in (("f32", 1, "sdpa"), ("f64", 2, "eager"))
     ]  # fmt: skip
     for case, found in zip(cases, solve(cases), strict=True):
         for (name, got), (_, wanted) in zip(found.items(), case.on_one_device().items(), strict=True):
@@ -139,28 +135,27 @@ def test_ranks_whose_losses_use_different_results(exchange: str) -> None:
         assert testing.error(x, wanted) < 1e-12
 
 
-def again_here(case: Case) -> tuple[list[bool], str]:
-    """Whether a call without gradients, and a second backward pass, are the same; the error of a second derivative."""
+def again_here(case: Case) -> None:
+    """A call without gradients, and a second backward pass, are the same; there is no second derivative."""
     attention, leaves, dout, _ = here(case)
     torch.manual_seed(case.number)
     with torch.no_grad():
         quiet = attention(*leaves)
     torch.manual_seed(case.number)
     out, lse = attention(*leaves)
+    assert all(map(torch.equal, quiet, (out, lse)))
     once, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, again))
     (grad,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad(grad.square().sum(), leaves[2])  # no other leaf is reached
-    return [same(quiet, (out, lse)), not any(x.requires_grad for x in quiet), same(once, again)], str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("exchange", "recompute"), [("ring", False), ("ring", True), ("allgather", False), ("alltoall", True)]
 )
 def test_no_gradients_two_backward_passes_and_no_second_derivative(exchange: str, recompute: bool) -> None:
-    for found, error in pool(4).run(again_here, vary(exchange=exchange, recompute=recompute, dropout_p=0.2)):
-        assert found == [True] * 3
-        assert "cannot be differentiated twice" in error
+    pool(4).run(again_here, vary(exchange=exchange, recompute=recompute, dropout_p=0.2))
 
 
 def around(attention: Callable[..., Any]) -> Callable[..., Any]:
