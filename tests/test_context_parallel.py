@@ -23,10 +23,8 @@ PATTERN = da.DilatedPattern.longnet([8, 32], [1, 2])
     ("options", "kind", "match"),
     [
         ({"exchange": "star"}, ValueError, "unknown exchange 'star': use one of auto, ring, allgather, alltoall"),
-        ({"verify": "never"}, ValueError, "unknown verify 'never': use one of always, first, or None"),
         ({"timeout": -1}, ValueError, "timeout must be .* at most 31536000 .a year., got -1"),
         ({"timeout": True}, ValueError, "timeout must be a positive number"),
-        ({"timeout": 10**400}, ValueError, "timeout must be a positive number"),
         ({"debug": "yes"}, TypeError, "debug must be True or False, got 'yes'"),
         ({"use_checkpointing": 1}, TypeError, "use_checkpointing must be True, False or None, got 1"),
         ({"total_length": 0}, ValueError, "total_length must be 1 or more, got 0"),
