@@ -322,8 +322,7 @@ def _tag(kind: str, message: Tensor) -> int:
 
 
 def _short(error: RuntimeError) -> str:
-    first = str(error).strip().splitlines()
-    text = first[0] if first else type(error).__name__
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if any(sign in text.lower() for sign in ("closed by peer", "reset by peer", "broken pipe")):
         return "the connection was closed: that rank died, left, or gave up waiting itself"
     return text
