@@ -91,15 +91,6 @@ def spanning(*lengths: int, pattern: DilatedPattern | None = None, **more: Any) 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_kept_rows_are_held_and_others_are_not(exchange: str) -> None:
-    case = spanning(*(10,) * 6, exchange=exchange, own_heads=(12, 6))
-    for one, other in zip(*(replace(case, recompute=x).on_threads()[1] for x in (False, True)), strict=True):
-        assert other.stats.buffer_bytes == 0
-        assert one.stats.bytes_received < other.stats.bytes_received
-        assert one.stats.bytes_sent < other.stats.bytes_sent
-
-
 @pytest.mark.parametrize(
     ("lengths", "is_causal"), [((20, 3, 7, 0, 25, 5), False), ((20, 3, 7, 0, 25, 5), True), ((1, 50, 2, 60), True)]
 )

@@ -28,21 +28,6 @@ def test_even_shards_are_those_of_tensor_split() -> None:
         assert Shards.even(tokens, ranks) == Shards.of(expected)
 
 
-@few(200)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 30))
-def test_pieces_and_holders(lengths: list[int], start: int, stop: int) -> None:
-    shards = Shards.of(tuple(lengths))
-    stop = min(stop, shards.tokens)
-    held = []
-    for rank in range(shards.ranks):
-        first, last = shards.piece(rank, start, stop)
-        assert first <= last
-        assert set(range(first, last)) == tokens_of(shards, rank) & set(range(start, stop))
-        held += [rank] if first < last else []
-    holders = shards.holders(start, stop)
-    assert list(holders) == (list(range(held[0], held[-1] + 1)) if held else [])
-
-
 # --- shared segments ------------------------------------------------------------------------------------------------
 
 

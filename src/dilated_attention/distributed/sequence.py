@@ -150,7 +150,7 @@ def sequence_mean(
     total, count, _ = totals.to(local.device)
     count = count.clamp(min=1.0)
     factor = (pg.size() if gradients == "average" else 1) / count
-    mean = local * factor.to(local.dtype)  # which has the gradient; its value is that of all ranks
+    mean: Tensor = local * factor.to(local.dtype)  # which has the gradient; its value is that of all ranks
     with torch.no_grad():
         return mean.copy_(total / count)
 
