@@ -32,6 +32,7 @@ from dilated_attention import (
     testing,
 )
 from dilated_attention.backends import sdpa
+from dilated_attention.distributed.group import Buffers
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
 from dilated_attention.testing import Results
@@ -335,3 +336,16 @@ def test_receive_buffers_are_used_again() -> None:
         assert first == second == third
     wanted = {f"dilated_attention::ring {direction} step 1" for direction in ("forward", "backward")}
     assert all(wanted <= some for some in names)
+
+
+def test_buffers_are_used_again_and_sizes_no_longer_used_are_let_go() -> None:
+    buffers, host = Buffers(), torch.device("cpu")
+    first = buffers.take(8, host)
+    buffers.give(first)
+    buffers.begin()
+    assert buffers.take(8, host) is first
+    assert buffers.take(8, host) is not first
+    for size in range(1, 50):
+        buffers.begin()
+        buffers.give(buffers.take(size, host))
+    assert len(buffers.free) <= 2
