@@ -169,7 +169,7 @@ def attend(
     inputs = Inputs(query, key, value, key_padding_mask, seed, positions, packed)
     if ranks is None or alone:
         return autograd.attend(inputs, call)
-    return ring.attend(inputs, call, ranks)
+    return ring.attend_over_ranks(inputs, call, ranks)
 
 
 def drawn_seed(device: torch.device) -> Tensor:

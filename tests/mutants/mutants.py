@@ -327,7 +327,7 @@ MUTANTS = [
     M("lse-gradient-on-some-ranks", "Where only some ranks have a gradient of lse, the others do not take part.",
       "ring/run.py", "is_wanted = any(said.flags)", "is_wanted = False"),
     M("unchecked-length", "With verify='first' a shard of another length is not noticed.", "ring/run.py",
-      "if length != known[transport.rank]:", "if False:"),
+      "if length != known[rank]:", "if False:"),
     M("sample-ends-of-the-first-ranks", "A padded sample ends where it first ends on some rank.", "ring/parallel.py",
       "here = torch.maximum(here, other", "here = torch.minimum(here, other"),
     M("timeout-ignored", "A rank waits for another one without end.", "distributed/group.py",

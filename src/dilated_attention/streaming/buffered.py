@@ -30,7 +30,10 @@ class BufferedStream(Stream):
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
         super().__init__(call, deliver, num_tokens)
         self.straddles = self.period != self.longest
-        self.parts = [*range(len(self.branches))] if self.straddles else [None]  # None: all branches
+        # branch, segment length, first head, and the one after the last; None: all branches
+        self.parts: list[tuple[int | None, int, int, int]] = [(None, self.longest, 0, call.kv_heads)]
+        if self.straddles:
+            self.parts = [(index, x.length, x.first, x.last) for index, x in enumerate(self.branches)]
         self.done = [0] * len(self.parts)  # where the first segment of each begins that is not yet computed
         self.base = self.first = 0  # the first token that waits, and its row in the buffers
         # rows that go a few at a time need room to spare, lest the others be moved often
@@ -96,16 +99,13 @@ class BufferedStream(Stream):
 
     def compute(self, ends: bool = False) -> None:
         """Compute the segments that are complete, and deliver the outputs that are."""
-        for index, branch in enumerate(self.parts):
-            length = self.longest if branch is None else self.branches[branch].length
+        group = self.call.q_per_kv
+        for index, (branch, length, first, last) in enumerate(self.parts):
             start, stop = self.done[index], self.position if ends else self.position - self.position % length
             if start == stop:
                 continue
             self.done[index] = stop
-            heads = slice(0, self.call.kv_heads)
-            if branch is not None:
-                heads = slice(self.branches[branch].first, self.branches[branch].last)
-            queries = slice(heads.start * self.call.q_per_kv, heads.stop * self.call.q_per_kv)
+            heads, queries = slice(first, last), slice(first * group, last * group)
             rows = slice(self.first + start - self.base, self.first + stop - self.base)
             q, k, v = (x[:, rows, some] for x, some in zip(self.buffers, (queries, heads, heads), strict=False))
             out, lse = self.attend(q, k, v, branch, start if ends else 0)

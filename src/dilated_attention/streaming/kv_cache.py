@@ -236,7 +236,7 @@ class KVCache:
         before = at % self.period
         call = call.of(q, k, None, 0)._replace(start=before, key_start=before, total=before + q.shape[1])
         with no_autocast(q.device):
-            work = Work.of(call, Inputs(q, k, v), keys_follow=True)
+            work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
             for branch, kept in self._rows(samples):
                 seen = at % branch.length
