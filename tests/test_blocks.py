@@ -115,16 +115,6 @@ def test_blocks_and_their_parts_show_what_the_oracle_counts(
     assert torch.equal(seen_through(call, shown, fold), torch.cat([keys, filled], 1))
 
 
-def test_parts_are_as_large_as_they_may_be() -> None:
-    (block,) = plan(call_of(DilatedPattern.longnet([16], [1]), 3)).blocks  # 3 samples of 4 segments, 8 heads, 16 rows
-    assert block.cut(1536, 8, 12) == [block]
-    for most, shapes in (
-        ({"rows": 1535}, {(2, 4, 8), (1, 4, 8)}), ({"rows": 300}, {(1, 2, 8)}), ({"rows": 1}, {(1, 1, 1)}),
-        ({"heads": 3}, {(3, 4, 3), (3, 4, 2)}), ({"batch": 3, "heads": 4}, {(1, 3, 4), (1, 1, 4)}),
-    ):  # fmt: skip
-        assert {(x.queries.samples, x.queries.segments, x.heads) for x in block.cut(**most)} == shapes
-
-
 # --- few blocks: each costs kernel launches ---------------------------------------------------------------------
 
 FIVE = LONGNET([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -174,11 +164,3 @@ def test_what_a_plan_says_of_itself() -> None:
         assert plan(call) is plan(call_of(DilatedPattern.of(rule, [16, 32], [1, 2]))), "plans are cached by value"
     for samples, tokens in ((0, 5), (5, 0)):
         assert plan(call_of(LONGNET([4], [2]), samples, tokens, 2)) == Plan((), (0, 0), False)
-
-
-def test_folds() -> None:
-    x = torch.zeros(3, 8, 2, 4)
-    assert folds(x, x[..., 1:], x[:, :, :1])
-    assert folds(x[:1, :5])
-    for other in (x[:, :5], x[:1].expand(3, -1, -1, -1), x.transpose(0, 1).contiguous().transpose(0, 1)):
-        assert not folds(x, other)

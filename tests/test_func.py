@@ -93,14 +93,6 @@ def test_mapped_calls(in_dims: tuple[int | None, ...], queries: int, cu_seqlens:
     CLOSE(vmap(attend, in_dims=in_dims)(*given), tuple(map(torch.stack, zip(*one_by_one, strict=True))))
 
 
-@pytest.mark.parametrize("queries", [11, 3])
-def test_calls_mapped_twice(queries: int) -> None:
-    q, k, v = make(queries, mapped=(2, 3))
-    found = vmap(vmap(attention(), in_dims=(0, 0, None)), in_dims=(0, None, 0))(q, k[0], v[:, 0])
-    for i, j in itertools.product(range(2), range(3)):
-        CLOSE(tuple(x[i, j] for x in found), attention()(q[i, j], k[0, j], v[i, 0]))
-
-
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_mapped_dropout(randomness: str) -> None:
     """ "same" drops the same pairs in every mapped call; gradients follow what was dropped."""

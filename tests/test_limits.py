@@ -97,29 +97,6 @@ def test_packing_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("queries", "rows", "row_bytes", "packs"),
-    [
-        (384, 384, 4096, True),
-        (768, 768, 2048, True),
-        (384, 767, 2048, False),
-        (383, 400, 8192, False),
-        (400, 383, 8192, False),
-        (1, 5000, 4096, False),  # a step of decoding reads every key once
-        (400, 400, 128, False),  # packed as it is
-    ],
-)
-def test_only_rows_far_apart_that_are_read_often_are_packed(
-    queries: int, rows: int, row_bytes: int, packs: bool
-) -> None:
-    q, k = torch.zeros(1, queries, 2, 16), torch.zeros(1, rows, row_bytes // 64, 16)[:, :, :2]
-    problem = aten.Dense(q, k, k, None, False, 1.0)
-    found = aten._packed(problem)
-    assert (found is problem) == (found.k is k) == (not packs)
-    assert torch.equal(found.k, k)
-    assert not packs or all(x.transpose(1, 2).is_contiguous() for x in (found.k, found.v))
-
-
-@pytest.mark.parametrize(
     ("keys", "causal", "calls"),
     [(64, False, [32, 32]), (192, False, [96, 96]), (64, True, [64]), (128, False, [128])],
 )

@@ -85,21 +85,6 @@ def test_other_tensors_are_checked() -> None:
         da.dilated_attention(forward_ad.make_dual(q, q), k, v, PATTERN)
 
 
-def test_mixed_dtypes_are_refused_after_autocast_took_them() -> None:
-    q, k, v = testing.make_qkv(1, 20, 4, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        da.dilated_attention(q.bfloat16(), k, v, PATTERN)
-    with pytest.raises(ValueError, match="one dtype"):
-        da.dilated_attention(q.bfloat16(), k, v, PATTERN)
-
-
-def test_a_warning_comes_each_time() -> None:
-    qkv = testing.make_qkv(1, 4, 6, 8)
-    for _ in range(2):
-        with pytest.warns(da.DilatedAttentionWarning):
-            da.dilated_attention(*qkv, PATTERN)
-
-
 def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "MOST_KNOWN", 3)
     for tokens in range(20, 28):
