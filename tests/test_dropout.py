@@ -98,10 +98,12 @@ def test_exactly_the_pairs_of_the_hash_are_dropped() -> None:
 @BY_PATTERN
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiling_changes_nothing(pattern: DilatedPattern, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = testing.make_qkv(2, 33, 4, 8, dtype=torch.float64)
+    qkv = testing.make_qkv(2, 33, 4, 8, kv_heads=2, dtype=torch.float64)
+    mask = torch.rand(2, 33, generator=torch.Generator().manual_seed(0)) < 0.3
+    options = {"is_causal": is_causal, "key_padding_mask": mask, "enable_gqa": True, "backend": "eager"}
 
     def results() -> testing.Results:
-        return testing.run(lambda *x: call(x, pattern, 5, is_causal=is_causal, backend="eager"), qkv, qkv[2])
+        return testing.run(lambda *x: call(x, pattern, 5, **options), qkv, qkv[0])
 
     whole = results()
     for size in (1, 64, 300):

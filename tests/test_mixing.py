@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention import DilatedPattern, dilated_attention, reference, testing
 from dilated_attention.ranks import pool
 from dilated_attention.testing import make_qkv
 from tests.over_ranks import raised, world
@@ -67,9 +67,7 @@ def test_what_is_refused() -> None:
     qkv = make_qkv(1, 45, 4, 8)
     with pytest.raises(ValueError, match="backend 'triton' cannot run"):
         dilated_attention(*qkv, DETACHED, backend="triton")
-    assert explain(*qkv, DETACHED, backend="eager").backward.startswith("eager")
-    assert "mixing_gradient='detached'" in repr(DETACHED)
-    assert DETACHED != EXACT
+    assert eval(repr(DETACHED)) == DETACHED != EXACT
     assert all("works only on one device" in text for text in pool(2).run(over_ranks))
 
 
