@@ -201,15 +201,6 @@ def test_one_node_and_five_saved_tensors(dtype: torch.dtype, branches: int) -> N
     assert [(x.dtype, x.numel()) for x in others] == ([(torch.bool, 60), (torch.int64, 1)] if options else [])
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_recorded(context: Any) -> None:
-    qkv = leaves(*QKV)
-    with context():
-        out = dilated_attention(*qkv, PATTERN)
-    assert not out.requires_grad
-    assert torch.equal(out, dilated_attention(*qkv, PATTERN))
-
-
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 def test_gradients_of_only_some_inputs(wanted: tuple[int, ...]) -> None:
     dout = torch.randn(X.shape, dtype=torch.float64)
