@@ -62,7 +62,7 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
     kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
     if kernel is None:
         return eager.forward((), q, k, v, masking)
-    out, lse = kernel.forward(_problem(q, k, v, masking))
+    out, lse = (x.transpose(1, 2) for x in kernel.forward(_problem(q, k, v, masking)))
     empty = masking.rows_without_keys(q.shape[1])
     if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
         empty = empty.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -82,6 +82,7 @@ def backward(
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
     problem = _problem(q, k, v, masking)
+    out, lse, dout = (x.transpose(1, 2) for x in (out, lse, dout))
     dq, dk, dv = kernel.backward(problem, out, lse, dout)
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
@@ -92,16 +93,17 @@ def backward(
         columns = torch.stack([high, (dlse / unit - high).to(q.dtype)], -1)[..., : q.shape[-1]]
         rest = q.shape[-1] - columns.shape[-1]
         units = F.pad(unit.to(q.dtype).unsqueeze(-1).expand_as(columns), (0, rest))
-        zero_values = problem._replace(v=torch.zeros_like(v))
-        dq_lse, dk_lse, _ = kernel.backward(zero_values, F.pad(-columns, (0, rest)), lse, units)
+        minus_dlse, units = F.pad(-columns, (0, rest)).transpose(1, 2), units.transpose(1, 2)
+        dq_lse, dk_lse, _ = kernel.backward(problem._replace(v=torch.zeros_like(problem.v)), minus_dlse, lse, units)
         dq, dk = dq + dq_lse, dk + dk_lse
     if problem.scale != masking.scale:
         dq, dk = dq * (masking.scale / problem.scale), dk * (masking.scale / problem.scale)
-    return dq, dk, dv
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
     # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return Dense(q, k, v, _bias(masking, q), masking.is_causal, max(masking.scale, 1e-30))
 
 
