@@ -191,11 +191,6 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
-def refuse_second_derivative(grads: tuple[Any, ...], *others: Tensor | None, why: str = NOT_TWICE) -> Any:
-    """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
-    return _Refusing.apply(why, len(grads), *grads, *others)  # type: ignore[no-untyped-call]
-
-
 def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a backward that has no derivative: whoever differentiates its result gets an error that says ``why``.
 
@@ -211,14 +206,16 @@ def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 computed, inputs = backward(ctx, *grads)
             if not torch.is_grad_enabled() or is_compiling():
                 return computed
-            return refuse_second_derivative(computed, *grads, *inputs, why=why)
+            return Refusing.apply(why, len(computed), *computed, *grads, *inputs)  # type: ignore[no-untyped-call]
 
         return run
 
     return decorated
 
 
-class _Refusing(torch.autograd.Function):
+class Refusing(torch.autograd.Function):
+    """The first ``count`` tensors, which depend on all: whoever differentiates them gets an error that says ``why``."""
+
     @staticmethod
     def forward(ctx: Any, why: str, count: int, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.why = why
@@ -305,7 +302,9 @@ def _autograd_backward(
         return _backward(dout, dlse, saved, *packed)
     op = torch.ops.dilated_attention.backward.default
     grads: Gradients = _below_autograd(op, keyset, dout, dlse, saved, *packed)
-    return refuse_second_derivative(grads, dout, dlse, *saved) if wanted else grads
+    if wanted:
+        return Refusing.apply(NOT_TWICE, len(grads), *grads, dout, dlse, *saved)  # type: ignore[no-any-return, no-untyped-call]
+    return grads
 
 
 def _refuse_transforms(*_: Any) -> Any:

@@ -158,8 +158,6 @@ class Call(NamedTuple):
         Numbers stay numbers: a compiler may hold symbols in their place.
         """
         numbers = [self.start, self.first_head, self.total_heads, self.memory_cap]
-        if not (self.first_head or self.total_heads or self.memory_cap):
-            del numbers[1:]
         text = f"{self.pattern.text} {'causal' if self.is_causal else 'all'} {self.backend}"
         return numbers, self.scale, self.dropout_p, text
 
@@ -187,7 +185,7 @@ def checked_cu_seqlens(given: Sequence[int] | Tensor, tokens: int | None, name: 
 def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> Call:
     """The call that `Call.packed` wrote."""
     pattern, is_causal, backend = _read(text)
-    start, first_head, total_heads, memory_cap = numbers if len(numbers) == 4 else (numbers[0], 0, 0, 0)
+    start, first_head, total_heads, memory_cap = numbers
     return Call(
         pattern, is_causal, scale, dropout_p, backend, start=start, first_head=first_head, total_heads=total_heads,
         memory_cap=memory_cap,
@@ -216,7 +214,7 @@ def _tf32(dtype: torch.dtype) -> bool:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse and of sums: float64 for float64, else float32."""
+    """The dtype of lse and of sums."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

@@ -154,24 +154,16 @@ def _reasons(kernel: Kernel, call: Call) -> list[str]:
 
 
 def _refusals(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, is_causal: bool) -> list[str]:
-    """Why torch would not run its kernel on such tensors; its own check, asked with a small problem, has the last word.
+    """Why torch would not run its kernel on such tensors: its own check, asked with a small problem.
 
-    The check knows torch's build, the device and every shape rule, but says its reasons to stderr only.
+    The check knows torch's build, the device, and every rule of dtypes and shapes, but says its reasons to stderr only.
     """
-    capability, is_efficient = torch.cuda.get_device_capability(device), name == "efficient"
-    why = {
-        f"it computes in float16 and bfloat16, not {dtype}": not is_efficient and dtype.itemsize != 2,
-        "it does not compute in float64": is_efficient and dtype is torch.float64,
-        "it needs compute capability 8.0, this device has {}.{}".format(*capability): not is_efficient
-        and capability < (8, 0),
-    }
-    if any(why.values()):
-        return [reason for reason, holds in why.items() if holds]
     width = -(-head_dim // PAD) * PAD
     probe = torch.empty((1, 1, 64, width), dtype=dtype, device=device, requires_grad=True)
     check = getattr(cuda_backends, f"can_use_{name}_attention")
     # it looks at the mode and at the current device: on some, a kernel has no backward pass for some head dims
     with torch.enable_grad(), torch.cuda.device_of(probe):  # type: ignore[no-untyped-call]
         runs = check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, is_causal, False))
-    refused = f"torch.backends.cuda.can_use_{name}_attention refuses {dtype} with head_dim {head_dim}"
-    return [] if runs else [refused]
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    refused = f"refuses {dtype} with head_dim {head_dim} at compute capability {capability}"
+    return [] if runs else [f"torch.backends.cuda.can_use_{name}_attention {refused}"]
