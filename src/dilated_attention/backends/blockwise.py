@@ -300,14 +300,11 @@ class Work:
 
     def _empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
-        if self.call.is_decode:  # the keys that no query sees get 0, too
-            dtypes = self.call.exact, self.q.dtype, self.q.dtype
-            return [
-                x.new_zeros(x.shape, dtype=dtype) for x, dtype in zip((self.q, self.k, self.v), dtypes, strict=True)
-            ]
-        grads = [x.new_empty(x.shape) for x in (self.q, self.k, self.v)]
-        for grad, group in zip(grads, (self.call.q_per_kv, 1, 1), strict=True):
-            self._fill_bare_(grad, group, 0.0)
+        dtypes = self.call.exact if self.call.is_decode else self.q.dtype, self.q.dtype, self.q.dtype
+        grads = []
+        for x, dtype, group in zip((self.q, self.k, self.v), dtypes, (self.call.q_per_kv, 1, 1), strict=True):
+            grads.append(x.new_empty(x.shape, dtype=dtype))
+            self._fill_bare_(grads[-1], group, 0.0)
         return grads
 
     def _fill_bare_(self, x: Tensor, group: int, blank: float) -> None:
