@@ -46,16 +46,6 @@ def test_a_single_wrong_number_is_noticed(dtype: torch.dtype, name: str) -> None
         testing.assert_exact(testing.Results(**rounded)._replace(**{name: wrong}), expected, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_limits_are_finite_whatever_the_scores(dtype: torch.dtype) -> None:
-    """Where plain PyTorch fails altogether, anything would pass."""
-    q, k, v = testing.make_qkv(1, 4, 1, 8, dtype=dtype)
-    for size in (1.0, 4.0, 10.0):
-        qkv = (q.abs() * size, -k.abs() * size, v)
-        allowed = testing.limits(*results(qkv), dtype)
-        assert all(0 < limit < math.inf for limit in allowed.values()), allowed
-
-
 def test_check_runs_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = testing.make_qkv(1, 20, 2, 8, dtype=torch.float64)
     testing.check(qkv, PATTERN)

@@ -40,7 +40,7 @@ class Options(NamedTuple):
     heads: tuple[int, int] | None = None
     decodes: bool = True  # query may have fewer rows than key: not over a group
     in_parts: bool = False  # over several ranks
-    memory_cap: int = 0
+    memory_cap_id: int = 0
 
 
 def resolve(
@@ -124,7 +124,7 @@ def _checked(
     packed = () if numbers is None else checked_cu_seqlens(numbers, None if options.in_parts else key.shape[1])
     return Call(
         pattern, options.is_causal, scale, dropout_p, options.backend, dtype=dtype, start=start, first_head=first,
-        total_heads=total, cu_seqlens=packed, in_parts=options.in_parts, memory_cap=options.memory_cap,
+        total_heads=total, cu_seqlens=packed, in_parts=options.in_parts, memory_cap_id=options.memory_cap_id,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class MemoryCap:
 
     @classmethod
     def of(cls, call: Call) -> MemoryCap | None:
-        return cls._all.get(call.memory_cap)
+        return cls._all.get(call.memory_cap_id)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Work:
         offset = (on_device(block.query_at, device) - block.segment) % rate
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
         zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.q_per_kv, dim=1)
-        return zeros.unsqueeze(1).to(self.call.exact).log()
+        return zeros.unsqueeze(1).to(self.call.sum_dtype).log()
 
     # --- all blocks ---------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Work:
         queries, keys = (block.batch * view.rows for view in (block.queries, block.keys))
         if backward:
             return (call.q_per_kv * queries + 2 * keys) * self.q.shape[3] * item
-        return call.q_per_kv * queries * (self.q.shape[3] * item + call.exact.itemsize)
+        return call.q_per_kv * queries * (self.q.shape[3] * item + call.sum_dtype.itemsize)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
@@ -288,19 +288,19 @@ class Work:
         """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
         one_device = not self.call.in_parts and not self.call.is_decode and self._fused_merge is not None
         few_merges = one_device and len(self.call.pattern.segment_lengths) <= 3
-        return self.call.exact if self.plan.merges and not few_merges else self.q.dtype
+        return self.call.sum_dtype if self.plan.merges and not few_merges else self.q.dtype
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """(out, lse) with 0 and -inf where no block writes first."""
         out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
-        lse = self.q.new_empty(self.q.shape[:3], dtype=self.call.exact)
+        lse = self.q.new_empty(self.q.shape[:3], dtype=self.call.sum_dtype)
         for x, blank in ((out, 0.0), (lse, -torch.inf)):
             self._fill_bare_(x, self.call.q_per_kv, blank)
         return out, lse
 
     def _empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
-        dtypes = self.call.exact if self.call.is_decode else self.q.dtype, self.q.dtype, self.q.dtype
+        dtypes = self.call.sum_dtype if self.call.is_decode else self.q.dtype, self.q.dtype, self.q.dtype
         grads = []
         for x, dtype, group in zip((self.q, self.k, self.v), dtypes, (self.call.q_per_kv, 1, 1), strict=True):
             grads.append(x.new_empty(x.shape, dtype=dtype))
