@@ -1,8 +1,7 @@
 """A call on one device as one autograd node, and as two registered ops wherever torch looks at ops.
 
 Plain tensors go straight to the kernels: dispatching an op costs more than a short call's kernels. Compilers, fake
-tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which take what the caller chose as
-numbers and one string. The ops are registered at torch's lowest level, without the wrappers of
+tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which do without the wrappers of
 `torch.library.custom_op`: those took a large part of a short compiled step (benchmarks/results/turns.json).
 
 Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
@@ -156,13 +155,13 @@ def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, .
     there the node is applied again and again.
     """
     given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
+    pairs = [*zip(given, in_dims, strict=True)]
     if in_dims[1] is None or given[SEED] is not None:
-        pairs = [*zip(given, in_dims, strict=True)]
         calls = [node.apply(*(x if dim is None else x[i] for x, dim in pairs)) for i in range(count)]
-        results = tuple(torch.stack(some) for some in zip(*calls, strict=True))
+        results = tuple(map(torch.stack, zip(*calls, strict=True)))
     else:
         whole = list(given)
-        for at, (x, dim) in enumerate(zip(given, in_dims, strict=True)):
+        for at, (x, dim) in enumerate(pairs):
             if isinstance(x, Tensor) and at != CU_SEQLENS:
                 whole[at] = (x.expand(count, *x.shape) if dim is None else x).flatten(0, 1)
         results = tuple(x.unflatten(0, (count, -1)) for x in node.apply(*whole))

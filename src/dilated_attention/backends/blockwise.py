@@ -37,7 +37,7 @@ log = logging.getLogger("dilated_attention")
 class MemoryCap:
     """A cap on the bytes that the results of one block may take, and how often memory ran out nevertheless.
 
-    A call names it by number, as it must be hashable; without a cap memory that runs out still leads to a second try.
+    A call names it by number, as it must be hashable; without a limit memory that runs out still leads to a second try.
     """
 
     _all: ClassVar[weakref.WeakValueDictionary[int, MemoryCap]] = weakref.WeakValueDictionary()
@@ -66,7 +66,6 @@ class Work:
     limits: Limits
     plan: Plan
     ends: Tensor | None  # (B,) where each sample ends: after its last token that is not padding
-    dtype: torch.dtype  # with few queries k and v are rounded to it: that of q
 
     @staticmethod
     def of(
@@ -93,7 +92,7 @@ class Work:
             blocks = plan(call, folds(q, k, v), 0, keys_follow, computed_remotely)
         else:
             blocks = _plan_of_positions(call, positions)
-        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends, inputs.q.dtype)
+        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends)
 
     @property
     def own(self) -> Inputs:
@@ -136,7 +135,7 @@ class Work:
             if len(set(block.query_at)) == 1:  # heads share it, and kernels that group heads want one for all
                 padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
         if self.call.is_decode:
-            k, v = k.to(self.dtype), v.to(self.dtype)  # rounded as autocast rounds them in a whole call
+            k, v = k.to(self.call.dtype), v.to(self.call.dtype)  # rounded as autocast rounds them in a whole call
             if padding is not None:  # 0 * NaN in a masked slot would be NaN
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
             k, v = (readable(x, self.call, self.limits) for x in (k, v))
