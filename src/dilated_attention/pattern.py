@@ -30,8 +30,8 @@ class HeadRule(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 
     neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
-    is_shifted: bool = False  # offsets of branch i begin at i mod rate; only where heads are divided
-    splits_heads: bool = False  # heads are divided among branches; otherwise every head runs every branch
+    # heads are divided among branches, offsets of branch i begin at i mod rate; otherwise every head runs every branch
+    splits_heads: bool = False
     adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
     detaches: bool = False  # the weights that mix branches may be constants for gradients, as in the released code
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
@@ -41,7 +41,7 @@ class HeadRule(NamedTuple):
 _HEAD_RULES: dict[Rule, HeadRule] = {
     "longnet": HeadRule(lambda heads, rate: 1, nests=True),
     "torchscale": HeadRule(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
-    "head_groups": HeadRule(lambda heads, rate: heads, is_shifted=True, splits_heads=True),
+    "head_groups": HeadRule(lambda heads, rate: heads, splits_heads=True),
 }
 
 
@@ -351,10 +351,10 @@ def _branches_for(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]
     rule, (each, extra) = pattern.head_rule, divmod(num_heads, len(pattern.segment_lengths))
     branches = []
     for index, (length, rate) in enumerate(pattern.branches):
-        first, last = 0, num_heads
+        first, last, shift = 0, num_heads, 0
         if rule.splits_heads:  # the first branches take one head more where heads do not divide evenly
             first = index * each + min(index, extra)
-            last = first + each + (index < extra)
-        step, shift = max(1, rule.neighbours(num_heads, rate)), index % rate if rule.is_shifted else 0
+            last, shift = first + each + (index < extra), index % rate
+        step = max(1, rule.neighbours(num_heads, rate))
         branches.append(Branch(length, rate, first, last, step, shift))
     return tuple(branches)
