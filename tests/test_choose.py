@@ -213,7 +213,7 @@ def test_what_was_not_measured_has_what_holds_for_others(
     h200: None, monkeypatch: pytest.MonkeyPatch, table: dict[str, Any], form: str, head_dim: int, expected: int | None
 ) -> None:
     give_table(monkeypatch, library_from=table)
-    assert dispatch.library_from(call_for(head_dim=head_dim), form, False) == expected
+    assert dispatch.torch_faster_from(call_for(head_dim=head_dim), form, False) == expected
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def plan(
     ``keys_follow``: keys from elsewhere follow, to be merged. ``computed_remotely``: what other ranks compute.
     """
     if not call.samples or not call.queries:
-        return Plan((), (0, 0), False)
+        return Plan((), (0, call.kv_heads), False)
     apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
     rates = call.pattern.dilation_rates
     blocks: list[Block] = []

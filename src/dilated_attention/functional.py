@@ -144,12 +144,12 @@ def attend(
     ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
     """
     alone = ranks is None or ranks.size == 1
-    memory_cap = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
+    memory_cap_id = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
     with NO_RANKS if ranks is None else ring.telling_ranks(ranks, query):
         if not alone:
             ring.check_transforms()
         options = Options(
-            pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap
+            pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap_id
         )
         packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)
         call = resolve(query, key, value, options, key_padding_mask, query_offset, packed)

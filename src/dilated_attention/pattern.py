@@ -30,8 +30,8 @@ class HeadRule(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 
     neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
-    is_shifted: bool = False  # offsets of branch i begin at i mod rate; only where heads are divided
-    splits_heads: bool = False  # heads are divided among branches; otherwise every head runs every branch
+    # heads are divided among branches, offsets of branch i begin at i mod rate; otherwise every head runs every branch
+    splits_heads: bool = False
     adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
     detaches: bool = False  # the weights that mix branches may be constants for gradients, as in the released code
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
@@ -41,7 +41,7 @@ class HeadRule(NamedTuple):
 _HEAD_RULES: dict[Rule, HeadRule] = {
     "longnet": HeadRule(lambda heads, rate: 1, nests=True),
     "torchscale": HeadRule(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
-    "head_groups": HeadRule(lambda heads, rate: heads, is_shifted=True, splits_heads=True),
+    "head_groups": HeadRule(lambda heads, rate: heads, splits_heads=True),
 }
 
 
@@ -176,10 +176,9 @@ class DilatedPattern(_Written):
 
     @classmethod
     def suggest(cls, tokens: int, heads: int, *, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
-        """Suggests a pattern for a length, as ``dilated-attention suggest`` does.
+        """Suggests a pattern for a length: up to 2048 tokens, or for head_groups with one head, one dense segment.
 
-        Up to 2048 tokens, or for head_groups with one head, it is one dense segment. Beyond, a head takes 2048 tokens
-        of every segment, and the longest segment spans the sequence.
+        Beyond, a head takes 2048 tokens of every segment, and the longest segment spans the sequence.
 
         Examples:
             >>> da.DilatedPattern.suggest(tokens=8192, heads=12)
@@ -273,12 +272,7 @@ class DilatedPattern(_Written):
         self, query: int, head: int, *, num_tokens: int, num_heads: int, num_kv_heads: int | None = None,
         is_causal: bool = False,
     ) -> int:  # fmt: skip
-        """How many zero keys the query attends to; 0 unless the rule is torchscale.
-
-        Examples:
-            >>> da.DilatedPattern.torchscale([4], [3]).zero_keys(query=1, head=1, num_tokens=6, num_heads=3)
-            1
-        """
+        """How many zero keys the query attends to; 0 unless the rule is torchscale."""
         return self._row(query, head, num_tokens, num_heads, num_kv_heads, is_causal)[1]
 
     def zeros_in_segment(self, branch: int, length: int, offset: int, num_tokens: int) -> int:
@@ -306,12 +300,7 @@ class DilatedPattern(_Written):
         self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
         is_causal: bool = False, backward: bool = False,
     ) -> int:  # fmt: skip
-        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together.
-
-        Examples:
-            >>> da.DilatedPattern.longnet([4], [1]).flops(num_tokens=8, num_heads=2, head_dim=64)  # 64 pairs
-            16384
-        """
+        """Operations of one sample: 4 * head_dim per pair; with ``backward`` 14, for both passes together."""
         pairs = self.pairs(num_tokens, num_heads, num_kv_heads=num_kv_heads, is_causal=is_causal)
         return pairs * check_int("head_dim", head_dim) * (14 if backward else 4)
 
@@ -319,12 +308,7 @@ class DilatedPattern(_Written):
         self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> int:  # fmt: skip
-        """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches.
-
-        Examples:
-            >>> da.DilatedPattern.longnet([4], [1]).saved_bytes(num_tokens=8, num_heads=2, head_dim=64)
-            8256
-        """
+        """The bytes that one sample keeps for the backward pass: q, k, v, out and lse, whatever the branches."""
         kv_heads = check_int("num_heads", num_heads) // self.check_heads(num_heads, num_kv_heads)
         lse_bytes = 8 if dtype is torch.float64 else 4
         row_bytes = check_int("head_dim", head_dim) * dtype.itemsize
@@ -332,12 +316,7 @@ class DilatedPattern(_Written):
         return check_int("num_tokens", num_tokens, least=0) * per_token
 
     def coverage(self, num_tokens: int, num_heads: int, *, num_kv_heads: int | None = None) -> torch.Tensor:
-        """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf.
-
-        Examples:
-            >>> da.DilatedPattern.head_groups([4], [2]).coverage(num_tokens=4, num_heads=1).flatten().tolist()
-            [True, False, True, False]
-        """
+        """(N, H) bool: True where some branch covers the row; the others get output 0 and lse -inf."""
         group = self.check_heads(num_heads, num_kv_heads)
         position = torch.arange(check_int("num_tokens", num_tokens, least=0))
         covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
@@ -372,10 +351,10 @@ def _branches_for(pattern: DilatedPattern, num_heads: int) -> tuple[Branch, ...]
     rule, (each, extra) = pattern.head_rule, divmod(num_heads, len(pattern.segment_lengths))
     branches = []
     for index, (length, rate) in enumerate(pattern.branches):
-        first, last = 0, num_heads
+        first, last, shift = 0, num_heads, 0
         if rule.splits_heads:  # the first branches take one head more where heads do not divide evenly
             first = index * each + min(index, extra)
-            last = first + each + (index < extra)
-        step, shift = max(1, rule.neighbours(num_heads, rate)), index % rate if rule.is_shifted else 0
+            last, shift = first + each + (index < extra), index % rate
+        step = max(1, rule.neighbours(num_heads, rate))
         branches.append(Branch(length, rate, first, last, step, shift))
     return tuple(branches)

@@ -20,20 +20,11 @@ from dilated_attention.pattern import DilatedPattern
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    dtype: torch.dtype | None = torch.float64,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, seed: Tensor | None = None,
+    key_padding_mask: Tensor | None = None, query_offset: int | Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None, dtype: torch.dtype | None = torch.float64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes (out, lse) of `dilated_attention` as dense attention with a mask of counts.
 
     Time and memory are quadratic in N. It computes in ``dtype``; None: that of the inputs. ``seed``: an int64 tensor,

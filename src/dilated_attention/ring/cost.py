@@ -271,9 +271,9 @@ def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: f
     lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
     cost = functools.partial(_cost, call, count(call, shards), latency, bandwidth, speed)
     exchanges: dict[str, ExchangeCost] = {name: cost(name, range(shards.ranks)) for name in EXCHANGES}
-    keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.exact.itemsize
+    keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.sum_dtype.itemsize
     row, rows = call.head_dim * size, keys * call.q_per_kv
-    out_sums = 0 if call.exact is call.dtype else rows * call.head_dim * exact
+    out_sums = 0 if call.sum_dtype is call.dtype else rows * call.head_dim * exact
     memory = Memory(rows * row, keys * row, rows * exact, out_sums)
     # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the
     # least, and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.

@@ -43,7 +43,7 @@ class BufferedStream(Stream):
         call = self.call
         per_token = call.head_dim * call.dtype.itemsize * (call.heads + 2 * call.kv_heads)
         if self.straddles:
-            per_token += call.heads * (call.head_dim + 1) * call.exact.itemsize
+            per_token += call.heads * (call.head_dim + 1) * call.sum_dtype.itemsize
         return call.samples * per_token * self.room
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class BufferedStream(Stream):
         sizes = [(heads, call.head_dim) for heads in (call.heads, call.kv_heads, call.kv_heads)]
         inputs = [torch.empty(*shape, *size, dtype=call.dtype, device=call.device) for size in sizes]
         sums = (sizes[0], sizes[0][:1]) if self.straddles else ()
-        return [*inputs, *(torch.empty(*shape, *size, dtype=call.exact, device=call.device) for size in sums)]
+        return [*inputs, *(torch.empty(*shape, *size, dtype=call.sum_dtype, device=call.device) for size in sums)]
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The next tokens: to the end of the period, whole periods where they lie, and the rest."""
