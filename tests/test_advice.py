@@ -113,7 +113,7 @@ def test_the_figures_hold() -> None:
         (Workload(8192, 4, 8), "torchscale", "rate 1", "zero keys"),
         (Workload(5000, 4, 8, is_causal=True), "torchscale", "rate 1", "zero keys"),
         (Workload(2**20, 1, 8), "head_groups", "with rule longnet", "as sparse"),
-        (Workload(2**20, 1, 8), "head_groups", "as much as dense", "less than dense"),
+        (Workload(2**20, 1, 8), "head_groups", "1.00 times dense", "less than dense"),
         (Workload(2049, 4, 8), "longnet", "times dense", "less than dense"),
         (Workload(100, 4, 8), "longnet", "100 tokens are at most 2,048", "branches"),
     ],

@@ -47,7 +47,7 @@ REFUSED: list[tuple[Read, str, list[str]]] = [
     ]),
     (counts, "is not a whole number", ["", "1,,2", "1,", "1;2"]),
     (index, "of 0 or more", ["-1"]),
-    (span, "is not", ["4k", "a:b", "1:", ":5", "-1:4"]),
+    (span, "is not", ["a:b", "1:", ":5", "-1:4"]),
     (size, "with its unit, such as 80GB", ["", "GB", "80 Gigs", "-1GB", "0", "0B", "0.1B", "80GB/s", "80", "1e9"]),
     (bandwidth, "is not bytes per second", ["", "50gb", "50 GB per s", "0GB", "-1GB", "1iB", "1PiB/h", "50", "5e10"]),
     (latency, "is not a time with its unit", ["-1us", "10 minutes", "", "10"]),
@@ -78,7 +78,7 @@ def test_dtypes_and_devices() -> None:
     assert options.device("cpu") == torch.device("cpu")
     assert options.device("").type == ("cuda" if torch.cuda.is_available() else "cpu")
     for text in ("cuda:x", "cpu:0"):
-        with pytest.raises(ValueError, match="--device must be cpu, cuda or cuda:0, got"):
+        with pytest.raises(ValueError, match=r"--device must be one of cpu.*, got"):
             options.device(text)
 
 
