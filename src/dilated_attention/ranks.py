@@ -64,22 +64,24 @@ class Pool:
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # where ranks meet
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self._ranks: list[tuple[Any, Connection]] = []  # processes, and pipes to them
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
         for rank in range(size):
             pipe, far_end = context.Pipe()
             process = context.Process(target=_serve, args=(far_end,), name=str(rank), daemon=True)
             process.start()
             far_end.close()  # the rank's copy is the only one: when it dies the pipe ends
-            self._ranks.append((process, pipe))
+            self._processes.append(process)
+            self._pipes.append(pipe)
         self._join()
 
     @property
     def broken(self) -> bool:
-        return not all(process.is_alive() for process, _ in self._ranks)
+        return not all(process.is_alive() for process in self._processes)
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process, _ in self._ranks]
+        return [process.pid for process in self._processes]
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT + GRACE, check: bool = True
@@ -111,32 +113,28 @@ class Pool:
 
     def close(self) -> None:
         """Ends all ranks, whatever they are doing."""
-        for process, _ in self._ranks:
+        for process in self._processes:
             process.kill()
             process.join()
 
     def _join(self) -> None:
         """Form a new group; messages of the last one are lost with it."""
         self._groups += 1
-        outcomes = self._call(_enter_group, (self._store.port, self._groups, len(self._ranks)), TIMEOUT)
+        outcomes = self._call(_enter_group, (self._store.port, self._groups, len(self._pipes)), TIMEOUT)
         if any(x.error_type for x in outcomes):
             self.close()
             raise RanksFailed("forming a group", outcomes)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Outcome]:
         message, start = _pack((function, args)), time.monotonic()
-        try:
-            for _, pipe in self._ranks:
-                with contextlib.suppress(OSError):  # it is dead, which is seen below
-                    pipe.send_bytes(message)
-            return [self._answer(rank, start, timeout) for rank in range(len(self._ranks))]
-        except KeyboardInterrupt:  # the answers would be taken for those of the next call
-            self.close()
-            raise
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it is dead, which is seen below
+                pipe.send_bytes(message)
+        return [self._answer(rank, start, timeout) for rank in range(len(self._pipes))]
 
     def _answer(self, rank: int, start: float, timeout: float) -> Outcome:
         """What a rank says, or how it ended; one that says nothing in time is killed."""
-        (process, pipe), lost = self._ranks[rank], "died"
+        process, pipe, lost = self._processes[rank], self._pipes[rank], "died"
         if pipe.poll(max(0.0, start + timeout - time.monotonic())):  # the end of the pipe is news, too
             with contextlib.suppress(EOFError, OSError):
                 return Outcome(rank, *_unpack(pipe.recv_bytes()))

@@ -80,22 +80,6 @@ def test_a_shell_completes_commands_and_options(run: Any) -> None:
     assert done.stdout.split() == ["--latency", "compare", "completion"], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("start", "is_own"),
-    [
-        ("-m dilated_attention plan", True),
-        ("/some/bin/dilated-attention plan", True),
-        ("dilated-attention.py", False),
-        ("-c code -m dilated_attention", False),
-        ("-m dilated_attention.cli", False),
-        ("", False),
-    ],
-)
-def test_the_command_is_known_by_how_it_was_started(monkeypatch: pytest.MonkeyPatch, start: str, is_own: bool) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python", *start.split()])
-    assert dilated_attention._is_own_command() == is_own
-
-
 def test_in_the_command_the_names_come_when_asked_for(tmp_path: Path) -> None:
     code = (
         "import sys, dilated_attention as da\nassert 'torch' not in sys.modules\n"

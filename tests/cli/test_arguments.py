@@ -6,7 +6,6 @@ import contextlib
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention import charts
 from dilated_attention.cli import options
 from dilated_attention.cli.options import bandwidth, count, counts, index, latency, size, span, speed
 
@@ -80,14 +78,3 @@ def test_dtypes_and_devices() -> None:
     for text in ("cuda:x", "cpu:0"):
         with pytest.raises(ValueError, match=r"--device must be one of cpu.*, got"):
             options.device(text)
-
-
-def test_folders(tmp_path: Path) -> None:
-    """One that can be written is made and left empty."""
-    folder, file = tmp_path / "a" / "b", tmp_path / "file"
-    assert charts.writable(folder) == folder
-    assert [*folder.iterdir()] == []
-    file.write_text("")
-    for bad in (file, file / "below", *filter(Path.is_dir, [Path("/proc")])):
-        with pytest.raises(ValueError, match=r"cannot write into .* name another with --out"):
-            charts.writable(bad)
