@@ -18,7 +18,6 @@ from dilated_attention import DilatedPattern, advice
 from dilated_attention.advice import MOST_TRIED, Workload, suggest, verdict
 from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.pattern import RULES
-from dilated_attention.testing import check, make_qkv
 from dilated_attention.units import bytes_text
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -77,10 +76,6 @@ def test_any_length_gets_a_pattern_that_can_run(
 )
 def test_some_lengths(tokens: int, rule: Any, heads: int, widths: list[int], rates: list[int]) -> None:
     assert suggest(Workload(tokens, heads, 64), rule).pattern == DilatedPattern.of(rule, widths, rates)
-
-
-def test_what_is_suggested_runs_and_is_exact() -> None:
-    check(make_qkv(1, 2100, 2, 8), DilatedPattern.suggest(2100, 2))
 
 
 # --- the reasons --------------------------------------------------------------------------------------------------

@@ -246,12 +246,11 @@ def test_maps(encoded: Encoded, weights: Path, features: Path, tmp_path: Path) -
     assert "short.h5: there is no picture short.png or .jpg" in ran.err
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert names == ["embeddings.csv", "mid.h5", "mid.html", "mid.png"]
-    found = files.written(tmp_path / "out/mid.h5", ["attention", "attention_cls", "attention_zeros", "coords"])
+    found, _ = files.written(tmp_path / "out/mid.h5", ["attention", "attention_cls", "attention_zeros", "coords"])
     model = SlideEncoder.from_pretrained(weights, global_pool=True, num_heads=4)
     wanted = model.attention_map(tiles, coords, "cls", None, None)
-    parts = {"attention": wanted.tiles, "attention_cls": wanted.cls, "attention_zeros": wanted.zeros, "coords": coords}
-    for name, part in parts.items():
-        torch.testing.assert_close(torch.from_numpy(found[0][name]), part, check_dtype=False)
+    for part, expected in zip(found.values(), (wanted.tiles, wanted.cls, wanted.zeros, coords), strict=True):
+        torch.testing.assert_close(torch.from_numpy(part), expected, check_dtype=False)
     assert "1 were encoded before" in encoded(*drawn).out
     (tmp_path / "out/mid.png").unlink()
     assert "slides encoded: 1" in encoded(*drawn).out  # a map that is missing is drawn again

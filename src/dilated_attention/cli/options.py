@@ -232,7 +232,8 @@ def workload(given: Namespace) -> Workload:
     """What `suggest` and `plan` are about; `suggest` has no speeds."""
     from dilated_attention.advice import Workload
 
-    speeds = [getattr(given, name) for name in ("latency", "bandwidth", "flops_per_second") if name in given]
-    kind = dtype(given.dtype)
-    shape = (given.tokens, given.heads, given.head_dim, given.kv_heads, given.ranks, given.batch)
-    return Workload(*shape, kind, given.causal, *speeds)
+    names = (
+        "tokens", "heads", "head_dim", "kv_heads", "ranks", "batch", "latency", "bandwidth", "flops_per_second"
+    )  # fmt: skip
+    said = {name: getattr(given, name) for name in names if name in given}
+    return Workload(**said, dtype=dtype(given.dtype), is_causal=given.causal)
