@@ -186,18 +186,14 @@ def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
 
 def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
     """What it costs, one line each."""
-    tokens, heads = workload.tokens, workload.heads
-    dense, pairs = (
-        pattern.pairs(tokens, heads, num_kv_heads=workload.kv_heads, is_causal=workload.is_causal)
-        for pattern in (DilatedPattern.longnet([tokens], [1]), cost.pattern)
-    )
+    tokens, heads, is_causal = workload.tokens, workload.heads, workload.is_causal
+    pairs = cost.pattern.pairs(tokens, heads, num_kv_heads=workload.kv_heads, is_causal=is_causal)
+    dense = heads * tokens * (tokens + 1) // 2 if is_causal else heads * tokens**2
     less = f"{number_text(dense / pairs)} times less than" if pairs < dense else f"{number_text(pairs / dense)} times"
     flops, best = 4 * workload.head_dim * workload.batch * pairs, cost.exchanges[cost.best]
     yield f"work: {flops_text(flops)} forward, {flops_text(2.5 * flops)} backward; {less} dense"
     yield f"keys that a row of a head sees: {pairs / tokens / heads:,.0f} on average"
-    if cost.ranks > 1 and not best.bytes_total:
-        yield f"exchange: no segment crosses a border between the {cost.ranks:,} ranks, so nothing is sent"
-    elif cost.ranks > 1:
+    if cost.ranks > 1:
         there, back = bytes_text(best.forward.bytes_received), bytes_text(best.backward.bytes_received)
         yield f"exchange: {cost.best} is the fastest; a rank receives {there} forward and {back} backward"
     yield f"memory{' of a rank' if cost.ranks > 1 else ''}: {workload.need(cost)}"

@@ -14,14 +14,6 @@ from dilated_attention import advice
 from dilated_attention.pattern import RULES
 
 
-def test_it_prints_the_suggestion(run: Any) -> None:
-    code, out, err = run("suggest", "1M", "--memory", "1GB", "--heads", 16, "--head-dim", 128, "--causal")
-    found = advice.suggest(advice.Workload(2**20, 16, 128, is_causal=True), memory=10**9)
-    assert (code, err) == (0, "")
-    assert out.startswith(f"{found}\n")
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_what_it_prints_and_writes_can_be_run(
     run: Any, rule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

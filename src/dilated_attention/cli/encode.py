@@ -48,7 +48,7 @@ OPTIONS = (
     option("--memory", type=options.size, metavar="SIZE",
            help="About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the GPU's free "
            "memory; 4GiB on a CPU]"),
-    option("--tile-size", type=options.side, metavar="PIXELS",
+    option("--tile-size", type=count, metavar="PIXELS",
            help="The side of a tile, for files that do not say.  [default: 256]"),
     flag("--attention", "Also write attention maps: into the .h5, and as .png and .html."),
     option("--thumbnails", type=Path, metavar="FOLDER",

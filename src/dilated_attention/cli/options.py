@@ -103,11 +103,6 @@ def speed(text: str) -> float:
     return _read(text, DECIMAL, "(?i:([kmgtp])?(?:flops|flop/s)?)", what, 10**6)
 
 
-def side(text: str) -> float:
-    """Of a tile."""
-    return _read(text, DECIMAL, "()", "a number of pixels of 1 or more", 1)
-
-
 # --- the options ------------------------------------------------------------------------------------------------
 
 Option = Callable[[ArgumentParser], object]
