@@ -38,17 +38,16 @@ def run(given: Namespace) -> None:
         pattern, workload = options.pattern(given), options.workload(given)
         cost = workload.cost(pattern)
     verdict = advice.verdict(workload, cost, given.memory)
+    needs = {name: workload.need(cost, name) for name in cost.exchanges}
     if given.json:
-        needs = {name: workload.need(cost, name) for name in cost.exchanges}
         print_json({"workload": workload, "cost": cost, "memory": needs, "verdict": verdict})
         return
-    screen, room = console(), given.memory
-    needs = [workload.need(cost, name) for name in (cost.exchanges if cost.ranks > 1 else [cost.best])]
-    columns, *rows = cost.rows()
-    rows.append(["memory to train", *(bytes_text(need.training) for need in needs)])
-    rows.append(["memory to infer", *(bytes_text(need.inference) for need in needs)])
+    screen, room, (columns, *rows) = console(), given.memory, cost.rows()
+    some = [*needs.values()][: len(columns) - 1]  # on one device all exchanges are the same
+    rows.append(["memory to train", *(bytes_text(need.training) for need in some)])
+    rows.append(["memory to infer", *(bytes_text(need.inference) for need in some)])
     if room is not None:
-        rows.append([f"trains in {bytes_text(room)}", *("yes" if need.training <= room else "no" for need in needs)])
+        rows.append([f"trains in {bytes_text(room)}", *("yes" if need.training <= room else "no" for need in some)])
     print_table(screen, repr(pattern), columns, rows)
     here = "memory is that of this call and its kernels; weights and other layers come on top"
     screen.print("", *cost.notes(), here, *advice.on_a_gpu(workload, cost), *verdict, sep="\n")

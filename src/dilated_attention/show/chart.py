@@ -76,7 +76,7 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
         "about": f"{json.dumps([*levels])}[datum.level]", "shown": f"colour == 'branch' ? datum.name : '{ANY}'",
     }  # fmt: skip
     transform = [{"calculate": how, "as": name} for name, how in calculated.items()]
-    legend = {"orient": "bottom", "columns": 3 if is_fixed else 2, "symbolType": "square", "symbolStrokeWidth": 0}
+    legend = {"orient": "bottom", "columns": 2, "symbolType": "square", "symbolStrokeWidth": 0}
     listed = {"expr": f"colour == 'branch' ? {json.dumps(names)} : ['{ANY}']"}
     colours = None if is_fixed and view.colour == "share" else {**legend, "title": "colour", "values": listed}
     shares = {**legend, "title": "share of pairs", "symbolFillColor": BLUE} if view.cell_size > 1 else None
