@@ -10,7 +10,7 @@ import torch
 from dilated_attention.bench import runners, suites
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
-from dilated_attention.bench.pace import Quiet
+from dilated_attention.bench.pace import Lines
 from dilated_attention.bench.results import DIRECTIONS
 from dilated_attention.bench.session import Session
 from dilated_attention.bench.setting import BOTH, FORWARD, Setting
@@ -28,7 +28,7 @@ def setting(tokens: int = 2048, **more: Any) -> Setting:
 def compared(which: list[Any], given: Setting) -> dict[str, Any]:
     ceilings = [{"dtype": given.dtype_name, "matmul_tflops": 700.0, "copy_gb_per_s": 4000.0}]
     found = {"checks": [], "measurements": [], "ceilings": ceilings}
-    Comparison(found, Quiet(), 0.0, 1e9).compare("suite", which, given)
+    Comparison(found, Lines(), 0.0, 1e9).compare("suite", which, given)
     return found
 
 
@@ -78,7 +78,7 @@ def test_the_suites_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything made short: each table has figures, and nothing is wrong."""
     monkeypatch.setattr(decode, "TOKENS", {"cuda": 1 << 16})
     monkeypatch.setattr(stream, "SIZES", {"cuda": (1 << 18, 1 << 16)})
-    monkeypatch.setattr(comparisons, "SHORT", comparisons.SHORT[-2:])
+    monkeypatch.setattr(comparisons, "ALSO_SHORT", comparisons.ALSO_SHORT[-2:])
     one = Session(CUDA, (torch.bfloat16,), seconds=0.0, commit="abc")
     one.run({name: suites.PLANS[name](one) for name in ("decode", "stream", "kernels")}, lambda found: None)
     wrong = {x["implementation"] for x in one.results["checks"] if x["verdict"] != "exact"}

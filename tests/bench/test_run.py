@@ -114,7 +114,8 @@ def test_a_single_wrong_row_and_a_row_without_keys_that_is_not_0_are_seen() -> N
                                            (1, 1.0, 1e-7, False)):  # fmt: skip
         out = right.clone()
         out[0, token, 0] = factor * out[0, token, 0] + added
-        assert bool(probes.check_rows(out, qkv, pattern, False).wrong) != is_right
+        worst, limit = probes.check_rows(out, qkv, pattern, False)
+        assert (worst <= limit) == is_right
 
 
 def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:
@@ -168,15 +169,12 @@ def test_cpu_time_is_told_or_not() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "others"), [(1.0, 0.05), (15.0, 0.75), (-1.0, 0.0), (None, None)])
-@pytest.mark.parametrize("load", [0.2, 1.8])
 def test_a_machine_that_others_use_is_too_busy(
-    monkeypatch: pytest.MonkeyPatch, seconds: float | None, others: float | None, load: float
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None, others: float | None
 ) -> None:
-    """So much CPU time of others in ten seconds on two cores. Where no system tells, what the load was at first."""
+    """So much CPU time of others in ten seconds on two cores; None where no system tells."""
     now, cpu = iter([0.0, 10.0]), iter([5.0, 5.0 + (seconds or 0)])
     monkeypatch.setattr(machine.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(machine, "_cpu_seconds", lambda: None if seconds is None else next(cpu))
-    monkeypatch.setattr(machine, "_load", lambda: load)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    busy = load > 1 if others is None else others > 0.25
-    assert machine.Load().note() == {"load_max": load, "others": others, "too_busy": busy}
+    assert machine.Load().note() == {"others": others, "too_busy": (others or 0) > 0.25}

@@ -18,10 +18,3 @@ class Lines:
     def say(self, text: str) -> None:
         """Something that stays readable."""
         print(text, file=sys.stderr, flush=True)
-
-
-class Quiet(Lines):
-    """Nothing is told."""
-
-    def say(self, text: str) -> None:
-        pass

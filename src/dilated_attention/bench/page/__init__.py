@@ -78,7 +78,6 @@ def page(results: Record) -> str:
         suites=_suites(results),
         checks=_checks(results["checks"]),
         claims=_table("Claims", [*CLAIMS.values()], claims),
-        where=_where(results),
         environment=_environment(results),
     )
 
@@ -185,14 +184,6 @@ def _worst(checks: Iterable[Record]) -> str:
     _, part, error, check = max(errors, key=lambda one: one[0])
     of = f"{error:.1e} with a limit of {float(check['limits'][part]):.1e}"
     return f"{part.replace('d ', 'gradient of ', 1)}: {of}, {check['dtype']}{', causal' * check['causal']}"
-
-
-def _where(results: Record) -> str:
-    """In which suite a run was interrupted, and before which ones."""
-    begun = results["suites"]
-    left = [name for name in results.get("planned", ()) if name not in begun]
-    parts = [f"in the suite {begun[-1]}"] if begun else []
-    return " and ".join([*parts, f"before {', '.join(left)}"] if left else parts)
 
 
 def _environment(results: Record) -> Record:

@@ -17,13 +17,13 @@ import torch
 from dilated_attention.bench import machine
 from dilated_attention.bench.results import Record, load
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import claimed, compared, decode, language, packed, slides, stream
+from dilated_attention.bench.suites import compared, decode, language, packed, profiled, slides, stream
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
-    "quick": compared.quick, **{name: partial(compared.plain, name) for name in compared.PLAIN},
-    "profile": claimed.profile, "scaling": compared.scaling, "optimisations": claimed.optimisations,
-    "kernels": compared.kernels, "decode": decode.steps, "stream": stream.steps, "packed": packed.steps,
-    "slides": slides.steps, "language": language.steps,
+    **{name: partial(compared.plain, name) for name in ("quick", "copies", "improved", "ring")},
+    "profile": profiled.profile, "scaling": compared.scaling,
+    "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": decode.steps,
+    "stream": stream.steps, "packed": packed.steps, "slides": slides.steps, "language": language.steps,
 }  # fmt: skip
 ALL = [*PLANS][1:7]
 SUITES = (*PLANS, "all")

@@ -18,7 +18,7 @@ from torch import Tensor
 from dilated_attention.bench import baselines
 from dilated_attention.bench.run import Call, graphed
 from dilated_attention.bench.session import LONG as PATTERN
-from dilated_attention.bench.session import Row, Session, Step, Table
+from dilated_attention.bench.session import Row, Session, Step, new_table
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.layers import attend_whole
 from dilated_attention.models.transformer import Attend
@@ -43,10 +43,10 @@ def steps(session: Session) -> list[Step]:
     """One for each row of a table, or a few: they are long, and a run that dies keeps those that were done."""
     kind, columns = session.device.type, ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
     size = "125M" if session.on_cuda else "a small model"
-    training = Table(SUITE, "A training step", f"{size}, causal, {PATTERN}.", columns)
-    large = Table(SUITE, "A training step of a larger model", f"{FAR}.", columns)
+    training = new_table(SUITE, "A training step", f"{size}, causal, {PATTERN}.", columns)
+    large = new_table(SUITE, "A training step of a larger model", f"{FAR}.", columns)
     columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
-    generating = Table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
+    generating = new_table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
     found = []
     for n in LENGTHS[kind]:
         ways: list[Way] = [("longnet", longnet(PATTERN), False), ("dense SDPA", dense, False)][: 1 + (n <= MOST_DENSE)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.bench.run import cpu_milliseconds
-from dilated_attention.bench.session import LONG, Row, Session, Step, Table
+from dilated_attention.bench.session import LONG, Row, Session, Step, new_table
 from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject, forget_inputs
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import slide_pattern
@@ -42,7 +42,7 @@ def steps(session: Session) -> list[Step]:
     note = "; ".join(f"{what}: {rule}, {setting}" for what, (rule, setting) in shapes.items())
     sizes = f"Sequences of {min(lengths):,} to {max(lengths):,} tokens."
     more = "New packing: what its first forward takes more."
-    table = Table(SUITE, "Packed sequences", f"{note}. {sizes} {more}", COLUMNS)
+    table = new_table(SUITE, "Packed sequences", f"{note}. {sizes} {more}", COLUMNS)
     return [
         session.adding(table, f"{COUNT} {what} in one row", rows, session, what, *given, lengths)
         for what, given in shapes.items()

@@ -20,7 +20,7 @@ from dilated_attention.bench import baselines
 from dilated_attention.bench.implementations import RELEASED as RELEASED_NAME
 from dilated_attention.bench.implementations import named
 from dilated_attention.bench.run import Call
-from dilated_attention.bench.session import Row, Session, Step, Table
+from dilated_attention.bench.session import Row, Session, Step, new_table
 from dilated_attention.models import SlideEncoder, slide_pattern
 from dilated_attention.models.layers import FeedForward, SelfAttention, Sequences
 
@@ -49,9 +49,9 @@ RELEASED: dict[str, Any] = {"self_attn": released_attention, "ffn": released_fee
 
 def steps(session: Session) -> list[Step]:
     columns = ["model", "tiles", "way", "ms", "peak GiB", "difference"]
-    whole = Table(SUITE, "Whole slide encoders, forward", f"{PATTERN}.", columns)
+    whole = new_table(SUITE, "Whole slide encoders, forward", f"{PATTERN}.", columns)
     columns = ["model", "tiles", "ms", "peak GiB", "rollout ms", "rollout peak GiB"]
-    training = Table(SUITE, "A fine-tuning step and a rollout", "With checkpointing.", columns)
+    training = new_table(SUITE, "A fine-tuning step and a rollout", "With checkpointing.", columns)
     tiles = TILES[session.device.type]
     attentions = named("torchscale, auto", RELEASED_NAME)
     return [
