@@ -140,15 +140,15 @@ def test_suites_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, short in (
         (slides, {"MODELS": ("gigapath_slide_enc12l384d",), "HEAD_DIMS": (24,), "TILES": {"cpu": (20,)},
                   "TRAINED": {"cpu": 20}}),
-        (language, {"LENGTHS": {"cpu": (65,)}, "COMPILED": (65,), "LARGE": {"cpu": ((65, False), (65, True))},
-                    "PROMPTS": {"cpu": (20,)}, "GENERATED": {"cpu": 2}}),
+        (language, {"MODELS": {"cpu": {"125M": (language.PATTERN, (65,)), "0.6B": (language.FAR, (65,))}},
+                    "COMPILED": (65,), "PROMPTS": {"cpu": (20,)}, "GENERATED": {"cpu": 2}}),
     ):  # fmt: skip
         for name, value in short.items():
             monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes long
     made.run({name: suites.PLANS[name](made) for name in ("slides", "language")}, lambda found: None)
     tables = {table["title"]: table["rows"] for table in made.results["tables"]}
-    assert [len(rows) for rows in tables.values()] == [2, 1, 4, 1, 2]
+    assert [len(rows) for rows in tables.values()] == [2, 1, 4, 2, 1]
     assert {x["implementation"] for x in made.results["checks"] if x["verdict"] != "exact"} == {slides.RELEASED_NAME}
     assert 0 < tables["Whole slide encoders, forward"][1][5] < 1e-5
 
@@ -162,7 +162,7 @@ def test_packed_sequences_are_timed_beside_one_with_as_many_pairs(monkeypatch: p
     assert [row[0] for row in rows] == [what for what in packed.SHAPES for _ in range(2)]
     for many, one in zip(rows[::2], rows[1::2], strict=True):
         assert one[2] < many[2]  # it has the longer segments
-        assert (many[5] is None, one[5] is None) == (False, True)
+        assert many[3] == one[3] == 1.0
     assert all(check["verdict"] == "exact" for check in made.results["checks"])
 
 

@@ -50,8 +50,8 @@ RELEASED: dict[str, Any] = {"self_attn": released_attention, "ffn": released_fee
 def steps(session: Session) -> list[Step]:
     columns = ["model", "tiles", "way", "ms", "peak GiB", "difference"]
     whole = new_table(SUITE, "Whole slide encoders, forward", f"{PATTERN}.", columns)
-    columns = ["model", "tiles", "ms", "peak GiB", "rollout ms", "rollout peak GiB"]
-    training = new_table(SUITE, "A fine-tuning step and a rollout", "With checkpointing.", columns)
+    columns = ["model", "tiles", "ms", "peak GiB"]
+    training = new_table(SUITE, "A fine-tuning step", "With checkpointing.", columns)
     tiles = TILES[session.device.type]
     attentions = named("torchscale, auto", RELEASED_NAME)
     return [
@@ -77,28 +77,20 @@ def of_models(session: Session, preset: str, tiles: int) -> Iterator[Row]:
 
 
 def of_training(session: Session, preset: str) -> Iterator[Row]:
-    """One step with checkpointing, in the main dtype by autocast; weights and gradients are float32. Beside it a
-    rollout, which is a forward pass and the gradients of attention alone."""
+    """With checkpointing, in the main dtype by autocast; weights and gradients are float32."""
     tiles = TRAINED[session.device.type]
-    model = SlideEncoder.preset(preset, global_pool=True, checkpoint_activations=True).to(session.device)
+    model = SlideEncoder.preset(preset, global_pool=True, checkpoint_activations=True).to(session.device).train()
     given = _slide(session, model, tiles)
-    autocast = partial(torch.autocast, session.device.type, session.dtypes[0], enabled=session.on_cuda)
 
     def step() -> None:
-        model.train().zero_grad(set_to_none=True)
-        with autocast():
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(session.device.type, session.dtypes[0], enabled=session.on_cuda):
             loss = model(*given)[0].square().mean()
         loss.backward()
 
-    def rollout() -> None:
-        with autocast():
-            model.eval().rollout(*given)
-
     step()
-    weights, calls = sum(x.nbytes for x in model.parameters()), {"step": step, "rollout": rollout}
-    peaks = [session.peak(call, weights) for call in calls.values()]
-    times = [timing.median for timing in session.time(calls, 0.5).values()]
-    yield [preset, tiles, *(figure for pair in zip(times, peaks, strict=True) for figure in pair)]
+    weights = sum(x.nbytes for x in model.parameters())
+    yield [preset, tiles, session.median(step), session.peak(step, weights)]
 
 
 def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, Tensor]:
