@@ -35,7 +35,7 @@ class Comparison:
         self.results, self.watch, self.seconds, self.limit_ms = results, watch, seconds, limit_ms
         self.share = 0.0  # of the run that is done
         self._expected: dict[Any, Expected] = {}
-        self._checks: dict[Any, Check | str] = {}  # a str is why there is none
+        self._checks: dict[Any, Check] = {}
         self._speed: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
 
     def compare(self, suite: str, which: Sequence[Implementation], setting: Setting) -> None:
@@ -95,25 +95,21 @@ class Comparison:
 
     def check(self, one: Implementation, setting: Setting) -> Check | str:
         """Out and gradients against the oracle in every setting for checks; of each the worst. A str: it failed."""
-        known: list[Check] = []
-        for small in setting.checks():
-            if (one.name, small) not in self._checks:
-                try:
-                    self._checks[one.name, small] = self._checked_at(one, small)
-                except ERRORS as error:
-                    self._checks[one.name, small] = _first_line(error)
-            check = self._checks[one.name, small]
-            self.judge(one.identity(), setting, check)
-            if isinstance(check, str):
-                return check
-            known.append(check)
-        return functools.reduce(Check.worse, known)
+        try:
+            check: Check | str = functools.reduce(Check.worse, (self._at(one, small) for small in setting.checks()))
+        except ERRORS as error:
+            check = _first_line(error)
+        self.judge(one.identity(), setting, check)
+        return check
 
-    def _checked_at(self, one: Implementation, small: Setting) -> Check:
-        whole = (one.whole or one.build)(small)
-        if (small, whole.exact) not in self._expected:
-            self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
-        return self._expected[small, whole.exact].compare(runners.results_of(one, small))
+    def _at(self, one: Implementation, small: Setting) -> Check:
+        if (one.name, small) not in self._checks:
+            whole = (one.whole or one.build)(small)
+            key = (small, whole.exact)
+            if key not in self._expected:
+                self._expected[key] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
+            self._checks[one.name, small] = self._expected[key].compare(runners.results_of(one, small))
+        return self._checks[one.name, small]
 
     def judge(self, who: Record, where: Setting, check: Check | str, verdict: str = "", why: str = "") -> None:
         """The verdict as a record; one for each dtype, causal or not, of the worst that was found."""

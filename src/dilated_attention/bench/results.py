@@ -121,11 +121,8 @@ def setting(one: Record) -> str:
     """All that two measurements must share to be compared, but for their length, from which `suggest` has segments."""
     causal = ", causal" if one["causal"] else ""
     chosen = "suggested w and r" if one.get("suggested") else segments(one)
-    return f"{one['suite']}: {one['dtype']}{causal}, {shape_of(one)}, {chosen}"
-
-
-def shape_of(one: Record) -> str:
-    return "B={samples} H={heads} D={head_dim}".format(**one)
+    shape = "B={samples} H={heads} D={head_dim}".format(**one)
+    return f"{one['suite']}: {one['dtype']}{causal}, {shape}, {chosen}"
 
 
 def milliseconds(ms: Mapping[str, float]) -> str:

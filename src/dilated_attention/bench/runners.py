@@ -127,9 +127,7 @@ def gathered(results: dict[str, Tensor], subject: Subject) -> dict[str, Tensor]:
     found = {}
     for name, value in results.items():
         whole = getattr(value, "full_tensor", lambda value=value: value)()  # a DTensor over the heads axis
-        if subject.group is None:
-            found[name] = whole.cpu()
-        elif name.removeprefix("d ") in subject.parameters:
+        if name.removeprefix("d ") in subject.parameters:
             total = whole.double().cpu()
             dist.all_reduce(total, group=subject.group)
             found[name] = total.to(value.dtype)

@@ -23,7 +23,6 @@ from dilated_attention.bench.results import (
     milliseconds,
     segments,
     setting,
-    shape_of,
     share_of_limit,
     with_ranks,
 )
@@ -119,30 +118,26 @@ def _suites(results: Record) -> list[Record]:
 
 
 def _by_length(measurements: Iterable[Record]) -> list[Record]:
-    """A table for each setting, with a column for each length. Settings of a single length share a table."""
+    """A table for each setting, with a column for each length."""
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for one in sorted(measurements, key=lambda one: int(one["tokens"])):
         by_setting[setting(one).partition(": ")[2]].append(one)
-    tables: dict[str, list[tuple[str, Record]]] = defaultdict(list)
-    for name, mine in by_setting.items():
-        is_alone, shape = len({one["tokens"] for one in mine}) == 1, shape_of(mine[0])
-        title, before = (name.replace(f", {shape}", ""), f"{shape}, ") if is_alone else (name, "")
-        tables[title] += [(f"{before}{one['tokens']:,}", one) for one in mine]
-    return [_of_setting(title, cells) for title, cells in tables.items()]
+    return [_of_setting(title, mine) for title, mine in by_setting.items()]
 
 
-def _of_setting(title: str, cells: Sequence[tuple[str, Record]]) -> Record:
+def _of_setting(title: str, measurements: Sequence[Record]) -> Record:
     """Rows are implementations, columns lengths; the note has the patterns and why something was not measured."""
     found: dict[str, dict[str, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
     notes = ["ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB."]
     reasons: dict[str, str] = {}
-    for column, one in cells:
-        found[with_ranks(one)][column][one["direction"]] = one
+    columns = dict.fromkeys(f"{one['tokens']:,}" for one in measurements)
+    for one in measurements:
+        who, column = with_ranks(one), f"{one['tokens']:,}"
+        found[who][column][one["direction"]] = one
         if one.get("suggested") and one["rule"] != "dense":
             notes.append(f"{column} tokens: {segments(one)}.")
         if one["why"]:
-            reasons.setdefault(with_ranks(one), f"{with_ranks(one)}: {one['status']}, {one['why']}.")
-    columns = dict.fromkeys(column for column, _ in cells)
+            reasons.setdefault(who, f"{who}: {one['status']}, {one['why']}.")
     rows = [[who, *(_cell(mine[column]) for column in columns)] for who, mine in found.items()]
     return _table(title, ["tokens", *columns], rows, " ".join([*dict.fromkeys(notes), *reasons.values()]))
 
@@ -151,8 +146,7 @@ def _cell(passes: dict[str, Record]) -> Markup:
     """Both passes; in words where neither was measured."""
     nothing = {"status": "–", "ms": None, "peak_bytes": None}
     both = [passes.get(name, nothing) for name in plots.DIRECTIONS]
-    untimed = {"measured": "–"}  # its memory was
-    times = [milliseconds(one["ms"]) if one["ms"] else untimed.get(one["status"], one["status"]) for one in both]
+    times = [milliseconds(one["ms"]) if one["ms"] else one["status"] for one in both]
     sizes = [number_text(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
     if times[0] == times[1] and sizes == ["–", "–"]:
         return escape(times[0])
@@ -175,15 +169,14 @@ def _checks(checks: Iterable[Record]) -> dict[str, Record]:
 
 def _worst(checks: Iterable[Record]) -> str:
     errors = [
-        (share_of_limit(float(error), float(check["limits"][part])), part, float(error), check)
+        (float(error), float(check["limits"][part]), part.replace("d ", "gradient of ", 1), check)
         for check in checks
         for part, error in check["errors"].items()
     ]
     if not errors:
         return ""
-    _, part, error, check = max(errors, key=lambda one: one[0])
-    of = f"{error:.1e} with a limit of {float(check['limits'][part]):.1e}"
-    return f"{part.replace('d ', 'gradient of ', 1)}: {of}, {check['dtype']}{', causal' * check['causal']}"
+    error, limit, part, check = max(errors, key=lambda one: share_of_limit(*one[:2]))
+    return f"{part}: {error:.1e} with a limit of {limit:.1e}, {check['dtype']}{', causal' * check['causal']}"
 
 
 def _environment(results: Record) -> Record:
