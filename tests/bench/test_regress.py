@@ -115,12 +115,6 @@ def test_measurements_are_told_apart_by_all_that_was_asked(name: str) -> None:
     assert (found.changes, found.only_before, found.only_after) == ((), (one,), (other,))
 
 
-def test_what_was_measured_twice_pairs_in_its_order() -> None:
-    found = compare(results(measured(10), measured(20)), results(measured(10), measured(40), measured(50)))
-    assert [x.ratio for x in found.changes] == [1.0, 2.0]
-    assert len(found.only_after) == 1
-
-
 def test_where_files_come_from() -> None:
     newer = {**MACHINE["versions"], "torch": "2.14.0", "cuda": "13"}
     found = compare(results(), results(commit="def", versions=newer, date="tomorrow", load=9.0))

@@ -221,16 +221,8 @@ def synchronise(device: torch.device) -> None:
 
 def graphed(call: Call) -> Call:
     """The kernels without Python."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # autograd's thread warms up on the stream that it will be captured on
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
+    call()  # kernels are compiled before they are captured
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = call()
-
-    def replay(kept: Any = kept) -> None:  # what the graph writes must stay allocated
-        graph.replay()
-
-    return replay
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
