@@ -7,20 +7,17 @@ import functools
 import io
 import json
 import math
-import os
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from dilated_attention.bench import plots
 from dilated_attention.bench.page import page
 from dilated_attention.bench.report import COLUMNS, table, write_report
-from dilated_attention.bench.results import milliseconds
 from dilated_attention.charts import _hashes
 from tests.bench import sample
 
@@ -108,15 +105,6 @@ def test_without_what_draws_there_is_a_csv_and_one_line(
     assert f"needs {missing}: pip install" in said[0]
 
 
-def test_a_file_is_written_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "results.csv").write_text("old")
-    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_report(SAMPLE, tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["results.csv"]
-    assert (tmp_path / "results.csv").read_text() == "old"
-
-
 # --- csv --------------------------------------------------------------------------------------------------------
 
 
@@ -165,17 +153,6 @@ def test_other_names_of_a_function_share_its_line_where_it_was_measured() -> Non
         assert len(drawn(both[0], {**both[1], **other})) == 2
 
 
-def test_lines_have_the_hue_of_their_family_and_differ_in_it() -> None:
-    colours = {one["series"]: one["colour"] for one in plots.points(SAMPLE["measurements"])}
-    families = {"dense": ["dense SDPA"], "others": ["copy and gather, slicing", sample.NO_GRADIENTS],
-                "head_groups": ["head_groups, auto", "head_groups, sdpa", "RingDilatedAttention, 4 ranks"],
-                "longnet": ["longnet, auto", "longnet, eager"], "torchscale": ["torchscale, auto"]}  # fmt: skip
-    for family, names in families.items():
-        found = [colours[name] for name in names]
-        assert len(set(found)) == len(found) == len({*found} & {*plots.SHADES[family]})
-        assert found[0] == plots.SHADES[family][0]
-
-
 def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
     drawn = plots.points(SAMPLE["measurements"])
     start, *others = plots.settings(drawn)
@@ -186,15 +163,6 @@ def test_at_most_eight_lines_are_seen_first_and_the_longest_setting() -> None:
     assert set(first) >= {name for name in plots.FIRST if name in sample.WHO}
     assert sample.WRONG not in {one["series"] for one in drawn}
     assert plots.settings([]) == []
-
-
-@pytest.mark.parametrize(
-    ("ms", "said"),
-    [((0.0872, 0.045, 0.100, 50), "0.087"), ((14.62, 14.6, 14.7, 50), "14.6"), ((14.62, 14.62, 14.62, 9), "14.6"),
-     ((269.4, 269.4, 269.4, 1), "270"), ((4888.0, 4800.0, 4900.0, 5), "4,900"), ((2.6, 0.9, 9.0, 5), "2.6")],
-)  # fmt: skip
-def test_a_time_has_the_digits_that_its_quartiles_agree_on(ms: tuple[float, ...], said: str) -> None:
-    assert milliseconds(dict(zip(("median", "lower", "upper", "repeats"), ms, strict=True))) == said
 
 
 # --- page -------------------------------------------------------------------------------------------------------
@@ -288,28 +256,6 @@ def test_nothing_can_be_loaded_and_nothing_else_can_run() -> None:
 
 
 # --- looks ------------------------------------------------------------------------------------------------------
-
-
-def contrast(one: str, other: str) -> float:
-    def light(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-        return 0.05 + 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    return max(light(one) / light(other), light(other) / light(one))
-
-
-def test_ink_and_lines_stand_out_from_the_paper_light_and_dark() -> None:
-    inks = {plots.INK, plots.MUTED, *(shade for shades in plots.SHADES.values() for shade in shades)}
-    for ink in inks:
-        assert contrast(ink, plots.PAPER) >= 4.5, ink
-        assert contrast(plots.DARK[ink], plots.DARK[plots.PAPER]) >= 4.5, ink
-    for style in parsed().raw["style"][0].split("@media (prefers-color-scheme: dark)")[:2]:
-        page_colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", style))
-        for ink in ("ink", "muted", "accent"):
-            assert contrast(page_colours[ink], page_colours["ground"]) >= 4.5, ink
-        assert contrast(page_colours["notice-ink"], page_colours["notice"]) >= 4.5
-        assert page_colours["ground"] in (plots.PAPER, plots.DARK[plots.PAPER])
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------

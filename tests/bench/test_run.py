@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import platform
 import subprocess
 from pathlib import Path
 from unittest import mock
@@ -118,14 +117,6 @@ def test_a_single_wrong_row_and_a_row_without_keys_that_is_not_0_are_seen() -> N
         assert (worst <= limit) == is_right
 
 
-def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:
-    x = torch.randn(64, 64)
-    found = probes.kernel_times(lambda: x @ x, CPU)
-    assert "aten::mm" in [name for name, _, _ in found]
-    times = [ms for *_, ms in found]
-    assert times == sorted(times, reverse=True)
-
-
 def test_the_machine_is_described_in_json() -> None:
     found = machine.describe(CPU)
     assert json.loads(json.dumps(found)) == found
@@ -148,24 +139,6 @@ def test_the_commit_of_another_project_is_not_ours(tmp_path: Path, monkeypatch: 
     assert machine.git_state() == {"commit": "unknown", "dirty": None}
     monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=FileNotFoundError("git")))
     assert machine.git_state() == {"commit": "unknown", "dirty": None}
-
-
-@pytest.mark.parametrize(
-    ("file", "program", "expected"),
-    [("model name\t: Xeon\n", None, "Xeon"), ("Features: fp\n", "Vendor ID: ARM\nModel name:   N1\n", "N1"),
-     ("", "Model name:   -\n", "some machine"), ("", None, "some machine")],
-)  # fmt: skip
-def test_the_name_of_a_cpu(monkeypatch: pytest.MonkeyPatch, file: str, program: str | None, expected: str) -> None:
-    monkeypatch.setattr(Path, "exists", lambda _: True)
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: file)
-    monkeypatch.setattr(machine, "_output", lambda *_: program)
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    monkeypatch.setattr(platform, "machine", lambda: "some machine")
-    assert machine.cpu_model() == expected
-
-
-def test_cpu_time_is_told_or_not() -> None:
-    assert (machine._cpu_seconds() or 0) >= 0
 
 
 @pytest.mark.parametrize(("seconds", "others"), [(1.0, 0.05), (15.0, 0.75), (-1.0, 0.0), (None, None)])

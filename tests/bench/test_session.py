@@ -93,18 +93,7 @@ def test_an_interrupted_run_keeps_what_it_has() -> None:
     assert saved[-1]["answer"]
 
 
-def test_lines_say_how_far_a_run_is(capsys: pytest.CaptureFixture[str]) -> None:
-    Lines().step("second", 0.5, 65.6)
-    assert capsys.readouterr() == ("", "[50%, 66 s left] second\n")
-
-
 # --- the suites -------------------------------------------------------------------------------------------------
-
-
-def test_unknown_suites_are_refused_before_any_work() -> None:
-    for names in (["fast"], [], ["quick", "all", "none"]):
-        with pytest.raises(ValueError, match="use one or more of quick, copies"):
-            suites.run(names, CPU, save=lambda results: None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

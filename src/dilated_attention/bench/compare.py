@@ -146,7 +146,7 @@ def _record(suite: str, one: Implementation, setting: Setting, way: str) -> Reco
     return {
         "suite": suite, **one.identity(), **sizes, "lengths": list(lengths), "rates": list(rates),
         "suggested": not setting.lengths, "dtype": setting.dtype_name, "causal": setting.causal, "direction": way,
-        "status": "", "why": "", "ms": None, "peak_bytes": None, "flops": one.least_work(setting, way),
+        "status": "", "why": "", "ms": None, "peak_bytes": None, "flops": setting.flops(one.rule, way),
     }  # fmt: skip
 
 

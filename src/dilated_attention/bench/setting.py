@@ -22,7 +22,6 @@ from dilated_attention.testing import make_qkv
 FORWARD, BOTH = DIRECTIONS
 CHECK_CUT = 16  # segments are this much shorter where implementations are checked against the oracle,
 CHECK_TOKENS = 512  # and tokens at most so many, as the oracle is quadratic
-PROJECTIONS = 4  # q, k, v and out
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,11 @@ class Setting:
         if rule == "dense":
             return DilatedPattern.longnet([self.tokens], [1])
         return DilatedPattern(cast(Rule, rule), *self.segments(rule))
+
+    def flops(self, rule: str, direction: str) -> int:
+        """That no way of computing the attention can do without."""
+        size, backward = (self.tokens, self.heads, self.head_dim), direction == BOTH
+        return self.samples * self.pattern(rule).flops(*size, is_causal=self.causal, backward=backward)
 
     def qkv(self) -> tuple[Tensor, ...]:
         return _inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)[:3]
@@ -139,11 +143,3 @@ class Implementation:
 
     def identity(self) -> dict[str, Any]:
         return {"implementation": self.name, **{x: getattr(self, x) for x in ("kind", "ours", "rule", "ranks")}}
-
-    def least_work(self, setting: Setting, direction: str) -> int:
-        """FLOPs that no way of computing it can do without, over all ranks."""
-        backward, size = direction == BOTH, (setting.tokens, setting.heads, setting.head_dim)
-        flops = setting.pattern(self.rule).flops(*size, is_causal=setting.causal, backward=backward)
-        if self.kind == "multihead" or "Multihead" in self.name or "RingAdvanced" in self.name:
-            flops += 2 * PROJECTIONS * setting.width**2 * setting.tokens * (3 if backward else 1)
-        return setting.samples * flops
