@@ -44,7 +44,6 @@ BASELINES = {  # how their names begin, and what they are in dilated_attention.b
 
 
 def conclusions(results: Record) -> Record:
-    """All of it, for results.json."""
     records = folded(results["measurements"])
     found = [_recommendation(case, records) for case in USE_CASES]
     return {"claims": claims(results), "recommendations": [*filter(None, found)], "answer": answer(results)}
@@ -66,7 +65,6 @@ def _where(one: Record) -> tuple[str, int, str]:
 
 
 def code_of(name: str) -> str:
-    """What to import or call for an implementation."""
     first, _, rest = name.partition(", ")
     baseline = next((one for begin, one in BASELINES.items() if name.startswith(begin)), None)
     if baseline is not None:

@@ -73,7 +73,6 @@ def everything() -> list[Implementation]:
 
 
 def named(*names: str) -> list[Implementation]:
-    """Those of these names, in this order."""
     unplanned = Implementation(UNPLANNED, "function", "longnet", _without_plans)
     found = {one.name: one for one in (*everything(), unplanned)}
     return [found[name] for name in names]
@@ -116,7 +115,6 @@ def _half_on_cuda(setting: Setting) -> str | None:
 
 
 def _cuda_half(setting: Setting) -> str | None:
-    """Kernels that are there on CUDA in half precision only."""
     return _half_on_cuda(setting) if setting.on_cuda else "it runs on CUDA only"
 
 

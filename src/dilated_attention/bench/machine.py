@@ -84,7 +84,6 @@ def _output(*command: str) -> str | None:
 
 
 def one_line(machine: dict[str, Any]) -> str:
-    """The machine as people read it."""
     dirty = " + changes" if machine["dirty"] else ""
     found = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     where = f"{machine['device']}, {machine['threads']} threads, load {machine['load']}"

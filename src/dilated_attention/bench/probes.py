@@ -95,7 +95,6 @@ def kernel_times(call: Call, device: torch.device) -> list[tuple[str, int, float
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What the machine can do at most, measured: a large matrix product in this dtype, and a large copy."""
     size, count = (16384, 4 << 30) if device.type == "cuda" else (1536, 256 << 20)
     left, right = torch.randn(2, size, size, device=device).to(dtype)
     source = torch.ones(count, dtype=torch.int8, device=device)

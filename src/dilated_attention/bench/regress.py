@@ -81,7 +81,6 @@ def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[str, Record
 
 
 def _turned(before: Record, after: Record) -> str:
-    """What a check became."""
     if before["verdict"] == "exact":
         return "became wrong"
     return "is right" if after["verdict"] == "exact" else "is wrong"

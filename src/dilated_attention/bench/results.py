@@ -87,7 +87,6 @@ def escaped(text: str) -> str:
 
 
 def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
-    """What is beyond its limit, in words."""
     return [
         f"{name} off by {float(error):.1e}, allowed {float(limits[name]):.1e}"
         for name, error in errors.items()

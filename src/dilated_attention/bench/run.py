@@ -115,14 +115,12 @@ class Timing(NamedTuple):
 
 
 def forward(attention: Attention, inputs: Sequence[Tensor]) -> Call:
-    """The forward pass of inference, ready to be timed."""
     return torch.no_grad()(lambda: attention(*inputs))
 
 
 def forward_backward(
     attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Iterable[Tensor] = ()
 ) -> Call:
-    """Forward and the gradients of all inputs and parameters, ready to be timed."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     wanted = [*leaves, *parameters]
     return lambda: torch.autograd.grad(attention(*leaves), wanted, dout)

@@ -68,7 +68,6 @@ class Session(Comparison):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of tensors, in the main dtype."""
         return {"dtype": self.dtypes[0], "device": self.device}
 
     def setting(self, tokens: int, segments: Segments = SUGGESTED, **more: Any) -> Setting:
@@ -77,7 +76,6 @@ class Session(Comparison):
     # --- steps --------------------------------------------------------------------------------------------------
 
     def comparing(self, suite: str, which: Sequence[Implementation], setting: Setting) -> Step:
-        """The step that checks and times all these in one setting."""
         return partial(self.compare, suite, which, setting)
 
     def adding(self, table: Record, text: str, rows: Callable[..., Iterable[Row]], *args: Any) -> Step:
@@ -113,7 +111,6 @@ class Session(Comparison):
         return time_calls(calls, self.device, seconds=seconds, warmups=warmups)
 
     def median(self, call: Call, seconds: float = 0.5, warmups: int = 2) -> float:
-        """The milliseconds of one call alone."""
         return self.time({"": call}, seconds, warmups)[""].median
 
     def peak(self, call: Call, before: float = 0) -> float:

@@ -43,7 +43,6 @@ class Setting:
 
     @property
     def width(self) -> int:
-        """E = H * D, what the modules with projections take."""
         return self.heads * self.head_dim
 
     @property
@@ -64,7 +63,6 @@ class Setting:
         return [odd, replace(few, tokens=tokens, lengths=shorter, rates=rates)]
 
     def segments(self, rule: str = "longnet") -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Lengths and rates."""
         if self.lengths:
             return self.lengths, self.rates
         known = cast(Rule, "longnet" if rule == "dense" else rule)
@@ -102,14 +100,11 @@ def _inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.
 
 
 def forget_inputs() -> None:
-    """Give back the memory of the last settings."""
     _inputs.cache_clear()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation built for a setting."""
-
     attention: Attention  # of the inputs
     exact: Attention  # of the inputs and the parameters, in any dtype
     pattern: DilatedPattern
@@ -119,7 +114,6 @@ class Subject:
     group: ProcessGroup | None = None  # whose ranks have the other tokens
 
     def call(self, direction: str) -> Call:
-        """What is timed."""
         if direction == FORWARD:
             return forward(self.attention, self.inputs)
         return forward_backward(self.attention, self.inputs, self.dout, self.parameters.values())

@@ -47,7 +47,6 @@ Row = Sequence[Any]
 
 
 def page(results: Record) -> str:
-    """The whole page as one HTML text."""
     points, measurements = plots.points(results["measurements"]), results["measurements"]
     settings: dict[str, list[str]] = defaultdict(list)
     for name in plots.settings(points):
@@ -92,12 +91,10 @@ def _prose(value: object) -> Markup:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Row], note: str | None = "") -> Record:
-    """Without columns in which nothing is said. Those with numbers are marked: they are set to the right."""
+    """Columns with numbers are marked: they are set to the right."""
     rows = [*rows]
-    cells = [[row[i] for row in rows] for i in range(len(columns))]
-    said = [i for i, mine in enumerate(cells) if not mine or any(cell not in (None, "", "–") for cell in mine)]
-    named = [(columns[i], any(isinstance(cell, int | float | Markup) for cell in cells[i])) for i in said]
-    return {"title": title, "note": note, "columns": named, "rows": [[row[i] for i in said] for row in rows]}
+    is_number = [any(isinstance(row[i], int | float | Markup) for row in rows) for i in range(len(columns))]
+    return {"title": title, "note": note, "columns": [*zip(columns, is_number, strict=True)], "rows": rows}
 
 
 def _recommendation(one: Record) -> Row:

@@ -59,10 +59,7 @@ def run(
 ) -> Record:
     """Run suites by name; the results, which ``save`` got after every step, also when it is interrupted.
 
-    Args:
-        dtypes: the first is used where a suite needs one only. By default float32 on a CPU, bfloat16 on CUDA first.
-        options: of `Session`: ``watch``; ``seconds`` of timing for each setting, shared by what is timed there, by
-            default 3 on a CPU and 2 on CUDA; ``commit`` for a tree that came without its .git.
+    Where a suite needs one dtype only, it is the first. ``options`` are those of `Session`.
     """
     chosen = [name for some in named(suites) for name in (ALL if some == "all" else [some])]
     # PyTorch's profiler, which counts memory, else prints two lines each time that it is used

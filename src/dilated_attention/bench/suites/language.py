@@ -80,7 +80,6 @@ def operations(config: LMConfig, parameters: int, tokens: int) -> float:
 
 
 def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bool) -> Call:
-    """One step of a model on a row of random tokens."""
     torch.compiler.reset()  # what was compiled for another length is of no use for this one
     if is_compiled:
         for block in model.blocks:

@@ -56,7 +56,6 @@ def rows(session: Session, what: str, rule: str, setting: Setting, lengths: list
 
 
 def measure(session: Session, setting: Setting, rule: str, lengths: list[int]) -> list[Any]:
-    """Milliseconds of both passes, and the largest error."""
     pattern, qkv, packing = setting.pattern(rule), setting.qkv(), [0, *itertools.accumulate(lengths)]
     attention = partial(dilated_attention, pattern=pattern, is_causal=setting.causal, cu_seqlens=packing)
     subject = Subject(attention, attention, pattern, qkv, setting.dout())

@@ -30,7 +30,6 @@ MODELS = ("gigapath_slide_enc12l768d", "gigapath_slide_enc12l384d")
 HEAD_DIMS = (48, 24, 64)  # of these models, and one that kernels are made for
 TILES = {"cuda": (10_000, 45_680, 200_000, 1_000_000), "cpu": (1_000, 10_000)}
 TRAINED = {"cuda": 45_680, "cpu": 1_000}
-WAYS = ("this library", "released way")
 
 
 def released_attention(layer: SelfAttention, x: Tensor, rows: Sequences) -> Any:
@@ -42,9 +41,6 @@ def released_feed_forward(layer: FeedForward, x: Tensor) -> Any:
     """All rows at once, GELU on a float32 copy."""
     x = layer.fc1(x)
     return layer.fc2(layer.ffn_layernorm(F.gelu(x.float()).type_as(x)))
-
-
-RELEASED: dict[str, Any] = {"self_attn": released_attention, "ffn": released_feed_forward}
 
 
 def steps(session: Session) -> list[Step]:
@@ -68,8 +64,10 @@ def of_models(session: Session, preset: str, tiles: int) -> Iterator[Row]:
     torch.manual_seed(0)
     model = SlideEncoder.preset(preset, global_pool=True).to(session.device, session.dtypes[0]).eval()
     given, outs = _slide(session, model, tiles), []
-    for name in WAYS:
-        _attend(model, name)
+    for name in ("this library", "released way"):
+        for layer in model.encoder.layers if name == "released way" else ():
+            layer.self_attn.forward = partial(released_attention, layer.self_attn)
+            layer.ffn.forward = partial(released_feed_forward, layer.ffn)
         outs.append(model(*given)[0])
         call: Call = partial(model, *given)
         peak, ms = session.peak(call), session.median(call)
@@ -98,12 +96,3 @@ def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, T
     features = torch.randn(1, tiles, model.patch_embed.proj.in_features, **session.options)
     cells = torch.arange(tiles, device=session.device)
     return features, torch.stack([cells % 1000, cells // 1000], -1).unsqueeze(0) * 256
-
-
-def _attend(model: SlideEncoder, way: str) -> None:
-    """Let every layer compute this way."""
-    for layer, (name, function) in product(model.encoder.layers, RELEASED.items()):
-        module: Any = layer.get_submodule(name)
-        vars(module).pop("forward", None)
-        if way == "released way":
-            module.forward = partial(function, module)
