@@ -45,9 +45,10 @@ DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
 RELEASED, UNPLANNED = "gather-pad-scatter", "longnet, sdpa, plans not cached"
 Module = TypeVar("Module", bound=nn.Module)
-MODULES: tuple[type[Any], ...] = (
-    DilatedAttention, compat.ImprovedDilatedAttention, RingDilatedAttention, compat.RingDilatedAttentionV2Collective,
-    compat.RingDilatedAttentionProduction,
+MODULES: tuple[tuple[type[Any], str], ...] = (
+    (DilatedAttention, "head_groups"), (compat.ImprovedDilatedAttention, "head_groups"),
+    (RingDilatedAttention, "head_groups"), (compat.RingDilatedAttentionV2Collective, "head_groups"),
+    (compat.RingDilatedAttentionProduction, "head_groups"), (compat.RingAttentionV2Simple, "dense"),
 )  # fmt: skip
 PROJECTING = (MultiheadDilatedAttention, compat.ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
 
@@ -55,8 +56,7 @@ PROJECTING = (MultiheadDilatedAttention, compat.ImprovedMultiheadDilatedAttentio
 def everything() -> list[Implementation]:
     """The yardstick first, then ours, then the baselines."""
     modules = [
-        *(Implementation(kind.__name__, "module", "head_groups", partial(_module, kind)) for kind in MODULES),
-        Implementation("RingAttentionV2Simple", "module", "dense", _v2_simple),
+        *(Implementation(kind.__name__, "module", rule, partial(_module, kind, rule)) for kind, rule in MODULES),
         *(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)) for kind in PROJECTING),
     ]
     over_ranks = [_spread(one, ranks) for ranks in RANKS for one in modules if one.name.startswith("Ring")]
@@ -170,14 +170,9 @@ def _dense(setting: Setting, **options: Any) -> Subject:
     return subject(partial(baselines.dense, is_causal=setting.causal, **options), setting.pattern("dense"), setting)
 
 
-def _module(kind: type[Any], setting: Setting) -> Subject:
-    made = kind(*setting.segments("head_groups"))
-    return subject(partial(made, is_causal=setting.causal), made.pattern, setting)
-
-
-def _v2_simple(setting: Setting) -> Subject:
-    made = compat.RingAttentionV2Simple()
-    return subject(partial(made, is_causal=setting.causal), setting.pattern("dense"), setting)
+def _module(kind: type[Any], rule: str, setting: Setting) -> Subject:
+    made = kind() if rule == "dense" else kind(*setting.segments(rule))
+    return subject(partial(made, is_causal=setting.causal), setting.pattern(rule), setting)
 
 
 def projecting(kind: type[MultiheadDilatedAttention], setting: Setting) -> Subject:
