@@ -64,7 +64,6 @@ def sample() -> dict[str, Any]:
         **empty(),
         "suites": ["quick", "steps"],
         "answer": "It is `fast`. All is right.",
-        "ceilings": [{"dtype": "float32", "matmul_tflops": 0.152, "copy_gb_per_s": 9.1}],
         "checks": [check(name) for name in WHO],
         "measurements": [
             *(measurement(*one) for one in every),
@@ -85,7 +84,7 @@ def sample() -> dict[str, Any]:
 
 def empty() -> dict[str, Any]:
     """What a run leaves that was stopped before it measured anything."""
-    lists = ("ceilings", "checks", "measurements", "tables", "claims", "recommendations")
+    lists = ("checks", "measurements", "tables", "claims", "recommendations")
     return {
         "schema": 1,
         "machine": {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern, blocks
-from dilated_attention.bench import compare, implementations, machine, suites
+from dilated_attention.bench import implementations, machine, suites
 from dilated_attention.bench.implementations import named
 from dilated_attention.bench.pace import Lines
 from dilated_attention.bench.results import load
@@ -24,13 +24,6 @@ from dilated_attention.models.slide import PRESETS
 CPU = torch.device("cpu")
 SMALL = ((32, 64), (1, 2))
 SHORT = DilatedPattern.longnet([16, 32, 64], [1, 2, 4])
-
-
-@pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have a test of their own, and take seconds."""
-    found = {"matmul_tflops": 1.0, "copy_gb_per_s": 1.0}
-    monkeypatch.setattr(compare, "ceilings", lambda _, dtype: {"dtype": str(dtype).removeprefix("torch."), **found})
 
 
 class Noting(Lines):
@@ -75,7 +68,7 @@ def test_results_are_saved_after_every_step_and_carry_what_a_number_needs(tmp_pa
     assert {"others", "too_busy"} <= results["machine"].keys()
     assert "2 of 3 implementations" in results["answer"]
     machine.write_json(tmp_path / "results.json", results)
-    assert load(tmp_path)["ceilings"][0]["dtype"] == "float32"
+    assert load(tmp_path)["dtypes"] == ["float32", "float16"]
 
 
 def test_an_interrupted_run_keeps_what_it_has() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from dilated_attention.bench import runners
 from dilated_attention.bench.pace import Lines
-from dilated_attention.bench.probes import ceilings
 from dilated_attention.bench.regress import EXPECTED
 from dilated_attention.bench.results import DIRECTIONS, Record, far_off, milliseconds
 from dilated_attention.bench.run import Check, Expected, Measure, interleave
@@ -39,7 +38,6 @@ class Comparison:
         self._speed: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
 
     def compare(self, suite: str, which: Sequence[Implementation], setting: Setting) -> None:
-        self.ceiling(setting)
         records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in DIRECTIONS}
         measures: dict[Key, Measure] = {}
         for one in which:
@@ -54,13 +52,6 @@ class Comparison:
         self.results["measurements"] += records.values()
         self._expected.clear()
         runners.release(sorted({one.ranks for one in which} - {1}))
-
-    def ceiling(self, on: Setting) -> Record:
-        """What the machine can do at most, measured once for each dtype."""
-        known: list[Record] = self.results["ceilings"]
-        if all(one["dtype"] != on.dtype_name for one in known):
-            known.append(ceilings(on.device, on.dtype))
-        return next(one for one in known if one["dtype"] == on.dtype_name)
 
     # --- before the clock ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from dilated_attention.bench.run import Call, synchronise, time_calls
+from dilated_attention.bench.run import Call, synchronise
 from dilated_attention.pattern import DilatedPattern
 
 ROWS = 32  # at most, of those that see a key
@@ -92,17 +92,3 @@ def kernel_times(call: Call, device: torch.device) -> list[tuple[str, int, float
         and not getattr(event, "is_user_annotation", False)  # those enclose kernels that are listed themselves
     ]
     return sorted(times, key=lambda entry: -entry[2])
-
-
-def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    size, count = (16384, 4 << 30) if device.type == "cuda" else (1536, 256 << 20)
-    left, right = torch.randn(2, size, size, device=device).to(dtype)
-    source = torch.ones(count, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    calls: dict[str, Call] = {"matmul": lambda: left @ right, "copy": lambda: target.copy_(source)}
-    found = time_calls(calls, device, seconds=1.0, most=50, warmups=2)
-    return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "matmul_tflops": 2 * size**3 / found["matmul"].median / 1e9,
-        "copy_gb_per_s": 2 * count / found["copy"].median / 1e6,
-    }

@@ -35,7 +35,6 @@ NEEDED = {  # parts of a file, and what each of their records has
     "tables": ("suite", "title", "note", "columns", "rows"),
     "claims": ("claim", "claimed", "ours", "holds", "how"),
     "recommendations": ("use_case", "best", "value", "runner_up", "factor", "ties"),
-    "ceilings": ("dtype", "matmul_tflops", "copy_gb_per_s"),
     "suites": (), "complete": (), "seconds": (), "answer": (),
 }  # fmt: skip
 

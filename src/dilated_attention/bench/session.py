@@ -53,7 +53,7 @@ class Session(Comparison):
     ) -> None:
         self.device, self.dtypes, self.on_cuda = device, tuple(dtypes), device.type == "cuda"
         self.load = machine.Load()
-        lists = ("suites", "ceilings", "checks", "measurements", "tables", "claims", "recommendations")
+        lists = ("suites", "checks", "measurements", "tables", "claims", "recommendations")
         results: Record = {
             "schema": SCHEMA,
             "machine": machine.describe(device, commit),

@@ -183,8 +183,5 @@ def _environment(results: Record) -> Record:
         found["uncommitted changes"] = "not known"
     for number, again in enumerate(machine.get("continued", []), 1):
         found[f"continued {number}"] = f"{again['date']}, commit {again['commit'][:12]}: {again['command']}"
-    for one in results["ceilings"]:
-        said = f"{one['matmul_tflops']:.3g} TFLOP/s in a matrix product, {one['copy_gb_per_s']:.3g} GB/s in a copy"
-        found[f"reaches in {one['dtype']}"] = said
     run = "complete" if results["complete"] else "interrupted"
     return {**found, "suites": ", ".join(results["suites"]), "run": f"{run}, {results['seconds']:,.0f} s"}

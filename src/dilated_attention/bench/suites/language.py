@@ -1,8 +1,8 @@
 """LongNet as a language model: training steps by length beside dense attention, a million tokens, generation.
 
 A step is forward and backward of one row, with checkpointing and the loss in chunks; weights are in the main dtype, and
-there is no optimiser. Its attention is checked against float64 first. Utilisation counts the model's operations, not
-those of checkpointing, against the fastest matrix product that was measured here.
+there is no optimiser. Its attention is checked against float64 first. TFLOP/s count the model's operations, not those
+of checkpointing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GENERATED = {"cuda": 1024, "cpu": 64}
 
 def steps(session: Session) -> list[Step]:
     """One for each length: they are long, and a run that dies keeps those that were done."""
-    kind, columns = session.device.type, ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
+    kind, columns = session.device.type, ["tokens", "attention", "s", "tokens/s", "peak GiB", "TFLOP/s"]
     found = []
     for size, (pattern, lengths) in MODELS[kind].items():
         note = f"Causal, {pattern}{'' if session.on_cuda else ', with smaller layers'}."
@@ -98,16 +98,15 @@ def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bo
 
 
 def figures(session: Session, model: LongNetLM, call: Call, tokens: int, attend: Attend) -> Row:
-    """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
+    """Seconds, tokens per second, the peak in GiB with weights, and TFLOP/s."""
     before = 2 * sum(x.nbytes for x in model.parameters())  # weights, and gradients of the step before
     peak = session.peak(call, before)
     seconds = session.median(call, warmups=0) / 1000  # the peak took a call or two
-    ceiling = session.ceiling(session.setting(1))["matmul_tflops"] * 1e12
     config = model.config
     if attend is dense:
         config = replace(config, pattern=DilatedPattern.longnet([tokens], [1]))
     work = operations(config, sum(x.numel() for x in model.parameters()), tokens)
-    return [seconds, tokens / seconds, peak, work / seconds / ceiling]
+    return [seconds, tokens / seconds, peak, work / seconds / 1e12]
 
 
 def of_training(session: Session, size: str, pattern: DilatedPattern, tokens: int) -> Iterator[Row]:
