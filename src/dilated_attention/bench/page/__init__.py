@@ -103,23 +103,17 @@ def _recommendation(one: Record) -> Row:
 
 
 def _suites(results: Record) -> list[Record]:
-    """For each suite its question, its measurements as tables, and the tables that it made itself."""
-    found = []
-    for suite in dict.fromkeys([*results["suites"], *(table["suite"] for table in results["tables"])]):
-        tables = _by_length(measured(one) for one in results["measurements"] if one["suite"] == suite)
-        mine = (table for table in results["tables"] if table["suite"] == suite)
-        tables += [_table(*(one[name] for name in ("title", "columns", "rows", "note"))) for one in mine]
-        if tables:
-            found.append({"question": QUESTIONS.get(suite, suite), "suite": suite, "tables": tables})
-    return found
-
-
-def _by_length(measurements: Iterable[Record]) -> list[Record]:
-    """A table for each setting, with a column for each length."""
-    by_setting: dict[str, list[Record]] = defaultdict(list)
-    for one in sorted(measurements, key=lambda one: int(one["tokens"])):
-        by_setting[setting(one).partition(": ")[2]].append(one)
-    return [_of_setting(title, mine) for title, mine in by_setting.items()]
+    """For each suite its question, a table for each setting that it measured, and the tables that it made itself."""
+    tables: dict[str, list[Record]] = {name: [] for name in results["suites"]}
+    settings: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for one in sorted(map(measured, results["measurements"]), key=lambda one: int(one["tokens"])):
+        settings[one["suite"], setting(one).partition(": ")[2]].append(one)
+    for (suite, title), mine in settings.items():
+        tables.setdefault(suite, []).append(_of_setting(title, mine))
+    for one in results["tables"]:
+        made = _table(*(one[name] for name in ("title", "columns", "rows", "note")))
+        tables.setdefault(one["suite"], []).append(made)
+    return [{"question": QUESTIONS.get(name, name), "suite": name, "tables": x} for name, x in tables.items() if x]
 
 
 def _of_setting(title: str, measurements: Sequence[Record]) -> Record:

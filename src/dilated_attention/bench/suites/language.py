@@ -97,33 +97,25 @@ def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bo
     return step
 
 
-def figures(session: Session, model: LongNetLM, call: Call, tokens: int, attend: Attend) -> Row:
-    """Seconds, tokens per second, the peak in GiB with weights, and TFLOP/s."""
-    before = 2 * sum(x.nbytes for x in model.parameters())  # weights, and gradients of the step before
-    peak = session.peak(call, before)
-    seconds = session.median(call, warmups=0) / 1000  # the peak took a call or two
-    config = model.config
-    if attend is dense:
-        config = replace(config, pattern=DilatedPattern.longnet([tokens], [1]))
-    work = operations(config, sum(x.numel() for x in model.parameters()), tokens)
-    return [seconds, tokens / seconds, peak, work / seconds / 1e12]
-
-
 def of_training(session: Session, size: str, pattern: DilatedPattern, tokens: int) -> Iterator[Row]:
     config = model_of(session, size, pattern).config
     qkv = make_qkv(1, tokens, config.heads, config.head_dim, **session.options)
-    ways: dict[str, Attend] = {"longnet": longnet(pattern)}
+    ways: dict[str, tuple[Attend, LMConfig]] = {"longnet": (longnet(pattern), config)}
     with torch.no_grad():
-        out, _ = ways["longnet"](*qkv)
+        out, _ = ways["longnet"][0](*qkv)
     if not session.rows_are_right("language model", out, qkv, pattern, True)[0]:
         return
     if pattern is PATTERN and tokens <= MOST_DENSE:
-        ways["dense SDPA"] = dense
+        ways["dense SDPA"] = dense, replace(config, pattern=DilatedPattern.longnet([tokens], [1]))
     for is_compiled in (False, True)[: 1 + (tokens in COMPILED)]:
-        for name, attend in ways.items():
+        for name, (attend, counted) in ways.items():
             model = model_of(session, size, pattern)
             step = training_step(model, tokens, attend, is_compiled)
-            yield [tokens, name + ", compiled" * is_compiled, *figures(session, model, step, tokens, attend)]
+            # with weights, and gradients of the step before
+            peak = session.peak(step, 2 * sum(x.nbytes for x in model.parameters()))
+            seconds = session.median(step, warmups=0) / 1000  # the peak took a call or two
+            tflops = operations(counted, sum(x.numel() for x in model.parameters()), tokens) / seconds / 1e12
+            yield [tokens, name + ", compiled" * is_compiled, seconds, tokens / seconds, peak, tflops]
 
 
 @torch.no_grad()
