@@ -437,7 +437,7 @@ MUTANTS = [
     M("level-is-faster", "Of two that are level, the report calls one faster.", "bench/conclude.py",
       "if low <= other_high and other_low <= high:", "if False:"),
     M("a-figure-of-what-is-wrong", "The table for spreadsheets has figures of implementations that are wrong.",
-      "bench/results.py", "one if one[\"status\"] == \"measured\" else {**one, **dict.fromkeys((*FIGURES, \"ms\"))}",
+      "bench/results.py", "one if one[\"status\"] == \"measured\" else {**one, \"ms\": None, \"peak_bytes\": None}",
       "one"),
     # --- tools: the command line and pictures of patterns -------------------------------------------------------
     M("k-is-a-thousand", "64k tokens are 64,000.", "cli/options.py", '"k": 1024,', '"k": 1000,'),
