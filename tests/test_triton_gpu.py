@@ -8,7 +8,6 @@ With TRITON_INTERPRET=1 the device is the CPU: ``-k "fp32 or fp16"`` tries the l
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import random
@@ -44,7 +43,6 @@ from tests.on_gpu import (
     normal,
     poisoned,
     same_bits,
-    without_waiting,
 )
 
 longnet, torchscale, head_groups = DilatedPattern.longnet, DilatedPattern.torchscale, DilatedPattern.head_groups
@@ -348,17 +346,6 @@ def test_offsets_beyond_32_bits() -> None:
     for x in (k, v):
         x[:, -32768:].normal_()
     check_rows(dilated_attention(q, k, v, PATTERN, is_causal=True), q, k, v, tokens - 1)
-
-
-def test_the_host_never_waits() -> None:
-    q, k, v = make_qkv(2, TOKENS, 4, 64, dtype=BF16)
-    mask, at = make_mask(2, TOKENS), torch.tensor([17, 300], device=DEVICE)
-    for queries, pattern, given in (
-        (1, PAPER, {"is_causal": True}),
-        (100, PAPER, {"is_causal": True, "query_offset": at}),
-        (3, DilatedPattern.torchscale([32, 64], [1, 3]), {"query_offset": at, "key_padding_mask": mask}),
-    ):
-        without_waiting(functools.partial(dilated_attention, q[:, :queries], k, v, pattern, **given))
 
 
 @pytest.mark.parametrize("masked", [False, True])
