@@ -83,6 +83,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # a call, and why: "" where it ru
     ({"dtype": torch.float64}, "float64"),
     ({"head_dim": 257}, "up to 256, not 257"),
     ({"device": torch.device("meta")}, "it runs on CUDA, not on meta"),
+    ({"queries": 3, "dropout_p": 0.5}, "its decoding has no dropout"),
     ({"installed": False}, "triton is not installed"),
     ({"capability": (7, 5), "dtype": torch.float16, "head_dim": 256}, ""),
     ({"capability": (7, 5), "dtype": torch.float32, "head_dim": 128}, ""),

@@ -200,19 +200,3 @@ def test_where_only_the_backward_pass_is_missing_the_call_is_refused(monkeypatch
         with pytest.raises(ValueError, match=r"cannot run this call: its decoding has no backward pass. Use"):
             ask(x[:, :1], x, x, PAPER, backend="triton")
     choose.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("options", "backend", "why"),
-    [
-        ({}, "sdpa", "it runs on CUDA, not on cpu"),
-        ({"dropout_p": 0.5}, "eager", "its decoding has no dropout"),
-        ({"backend": "eager"}, "eager", "it runs on CUDA"),
-    ],
-)
-def test_explain_of_few_queries(options: dict[str, Any], backend: str, why: str) -> None:
-    x = torch.randn(2, 9, 4, 8)
-    told = explain(x[:, :3], x, x, PAPER, query_offset=2, **options)
-    assert told.backend == backend
-    assert told.backward.startswith({"sdpa": "sdpa, kernel: flash on CPU", "eager": "eager, kernel: matmul"}[backend])
-    assert why in "; ".join(told.why_not["triton"])

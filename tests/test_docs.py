@@ -47,8 +47,6 @@ from torch.distributed.run import get_args_parser
 
 import dilated_attention as da
 from dilated_attention import DilatedPattern
-from dilated_attention.bench.results import load
-from dilated_attention.bench.suites import ALL
 from dilated_attention.cli import main
 from dilated_attention.cli.app import parsers
 from dilated_attention.ranks import pool
@@ -261,10 +259,3 @@ def test_the_figures_shown_are_those_that_were_measured(name: str, file: str, wo
     told = eval(f"f'''{words}'''", {**results, "results": results, "page_table": made, "median": median})
     shown = re.sub(r"<!--.*?-->", "", TEXTS[name], flags=re.DOTALL)
     assert " ".join(told.split()) in " ".join(shown.split())
-
-
-@pytest.mark.parametrize("machine", ["h200", "cpu"])
-def test_the_results_shown_are_of_all_suites(machine: str) -> None:
-    results = load(ROOT / "benchmarks/results" / machine)
-    assert results["complete"]
-    assert results["suites"] == ALL

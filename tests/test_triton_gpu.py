@@ -36,10 +36,8 @@ from tests.on_gpu import (
     free_memory,  # noqa: F401
     gradients,
     hold,
-    hold_parts,
     make_mask,
     make_qkv,
-    needs,
     normal,
     poisoned,
     same_bits,
@@ -123,26 +121,6 @@ def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- length -----------------------------------------------------------------------------------------------------
-
-LONG = {
-    "nested": (longnet([512, 1024, 2048], [1, 2, 4]), (4, 4), 64),
-    "not nested": (longnet([1024, 2048], [2, 3]), (4, 2), 64),
-    "head groups": (head_groups([256, 512, 2048], [1, 2, 4]), (6, 3), 128),
-    "torchscale": (torchscale([1024, 2048], [1, 3]), (4, 4), 64),
-    "long segments": (longnet([1024, 2048, 8192], [1, 2, 8]), (2, 2), 64),
-}
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_many_periods(name: str, is_causal: bool) -> None:
-    needs(30)
-    pattern, (heads, kv_heads), head_dim = LONG[name]
-    qkv = make_qkv(2, 2**17 + 1000, heads, head_dim, kv_heads=kv_heads, dtype=BF16)
-    dout, dlse = gradients(qkv[0])
-    got = testing.run(attend(pattern, is_causal=is_causal), qkv, dout, dlse)
-    hold_parts(got, qkv, pattern, dout, dlse, is_causal=is_causal)
 
 
 @pytest.mark.large

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention import DilatedPattern, dilated_attention, functional, testing
 from dilated_attention.backends.triton import dispatch, launch, table
@@ -280,25 +279,6 @@ def test_launches_are_prepared_once_and_kept_within_bounds(monkeypatch: pytest.M
         assert not made
     assert torch.equal(call(20), first)
     assert made
-
-
-def test_what_is_kept_is_not_taken_under_other_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is ours only because it must repeat, or no other kernel is on, is the library's again afterwards."""
-    ours, launched = launch.Launch.__call__, []
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *x: launched.append(self.found) or ours(self, *x))
-    leaves = [x.requires_grad_() for x in make(17, 1)]
-
-    def launches() -> int:
-        launched.clear()
-        dilated_attention(*leaves, ONE).sum().backward()
-        return sum(found is not None for found in launched)  # not those around the library's
-
-    assert [launches(), launches()] == [3, 3]
-    torch.use_deterministic_algorithms(False)
-    assert launches() == 0
-    with sdpa_kernel(SDPBackend.MATH):  # which is none of those that the library's way runs
-        assert launches() == 3
-    assert launches() == 0
 
 
 def test_a_backward_pass_goes_by_the_flags_of_its_own_time() -> None:
