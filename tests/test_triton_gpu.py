@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ from dilated_attention.backends.triton import fuse  # noqa: E402 -- which needs 
 class Tiles(NamedTuple):
     """What the three kernels are compiled with for one kind of call, and where: only there were they measured."""
 
-    id: str
+    name: str
     dtype: str
     head_dim: int
     is_causal: bool
@@ -70,15 +70,11 @@ FORMS = [("", False), ("", True), ("nested", False), ("nested", True), ("dense",
 
 def make_tiles() -> list[Tiles]:
     found = []
-
-    def add(name: str, dtype: str, about: tuple[int, bool, str], *rest: Any) -> None:
-        found.append(Tiles("-".join(map(str, (name, dtype, *about, *rest[2:]))), dtype, *about, *rest))
-
-    for about in itertools.product(dispatch.SMALL, (False, True), ("", "nested")):
-        for dtype in ("bf16", "fp16"):
-            add("defaults", dtype, about, tuple(dispatch.DEFAULTS[kernel, about[0]] for kernel in dispatch.KERNELS))
-        add("small", "fp16", about, (dispatch.SMALL[about[0]],) * 3)
-        add("without_tensor_cores", "fp32", about, (dispatch.WITHOUT_TENSOR_CORES[about[0]],) * 3)
+    for size, is_causal, form in itertools.product(dispatch.SMALL, (False, True), ("", "nested")):
+        about, defaults = (size, is_causal, form), tuple(dispatch.DEFAULTS[kernel, size] for kernel in dispatch.KERNELS)
+        found += [Tiles("defaults", dtype, *about, defaults) for dtype in ("bf16", "fp16")]
+        found.append(Tiles("small", "fp16", *about, (dispatch.SMALL[size],) * 3))
+        found.append(Tiles("without_tensor_cores", "fp32", *about, (dispatch.WITHOUT_TENSOR_CORES[size],) * 3))
     for (capability, measured), size, is_causal, (form, short) in itertools.product(
         dispatch.measured().items(), dispatch.SMALL, (False, True), FORMS
     ):
@@ -90,11 +86,12 @@ def make_tiles() -> list[Tiles]:
             defaults = [dispatch.DEFAULTS[kernel, size] for kernel in dispatch.KERNELS]
             chosen = tuple(TileConfig(*(x or y or z)) for x, y, z in zip(own, other, defaults, strict=True))
             for dtype, masked in (("bf16", False), ("fp16", False), ("bf16", True)):
-                add(f"measured{' short' * short}", dtype, (size, is_causal, form), chosen, capability, masked)
+                name = "measured short" if short else "measured"
+                found.append(Tiles(name, dtype, size, is_causal, form, chosen, capability, masked))
     return found
 
 
-@pytest.mark.parametrize("tiles", make_tiles(), ids=lambda tiles: tiles.id)
+@pytest.mark.parametrize("tiles", make_tiles(), ids=lambda tiles: "-".join(map(str, tiles[:5] + tiles[6:])))
 def test_every_tile(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tiles are compiled wrongly on some devices: none is picked that was not seen to be right."""
     if tiles.capability not in ("", dispatch.device_class(torch.device(DEVICE))):

@@ -121,10 +121,6 @@ def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str)
     check(86, compiled(monkeypatch, 86, kernel, 128, HALF, dispatch.DEFAULTS[kernel, 128], ZEROS, **options))
 
 
-def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, dispatch.SMALL[64], SINGLE), tensor_cores=False)
-
-
 @pytest.mark.parametrize("kernel", dispatch.KERNELS)
 def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """A kernel for each kind of call, not for each length, batch or pattern: slides are of all lengths."""
