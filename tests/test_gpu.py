@@ -6,8 +6,9 @@ is the point. What is particular to our own kernels is in test_triton_gpu.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,32 +25,83 @@ from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.pattern import RULES
 from dilated_attention.testing import Results
 from tests.on_gpu import (
-    ALL,
     BF16,
     DEVICE,
     DTYPES,
-    KERNELS,
-    ask,
     attend,
     captured,
     free_memory,  # noqa: F401
     gradients,
     hold,
-    hold_parts,
     make_mask,
     make_qkv,
-    needs,
     normal,
-    only,
     poisoned,
     same_bits,
-    without_waiting,
 )
 
 longnet, head_groups = DilatedPattern.longnet, DilatedPattern.head_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("always_nested")]
 pytest.importorskip("triton")
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+ALL = (*KERNELS, "eager")  # that are not ours
+
+
+@contextlib.contextmanager
+def only(kernel: str) -> Iterator[str]:
+    """Switches torch's other kernels off, as users do; gives the name of the backend to ask for."""
+    with sdpa_kernel([KERNELS[kernel]]) if kernel in KERNELS else contextlib.nullcontext():
+        yield "sdpa" if kernel in KERNELS else kernel
+
+
+def ask(kernel: str, backend: str, qkv: tuple[Tensor, ...], pattern: DilatedPattern, **options: Any) -> None:
+    """Skips where torch has no such kernel for the call on this device; fails if another one would run."""
+    try:
+        told = explain(*qkv, pattern, enable_gqa=True, backend=backend, **options)
+    except ValueError as reasons:
+        pytest.skip(str(reasons))
+    assert told.backend == backend
+    assert backend != "sdpa" or told.kernel.startswith(kernel), told.kernel
+
+
+def needs(gib: int) -> None:
+    if torch.cuda.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of free device memory")
+
+
+def hold_parts(
+    got: Results, qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None, **options: Any
+) -> None:
+    """The first period, one in the middle, and the last whole one with the tail: each is the same call on its own."""
+    tokens, period = dout.shape[1], max(pattern.segment_lengths)
+    last = tokens // period - 1
+    for first, end in ((0, period), (last // 3 * period, (last // 3 + 1) * period), (last * period, tokens)):
+        part = slice(first, end)
+        own = tuple(x[:, part].contiguous() for x in qkv)
+        inside = Results(*(x[:, part] for _, x in got.items()))
+        given = None if dlse is None else dlse[:, part].contiguous()
+        hold(inside, own, pattern, dout[:, part].contiguous(), given, **options)
+
+
+def without_waiting(work: Callable[[], Any]) -> None:
+    """It runs twice before: plans, kernels, tables and torch's own set-up."""
+    for _ in range(2):
+        work()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- traps ------------------------------------------------------------------------------------------------------
 
 
 def test_a_hopper_has_all_kernels() -> None:
