@@ -87,10 +87,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # a call, and why: "" where it ru
     ({"installed": False}, "triton is not installed"),
     ({"capability": (7, 5), "dtype": torch.float16, "head_dim": 256}, ""),
     ({"capability": (7, 5), "dtype": torch.float32, "head_dim": 128}, ""),
-    (
-        {"capability": (7, 5), "dtype": torch.float32, "head_dim": 129},
-        "head_dim over 128",
-    ),  # its shared memory is small
+    # the shared memory of such a device is small
+    ({"capability": (7, 5), "dtype": torch.float32, "head_dim": 129}, "head_dim over 128"),
     ({"capability": (7, 5), "dtype": torch.bfloat16}, "compute capability"),
     ({"capability": (7, 0), "dtype": torch.float16}, "compute capability"),
     ({"capability": (8, 0), "dtype": torch.bfloat16}, ""),
@@ -120,7 +118,6 @@ PREFERENCES: list[tuple[dict[str, Any], Any, bool, str]] = [  # a call, from whi
     ({"has_padding": True}, 1, True, "padding mask"),  # what the library does not take is ours
     ({"dropout_p": 0.5}, 1, True, "dropout"),
     ({"deterministic": True}, 1, True, "use_deterministic_algorithms"),
-    ({"dtype": torch.float32, "has_padding": True}, 1, True, "padding mask"),
     ({"dtype": torch.float32}, None, False, "float32"),
     (TURING, None, False, "tensor cores"),
     ({**TURING, "has_padding": True}, None, True, "padding mask"),

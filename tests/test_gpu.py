@@ -76,17 +76,15 @@ def needs(gib: int) -> None:
 
 
 def hold_parts(
-    got: Results, qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None, **options: Any
+    got: Results, qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None
 ) -> None:
     """The first period, one in the middle, and the last whole one with the tail: each is the same call on its own."""
     tokens, period = dout.shape[1], max(pattern.segment_lengths)
     last = tokens // period - 1
     for first, end in ((0, period), (last // 3 * period, (last // 3 + 1) * period), (last * period, tokens)):
-        part = slice(first, end)
-        own = tuple(x[:, part].contiguous() for x in qkv)
-        inside = Results(*(x[:, part] for _, x in got.items()))
-        given = None if dlse is None else dlse[:, part].contiguous()
-        hold(inside, own, pattern, dout[:, part].contiguous(), given, **options)
+        q, k, v, some_dout = (x[:, first:end].contiguous() for x in (*qkv, dout))
+        some_dlse = None if dlse is None else dlse[:, first:end].contiguous()
+        hold(Results(*(x[:, first:end] for _, x in got.items())), (q, k, v), pattern, some_dout, some_dlse)
 
 
 def without_waiting(work: Callable[[], Any]) -> None:
@@ -173,15 +171,8 @@ def test_rows_of_very_low_lse(kernel: str, head_dim: int, tokens: int, is_causal
 
 @pytest.mark.parametrize("head_dim", [1, 3, 256, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["auto", "sdpa"])
-def test_any_head_dim_finds_a_backend(head_dim: int, dtype: str, backend: str) -> None:
-    pattern, qkv = longnet([16, 40], [1, 3]), make_qkv(1, 40, 4, head_dim, dtype=DTYPES[dtype])
-    if backend == "sdpa":  # it need not take them all
-        try:
-            explain(*qkv, pattern, backend=backend)
-        except ValueError as reasons:
-            pytest.skip(str(reasons))
-    testing.check(qkv, pattern, backend=backend)
+def test_any_head_dim_finds_a_backend(head_dim: int, dtype: str) -> None:
+    testing.check(make_qkv(1, 40, 4, head_dim, dtype=DTYPES[dtype]), longnet([16, 40], [1, 3]))
 
 
 def test_both_devices_drop_the_same_pairs() -> None:

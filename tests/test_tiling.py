@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
@@ -24,8 +24,8 @@ from dilated_attention.backends.triton.nesting import MOST_TILES, launches
 from dilated_attention.backends.triton.table import Demand, Section, Table, make_table, table
 from dilated_attention.backends.triton.tiling import Nest, Nests, tiling
 from dilated_attention.call import Call, Heads
+from tests.drawn import few
 
-FEW = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 SEES = ("all", "earlier", "later")
 SIZES = ((3, 5), (16, 2), (1, 8), (64, 32))
 
@@ -152,7 +152,7 @@ def drawn(pick: random.Random) -> tuple[Numbers, Numbers]:
     return tuple(itertools.accumulate(factors, lambda x, y: x * y, initial=first)), rates
 
 
-@FEW
+@few(150)
 @given(st.integers(0, 2**32 - 1))
 def test_any_table(seed: int) -> None:
     """A seed is drawn and the rest follows evenly, so that few numbers are 1."""

@@ -343,27 +343,6 @@ def test_a_captured_graph_follows_the_positions(masked: bool) -> None:
 # --- the fused merge --------------------------------------------------------------------------------------------
 
 
-def test_many_fused_rows() -> None:
-    """As many programs as fill the device many times; the same bits again, whatever the threads do."""
-    out, lse = normal(3, 10_000, 12, 64)[:, 1::2, ::2], (3 * normal(3, 10_000, 12))[:, 1::2, ::2]
-    part, part_lse = normal(3, 6, 5000, 64, dtype=BF16).transpose(1, 2), 3 * normal(3, 5000, 6)
-    part_lse[:, ::7] = lse[:, ::5] = -torch.inf
-    exact, exact_lse = out.double(), lse.double()
-    exact[:, ::5] = 0
-    clean = part.double().masked_fill(part_lse.unsqueeze(-1) == -torch.inf, 0)
-    merge.merge_(exact, exact_lse, clean, part_lse.double())
-    some = exact_lse != -torch.inf
-    results = []
-    for _ in range(20):
-        got, got_lse = (torch.empty_strided(x.shape, x.stride(), device=DEVICE).copy_(x) for x in (out, lse))
-        fuse.merge_(got, got_lse, part, part_lse, first=False)
-        fuse.put_(got, part, add=True)
-        results.append((got[some], got_lse))
-    torch.testing.assert_close(results[0][0], (exact.float() + part.float())[some], rtol=2e-6, atol=4e-6)
-    torch.testing.assert_close(results[0][1].double(), exact_lse, rtol=1e-6, atol=2e-6)
-    assert all(torch.equal(x, y) for again in results[1:] for x, y in zip(again, results[0], strict=True))
-
-
 @pytest.mark.parametrize("rows", [3, 40_000])
 def test_fused_rows_far_apart(rows: int) -> None:
     """Few rows far apart, where the offsets within a block pass 2^31, and many, where only those between blocks do."""
