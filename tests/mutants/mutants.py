@@ -31,9 +31,8 @@ def table(*paths: str) -> str:
     return f"tests/test_cases.py@{','.join(paths)}"
 
 
-# Tests that may notice a fault in a source file: the longest prefix of its path counts. The first runs by itself, then
-# the others together. What follows "interpreted:" runs in Triton's interpreter; what follows "@" are paths of the table
-# of cases.
+# Tests that may notice a fault in a source file: the longest prefix of its path counts. They run one by one. What
+# follows "interpreted:" runs in Triton's interpreter; what follows "@" are paths of the table of cases.
 THREADS = (table("threads", "packed_threads"), "tests/test_exchange.py")
 RANKS = (table("ranks"), "tests/distributed", "tests/nn/test_ring.py", "tests/nn/test_mesh.py")
 TESTS: dict[str, tuple[str, ...]] = {
