@@ -148,11 +148,8 @@ def test_nothing_holds_on_to_a_cache() -> None:
 
 @torch.no_grad()
 def test_a_cache_of_another_model_is_refused() -> None:
-    for cached, says in (
-        (config_of(pattern=OTHER), r"has DilatedPattern.longnet\(.*that of the DilatedCache DilatedPattern.head_gr"),
-        (config_of(num_hidden_layers=1), "is for 1 layers, and the model has at least 2"),
-    ):
-        refused(model_of(), says, past_key_values=DilatedCache(cached))
+    says = r"has DilatedPattern.longnet\(.*that of the DilatedCache DilatedPattern.head_gr"
+    refused(model_of(), says, past_key_values=DilatedCache(config_of(pattern=OTHER)))
 
 
 def test_what_is_refused() -> None:
@@ -165,8 +162,6 @@ def test_what_is_refused() -> None:
         model(tokens(), past_key_values=cache)
         with pytest.raises(RuntimeError, match='attn_implementation="dilated" only'):
             model(tokens()[:, :1], past_key_values=cache)
-    with pytest.raises(ValueError, match="cannot be offloaded"):
-        cache.layers[0].offload()
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -174,9 +169,8 @@ def test_what_is_refused() -> None:
 def test_another_number_of_samples_is_refused(count: int) -> None:
     """Before anything happens: the cache goes on."""
     pair = Pair(input_ids=tokens())
-    for samples in (1, 2, 4):
-        says = f"holds 3 samples, and this call has {samples}: make a new cache"
-        refused(pair.model, says, input_ids=more(samples, count), past_key_values=pair.caches[1])
+    says = "holds 3 samples, and this call has 1: make a new cache"
+    refused(pair.model, says, input_ids=more(1, count), past_key_values=pair.caches[1])
     pair.run(more(3, count))
 
 
@@ -184,7 +178,7 @@ LEFT, ONES = batch("left")["attention_mask"], torch.ones(3, 20)
 
 
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize(("then", "now"), [(LEFT, None), (LEFT, ONES), (None, LEFT), (ONES, LEFT)])
+@pytest.mark.parametrize(("then", "now"), [(LEFT, None), (ONES, LEFT)])
 @torch.no_grad()
 def test_another_mask_of_earlier_tokens_is_refused(then: Any, now: Any, count: int) -> None:
     cache = DilatedCache(model_of().config)

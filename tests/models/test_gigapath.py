@@ -73,7 +73,7 @@ def test_stamp(hub: list[Any], tmp_path: Path) -> None:
     close(found[2], wanted(tiles.float(), coords.float())[0])
     with pytest.raises(TypeError, match="float16"):
         wanted(tiles, coords)
-    with pytest.raises(ValueError, match="finite"), pytest.warns(DilatedAttentionWarning):
+    with pytest.raises(ValueError, match="beyond the grid"), pytest.warns(DilatedAttentionWarning):
         model(tiles, torch.full((1, 20, 2), 70000.0).half())
 
 
@@ -119,11 +119,7 @@ def test_a_hub_id_is_asking_for_a_download_and_nothing_else_is(
     made: Any = functools.partial(create_model, model_arch=ARCH, in_chans=24, **SMALL)
     load: Any = functools.partial(SlideEncoder.from_pretrained, global_pool=False, num_heads=4)
     load("prov-gigapath/prov-gigapath")
-    for make, name in (
-        (made, "prov-gigapath/prov-gigapath"),
-        (made, "slide_encoder.pth"),
-        (load, "cache/slide_encodr"),
-    ):
+    for make, name in ((made, "slide_encoder.pth"), (load, "cache/slide_encodr")):
         with pytest.raises(ValueError, match=f"no weights at '{name}'"):
             make(name)
     assert len(hub) == 1

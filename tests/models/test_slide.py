@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import doctest
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -83,33 +82,21 @@ def test_weights_load_from_a_file(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(model.double()(data["x"], data["coords"])[0], data["pooled"], **CLOSE)
 
 
-FC1 = "encoder.layers.0.ffn.fc1.weight"
-LONG = "n" * 100_000
-with warnings.catch_warnings(action="ignore"):  # torch's, of quantized tensors
-    QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
 BAD: dict[str, Any] = {  # None: left out
     'Missing .* "norm.bias"': {"norm.bias": None},
     'Unexpected .* "decoder.bias"': {"decoder.bias": torch.ones(1)},
     r"size mismatch for norm.bias: .*\[3\].*\[32\]": {"norm.bias": torch.ones(3)},
-    "fc1.weight is missing": {FC1: None},
+    "fc1.weight is missing": {"encoder.layers.0.ffn.fc1.weight": None},
     r"proj.weight is \(2, 3, 4, 4\)": {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)},
     r"proj.weight is \(0, 6\), and must be a matrix": {"patch_embed.proj.weight": torch.ones(0, 6)},
     'Missing .* "encoder.layers.2.': {f"encoder.layers.{10**12}.b": torch.ones(1)},
-    "Unexpected .* ...$": {LONG: torch.ones(1)},
-    f"plain tensors of numbers: {LONG[:80]}$": {LONG: torch.ones(2).to_sparse()},
-    "plain tensors of numbers: a": {"a": QUANTIZED},
-    "plain tensors of numbers: b": {"b": torch.ones(2, device="meta")},
-    "plain tensors of numbers: c": {"c": torch.ones(2, dtype=torch.complex64)},
-    f"plain tensors of numbers: {FC1}": {FC1: torch.ones(1).expand(10**6, 10**6)},
-    "plain tensors of numbers: 3": {3: torch.ones(1)},
+    "Unexpected .* ...$": {"n" * 100_000: torch.ones(1)},
     "more in it than tensors": {"norm.bias": Path("x")},
 }
 
 
 @pytest.mark.parametrize("said", [*BAD, "not a state dict"])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized tensors
 def test_weights_that_do_not_fit_are_refused(said: str, tmp_path: Path) -> None:
-    """Before anything of their size is made."""
     state: dict[str, Any] = golden("gigapath_tiny_50")[1] | BAD[said] if said in BAD else {"epoch": 3}
     kept = {key: x for key, x in state.items() if x is not None}
     torch.save({"model": kept}, tmp_path / "slide_encoder.pth")

@@ -106,48 +106,8 @@ def test_pictures_of_others_are_not_replaced(encoded: Encoded, tmp_path: Path) -
         slide(tmp_path, name)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/one.png").write_bytes(b"a photograph")
-    for maps in (True, False, True):  # with the result of a run without maps beside it, too
-        outcome = encoded(maps)
-        assert [path.stem for path in outcome.failed] == (["one"] if maps else [])
-        assert (tmp_path / "out/one.png").read_bytes() == b"a photograph"
+    assert [path.stem for path in encoded(maps=True).failed] == ["one"]
+    assert (tmp_path / "out/one.png").read_bytes() == b"a photograph"
     (tmp_path / "out/one.png").unlink()
     for maps in (True, False, True):  # our own may be
         assert encoded(maps, key=f"{maps}").failed == {}
-
-
-def test_pictures_that_were_not_finished_are_ours(
-    encoded: Encoded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slide(tmp_path, "one")
-    write = encode.charts.write
-
-    def stopped(file: Path, content: bytes) -> None:
-        if file.suffix == ".html":
-            raise KeyboardInterrupt
-        write(file, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encode.charts, "write", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            encoded(maps=True)
-    assert len(encoded(maps=True).encoded) == 1
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: h5py.File(file, "r+").__delitem__("features")])
-def test_a_result_that_is_gone_when_the_table_is_written(
-    encoded: Encoded, tmp_path: Path, damage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("one", "two"):
-        slide(tmp_path, name)
-    write_table = encode.write_table
-
-    def later(*given: Any) -> int:
-        damage(tmp_path / "out/one.h5")
-        return write_table(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encode, "write_table", later)
-        (reason,) = encoded().failed.values()
-    assert "one.h5 was removed or replaced before " in reason
-    assert [row[0] for row in rows(tmp_path)] == ["two"]
-    assert [one.name for one in encoded().encoded] == ["one"], "it is made again"

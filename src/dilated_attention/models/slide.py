@@ -236,28 +236,24 @@ class SlideEncoder(nn.Module):
         self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Over
     ) -> tuple[Tensor, Tensor]:
         """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
-        if not isinstance(tiles, Tensor) or not isinstance(coords, Tensor):
-            raise TypeError(f"tiles and coords must be tensors, got {type(tiles).__name__}, {type(coords).__name__}")
         tiles, in_chans = tiles.unsqueeze(0) if tiles.dim() == 2 else tiles, self.patch_embed.proj.in_features
         if tiles.dim() != 3 or tiles.shape[-1] != in_chans:
             wanted = f"(slides, tiles, {in_chans})"
             raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
-        shape = slides, length = tuple(tiles.shape[:2])
-        if coords.shape not in ((length, 2), (*shape, 2)):
+        slides, length, _ = tiles.shape
+        if coords.shape not in ((length, 2), (slides, length, 2)):
             wanted = f"({slides}, {length}, 2) or ({length}, 2)"
             raise ValueError(f"coords must be {wanted} like the tiles, x and y of each, got {tuple(coords.shape)}")
         is_empty = not length
         if padding_mask is not None:
             if group is not None:
                 raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
-            dtype, size = (getattr(padding_mask, name, None) for name in ("dtype", "shape"))
-            if (dtype, size) != (torch.bool, shape):
-                raise ValueError(f"padding_mask must be bool (True = no tile) of shape {shape}, got {dtype} of {size}")
+            if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
+                got = f"{padding_mask.dtype} of {tuple(padding_mask.shape)}"
+                raise ValueError(f"padding_mask must be bool (True = no tile) of {slides, length}, got {got}")
             is_empty = bool(padding_mask.all(1).any())
-        if is_empty and group is None:
-            raise ValueError("a slide has no tiles: leave it out")
-        if is_empty and Sequences(group=group).firsts:  # only that of rank 0 says that the slide has none
-            raise ValueError("rank 0 has no tiles: give it the first tiles, and leave out a slide without tiles")
+        if is_empty and Sequences(group=group).firsts:  # over a group, only rank 0 must have some
+            raise ValueError("a slide has no tiles, or those of rank 0: give it the first ones, or leave the slide out")
         return tiles, coords.expand(slides, length, 2)
 
     def _embedded(
@@ -319,8 +315,6 @@ def sizes_of(state: weights.State, said: str) -> dict[str, Any]:
     """Width, depth and in_chans of the weights of a slide encoder."""
     embed_dim, in_chans = weights.matrix(state, "patch_embed.proj.weight", said)
     inner, _ = weights.matrix(state, "encoder.layers.0.ffn.fc1.weight", said)
-    mlp_ratio = inner / embed_dim
-    if int(embed_dim * mlp_ratio) < inner:  # rounded down
-        mlp_ratio = math.nextafter(mlp_ratio, math.inf)
+    mlp_ratio = (inner + 0.5) / embed_dim  # the product with embed_dim will be rounded down
     depth = weights.depth(state, "encoder.layers.")
     return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": depth, "mlp_ratio": mlp_ratio}

@@ -51,10 +51,7 @@ class DilatedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        if key_states.shape != value_states.shape:
-            raise ValueError("keys and values must have one shape for dilated attention")
-        like = key_states[:, :, :0].transpose(1, 2)
-        self.kept = KVCache(self.pattern, like, tokens=1)
+        self.kept = KVCache(self.pattern, key_states[:, :, :0].transpose(1, 2), tokens=1)
         self.is_initialized = True
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -158,9 +155,6 @@ class DilatedLayer(CacheLayerMixin):
             self.last = self.last._replace(real=self.last.real[:, :tokens_to_remove], is_kept=False)
             self.length += tokens_to_remove
 
-    def offload(self) -> None:
-        raise ValueError("DilatedCache cannot be offloaded: it is small, so leave it on its device")
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.kept is not None:
             self.batch_select_indices(torch.arange(len(self.kept.like)).repeat_interleave(repeats))
@@ -173,16 +167,6 @@ class DilatedLayer(CacheLayerMixin):
                 self.last = Chunk(last.kv.index_select(1, indices), last.real[indices], last.at[indices], last.is_kept)
 
     reorder_cache = batch_select_indices
-
-
-def check_layers(cache: Cache, layers: int) -> None:
-    """Raise if a call stopped between two layers: some hold its tokens, and others do not. Not in compiled code."""
-    held = set() if torch.compiler.is_compiling() else {int(cache.get_seq_length(layer)) for layer in range(layers)}
-    if len(held) > 1:
-        raise ValueError(
-            f"the layers of the cache hold from {min(held)} to {max(held)} tokens: an earlier call stopped between two "
-            "layers; make a new cache, or call its reset()"
-        )
 
 
 class DilatedCache(Cache):
@@ -211,14 +195,6 @@ class DilatedCache(Cache):
     def __init__(self, config: Any) -> None:
         config = config.get_text_config(decoder=True)
         super().__init__(layers=[DilatedLayer(pattern) for pattern in patterns_of(config)])
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"this DilatedCache is for {len(self.layers)} layers, and the model has at least {layer_idx + 1}: make "
-                "the cache with DilatedCache(model.config)"
-            )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:

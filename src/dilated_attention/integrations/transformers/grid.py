@@ -119,12 +119,7 @@ def grid_mask(
         # a copy: the cache counts on in this very tensor before the first layer attends
         q_offset = q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(())
     if attention_mask is not None:
-        width = attention_mask.shape[1] if attention_mask.dim() == 2 else 0
-        if attention_mask.shape != (batch_size, width):
-            raise ValueError(
-                f"attention_mask must be (batch, tokens), and the batch has {batch_size}, got "
-                f"{tuple(attention_mask.shape)}"
-            )
+        width = attention_mask.shape[1]
         # a compiler cannot know where the queries of a static cache begin, nor whether anything is padding
         is_known = not torch.compiler.is_compiling()
         if is_known or not isinstance(q_offset, Tensor):

@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple
 from dilated_attention.checks import warn
 from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
-from dilated_attention.integrations.transformers.cache import DilatedCache, check_layers
+from dilated_attention.integrations.transformers.cache import DilatedCache
 from dilated_attention.integrations.transformers.config import set_pattern
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask
 from dilated_attention.models.lm import LongNetLM
@@ -198,8 +198,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             tokens = self._tokens(input_ids, inputs_embeds)
             position_ids, grid = self._grid(tokens, attention_mask, position_ids, cache, kwargs)
-            if cache is not None:
-                check_layers(cache, self.config.num_hidden_layers)
             if isinstance(cache, DilatedCache):
                 cache.layers[0].check_past(grid, len(tokens))
         positions = grid.positions(len(tokens), tokens.device) if position_ids is None else position_ids
@@ -238,15 +236,13 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if options.get("output_hidden_states") is None:
             options["output_hidden_states"] = self.config.output_hidden_states
         samples, n = tokens.shape[:2]
-        if positions is not None:
-            positions = positions.unsqueeze(0) if positions.dim() == 1 else positions
-            if positions.shape not in ((1, n), (samples, n)):
-                raise ValueError(f"position_ids must be (batch, tokens) = {samples, n}, got {tuple(positions.shape)}")
+        if positions is not None and positions.dim() == 1:
+            positions = positions.unsqueeze(0)
         made = create_causal_mask(
             config=self.config, inputs_embeds=torch.empty(samples, n, 0, device=tokens.device), attention_mask=mask,
             past_key_values=cache, position_ids=positions,
         )  # fmt: skip
-        return positions, attention.read_grid(made, samples, n, options, cache is not None, refused=REFUSED)
+        return positions, attention.read_grid(made, samples, n, options, cache is not None, REFUSED)
 
     def _loss(self, states: Tensor, labels: Any, shift_labels: Any, grid: Grid, items: Any) -> Any:
         """The mean over the labels, or their part of that over ``items``: a trainer counts those of a larger batch."""
@@ -274,11 +270,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             return ids
         if embedded is None or ids is not None:
             raise ValueError("give either input_ids or inputs_embeds")
-        if embedded.shape[2:] != (self.config.hidden_size,) or not embedded.is_floating_point():
-            raise ValueError(
-                f"inputs_embeds must be (batch, tokens, {self.config.hidden_size}) of floating-point numbers, got "
-                f"{tuple(embedded.shape)} of {embedded.dtype}"
-            )
         return embedded * self.lm.scale
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
