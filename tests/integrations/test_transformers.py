@@ -224,13 +224,13 @@ EACH = "has 20 tokens, cached and new, and attention_mask .* has 25: give attent
         ({"is_causal": False}, "is for causal decoders"),
         ({"indices": torch.zeros(3, 20, 4)}, "sparse attention by an indexer"),
         ({"attention_mask": torch.ones(3, 1, 20, 20, dtype=torch.bool)}, OWN),
-        ({**packed(), "cu_seq_lens_q": ENDS, "use_cache": True}, "without a cache: leave attention_mask out, and pass"),
+        ({**packed(), "cu_seq_lens_q": ENDS, "use_cache": True}, "leave attention_mask out, and pass use_cache=False"),
         ({**packed(), "use_cache": True}, "must grow by 1"),
         ({**packed(), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}, "must grow by 1"),
         ({"position_ids": torch.tensor([[*range(10), *range(15, 25)]]), **NO_CACHE}, "must begin at 0 in each packed"),
         ({"position_ids": ODD, "use_cache": True}, "must grow by 1"),
         ({"cu_seq_lens_q": torch.tensor([0, 60]), **NO_CACHE}, "one row of packed tokens"),
-        ({**packed(), "position_ids": torch.arange(40)[None], "cu_seq_lens_q": ENDS}, "as one; without documents"),
+        ({**packed(), "position_ids": torch.arange(40)[None], "cu_seq_lens_q": ENDS}, "pass them with cu_seq_lens_q"),
         ({**packed(), "cu_seq_lens_q": ENDS[[0, 1, 3]]}, "must begin at 0 in each packed document"),
         ({**packed(), "cu_seq_lens_q": ENDS + ENDS // 40}, "end with 40, the number of tokens"),
         ({"attention_mask": MASK[:, :19]}, "19 columns, and there are 0 tokens in the cache and 20 new ones"),
@@ -310,7 +310,7 @@ def test_checkpointing_that_leaves_a_filled_cache_out_is_refused() -> None:
     cache = cache_of(DynamicCache, model)
     model(tokens()[:, :5], past_key_values=cache)
     model.gradient_checkpointing_enable()
-    refused(model, "checkpointing left the cache out", input_ids=tokens()[:, 5:], past_key_values=cache)
+    refused(model, "with gradient checkpointing, train without one", input_ids=tokens()[:, 5:], past_key_values=cache)
 
 
 def test_a_config_without_a_pattern_or_with_too_many() -> None:

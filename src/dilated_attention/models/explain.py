@@ -23,8 +23,7 @@ Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
 class AttentionMap(NamedTuple):
     """Attention weights of one query, which sum to 1; all are 0 in a head in which no branch has the query.
 
-    The leading dimensions (...) are (layers, heads). A call that chose one layer leaves out the first, and a call that
-    chose one head the second.
+    The leading dimensions (...) are (layers, heads), without that of which a call chose one.
 
     Args:
         tiles: the weight of each tile, (..., L).

@@ -102,10 +102,7 @@ def plain(value: Any) -> Any:
 
 def _sides(tile_size: TileSize, slides: int) -> Tensor:
     wanted = f"tile_size must be a number of pixels above 0, or one for each of {slides} slides, got {tile_size!r}"
-    try:
-        sides = torch.as_tensor(tile_size, dtype=torch.float64, device="cpu").reshape(-1)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch tells of a wrong kind by each of these
-        raise TypeError(wanted) from error
+    sides = torch.as_tensor(tile_size, dtype=torch.float64, device="cpu").reshape(-1)
     if len(sides) not in (1, slides) or not bool(((sides > 0) & sides.isfinite()).all()):
         raise ValueError(wanted)
     return sides.expand(slides)

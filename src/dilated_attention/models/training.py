@@ -40,10 +40,7 @@ def together(
 class Log:
     """Writes the log of a training, on the first rank alone: a file of JSON lines, and a live line in the terminal.
 
-    Args:
-        file: gets the JSON lines. Lines of steps after ``step`` are removed, as these steps are run again.
-        steps: the number of steps in the whole training.
-        step: the last step that is done.
+    Lines of steps after ``step``, the last that is done, are removed: these steps are run again.
     """
 
     def __init__(self, file: Path, steps: int, step: int) -> None:
@@ -89,11 +86,8 @@ class Checkpoints:
     """The checkpoints in a folder: a file each, whole or not there, refused by another training.
 
     It holds numbers, text and plain tensors, so it is read without running any code in it, on any number of ranks, and
-    by ``torch.load(file, weights_only=True)``.
-
-    Args:
-        folder: where they are. The two newest are kept.
-        facts: describe the training, in types that JSON can store. A checkpoint saved with other facts is refused.
+    by ``torch.load(file, weights_only=True)``. The two newest are kept. ``facts`` describe the training, in types that
+    JSON can store: a checkpoint saved with others is refused.
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Feature files of slides, as TRIDENT, GigaPath and STAMP write them, and the files with results.
 
 A feature file is HDF5 with `features` or `feats`, (L, C) or (1, L, C), and `coords`, (L, 2). What its coordinates mean
-is in attributes: TRIDENT's are pixels of level 0 and `coords` has `patch_size_level0`; STAMP's are µm and the file has
-`tile_size_um` and `tile_size_px`; GigaPath's are pixels and say no more.
+is in attributes, which docs/slides.md lists.
 
 Legend: L tiles of C channels.
 """

@@ -32,14 +32,10 @@ REFUSED = {
     "indices": "sparse attention by an indexer",
     "block_indices": "sparse attention by an indexer",
 }
-JUMPS = (
-    "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass those that go with "
-    "cu_seq_lens_q, as a model without them numbers all documents as one; without documents, leave position_ids out"
-)
+JUMPS = "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass them with cu_seq_lens_q"
 BREAKS = (
-    "position_ids must grow by 1 from token to token, and go on after those in the cache; those of packed documents "
-    "may begin again at 0, but only without attention_mask and without a cache (use_cache=False). If there is a cache, "
-    "make a new one or call its reset(): it may hold some of these tokens already"
+    "position_ids must grow by 1 from token to token, and go on after those in the cache, which may hold some of these "
+    "tokens already; packed documents may begin again at 0 only without attention_mask and with use_cache=False"
 )
 
 
@@ -89,8 +85,7 @@ def read_grid(
         return mask
     if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
         raise ValueError(
-            "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
-            "out, and pass use_cache=False"
+            "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
         )
     return Grid(tokens, tokens, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
 
@@ -115,8 +110,8 @@ def attend(
     if keys != grid.keys:
         raise ValueError(
             f"a layer has {keys} tokens, cached and new, and attention_mask or the first layer has {grid.keys}: give "
-            "attention_mask one column per token; if an earlier call stopped between two layers, or gradient "
-            "checkpointing left the cache out, make a new cache or call its reset(), and train without one"
+            "attention_mask one column per token; if an earlier call was interrupted, make a new cache; with gradient "
+            "checkpointing, train without one"
         )
     if padding := grid.padding:
         order = padding.order if kept is None else padding.query_order  # a DilatedCache is given the new tokens alone
@@ -124,8 +119,7 @@ def attend(
     if kept is not None:
         if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
             raise ValueError(
-                f"a layer of the model has {pattern}, and that of the DilatedCache {kept.pattern}: make the cache with "
-                "DilatedCache(model.config)"
+                f"a layer has {pattern}, and that of the cache {kept.pattern}: make it with DilatedCache(model.config)"
             )
         if dropout_p:
             raise ValueError("DilatedCache does not support dropout: call model.eval()")
@@ -191,7 +185,6 @@ def _check_shard(positions: Tensor, group: Any) -> None:
     if (positions != wanted).any() or not rank * tokens <= first <= rank * (tokens + 1):
         with functional.telling(group, positions):
             raise ValueError(
-                f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards "
-                "must be contiguous and in the order of the ranks; pass local_positions(N, group)[None], and turn off "
-                "load balancers that reorder tokens"
+                f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: pass "
+                "local_positions(N, group)[None], and turn off load balancers that reorder tokens"
             )

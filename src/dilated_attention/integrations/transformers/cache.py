@@ -61,8 +61,7 @@ class DilatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.waiting:
             raise RuntimeError(
-                "DilatedCache got new tokens before attention ran on the last ones: it works with "
-                'attn_implementation="dilated" only; after an error in a forward pass, call reset()'
+                'DilatedCache works with attn_implementation="dilated" only; after an error in a call, call reset()'
             )
         self.check_samples(len(key_states))
         self.waiting = key_states.shape[2]
@@ -72,17 +71,11 @@ class DilatedLayer(CacheLayerMixin):
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of new tokens, real ones first. The rows of the previous chunk are kept: it cannot be cropped now.
-
-        The new chunk is then the last one. Its rows are kept at the next call, or at once if it is one token.
-        """
+        """(out, lse) of new tokens, real ones first. They are the last chunk now, and that before them is kept."""
         assert self.kept is not None
         samples, n = q.shape[:2]
         if self.waiting != n:
-            raise RuntimeError(
-                "DilatedCache was asked more than once for attention on the same tokens, as by a model with two "
-                "attentions in a layer: use another cache, such as DynamicCache"
-            )
+            raise RuntimeError("DilatedCache takes no model with two attentions in a layer: use DynamicCache")
         self.waiting = 0
         if self.last is not None and not self.last.is_kept:
             self.kept.keep(self.last.kv[0], self.last.kv[1], self.last.at, self.last.real.sum(1))
@@ -101,26 +94,19 @@ class DilatedLayer(CacheLayerMixin):
         """Raise if there are others than before: one would get the rows of another."""
         held = samples if self.kept is None else len(self.kept.like)
         if held != samples:
-            raise ValueError(
-                f"this DilatedCache holds {held} samples, and this call has {samples}: make a new cache, or choose "
-                "samples with batch_select_indices()"
-            )
+            raise ValueError(f"this DilatedCache holds {held} samples, and this call has {samples}: make a new cache")
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def check_past(self, grid: Grid, samples: int) -> None:
-        """Raise unless attention_mask has as many real tokens before the new ones as were kept, of each sample.
-
-        One layer does it. Where nothing was ever padding, the host need not wait.
-        """
+        """Raise unless attention_mask has as many real tokens before the new ones as were kept, of each sample."""
         self.check_samples(samples)
         last = self.last
         if last is None or not (self.is_padded or grid.padding is not None):
             return
         if bool((last.at + last.real.sum(1) != grid.first(last.at.device)).any()):
             raise ValueError(
-                "attention_mask has other real tokens before this call than DilatedCache kept: pass a mask with the "
-                "columns of all earlier calls, the same as then, or none if none of them had one; for another mask "
-                "make a new cache, or call reset()"
+                "attention_mask has other real tokens before this call than DilatedCache kept: pass the columns of all "
+                "earlier calls as they were, or none if none had any; for another mask, make a new cache"
             )
 
     @property
@@ -147,10 +133,7 @@ class DilatedLayer(CacheLayerMixin):
             raise ValueError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
         held = 0 if self.last is None else self.last.real.shape[1]
         if -tokens_to_remove > held:
-            raise ValueError(
-                f"DilatedCache can forget {held} tokens, those of the last chunk, and was asked to forget "
-                f"{-tokens_to_remove}: older rows were dropped already; call reset() and start again"
-            )
+            raise ValueError(f"DilatedCache can forget the last {held} tokens, and not {-tokens_to_remove}")
         if tokens_to_remove and self.last is not None:
             self.last = self.last._replace(real=self.last.real[:, :tokens_to_remove], is_kept=False)
             self.length += tokens_to_remove
@@ -170,15 +153,10 @@ class DilatedLayer(CacheLayerMixin):
 
 
 class DilatedCache(Cache):
-    """A cache that keeps only the key and value rows that later tokens can see.
+    """A cache that keeps only the key and value rows that later tokens can see, and the last chunk.
 
-    It stops growing once the sequence is as long as the longest segment. It then holds segment length / rate rows per
-    branch and key/value head, and the last chunk.
-
-    Give it as ``past_key_values=`` to a model with ``attn_implementation="dilated"``, or to its ``generate()``.
-
-    Args:
-        config: of the model, with its pattern: see `set_pattern`.
+    It stops growing once the sequence is as long as the longest segment. Give it as ``past_key_values=`` to a model
+    with ``attn_implementation="dilated"``, or to its ``generate()``. ``config`` is that of the model.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig

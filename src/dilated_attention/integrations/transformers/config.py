@@ -44,7 +44,7 @@ def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
     if given is None:
         raise ValueError(f"the config has no {FIELD}: call set_pattern(config, pattern) before the model is made")
     read, layers = read_pattern(given), config.num_hidden_layers
-    patterns = (read,) * layers if isinstance(read, DilatedPattern) else read
+    patterns: tuple[DilatedPattern, ...] = (read,) * layers if isinstance(read, DilatedPattern) else read
     if len(patterns) != layers:
         has = f"{FIELD} has {len(patterns)} patterns, and the model {layers} layers"
         raise ValueError(f"{has}: give one, or one per layer")

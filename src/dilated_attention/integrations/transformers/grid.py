@@ -102,8 +102,8 @@ def grid_mask(
         check_model(config)
     if local_size is not None:
         raise ValueError(
-            "dilated attention cannot honour sliding-window or chunked layers: its pattern says who sees whom; in the "
-            "config of Mistral or Qwen, set sliding_window=None, or layer_types to 'full_attention'"
+            "dilated attention cannot honour sliding-window or chunked layers: in the config of Mistral or Qwen, set "
+            "sliding_window=None, or layer_types to 'full_attention'"
         )
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
@@ -125,10 +125,8 @@ def grid_mask(
         if is_known or not isinstance(q_offset, Tensor):
             end = int(q_offset) + q_length
             if width < end or width > kv_length == end:  # that of a static cache, which has more room, may be longer
-                raise ValueError(
-                    f"attention_mask has {width} columns, and there are {end - q_length} tokens in the cache and "
-                    f"{q_length} new ones: it must have a column for each"
-                )
+                there = f"there are {end - q_length} tokens in the cache and {q_length} new ones"
+                raise ValueError(f"attention_mask has {width} columns, and {there}: it must have a column for each")
         mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - width))).bool()
         if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet
             column = torch.arange(kv_length, device=mask.device)

@@ -52,8 +52,8 @@ NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) i
 class LongNetConfig(PreTrainedConfig):
     """The config of LongNetForCausalLM: that of `LMConfig`, under the names that transformers has.
 
-    hidden_act is its ffn ("gelu" or "swiglu"), intermediate_size its ffn_dim, and tie_word_embeddings its tied. Set
-    dilated_pattern with `set_pattern`; by default it is the LongNet paper's, with segments from 2048 to 32768.
+    hidden_act is its ffn, intermediate_size its ffn_dim, and tie_word_embeddings its tied. Set dilated_pattern with
+    `set_pattern`; by default it is the LongNet paper's.
     """
 
     model_type = "longnet"
@@ -193,9 +193,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         with telling(group, input_ids):
             cache = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
-                raise ValueError(
-                    "over a group, pass shift_labels: labels are shifted before a sequence is cut into shards"
-                )
+                raise ValueError("over a group, pass shift_labels: labels are shifted before a sequence is cut")
             tokens = self._tokens(input_ids, inputs_embeds)
             position_ids, grid = self._grid(tokens, attention_mask, position_ids, cache, kwargs)
             if isinstance(cache, DilatedCache):
@@ -261,16 +259,14 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         """As the plain model takes them."""
-        if ids is not None and embedded is None:
-            if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-                raise ValueError(
-                    "input_ids must be (batch, tokens) of int64 or int32: use input_ids[None] for one row and "
-                    f"input_ids.long() for another dtype, got {tuple(ids.shape)} of {ids.dtype}"
-                )
-            return ids
-        if embedded is None or ids is not None:
+        if embedded is not None and ids is None:
+            return embedded * self.lm.scale
+        if embedded is not None or ids is None:
             raise ValueError("give either input_ids or inputs_embeds")
-        return embedded * self.lm.scale
+        if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            wanted = "(batch, tokens) of int64 or int32"
+            raise ValueError(f"input_ids must be {wanted}, got {tuple(ids.shape)} of {ids.dtype}")
+        return ids
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         if written(self.lm.config.pattern) != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
