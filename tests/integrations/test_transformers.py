@@ -131,8 +131,8 @@ def greedy(name: str, **more: Any) -> list[list[int]]:
     ("name", "cache", "beams"),
     [
         *itertools.product(("llama", "longnet"), OPTIONS, [{}]),
-        *(("gpt2", "dilated", {}), ("qwen3", "dilated", {}), ("mistral", "dynamic", {})),
-        *(("llama", cache, {"num_beams": 3, "max_new_tokens": 12}) for cache in ("dynamic", "dilated", "static")),
+        *(("gpt2", "dilated", {}), ("mistral", "dynamic", {})),
+        *(("llama", cache, {"num_beams": 3, "max_new_tokens": 12}) for cache in ("dilated", "static")),
     ],
 )
 def test_left_padded_prompts_go_on_as_each_alone(name: str, cache: str, beams: dict[str, int]) -> None:
@@ -201,7 +201,6 @@ def test_compiled_generation() -> None:
     ("name", "changes", "says"),
     [
         ("mistral", {"sliding_window": 4}, "sliding-window or chunked layers"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "sliding-window"),
         ("llama", {"is_causal": False}, "bidirectional"),
     ],
 )

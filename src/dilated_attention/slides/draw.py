@@ -72,10 +72,8 @@ def beside(
     model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor, thumbnails: Path | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Arrays for the .h5 file, weights of the class token and coordinates; and the page and the picture beside it."""
-    maps = collect(
-        model, tiles.to(model.cls_token.device), coords, tile_size=slide.tile_size, name=slide.name,
-        thumbnail=None if thumbnails is None else thumbnail_of(slide, thumbnails),
-    )  # fmt: skip
+    thumbnail = None if thumbnails is None else thumbnail_of(slide, thumbnails)
+    maps = collect(model, tiles.to(model.cls_token.device), coords, slide.name, slide.tile_size, thumbnail)
     parts = {
         "attention": maps.weights[0], "attention_cls": maps.cls_share[0], "attention_zeros": maps.zero_share[0],
         "coords": coords,

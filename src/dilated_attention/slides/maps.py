@@ -73,12 +73,7 @@ def spread(model: SlideEncoder, tiles: int, most: int = 16) -> tuple[Query, ...]
 
 @torch.no_grad()
 def collect(
-    model: SlideEncoder,
-    tiles: Tensor,
-    coords: Tensor,
-    name: str,
-    tile_size: float,
-    thumbnail: Thumbnail | None = None,
+    model: SlideEncoder, tiles: Tensor, coords: Tensor, name: str, tile_size: float, thumbnail: Thumbnail | None = None
 ) -> Maps:
     """The attention weights of the queries that `spread` chooses in all layers and heads, on the CPU.
 

@@ -40,15 +40,9 @@ BREAKS = (
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
     options.setdefault("is_causal", getattr(module, "is_causal", True))
     kept = getattr(key, "kept_by", None)  # the layer of a DilatedCache, which made these keys
@@ -91,17 +85,9 @@ def read_grid(
 
 
 def attend(
-    pattern: DilatedPattern,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grid: Grid,
-    kept: DilatedLayer | None = None,
-    group: Any = None,
-    *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    pattern: DilatedPattern, q: Tensor, k: Tensor, v: Tensor, grid: Grid, kept: DilatedLayer | None = None,
+    group: Any = None, *, scale: float | None = None, dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
     if group is not None and not (grid.is_plain and grid.queries == grid.keys and kept is None):
         with functional.telling(group, q):

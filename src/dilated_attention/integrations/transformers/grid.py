@@ -84,19 +84,10 @@ class Grid(BlockMask):
 
 
 def grid_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    device: Any = "cpu",
-    config: Any = None,
-    **_: Any,
-) -> Grid:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None, local_size: int | None = None,
+    use_vmap: bool = False, device: Any = "cpu", config: Any = None, **_: Any,
+) -> Grid:  # fmt: skip
     """The mask function of "dilated"."""
     if not torch.compiler.is_compiling():
         check_model(config)
