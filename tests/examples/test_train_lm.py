@@ -191,8 +191,7 @@ def without_room(arguments: list[str]) -> str:
 def test_failures_leave_the_last_good_checkpoint(tmp_path: Path) -> None:
     arguments = given(tmp_path)
     told = alone(without_room, arguments)
-    assert told.startswith("error: step 4 could not be saved; the last good checkpoint is ")
-    assert "step-00000002" in told
+    assert re.match(r"error: step 4 could not be saved; the last good checkpoint is .*step-00000002", told)
     assert "is from another training: dim was 16 and is 32" in alone(said, [*arguments, "--dim", "32"])
     assert alone(said, [*arguments, "--sequence", "3"]).startswith("error: 1 ranks: --sequence must divide")
 
@@ -224,7 +223,7 @@ def test_a_bad_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         last.write_bytes(content)
         for told in pool(2).run(said, arguments):
             assert re.search(rf"the checkpoint {last} cannot be read \(.*{why}", told)
-            assert told.endswith(f"remove it, and training goes on from {before}")
+            assert told.endswith("remove it, and training goes on from the one before")
             assert "\n" not in told
     assert names(tmp_path) == [before.name, last.name]
     assert not list(tmp_path.rglob("it ran"))
@@ -234,8 +233,10 @@ def test_a_bad_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_training_goes_on_with_more_steps_and_its_model_is_loaded(tmp_path: Path) -> None:
-    for more in ([], ["--steps", 6]):
-        alone(train_lm.main, given(tmp_path, *more))
+    alone(train_lm.main, given(tmp_path))
+    with (tmp_path / "out/log.jsonl").open("a") as log:
+        log.write('{"step": 5, "lo')  # a torn line is left out
+    alone(train_lm.main, given(tmp_path, "--steps", 6))
     assert steps(tmp_path) == [1, 2, 3, 4, 4, 5, 6, 6]
     checkpoint = torch.load(tmp_path / "out/step-00000006.pt", weights_only=True)
     model = train_lm.LongNetLM(train_lm.LMConfig.from_dict(checkpoint["config"]))
@@ -251,14 +252,6 @@ def test_other_texts_are_another_training(tmp_path: Path) -> None:
     told = alone(said, arguments)
     assert "is from another training: texts was 11 documents of " in told
     assert told.endswith("; use the old values, or another folder")
-
-
-def test_a_torn_line_of_the_log_is_left_out(tmp_path: Path) -> None:
-    arguments, log = given(tmp_path), tmp_path / "out/log.jsonl"
-    alone(interrupted, arguments, 2)
-    log.write_text(log.read_text() + '{"step": 4, "lo')
-    assert alone(said, arguments) == "nothing"
-    assert steps(tmp_path) == [1, 2, 3, 4, 4]
 
 
 WHOLE = "argument --{}: give a whole number of {} or more, got '{}'"

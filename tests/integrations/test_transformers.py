@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Lfm2Config, StaticCache
 
 import dilated_attention.integrations.transformers.attention as adapter
-import dilated_attention.integrations.transformers.model as longnet
 from dilated_attention import reference
-from dilated_attention.integrations.transformers import DilatedCache, register, set_pattern
+from dilated_attention.integrations.transformers import DilatedCache, set_pattern
 from dilated_attention.integrations.transformers.grid import grid_mask
 from dilated_attention.testing import error
 from tests.integrations.hf import (
@@ -336,12 +335,6 @@ def test_saved_with_the_pattern_that_was_set_last(name: str, tmp_path: Path) -> 
     assert again.config.dilated_pattern == model.config.dilated_pattern
     assert error(again(tokens()).logits, logits) < CLOSE
     assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == (name == "longnet")
-
-
-def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longnet, "sdpa_mask", lambda batch_size, cache_position: None)
-    with pytest.raises(ImportError, match="too old"):
-        register()
 
 
 @pytest.mark.parametrize("kind", ["mpt", "bloom", "codegen"])

@@ -43,9 +43,9 @@ def test_a_tile_outside_of_the_grid_is_refused_before_any_work(place: tuple[floa
         model(torch.zeros(1, 2, 6), coords)
 
 
-@pytest.mark.parametrize("size", ["512", -256, math.nan, [256, 256, 256]])
+@pytest.mark.parametrize("size", [-256, math.nan, [256, 256, 256]])
 def test_a_tile_size_is_a_number_or_one_for_each_slide(size: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="tile_size must be"):
+    with pytest.raises(ValueError, match="tile_size must be"):
         small()(torch.zeros(1, 2, 6), torch.zeros(1, 2, 2), tile_size=size)
 
 

@@ -38,17 +38,14 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 class SlideEncoder(nn.Module):
-    """Turns the tiles of a slide and their coordinates into one embedding: Prov-GigaPath's slide encoder.
-
-    Pixels are those of level 0, the full resolution of the slide.
+    """Turns the tiles of a slide and their coordinates, in pixels of level 0, into one embedding.
 
     Args:
         in_chans: channels of a tile's features.
         embed_dim, depth, num_heads, mlp_ratio: the sizes of the transformer.
         slide_ngrids: cells of the position grid along each side.
         tile_size: the side of a tile in pixels. It is an attribute, too, and may change between slides.
-        max_wsi_size: the largest side of a slide in pixels. With tile_size it sets the segment lengths: see
-            `slide_pattern`.
+        max_wsi_size: the largest side of a slide in pixels. With tile_size it sets the segments: see `slide_pattern`.
         dropout, drop_path_rate: in training only.
         global_pool: True: the mean of the tiles' outputs; False: the class token's output.
         checkpoint_activations: keep only each layer's input, and compute the layer again in the backward pass.
@@ -155,15 +152,13 @@ class SlideEncoder(nn.Module):
         Args:
             tiles: (B, L, in_chans), or (L, in_chans) for one slide. Their order matters: segments are by index.
             coords: (B, L, 2), or (L, 2) for all slides: x and y of each tile's upper left corner in pixels of level 0.
-            all_layer_embed: return depth + 1 embeddings: before the first layer, and after each layer. They lack the
-                encoder's last LayerNorm, so the last one is not the default embedding.
-            padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing and changes
-                nothing.
+            all_layer_embed: return depth + 1 embeddings: before the first layer, and after each, without the
+                encoder's last LayerNorm.
+            padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing.
             tile_size: for this call, instead of the attribute: one number for all slides, or a list with one per slide.
             per_tile: the outputs of the tiles, (B, L, embed_dim), instead of embeddings; 0 where there is no tile.
-            group: the ranks that share each slide. The tiles and coords are this rank's contiguous shard; every rank
-                gets the embedding of the whole slide. Not with padding_mask. In training, average the gradients over
-                the ranks.
+            group: the ranks that share each slide. Tiles and coords are this rank's contiguous shard; every rank gets
+                the embedding of the whole slide. In training, average the gradients over the ranks.
         """
         states, rows = self._states(tiles, coords, padding_mask, tile_size, group, keeps_all=all_layer_embed)
         if not all_layer_embed:
@@ -197,9 +192,8 @@ class SlideEncoder(nn.Module):
     ) -> explain.AttentionMap:
         """Computes attention rollout for one slide: how much each tile contributes to the embedding.
 
-        It follows attention through all layers. In each layer one half of a row's weight stays in place, for the
-        residual connection. The other half goes to the keys by attention, averaged over the heads. ``query``: "cls",
-        the index of a tile, or "mean" of all tiles; by default the one that the model pools.
+        In each layer one half of a row's weight stays in place, for the residual connection, and the other half goes to
+        the keys, averaged over the heads. ``query``: "cls", a tile's index or "mean"; by default what the model pools.
         """
         states = self._explained(tiles, coords, tile_size)
         start = torch.zeros_like(states[0][0, :, 0], dtype=torch.promote_types(states[0].dtype, torch.float32))

@@ -80,11 +80,8 @@ class LongNet(nn.Module):
     ) -> Self:
         """Loads the model of a state dict, or of a .safetensors or .pth file, in eval mode.
 
-        Args:
-            source: the weights, under the names that torchscale gives them. Others are refused.
-            num_heads, segment_lengths, dilation_rates: as in torchscale's config; the weights do not tell them.
-            options: ``scale_embedding`` (the opposite of torchscale's ``no_scale_embedding``), ``dropout``,
-                ``drop_path_rate`` and ``backend``.
+        ``num_heads``, ``segment_lengths`` and ``dilation_rates`` are those of torchscale's config. ``options``:
+        ``scale_embedding`` (the opposite of its ``no_scale_embedding``), ``dropout``, ``drop_path_rate``, ``backend``.
         """
         state, said = weights.read(source)
         weights.matrix(state, "layers.0.ffn.fc1.weight", said)

@@ -121,21 +121,18 @@ class Checkpoints:
             raise OSError(f"{said}: {error.__context__ or error}") from error
 
     def load(self) -> dict[str, Any] | None:
-        """What the newest checkpoint holds; None: there is none.
-
-        One of other facts is a ValueError, and so is a damaged one: the user decides whether an older one will do.
-        """
+        """What the newest checkpoint holds; None: there is none. One of other facts is an error, and a damaged one."""
         with together("Checkpoints.load()") as same:
-            *older, last = [None, *self.whole()]
+            last = self.whole()[-1] if self.whole() else None
             same["the newest checkpoint"] = last and last.name
-            return None if last is None else self._read(last, older[-1])
+            return None if last is None else self._read(last)
 
-    def _read(self, file: Path, older: Path | None) -> dict[str, Any]:
+    def _read(self, file: Path) -> dict[str, Any]:
         try:
             found: dict[str, Any] = weights.unpickled(file, mmap=True)
             facts = dict(found["facts"])
         except (ValueError, TypeError, KeyError) as error:
-            then = f"remove it, and training {f'goes on from {older}' if older else 'begins anew'}"
+            then = "remove it, and training goes on from the one before"
             raise ValueError(f"the checkpoint {file} cannot be read ({error}): {then}") from error
         other = [f"{key} was {facts.get(key)} and is {now}" for key, now in self.facts.items() if facts.get(key) != now]
         if other:

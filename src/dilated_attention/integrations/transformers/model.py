@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import create_causal_mask, sdpa_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -295,8 +294,6 @@ def register() -> None:
 
     The pattern is in the config of a model: see `set_pattern`. Calling it again changes nothing.
     """
-    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-        raise ImportError("this transformers is too old for dilated attention: install transformers 5.18 or newer")
     AttentionInterface.register(attention.NAME, attention.attention)
     AttentionMaskInterface.register(attention.NAME, grid_mask)
     AutoConfig.register(LongNetConfig.model_type, LongNetConfig, exist_ok=True)
