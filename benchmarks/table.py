@@ -40,7 +40,7 @@ def _commits(machines: list[dict[str, Any]]) -> str:
 def page_table(results: dict[str, Any]) -> str:
     """Forward / forward + backward by length; the machine on top, and which pattern that is below."""
     machine, kind = results["machine"], "cuda" if "cuda" in results["machine"]["versions"] else "cpu"
-    is_suggested, dtype = SUITE in results["suites"], results["ceilings"][0]["dtype"]
+    is_suggested, dtype = SUITE in results["suites"], results["dtypes"][0]
     names, lengths = (NAMES, MEASURED) if is_suggested else (ROWS, LENGTHS[kind])
     where = machine["device"] if kind == "cuda" else f"{machine['cores']} cores of {machine['device']}"
     said = _commits([machine, *machine.get("continued", [])])

@@ -98,5 +98,5 @@ def speed_chart() -> dict[str, Any]:
 
 if __name__ == "__main__":
     (HERE / "pattern.svg").write_bytes(pattern_picture())
-    drawn = plots.svg(plots.styled(speed_chart()), plots.DARK)
+    drawn = plots.svg(plots.styled(speed_chart()))
     (HERE / "speed.svg").write_bytes(drawn)

@@ -202,7 +202,6 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
             dist.all_reduce(told, dist.ReduceOp.MAX)  # what one rank has seen, all do
             stops, broken = told.tolist()
             if broken:
-                trainer.checkpoints.finish()
                 raise ValueError(
                     f"step {trainer.step} has a loss, gradients or weights that are not finite (loss {loss:.4g}, norm "
                     f"{norm:.4g}): start again with a lower --lr and another --out; the last good checkpoint is "
@@ -212,7 +211,6 @@ def run(trainer: Trainer, rows: PackedRows, log: Log) -> bool:
                 log.add(trainer.step, loss=float(loss), norm=norm)
             if stops or trainer.step % trainer.options.save_every == 0 or trainer.done() >= 1:
                 trainer.checkpoints.save(trainer.step, trainer.state())
-        trainer.checkpoints.finish()
         return trainer.done() >= 1
     finally:
         signal.signal(signal.SIGTERM, before)

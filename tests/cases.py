@@ -16,7 +16,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dilated_attention import ContextParallel, DilatedPattern, dilated_attention, plan_cost, testing
+from dilated_attention import (
+    Blocks,
+    ContextParallel,
+    Dense,
+    Dilated,
+    DilatedPattern,
+    Global,
+    Pattern,
+    Prefix,
+    Strided,
+    Window,
+    dilated_attention,
+    plan_cost,
+    testing,
+)
 from dilated_attention.ring.cost import PlanCost
 from dilated_attention.testing import Results
 from tests.threads import FakeTransport, run_sharded
@@ -41,6 +55,18 @@ PATTERNS = {
     "prime": ([13, 101], [1, 7]),
     "gigapath": ([8, 45, 256, 1448, 8192], [1, 2, 4, 8, 16]),  # those of the released slide encoder, divided by 128
     "far": ([5, 2**48], [1, 2**40]),  # beyond any tensor
+}
+UNIONS = {  # of the paths whose rule is how overlaps count
+    "window": [Window(5)],
+    "one side": [Window(0, 9), Window(40, 2, rate=3)],
+    "far": [Window(6), Dilated(16, 2), Dilated(32, 4), Dilated(64, 8)],  # cut away where they overlap
+    "far first": [Dilated(24, 3), Window(6), Dilated(20)],  # masked there
+    "strided": [Window(3), Strided(5, 2), Strided(4, 1, length=20)],
+    "prefix": [Prefix(3), Window(4), Dilated(32, 4, 1)],
+    "global": [Global([0, 7, 30]), Dilated(16), Global(2)],
+    "blocks": [Blocks(8, [(0, 0), (1, 0), (2, 1), (2, 2), (1, 5), (4, 4), (5, 9)]), Prefix(1)],
+    "by heads": [Window(4, heads=[0]), Strided(3, heads=[1]), Dilated(10, 2, heads=[0, 1])],
+    "dense": [Window(2), Dense(), Prefix(2)],
 }
 FEW_ROWS = 32  # queries that our decoding kernel takes at any head dim
 
@@ -93,9 +119,11 @@ class Case:
     def generator(self, what: str) -> torch.Generator:
         return torch.Generator().manual_seed(self.draw(what).randrange(2**40))
 
-    def the_pattern(self) -> DilatedPattern:
+    def the_pattern(self) -> Pattern:
         if self.own_pattern is not None:
             return self.own_pattern
+        if self.pattern in UNIONS and self.rule in ("once", "sum"):
+            return Pattern(UNIONS[self.pattern], counts=self.rule)
         widths, rates = PATTERNS[self.pattern]
         return DilatedPattern(self.rule, tuple(min(self.unit * width, 2**48) for width in widths), tuple(rates))
 
@@ -104,6 +132,7 @@ class Case:
         if self.own_heads is not None:
             return self.own_heads
         draw, least = self.draw("heads"), len(PATTERNS[self.pattern][0]) if self.rule == "head_groups" else 1
+        least = 2 if self.pattern == "by heads" else least
         most = 2 if INTERPRETED else 5  # the interpreter takes milliseconds a tile
         kv_heads = max(least, {"one": 1, "many": 16}.get(self.heads) or draw.randint(2, most))
         return kv_heads * (draw.randint(2, min(3, most)) if self.heads == "grouped" else 1), kv_heads

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: inputs there, kernels by name, graphs, and a watch on waiting.
+"""What the tests on a GPU share: inputs there, calls, comparisons and graphs.
 
 With TRITON_INTERPRET=1 the device is the CPU.
 """
@@ -13,21 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, testing
+from dilated_attention import DilatedPattern, dilated_attention, testing
 from dilated_attention.testing import Results
 from tests.cases import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BF16 = torch.bfloat16
-KERNELS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-ALL = (*KERNELS, "eager")  # that are not ours
 GIB = 2**30
 
 
@@ -36,11 +29,6 @@ def free_memory() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2 * GIB:
         torch.cuda.empty_cache()
-
-
-def needs(gib: int) -> None:
-    if torch.cuda.mem_get_info()[0] < gib * GIB:
-        pytest.skip(f"needs {gib} GiB of free device memory")
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------
@@ -74,23 +62,6 @@ def attend(pattern: DilatedPattern, **options: Any) -> Callable[..., tuple[Tenso
     return lambda query, key, value: dilated_attention(query, key, value, pattern, **given)
 
 
-@contextlib.contextmanager
-def only(kernel: str) -> Iterator[str]:
-    """Switches torch's other kernels off, as users do; gives the name of the backend to ask for."""
-    with sdpa_kernel([KERNELS[kernel]]) if kernel in KERNELS else contextlib.nullcontext():
-        yield "sdpa" if kernel in KERNELS else kernel
-
-
-def ask(kernel: str, backend: str, qkv: tuple[Tensor, ...], pattern: DilatedPattern, **options: Any) -> None:
-    """Skips where torch has no such kernel for the call on this device; fails if another one would run."""
-    try:
-        told = explain(*qkv, pattern, enable_gqa=True, backend=backend, **options)
-    except ValueError as reasons:
-        pytest.skip(str(reasons))
-    assert told.backend == backend
-    assert backend != "sdpa" or told.kernel.startswith(kernel), told.kernel
-
-
 def hold(
     got: Results, qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None, **options: Any
 ) -> None:
@@ -99,20 +70,6 @@ def hold(
     if qkv[0].dtype not in testing.TOLERANCE:
         plain = testing.oracle(qkv, pattern, dout, dlse, dtype=None, **options)
     testing.assert_exact(got, testing.oracle(qkv, pattern, dout, dlse, **options), plain)
-
-
-def hold_parts(
-    got: Results, qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None, **options: Any
-) -> None:
-    """The first period, one in the middle, and the last whole one with the tail: each is the same call on its own."""
-    tokens, period = dout.shape[1], max(pattern.segment_lengths)
-    last = tokens // period - 1
-    for first, end in ((0, period), (last // 3 * period, (last // 3 + 1) * period), (last * period, tokens)):
-        part = slice(first, end)
-        own = tuple(x[:, part].contiguous() for x in qkv)
-        inside = Results(*(x[:, part] for _, x in got.items()))
-        given = None if dlse is None else dlse[:, part].contiguous()
-        hold(inside, own, pattern, dout[:, part].contiguous(), given, **options)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -137,18 +94,6 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def without_waiting(work: Callable[[], Any]) -> None:
-    """It runs twice before: plans, kernels, tables and torch's own set-up."""
-    for _ in range(2):
-        work()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -1,7 +1,8 @@
 """All tests that need a GPU, in many processes: python tests/run_gpu.py [--jobs 16] [arguments of pytest]
 
 Nearly all their time goes into compiling kernels, on one core each. Each process takes its share of the tests, which
-tests/conftest.py deals by CHUNK; those that need tens of GiB of device memory run first, and alone.
+tests/conftest.py deals by CHUNK; those that need tens of GiB of device memory run first, and alone. Besides a log for
+each process there is one file with all of them, logs.tar.gz, for machines that hand back few files.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,9 @@ def main() -> int:
     codes = [start("gpu and large", "0/1", logs[0], arguments).wait()]
     running = [start("gpu and not large", f"{i}/{options.jobs}", log, arguments) for i, log in enumerate(logs[1:])]
     codes += [process.wait() for process in running]
+    with tarfile.open(options.out / "logs.tar.gz", "w:gz") as whole:
+        for log in logs:
+            whole.add(log, log.name)
     for log, code in zip(logs, codes, strict=True):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         told = [line for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[-1:]

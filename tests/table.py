@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilated_attention.pattern import RULES
-from tests.cases import EXCHANGES, INTERPRETED, LAYOUTS, PATTERNS, Case
+from tests.cases import EXCHANGES, INTERPRETED, LAYOUTS, PATTERNS, UNIONS, Case
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,20 @@ PATHS = {
         on_gpu=True,
     ),
 }  # fmt: skip
+PATHS |= {  # the same with patterns of any branches
+    f"union_{name}": Path({**PATHS[name].axes, "rule": ("once", "sum"), "pattern": tuple(UNIONS)}, triples)
+    for name, triples in (
+        ("function", ("rule", "is_causal", "pattern", "mask")), ("dropout", ()), ("compiled", ()), ("module", ()),
+        ("packed", ("rule", "is_causal", "pattern")), ("few", ("rule", "is_causal", "pattern", "rows")),
+    )
+}  # fmt: skip
+PATHS["union_triton"] = Path(
+    {
+        **PATHS["triton"].axes, "rule": ("once", "sum"),
+        "pattern": ("window", "one side", "far", "strided", "prefix", "blocks"),
+    },
+    ("rule", "is_causal", "pattern"), on_gpu=True,
+)  # fmt: skip
 
 
 # --- few cases that cover them ----------------------------------------------------------------------------------

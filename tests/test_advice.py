@@ -14,11 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern, advice, plan_cost
+from dilated_attention import DilatedPattern, advice
 from dilated_attention.advice import MOST_TRIED, Workload, suggest, verdict
 from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.pattern import RULES
-from dilated_attention.testing import check, make_qkv
 from dilated_attention.units import bytes_text
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -54,15 +53,13 @@ def test_any_length_gets_a_pattern_that_can_run(
     tokens: int, kv_heads: int, group: int, rule: Any, causal: bool
 ) -> None:
     found = suggest(Workload(tokens, kv_heads * group, 64, kv_heads, is_causal=causal), rule)
-    pattern = found.pattern
-    assert pattern.rule == rule
-    assert pattern.check_heads(kv_heads * group, kv_heads) == group
-    assert pattern.dilation_rates[0] == 1, "which covers every token"
-    assert max(pattern.segment_lengths) == pattern.segment_lengths[-1] == tokens, "every distance, and no more"
-    if len(pattern.branches) > 1:
-        assert {width // rate for width, rate in pattern.branches[:-1]} == {2048}
-        assert 1024 < -(-tokens // pattern.dilation_rates[-1]) <= 2048
-        assert [*pattern.dilation_rates] == sorted({*pattern.dilation_rates}), "none does what another does"
+    widths, rates = found.pattern.segment_lengths, found.pattern.dilation_rates
+    assert rates[0] == 1, "which covers every token"
+    assert max(widths) == widths[-1] == tokens, "every distance, and no more"
+    if len(widths) > 1:
+        assert {width // rate for width, rate in found.pattern.branches[:-1]} == {2048}
+        assert 1024 < -(-tokens // rates[-1]) <= 2048
+        assert [*rates] == sorted({*rates}), "none does what another does"
     assert max(map(len, str(found).splitlines())) <= 80
 
 
@@ -81,26 +78,19 @@ def test_some_lengths(tokens: int, rule: Any, heads: int, widths: list[int], rat
     assert suggest(Workload(tokens, heads, 64), rule).pattern == DilatedPattern.of(rule, widths, rates)
 
 
-def test_what_is_suggested_runs_and_is_exact() -> None:
-    check(make_qkv(1, 2100, 2, 8), DilatedPattern.suggest(2100, 2))
-
-
 # --- the reasons --------------------------------------------------------------------------------------------------
 
 
 def test_the_figures_hold() -> None:
     found = suggest(Workload(2**20, 12, 64, ranks=8))
-    pattern = found.pattern
-    flops, dense = pattern.flops(2**20, 12, 64), DilatedPattern.longnet([2**20], [1]).flops(2**20, 12, 64)
-    assert found.cost == plan_cost(pattern, 2**20, 8, num_heads=12, head_dim=64)
+    flops, dense = (x.flops(2**20, 12, 64) for x in (found.pattern, DilatedPattern.longnet([2**20], [1])))
     for said in (
         f"{flops / 1e12:.3g} TFLOP forward",
         f"{dense / flops:.3g} times less than dense",
-        f"{pattern.pairs(2**20, 12) / 12 / 2**20:,.0f} on average",
+        f"{found.pattern.pairs(2**20, 12) / 12 / 2**20:,.0f} on average",
         f"{found.cost.best} is the fastest",
     ):
         assert said in "\n".join(found.figures)
-    assert str(found).startswith("The longest branch takes 12 of every 512 of the 1,048,576 tokens (2.34 %)")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +103,7 @@ def test_the_figures_hold() -> None:
         (Workload(8192, 4, 8), "torchscale", "rate 1", "zero keys"),
         (Workload(5000, 4, 8, is_causal=True), "torchscale", "rate 1", "zero keys"),
         (Workload(2**20, 1, 8), "head_groups", "with rule longnet", "as sparse"),
-        (Workload(2**20, 1, 8), "head_groups", "as much as dense", "less than dense"),
+        (Workload(2**20, 1, 8), "head_groups", "1.00 times dense", "less than dense"),
         (Workload(2049, 4, 8), "longnet", "times dense", "less than dense"),
         (Workload(100, 4, 8), "longnet", "100 tokens are at most 2,048", "branches"),
     ],
@@ -155,11 +145,8 @@ def test_memory_of_one_gpu_is_what_was_measured_and_not_much_more(
 ) -> None:
     pattern = DilatedPattern.of(run["rule"], run["lengths"], run["rates"])
     workload = Workload(run["tokens"], run["heads"], run["head_dim"], is_causal=run["causal"])
-    over_ranks = replace(workload, ranks=2)
-    blockwise = over_ranks.need(over_ranks.cost(pattern))
     forward, backward = (run["causal"] or own for own in OWN[run["rule"]])
     gpu(monkeypatch, forward=forward, backward=backward)
-    assert over_ranks.need(over_ranks.cost(pattern)) == blockwise, "our own kernels run on one device only"
     need = workload.need(workload.cost(pattern))
     qkv = 3 * run["tokens"] * run["heads"] * run["head_dim"] * 2
     inputs, needed, above = qkv, need.inference, 1.01
@@ -177,9 +164,12 @@ def test_without_a_gpu_our_kernels_are_counted_apart(monkeypatch: pytest.MonkeyP
     assert [*advice.on_a_gpu(workload, cost)] == [f"memory with our kernels, on a GPU: {ours}"]
     for change in ({"ranks": 2}, {"dtype": torch.float64}, {"head_dim": 257}):
         assert not [*advice.on_a_gpu(replace(workload, **change), cost)]
+    over_ranks = replace(workload, ranks=2)
+    blockwise = over_ranks.need(cost)
     gpu(monkeypatch)
     assert not [*advice.on_a_gpu(workload, cost)]
     assert workload.need(cost) == ours
+    assert over_ranks.need(cost) == blockwise, "our own kernels run on one device only"
 
 
 # --- what to change -----------------------------------------------------------------------------------------------
@@ -198,17 +188,14 @@ def changes(*args: Any) -> list[str]:
 def test_each_change_is_the_smallest_of_its_kind() -> None:
     workload = Workload(2**20, 12, 64, batch=4, dtype=torch.float64)
     need, halved = (one.need(one.cost(PATTERN)) for one in (workload, replace(workload, batch=2)))
-    whole, fits = (
-        bytes_text(need.training),
-        f"training fits with a batch of 2 instead of 4: {bytes_text(halved.training)}",
-    )
+    whole, inference = bytes_text(need.training), bytes_text(need.inference)
     assert told(workload, need.training) == [f"training fits: it needs {whole} of {whole}"]
+    fits = f"training fits with a batch of 2 instead of 4: {bytes_text(halved.training)}"
     assert told(workload, 0.9 * need.training)[2] == fits
     assert changes(workload, 0.9 * need.training)[1:] == ["float32 instead of float64", "2 ranks instead of 1"]
     assert changes(workload, 0.3 * need.training) == [
         "a batch of 1 instead of 4", "bfloat16 instead of float64", "4 ranks instead of 1",
     ]  # fmt: skip
-    inference = bytes_text(need.inference)
     assert told(workload, 100) == [
         f"training does not fit: it needs {whole}, and there are 100 B",
         f"inference does not fit: it needs {inference}",
@@ -230,4 +217,3 @@ def test_more_ranks_than_tokens_are_not_suggested() -> None:
     one_each = most.need(most.cost(dense)).training
     assert changes(Workload(64, 1, 8), one_each, dense) == ["64 ranks instead of 1"]
     assert changes(Workload(64, 1, 8), one_each - 1, dense) == []
-    assert not [text for text in changes(replace(most, ranks=3), one_each, dense) if "ranks" in text]

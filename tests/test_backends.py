@@ -16,16 +16,13 @@ PATTERN = DilatedPattern.longnet([8, 16], [1, 3])
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 50, 300, 5000])
-def test_tiles_stay_small_and_change_nothing(size: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 50, 300, 5000])
+def test_tiles_stay_small(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That they change nothing is tested with dropout."""
     monkeypatch.setattr(eager, "TILE_ELEMENTS", {"cpu": size})
     q = torch.zeros(5, 11, 2, 1)
-    for samples, rows, _ in eager._tiles(q, q[:, :, :1], Masking(1.0, is_causal)):
+    for samples, rows, _ in eager._tiles(q, q[:, :, :1], Masking(1.0)):
         assert q[samples, rows].numel() * 11 <= max(size, 2 * 11)
-    qkv = testing.make_qkv(3, 37, 4, 8, kv_heads=2, dtype=torch.float64)
-    mask = torch.rand(3, 37, generator=torch.Generator().manual_seed(0)) < 0.3
-    testing.check(qkv, PATTERN, is_causal=is_causal, key_padding_mask=mask, backend="eager")
 
 
 def test_what_kernels_do_not_take_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +40,6 @@ def test_auto_takes_the_first_that_can_and_every_reason_is_told(monkeypatch: pyt
     plain = Call(PATTERN).of(x := torch.zeros(1, 8, 2, 4), x, None, 0)
     drops, elsewhere = plain._replace(dropout_p=0.5), plain._replace(device=torch.device("meta"))
     assert [choose.choose(call).name for call in (plain, drops, elsewhere)] == ["sdpa", "eager", "eager"]
-    assert [choose.choose(plain._replace(backend=name)).module for name in ("sdpa", "eager")] == [sdpa, eager]
-    assert eager.unsupported(drops, False) == []
     assert "no such kernels for device 'meta'" in sdpa.unsupported(elsewhere, False)[0]
 
     choose.choose.cache_clear()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dilated_attention import DilatedAttention, ImprovedDilatedAttention, explain, stream, testing
+from dilated_attention import DilatedAttention, DilatedPattern, ImprovedDilatedAttention, explain, stream, testing
 from dilated_attention.ranks import RanksFailed, pool
 from dilated_attention.testing import Results
 from tests.cases import INTERPRETED, Case, run_in_rank
@@ -32,7 +32,10 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-BACKENDS = {"triton": "triton", "packed_triton": "triton", "cuda_eager": "eager", **dict.fromkeys(KERNELS, "sdpa")}
+BACKENDS = {
+    **dict.fromkeys(("triton", "packed_triton", "union_triton"), "triton"), "cuda_eager": "eager",
+    **dict.fromkeys(KERNELS, "sdpa"),
+}  # fmt: skip
 
 
 # --- the ways to run a case -------------------------------------------------------------------------------------
@@ -58,7 +61,10 @@ def run_function(case: Case) -> Results:
 def run_module(case: Case) -> Results:
     cls = (DilatedAttention, ImprovedDilatedAttention)[case.number % 2]
     pattern = case.the_pattern()
-    module = cls(pattern.segment_lengths, pattern.dilation_rates, rule=case.rule, backend=case.backend)
+    if isinstance(pattern, DilatedPattern):
+        module = cls(pattern.segment_lengths, pattern.dilation_rates, rule=case.rule, backend=case.backend)
+    else:
+        module = cls(pattern=pattern, backend=case.backend)
     return case.on_one_device(lambda *qkv: module(*qkv, case.is_causal, key_padding_mask=case.padding()))
 
 
@@ -170,7 +176,7 @@ HERE = [name for name in PATHS if "triton" in name or not INTERPRETED]
 @pytest.mark.usefixtures("always_nested")
 @pytest.mark.parametrize("case", [case for name in HERE for case in marked(name)])
 def test_against_the_oracle(case: Case) -> None:
-    path = case.path.removeprefix("packed_").removeprefix("cuda_")
+    path = case.path.removeprefix("packed_").removeprefix("cuda_").removeprefix("union_")
     with contextlib.nullcontext() if path in KERNELS else poisoned_memory():  # deterministic algorithms refuse cuDNN
         got = RUN.get(path, run_function)(case)
     case.check(got)

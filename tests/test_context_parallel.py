@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import dilated_attention as da
 from dilated_attention import testing
-from dilated_attention.context_parallel import EXCHANGES, VERIFY, Exchange
 from dilated_attention.ranks import pool
 from tests.over_ranks import raised, world
 
@@ -25,10 +23,8 @@ PATTERN = da.DilatedPattern.longnet([8, 32], [1, 2])
     ("options", "kind", "match"),
     [
         ({"exchange": "star"}, ValueError, "unknown exchange 'star': use one of auto, ring, allgather, alltoall"),
-        ({"verify": "never"}, ValueError, "unknown verify 'never': use one of always, first, or None"),
         ({"timeout": -1}, ValueError, "timeout must be .* at most 31536000 .a year., got -1"),
         ({"timeout": True}, ValueError, "timeout must be a positive number"),
-        ({"timeout": 10**400}, ValueError, "timeout must be a positive number"),
         ({"debug": "yes"}, TypeError, "debug must be True or False, got 'yes'"),
         ({"use_checkpointing": 1}, TypeError, "use_checkpointing must be True, False or None, got 1"),
         ({"total_length": 0}, ValueError, "total_length must be 1 or more, got 0"),
@@ -48,16 +44,6 @@ def test_it_is_frozen_hashable_and_its_own_copy() -> None:
         one.timeout = 7.0  # type: ignore[misc]
 
 
-def test_the_lists_of_names_are_the_types_and_the_function_has_eleven_arguments_by_keyword() -> None:
-    assert get_args(Exchange) == ("auto", *EXCHANGES)
-    assert VERIFY == ("always", "first")
-    parameters = inspect.signature(da.dilated_attention).parameters.values()
-    assert [x.name for x in parameters if x.kind is x.KEYWORD_ONLY] == [
-        "is_causal", "scale", "dropout_p", "key_padding_mask", "query_offset", "enable_gqa", "backend", "return_lse",
-        "group", "heads", "cu_seqlens",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("function", [da.dilated_attention, da.explain], ids=lambda f: f.__name__)
 def test_without_any_group_the_error_says_what_to_do(function: Any) -> None:
     qkv = testing.make_qkv(1, 16, 2, 4)
@@ -74,7 +60,7 @@ def test_modules_take_one_and_refuse_what_contradicts_them() -> None:
     for cls in (da.RingDilatedAttention, da.RingDilatedAttentionProduction):
         assert cls(*lists, group=keeps).ranks.parallel.use_checkpointing is False
         assert cls(*lists, use_checkpointing=False, group=keeps).ranks.parallel.use_checkpointing is False
-        assert cls(*lists).ranks.parallel.use_checkpointing is True
+        assert cls(*lists).ranks.parallel.use_checkpointing is None
         with pytest.raises(ValueError, match="use_checkpointing is True, and False in ContextParallel: give it once"):
             cls(*lists, use_checkpointing=True, group=keeps)
         with pytest.raises(ValueError, match=f"{cls.__name__} has the exchange 'ring'"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -91,14 +90,6 @@ def test_mapped_calls(in_dims: tuple[int | None, ...], queries: int, cu_seqlens:
     given = [x[0] if dim is None else x.movedim(0, dim) for x, dim in dims]
     one_by_one = [attend(*(x[0 if dim is None else i] for x, dim in dims)) for i in range(3)]
     CLOSE(vmap(attend, in_dims=in_dims)(*given), tuple(map(torch.stack, zip(*one_by_one, strict=True))))
-
-
-@pytest.mark.parametrize("queries", [11, 3])
-def test_calls_mapped_twice(queries: int) -> None:
-    q, k, v = make(queries, mapped=(2, 3))
-    found = vmap(vmap(attention(), in_dims=(0, 0, None)), in_dims=(0, None, 0))(q, k[0], v[:, 0])
-    for i, j in itertools.product(range(2), range(3)):
-        CLOSE(tuple(x[i, j] for x in found), attention()(q[i, j], k[0, j], v[i, 0]))
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from dilated_attention import DilatedPattern, dilated_attention, reference, testing
 
@@ -18,14 +17,10 @@ with safetensors.safe_open(FILE, "pt") as file:
     TENSORS = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def inputs(index: int) -> list[torch.Tensor]:
-    """q, k, v and what the released code gives."""
-    return [TENSORS[f"{index}.{name}"].double() for name in ("q", "k", "v", "out")]
-
-
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{i}-n{CASES[i]['n']}-h{CASES[i]['heads']}")
 def test_released_code(index: int) -> None:
-    case, (q, k, v, expected) = CASES[index], inputs(index)
+    case = CASES[index]
+    q, k, v, expected = (TENSORS[f"{index}.{name}"].double() for name in ("q", "k", "v", "out"))
     assert q.shape == (case["batch"], case["n"], case["heads"], case["head_dim"])
     pattern = DilatedPattern.torchscale(case["segment_lengths"], case["dilation_rates"])
     outs = [reference.attention(q, k, v, pattern, is_causal=case["is_causal"])[0]]

@@ -73,20 +73,6 @@ def test_gradients_are_refused() -> None:
         kept.attend(q.requires_grad_(), k, v, torch.zeros(1, dtype=torch.int64))
 
 
-def test_what_a_token_does_not_see_may_be_nan() -> None:
-    """A row of a segment that has ended, or a query that no branch covers: the results of the whole sequence."""
-    for pattern, tensor, token in ((DilatedPattern.longnet([4, 16], [1, 4]), 1, 4), (PATTERNS[1], 0, 4)):
-        qkv = testing.make_qkv(1, 24, 1, 4, dtype=torch.float64)
-        qkv[tensor][:, token] = torch.nan
-        expected = reference.attention(*qkv, pattern, is_causal=True)
-        kept = KVCache(pattern, qkv[1])
-        for at in range(24):
-            found = kept.attend(*(x[:, at : at + 1] for x in qkv), torch.tensor([at]))
-            for got, whole in zip(found, expected, strict=True):
-                torch.testing.assert_close(got, whole[:, at : at + 1], equal_nan=True)
-        assert not expected[0][:, 20:].isnan().any()
-
-
 def test_the_dtype_of_autocast() -> None:
     q, k, v = testing.make_qkv(1, 20, 2, 4)
     kept = KVCache(PATTERNS[0], k.bfloat16())

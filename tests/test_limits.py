@@ -3,7 +3,7 @@
 The limits are made tiny so that both show.
 """
 
-import itertools
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,33 +14,25 @@ from torch import Tensor
 from dilated_attention import DilatedPattern, testing
 from dilated_attention.backends import aten, eager, sdpa
 from dilated_attention.backends.problem import Limits, Masking
+from dilated_attention.backends.tensors import span
 from dilated_attention.call import Call
 from dilated_attention.pattern import Rule
 
 MASK = torch.arange(70) % 5 == torch.tensor([[1], [3]])
 
 
-def span(x: Tensor) -> int:
-    """Bytes from the first element to the last."""
-    return x.itemsize * sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def spied(patch: pytest.MonkeyPatch, *given: Any, **options: Any) -> tuple[list[list[Tensor]], ...]:
+def spied(monkeypatch: pytest.MonkeyPatch, *given: Any, **options: Any) -> dict[str, list[list[Tensor]]]:
     """Checks a call; and what each call of sdpa's forward and backward is given: tensors of rows, no lse, no dlse."""
+    seen: dict[str, list[list[Tensor]]] = {"forward": [], "backward": []}
 
-    def spy(name: str) -> list[list[Tensor]]:
-        seen: list[list[Tensor]] = []
-        function = getattr(sdpa, name)
+    def recorded(name: str, function: Any, *given: Any) -> Any:
+        seen[name].append([x for x in given if isinstance(x, Tensor) and x.dim() == 4])
+        return function(*given)
 
-        def recorded(*given: Any) -> Any:
-            seen.append([x for x in given if isinstance(x, Tensor) and x.dim() == 4])
-            return function(*given)
-
-        patch.setattr(sdpa, name, recorded)
-        return seen
-
-    seen = spy("forward"), spy("backward")
-    testing.check(*given, **options, backend="sdpa")
+    with monkeypatch.context() as patch:
+        for name in seen:
+            patch.setattr(sdpa, name, functools.partial(recorded, name, getattr(sdpa, name)))
+        testing.check(*given, **options, backend="sdpa")
     return seen
 
 
@@ -55,14 +47,11 @@ def test_cutting_keeps_within_limits_and_changes_nothing(
     q, k, v = testing.make_qkv(2, 70, 6, 4, kv_heads=kv_heads)
     given = (q[:, :40] if kind == "few" else q, k, v), DilatedPattern.of(rule, (8, 33, 70), (1, 2, 3))
     options = {"is_causal": kind in ("causal", "few"), "key_padding_mask": MASK if kind == "masked" else None}
-    with monkeypatch.context() as patch:
-        uncut, _ = spied(patch, *given, **options)
+    uncut = spied(monkeypatch, *given, **options)
     monkeypatch.setattr(sdpa, "limits", lambda call: limits)
-    forward, backward = spied(monkeypatch, *given, **options)
-    assert len(uncut) < len(forward) == len(backward)
-    assert {*map(len, forward)} == {3}
-    assert {*map(len, backward)} == {5}
-    for x in itertools.chain(*forward, *backward):
+    cut = spied(monkeypatch, *given, **options)
+    assert len(uncut["forward"]) < len(cut["forward"]) == len(cut["backward"])
+    for x in [x for calls in cut.values() for tensors in calls for x in tensors]:
         assert limits.batch is None or x.shape[0] <= limits.batch
         assert limits.span is None or span(x) < limits.span
 
@@ -97,29 +86,6 @@ def test_packing_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("queries", "rows", "row_bytes", "packs"),
-    [
-        (384, 384, 4096, True),
-        (768, 768, 2048, True),
-        (384, 767, 2048, False),
-        (383, 400, 8192, False),
-        (400, 383, 8192, False),
-        (1, 5000, 4096, False),  # a step of decoding reads every key once
-        (400, 400, 128, False),  # packed as it is
-    ],
-)
-def test_only_rows_far_apart_that_are_read_often_are_packed(
-    queries: int, rows: int, row_bytes: int, packs: bool
-) -> None:
-    q, k = torch.zeros(1, queries, 2, 16), torch.zeros(1, rows, row_bytes // 64, 16)[:, :, :2]
-    problem = aten.Dense(q, k, k, None, False, 1.0)
-    found = aten._packed(problem)
-    assert (found is problem) == (found.k is k) == (not packs)
-    assert torch.equal(found.k, k)
-    assert not packs or all(x.transpose(1, 2).is_contiguous() for x in (found.k, found.v))
-
-
-@pytest.mark.parametrize(
     ("keys", "causal", "calls"),
     [(64, False, [32, 32]), (192, False, [96, 96]), (64, True, [64]), (128, False, [128])],
 )
@@ -139,7 +105,7 @@ def test_keys_that_fill_half_a_tile_of_cudnn_are_two_calls(
     q, k, v = testing.make_qkv(2, keys, 4, 8, kv_heads=2, dtype=torch.float64)
     out, lse = eager.forward((), q, k, v, Masking(0.3, causal))
     dout = torch.randn_like(out)
-    got = aten.cudnn().backward(aten.Dense(q, k, v, None, causal, 0.3), out, lse, dout)
+    got = sdpa.backward((aten.cudnn(),), dout, q, k, v, out, lse, None, Masking(0.3, causal))
     assert asked == calls
     for x, expected in zip(got, eager.backward((), dout, q, k, v, out, lse, None, Masking(0.3, causal)), strict=True):
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-13)

@@ -43,10 +43,9 @@ def test_merging_parts_is_one_softmax_over_all_keys(cuts: tuple[int, ...], size:
 def test_rows_of_all_kinds_side_by_side() -> None:
     """Nothing merged with nothing is nothing; an lse of 0 is a weight of 1."""
     lse = torch.tensor([-INF, -INF, 0.0, 2.0, 0.0])
-    out = torch.tensor([[0.0], [0.0], [3.0], [5.0], [4.0]])
-    part_lse = torch.tensor([-INF, 1.0, -INF, 2.0, 0.0])
-    merge_(out, lse, torch.tensor([[0.0], [4.0], [0.0], [7.0], [8.0]]), part_lse)
-    assert torch.equal(out, torch.tensor([[0.0], [4.0], [3.0], [6.0], [6.0]]))
+    out, part = torch.tensor([[0.0, 0.0, 3.0, 5.0, 4.0], [0.0, 4.0, 0.0, 7.0, 8.0]]).unsqueeze(-1)
+    merge_(out, lse, part, torch.tensor([-INF, 1.0, -INF, 2.0, 0.0]))
+    assert out.squeeze(-1).tolist() == [0.0, 4.0, 3.0, 6.0, 6.0]
     torch.testing.assert_close(lse, torch.tensor([-INF, 1.0, 0.0, 2.0 + math.log(2.0), math.log(2.0)]))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import DilatedPattern, dilated_attention, explain, reference, testing
+from dilated_attention import DilatedPattern, dilated_attention, reference, testing
 from dilated_attention.ranks import pool
 from dilated_attention.testing import make_qkv
 from tests.over_ranks import raised, world
@@ -19,31 +19,22 @@ DETACHED = DilatedPattern.torchscale(LENGTHS, RATES, mixing_gradient="detached")
 EXACT = DilatedPattern.torchscale(LENGTHS, RATES)
 
 
-def formula(constant: bool) -> Any:
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_each_gradient_is_that_of_its_formula(constant: bool, compiled: bool) -> None:
     """The released way: each branch by itself, then a mean by exp(lse), computed under no_grad or not."""
+    qkv, dout = make_qkv(2, 45, 4, 8, dtype=torch.float64), torch.randn(2, 45, 4, 8, dtype=torch.float64)
 
-    def attend(*qkv: Tensor) -> Tensor:
-        found = [reference.attention(*qkv, DilatedPattern.torchscale([w], [r])) for w, r in EXACT.branches]
-        outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
+    def formula(*qkv: Tensor) -> Tensor:
+        branches = [reference.attention(*qkv, EXACT.alone(branch)) for branch in range(len(RATES))]
+        outs, lses = (torch.stack(parts) for parts in zip(*branches, strict=True))
         mixing = lses.detach() if constant else lses
         return (mixing.softmax(0).unsqueeze(-1) * outs).sum(0)
 
-    return attend
-
-
-@pytest.mark.parametrize("constant", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto", "compiled"])
-def test_each_gradient_is_that_of_its_formula(constant: bool, backend: Any) -> None:
-    qkv = [x.requires_grad_() for x in make_qkv(2, 45, 4, 8, dtype=torch.float64)]
-    dout = torch.randn(2, 45, 4, 8, dtype=torch.float64)
     attend = functools.partial(dilated_attention, pattern=DETACHED if constant else EXACT)
-    if backend == "compiled":
+    if compiled:
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    else:
-        attend = functools.partial(attend, backend=backend)
-    right, wrong, found = (testing.run(x, qkv, dout) for x in (formula(constant), formula(not constant), attend))
-    testing.assert_exact(found, right)
-    assert min(testing.error(x, y) for x, y in zip(found[2:4], wrong[2:4], strict=True)) > 1e-4
+    testing.assert_exact(testing.run(attend, qkv, dout), testing.run(formula, qkv, dout))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -67,9 +58,7 @@ def test_what_is_refused() -> None:
     qkv = make_qkv(1, 45, 4, 8)
     with pytest.raises(ValueError, match="backend 'triton' cannot run"):
         dilated_attention(*qkv, DETACHED, backend="triton")
-    assert explain(*qkv, DETACHED, backend="eager").backward.startswith("eager")
-    assert "mixing_gradient='detached'" in repr(DETACHED)
-    assert DETACHED != EXACT
+    assert eval(repr(DETACHED)) == DETACHED != EXACT
     assert all("works only on one device" in text for text in pool(2).run(over_ranks))
 
 

@@ -1,6 +1,7 @@
 """No call copies numbers from the host: on CUDA the host would wait, and no graph could be captured.
 
-test_gpu.py sees it on a GPU; here, on a CPU, nobody may make a tensor of a list.
+test_gpu.py sees it on a GPU; here, on a CPU, nobody may make a tensor of a list. Nor does a call draw a random number
+that nobody asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def test_no_numbers_come_from_the_host(
         raise AssertionError("torch.tensor copies from the host")
 
     monkeypatch.setattr(torch, "tensor", refused)
+    before = torch.get_rng_state()
     out, lse = dilated_attention(
         *leaves, pattern, key_padding_mask=mask, enable_gqa=True, return_lse=True, backend=backend, dropout_p=p
     )
     torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), leaves)
+    assert torch.equal(torch.get_rng_state(), before) == (p == 0.0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dilated_attention import DilatedPattern, reference
-from dilated_attention.pattern import MAX_BRANCHES, RULES
+from dilated_attention.pattern import RULES
 
 PATTERNS = [
     ([4, 8], [1, 2]),
@@ -96,14 +98,9 @@ def test_questions_against_brute_force(
 @pytest.mark.parametrize("name", ["pairs", "flops", "saved_bytes", "coverage"])
 def test_counts_without_kv_heads_or_tokens(name: str) -> None:
     more = {"num_heads": 4, **({"head_dim": 8} if name in ("flops", "saved_bytes") else {})}
-
-    def count(tokens: int, **heads: int) -> torch.Tensor:
-        return torch.as_tensor(getattr(DilatedPattern.torchscale([4, 8], [1, 2]), name)(tokens, **more, **heads))
-
-    assert torch.equal(count(9), count(9, num_kv_heads=4))
-    assert not count(0).any()
-    with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -1"):
-        count(-1)
+    count = functools.partial(getattr(DilatedPattern.torchscale([4, 8], [1, 2]), name), **more)
+    assert torch.equal(torch.as_tensor(count(9)), torch.as_tensor(count(9, num_kv_heads=4)))
+    assert not torch.as_tensor(count(0)).any()
 
 
 # --- a value object ---------------------------------------------------------------------------------------------
@@ -117,11 +114,9 @@ def test_patterns_are_equal_by_value_and_by_rule() -> None:
     assert [eval(repr(pattern)) for pattern in others] == others
 
 
-def test_frozen_with_slots_and_checked_again_when_replaced() -> None:
-    for name in ("rule", "segment_lengths", "dilation_rates", "anything"):
-        with pytest.raises((AttributeError, TypeError)):
-            setattr(ONE, name, (1, 1))
-    assert not hasattr(ONE, "__dict__")
+def test_frozen_and_checked_again_when_replaced() -> None:
+    with pytest.raises(AttributeError):
+        ONE.rule = "torchscale"  # type: ignore[misc]
     assert dataclasses.replace(ONE, rule="torchscale") == DilatedPattern.torchscale([4, 8], [1, 2])
     with pytest.raises(ValueError, match="2 entries and dilation_rates 1"):
         dataclasses.replace(ONE, dilation_rates=(1,))
@@ -129,25 +124,16 @@ def test_frozen_with_slots_and_checked_again_when_replaced() -> None:
         assert (again, again.text) == (ONE, ONE.text)
 
 
-class Index:
-    """A whole number that is no int, as other libraries have them."""
-
-    def __index__(self) -> int:
-        return 2
-
-
 def test_any_iterable_of_whole_numbers_will_do() -> None:
-    pattern = DilatedPattern.longnet((2**i for i in (2, 3)), [1, Index()])
+    pattern = DilatedPattern.longnet((2**i for i in (2, 3)), np.array([1, 2]))
     assert pattern == ONE
-    assert pattern.branches == ((4, 1), (8, 2))
     assert all(type(number) is int for branch in pattern.branches for number in branch)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
 
-PRESETS = [DilatedPattern.longnet, DilatedPattern.torchscale, DilatedPattern.head_groups]
 NOT_WHOLE = "every entry of segment_lengths must be a whole number, got"
-NO_ORDER = "segment_lengths must be a list of whole numbers in the order of the branches"
+NO_ORDER = "segment_lengths must be a list of whole numbers, one per branch and in their order"
 BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "fewer rates": ([4, 8], [1], ValueError, "segment_lengths has 2 entries and dilation_rates 1"),
     "more rates": ([4], [1, 2], ValueError, r"give one rate per length, got \[4\] and \[1, 2\]"),
@@ -159,29 +145,24 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "bool": ([True], [1], TypeError, f"{NOT_WHOLE} True"),
     "text": (["3"], [1], TypeError, f"{NOT_WHOLE} '3'"),
     "bool in a tensor": ([torch.tensor(True)], [1], TypeError, NOT_WHOLE.removesuffix(", got")),
-    "rate of none": ([4], [None], TypeError, "every entry of dilation_rates must be a whole number, got None"),
-    "tensor": (torch.tensor([4]), [1], TypeError, r"must be a list .*, got a tensor: pass its \.tolist"),
+    "tensor": (torch.tensor([4]), [1], TypeError, "must be a list of whole numbers"),
     "too long": ([2**48 + 1], [1], ValueError, r"at most 2\*\*48"),  # strides could not hold them
     "too large a rate": ([8], [10**20], ValueError, r"at most 2\*\*48"),
-    "bytes": (b"12", [1, 1], TypeError, "segment_lengths must be a list of whole numbers"),
+    "text for a list": ("12", [1, 1], TypeError, "segment_lengths must be a list of whole numbers"),
     "set": ({4, 8}, [1, 2], TypeError, NO_ORDER),
     "dict": ({4: 1, 8: 2}, [1, 2], TypeError, NO_ORDER),
-    "keys": ({4: 1}.keys(), [1, 2], TypeError, NO_ORDER),
-    "set of rates": ([4, 8], {1, 2}, TypeError, "dilation_rates must be a list"),
     "65 branches": ([4] * 65, [1] * 65, ValueError, "at most 64 branches, got 65"),
 }
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.__name__)
 @pytest.mark.parametrize("name", BAD)
-def test_constructor_errors(preset: Any, name: str) -> None:
+def test_constructor_errors(name: str) -> None:
     lengths, rates, kind, match = BAD[name]
     with pytest.raises(kind, match=match):
-        preset(lengths, rates)
+        DilatedPattern.longnet(lengths, rates)
 
 
-def test_the_most_branches_and_unknown_rules() -> None:
-    assert len(DilatedPattern.longnet([4] * MAX_BRANCHES, [1] * MAX_BRANCHES).branches) == 64
+def test_unknown_rules() -> None:
     for rule in ("", "LongNet", None):
         with pytest.raises(ValueError, match=r"unknown rule .*use one of longnet, torchscale, head_groups"):
             DilatedPattern(rule, (4,), (1,))
@@ -206,18 +187,12 @@ def test_keys_of_a_row_that_is_not_there() -> None:
                 question(query, head, num_tokens=8, num_heads=4)
 
 
-WRONG_COUNTS = {
-    "num_tokens": (-1, 2.5),
-    "num_heads": (0, -4, 1.5, True, "3", None),
-    "num_kv_heads": (3, -1),
-    "head_dim": (-8, 0),
-}
-
-
 @pytest.mark.parametrize("name", ["pairs", "flops", "saved_bytes"])
-def test_wrong_counts_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("which", "value"),
+    [("num_tokens", -1), ("num_tokens", 2.5), ("num_heads", 0), ("num_heads", True), ("num_kv_heads", 3)],
+)
+def test_wrong_counts_are_refused(name: str, which: str, value: Any) -> None:
     counts = {"num_tokens": 64, "num_heads": 4} | ({} if name == "pairs" else {"head_dim": 8})
-    for which, values in WRONG_COUNTS.items():
-        for value in values if which in counts or which == "num_kv_heads" else ():
-            with pytest.raises((TypeError, ValueError), match=f"{which} must be|cannot be shared evenly"):
-                getattr(ONE, name)(**counts | {which: value})
+    with pytest.raises((TypeError, ValueError), match=f"{which} must be|cannot be shared evenly"):
+        getattr(ONE, name)(**counts | {which: value})

@@ -8,11 +8,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from dilated_attention import DilatedPattern, reference, testing
 from dilated_attention.pattern import RULES
-from tests.cases import finite, leaves
 
 PATTERNS = [([4, 8], [1, 2]), ([3, 9], [5, 4]), ([5], [2]), ([6, 40], [1, 3])]
 BY_RULE = pytest.mark.parametrize("rule", RULES)
@@ -58,23 +56,8 @@ def test_a_right_padded_sample_is_the_sample_alone(rule: str, is_causal: bool) -
 
 
 @BY_RULE
-def test_its_gradients_by_finite_differences(rule: str) -> None:
-    def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = reference.attention(*x, DilatedPattern(rule, (4, 8), (1, 2)))
-        return out, finite(lse)  # at -inf there is no difference quotient
-
-    assert torch.autograd.gradcheck(attention, leaves(*testing.make_qkv(1, 6, 2, 2, dtype=torch.float64)))
-
-
-@BY_RULE
-def test_dtypes_large_scores_and_empty_inputs(rule: str) -> None:
-    (q, k, v), pattern = testing.make_qkv(1, 8, 4, 4, dtype=torch.bfloat16), DilatedPattern(rule, (3, 8), (1, 1))
-    assert reference.attention(q, k, v, pattern, dtype=None)[0].dtype is torch.bfloat16
-    for size in (1e4, -1e4):
-        out, lse = reference.attention(q.abs() + 1, size * (k.abs() + 1), v, pattern)
-        assert out.dtype is torch.float64
-        assert out.isfinite().all()
-        assert lse.isfinite().all()
-    for shape in ((0, 5), (2, 0)):
-        out, lse = reference.attention(*testing.make_qkv(*shape, 4, 3), pattern)
-        assert (out.shape, lse.shape) == ((*shape, 4, 3), (*shape, 4))
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_large_scores(rule: str, size: float) -> None:
+    q, k, v = testing.make_qkv(1, 8, 4, 4)
+    results = reference.attention(q.abs() + 1, size * (k.abs() + 1), v, DilatedPattern(rule, (3, 8), (1, 1)))
+    assert all(x.isfinite().all() for x in results)

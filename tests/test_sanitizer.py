@@ -1,8 +1,8 @@
-"""Small calls of our kernels, forward and backward, under NVIDIA's compute-sanitizer, where it is installed.
+"""Small cases of our kernels, forward and backward, under NVIDIA's compute-sanitizer, where it is installed.
 
-This file is also the script that it runs: the numbers after it pick some of the cases. Without torch's caching of
-memory every tensor has its own bounds, which memcheck then watches. Inputs are drawn and results compared on the CPU,
-so that few kernels but ours run.
+This file is also the script that it runs: "2/8" after it picks the third of eight shares of the cases. Without torch's
+caching of memory every tensor has its own bounds, which memcheck then watches. Whether results are right is seen by
+test_cases.py.
 """
 
 from __future__ import annotations
@@ -12,72 +12,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from dilated_attention import DilatedPattern, dilated_attention, testing
 from dilated_attention.backends.triton import nesting
-from dilated_attention.functional import drawn_seed
+from tests.table import cover
 
-longnet, torchscale = DilatedPattern.longnet, DilatedPattern.torchscale
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PROGRAM = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-SHARES = 5  # the sanitizer makes a program many times slower: several processes take some of the cases each
-
-# pattern, tokens, (query heads, key/value heads), head_dim, dtype, options; together they have every flag both ways
-CASES = [
-    (longnet([64, 128], [1, 2]), 150, (2, 2), 64, BF16, {}),  # nested, with a tail
-    (longnet([128, 256], [1, 2]), 256, (2, 2), 64, BF16, {"is_causal": True}),  # all tiles full
-    (longnet([128], [1]), 256, (1, 1), 128, FP16, {"lse_gradient": False}),  # no tile is masked
-    (longnet([32, 48, 100], [1, 3, 7]), 130, (2, 1), 72, BF16, {}),  # several launches, columns to spare
-    (longnet([40], [3]), 101, (4, 4), 64, BF16, {}),  # rows without keys, filled by the kernels
-    (longnet([64, 128], [2, 4]), 129, (2, 2), 64, FP16, {}),  # the same by a fill before them
-    (longnet([4, 40], [9, 6]), 43, (3, 3), 16, FP32, {"is_causal": True}),  # rates beyond a segment
-    (torchscale([32, 91], [1, 2]), 100, (2, 2), 64, BF16, {}),  # appended zero keys
-    (torchscale([32, 91], [1, 3]), 75, (2, 2), 64, FP16, {"masked": True}),
-    (DilatedPattern.head_groups([32, 64], [1, 3]), 99, (4, 2), 64, BF16, {"masked": True, "is_causal": True}),
-    (DilatedPattern.head_groups([32, 128], [1, 2]), 77, (2, 2), 256, BF16, {"dropout_p": 0.3}),
-    (longnet([64], [1]), 70, (2, 1), 64, FP32, {"dropout_p": 0.6, "masked": True, "is_causal": True}),
-    (longnet([16], [1]), 1, (1, 1), 1, FP16, {"layout": "odd"}),  # a single row and column
-    (longnet([64, 128], [1, 2]), 140, (2, 2), 64, BF16, {"far": True}),  # tiles that start over
-    (torchscale([32, 91], [1, 2]), 150, (2, 2), 48, FP16, {"cu_seqlens": (0, 1, 60, 150)}),  # packed
-]
-
-
-def run(index: int) -> None:
-    pattern, tokens, (heads, kv_heads), head_dim, dtype, given = CASES[index]
-    options = {"masked": False, "lse_gradient": True, "layout": "contiguous", "far": False, "dropout_p": 0.0, **given}
-    masked, lse_gradient, layout, far = (options.pop(name) for name in ("masked", "lse_gradient", "layout", "far"))
-    samples = 1 if "cu_seqlens" in options else 2
-    qkv = testing.make_qkv(samples, tokens, heads, head_dim, kv_heads=kv_heads, layout=layout, dtype=dtype)
-    if far:  # keys that look away from their own query
-        qkv = (qkv[0], -30 * qkv[0], qkv[2])
-    dout, dlse, _ = testing.make_qkv(samples, tokens, heads, head_dim, dtype=dtype, seed=1)
-    dlse = dlse[..., 0].float()
-    mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(0)) < 0.3 if masked else None
-
-    def attention(*x: torch.Tensor) -> Any:
-        there = None if mask is None else mask.to(DEVICE)
-        return dilated_attention(
-            *x, pattern, backend="triton", enable_gqa=True, return_lse=True, key_padding_mask=there, **options
-        )  # fmt: skip
-
-    torch.manual_seed(3)
-    seed = drawn_seed(torch.device(DEVICE)).cpu()
-    torch.manual_seed(3)  # the call draws the same seed
-    there = tuple(x.to(DEVICE) for x in qkv)
-    result = testing.run(attention, there, dout.to(DEVICE), dlse.to(DEVICE) if lse_gradient else None)
-    got = testing.Results(*(x.cpu() for _, x in result.items()))
-    given = {**options, "key_padding_mask": mask, **({"seed": seed} if options["dropout_p"] else {})}
-    exact, plain = (
-        testing.oracle(qkv, pattern, dout, dlse if lse_gradient else None, dtype=computed, **given)
-        for computed in (torch.float64, None)
-    )
-    testing.assert_exact(got, exact, plain)
+SHARES = 8  # the sanitizer makes a program many times slower: several processes take some of the cases each
 
 
 @pytest.mark.gpu
@@ -86,8 +28,8 @@ def run(index: int) -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool: str, share: int) -> None:
     """The script runs once without it: what it compiles is then read from Triton's cache."""
-    script = [sys.executable, __file__, *map(str, range(share, len(CASES), SHARES))]
-    environment = {**os.environ, "PYTHONPATH": "src", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    script = [sys.executable, __file__, f"{share}/{SHARES}"]
+    environment = {**os.environ, "PYTHONPATH": "src:.", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for command in (script, [str(PROGRAM), "--tool", tool, "--error-exitcode", "1", *script]):
         done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -95,6 +37,8 @@ def test_sanitizer(tool: str, share: int) -> None:
 
 if __name__ == "__main__":
     nesting.TILE = 1  # branches share a table wherever they can: such short ones would not gain by it
-    for number in sys.argv[1:]:
-        run(int(number))
-        print(f"case {number}: right", flush=True)
+    share, shares = map(int, sys.argv[1].split("/"))
+    small = [case for path in ("triton", "packed_triton") for case in cover(path) if case.tokens < 130]
+    for case in small[share::shares]:
+        results = case.on_one_device(case.attention(backend="triton"))
+        print(case.id, results.dk.cpu().shape, flush=True)  # which waits for the kernels

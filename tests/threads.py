@@ -177,7 +177,7 @@ def run_sharded(
 
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
             inputs = Inputs(query, key, value, padding, seed)
-            return ring.attend(inputs, asked.of(query, key, padding, 0), ranks)
+            return ring.attend_over_ranks(inputs, asked.of(query, key, padding, 0), ranks)
 
         parts = tuple(x[:, shard] for x in qkv)
         return run(attention, parts, dout[:, shard], None if dlse is None else dlse[:, shard])

@@ -75,8 +75,8 @@ if TYPE_CHECKING or not _is_own_command():
     from dilated_attention.streaming.chunks import stream
 else:
     _HOMES = (
-        "branches", "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "checks", "ring.cost",
-        "distributed.group", "distributed.sequence", "compat",
+        "branches", "pattern", "functional", "_explain", "nn", "context_parallel", "streaming.chunks", "checks",
+        "ring.cost", "distributed.group", "distributed.sequence", "compat",
     )  # fmt: skip
 
     def __getattr__(name: str) -> object:

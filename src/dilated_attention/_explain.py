@@ -16,7 +16,7 @@ from dilated_attention.blocks import plan
 from dilated_attention.call import ON_DEVICE
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, cu_seqlens_on_host, resolve
 
 
@@ -51,26 +51,16 @@ class Explanation:
 
 
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
-    enable_gqa: bool = False,
-    backend: Backend = "auto",
-    group: Group | ContextParallel | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-) -> Explanation:
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor | None = None, enable_gqa: bool = False, backend: Backend = "auto",
+    group: Group | ContextParallel | None = None, cu_seqlens: Sequence[int] | Tensor | None = None,
+) -> Explanation:  # fmt: skip
     """Tells which backend and kernel `dilated_attention` with these arguments runs, and why no other.
 
-    It computes nothing. It takes the arguments of :func:`dilated_attention`, except ``heads`` and ``return_lse``. The
-    forward and the backward pass may run different ones; the reasons are those of the forward pass. Over a ``group`` it
-    speaks of this rank, and asks no other.
+    It takes the arguments of :func:`dilated_attention`, except ``heads`` and ``return_lse``. The forward and the
+    backward pass may run different ones; the reasons are those of the forward pass. Over a ``group`` it speaks of this
+    rank, and asks no other.
 
     Examples:
         >>> x = torch.randn(1, 64, 4, 8)
@@ -81,10 +71,8 @@ def explain(
     options = Options(
         pattern, is_causal, scale, dropout_p, enable_gqa, backend, decodes=group is None, in_parts=ranks > 1
     )
-    call = resolve(
-        query, key, value, options, key_padding_mask, query_offset,
-        None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens),
-    )  # fmt: skip
+    packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)
+    call = resolve(query, key, value, options, key_padding_mask, query_offset, packed)
     choice = choose(call)
     # positions that a tensor holds are not read: the last ones are used instead
     placed = call._replace(start=call.keys - call.queries) if call.start == ON_DEVICE else call

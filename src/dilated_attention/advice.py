@@ -186,18 +186,14 @@ def _reasons(pattern: DilatedPattern, workload: Workload) -> Iterator[str]:
 
 def _figures(workload: Workload, cost: PlanCost) -> Iterator[str]:
     """What it costs, one line each."""
-    dense, pairs = (
-        pattern.pairs(workload.tokens, workload.heads, num_kv_heads=workload.kv_heads, is_causal=workload.is_causal)
-        for pattern in (DilatedPattern.longnet([workload.tokens], [1]), cost.pattern)
-    )
-    more = f"{pairs / dense:.3g} times" if pairs > dense else "as much as"
-    less = f"{number_text(dense / pairs)} times less than" if pairs < dense else more
+    tokens, heads, is_causal = workload.tokens, workload.heads, workload.is_causal
+    pairs = cost.pattern.pairs(tokens, heads, num_kv_heads=workload.kv_heads, is_causal=is_causal)
+    dense = heads * tokens * (tokens + 1) // 2 if is_causal else heads * tokens**2
+    less = f"{number_text(dense / pairs)} times less than" if pairs < dense else f"{number_text(pairs / dense)} times"
     flops, best = 4 * workload.head_dim * workload.batch * pairs, cost.exchanges[cost.best]
     yield f"work: {flops_text(flops)} forward, {flops_text(2.5 * flops)} backward; {less} dense"
-    yield f"keys that a row of a head sees: {pairs / workload.tokens / workload.heads:,.0f} on average"
-    if cost.ranks > 1 and not best.bytes_total:
-        yield f"exchange: no segment crosses a border between the {cost.ranks:,} ranks, so nothing is sent"
-    elif cost.ranks > 1:
+    yield f"keys that a row of a head sees: {pairs / tokens / heads:,.0f} on average"
+    if cost.ranks > 1:
         there, back = bytes_text(best.forward.bytes_received), bytes_text(best.backward.bytes_received)
         yield f"exchange: {cost.best} is the fastest; a rank receives {there} forward and {back} backward"
     yield f"memory{' of a rank' if cost.ranks > 1 else ''}: {workload.need(cost)}"
@@ -216,14 +212,13 @@ def verdict(workload: Workload, cost: PlanCost, memory: int | None) -> list[str]
     """Whether training fits into so many bytes; if not, the smallest single change of each kind with which it does."""
     if memory is None:
         return []
-    need = workload.need(cost)
-    training, inference, room = map(bytes_text, (need.training, need.inference, memory))
+    need, room = workload.need(cost), bytes_text(memory)
     if need.training <= memory:
-        return [f"training fits: it needs {training} of {room}"]
+        return [f"training fits: it needs {bytes_text(need.training)} of {room}"]
     last = f"no single change fits: another exchange, a smaller batch, another dtype, up to {MOST_TRIED:,} ranks"
     return [
-        f"training does not fit: it needs {training}, and there are {room}",
-        f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {inference}",
+        f"training does not fit: it needs {bytes_text(need.training)}, and there are {room}",
+        f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {bytes_text(need.inference)}",
         *([*_changes(workload, cost, memory)] or [last]),
     ]
 

@@ -1,8 +1,7 @@
 """A call on one device as one autograd node, and as two registered ops wherever torch looks at ops.
 
 Plain tensors go straight to the kernels: dispatching an op costs more than a short call's kernels. Compilers, fake
-tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which take what the caller chose as
-numbers and one string. The ops are registered at torch's lowest level, without the wrappers of
+tensors, tracers and subclasses see `dilated_attention::forward` and `::backward`, which do without the wrappers of
 `torch.library.custom_op`: those took a large part of a short compiled step (benchmarks/results/turns.json).
 
 Legend: query (B, n, H, D); key, value (B, N, Hk, D); lse (B, n, H).
@@ -156,13 +155,13 @@ def _mapped(node: Any, count: int, in_dims: tuple[Any, ...], given: tuple[Any, .
     there the node is applied again and again.
     """
     given = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(given, in_dims, strict=True))
+    pairs = [*zip(given, in_dims, strict=True)]
     if in_dims[1] is None or given[SEED] is not None:
-        pairs = [*zip(given, in_dims, strict=True)]
         calls = [node.apply(*(x if dim is None else x[i] for x, dim in pairs)) for i in range(count)]
-        results = tuple(torch.stack(some) for some in zip(*calls, strict=True))
+        results = tuple(map(torch.stack, zip(*calls, strict=True)))
     else:
         whole = list(given)
-        for at, (x, dim) in enumerate(zip(given, in_dims, strict=True)):
+        for at, (x, dim) in enumerate(pairs):
             if isinstance(x, Tensor) and at != CU_SEQLENS:
                 whole[at] = (x.expand(count, *x.shape) if dim is None else x).flatten(0, 1)
         results = tuple(x.unflatten(0, (count, -1)) for x in node.apply(*whole))
@@ -191,11 +190,6 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
-def refuse_second_derivative(grads: tuple[Any, ...], *others: Tensor | None, why: str = NOT_TWICE) -> Any:
-    """Gradients made with create_graph=True: whoever differentiates them, by what they came from, gets an error."""
-    return _Refusing.apply(why, len(grads), *grads, *others)  # type: ignore[no-untyped-call]
-
-
 def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a backward that has no derivative: whoever differentiates its result gets an error that says ``why``.
 
@@ -211,14 +205,16 @@ def once(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 computed, inputs = backward(ctx, *grads)
             if not torch.is_grad_enabled() or is_compiling():
                 return computed
-            return refuse_second_derivative(computed, *grads, *inputs, why=why)
+            return Refusing.apply(why, len(computed), *computed, *grads, *inputs)  # type: ignore[no-untyped-call]
 
         return run
 
     return decorated
 
 
-class _Refusing(torch.autograd.Function):
+class Refusing(torch.autograd.Function):
+    """The first ``count`` tensors, which depend on all: whoever differentiates them gets an error that says ``why``."""
+
     @staticmethod
     def forward(ctx: Any, why: str, count: int, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.why = why
@@ -305,7 +301,9 @@ def _autograd_backward(
         return _backward(dout, dlse, saved, *packed)
     op = torch.ops.dilated_attention.backward.default
     grads: Gradients = _below_autograd(op, keyset, dout, dlse, saved, *packed)
-    return refuse_second_derivative(grads, dout, dlse, *saved) if wanted else grads
+    if wanted:
+        return Refusing.apply(NOT_TWICE, len(grads), *grads, dout, dlse, *saved)  # type: ignore[no-any-return, no-untyped-call]
+    return grads
 
 
 def _refuse_transforms(*_: Any) -> Any:

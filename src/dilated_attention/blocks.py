@@ -195,7 +195,8 @@ def without_bands(block: Block) -> Iterator[Block]:
     elif high is None:
         yield from _halves(block)
     else:
-        assert low is not None and high is not None
+        assert low is not None
+        assert high is not None
         yield from _in_tiles(block, low, high)
 
 
@@ -245,13 +246,15 @@ def _in_tiles(block: Block, low: int, high: int) -> Iterator[Block]:
             count, stop = min(side, rows - start), min(keys, begin + side)
             begin = max(0, begin)
             if stop > begin:
-                yield from _edge(sub(block, start, count, begin, stop - begin, start + low - begin, start + high - begin))
+                limits = start + low - begin, start + high - begin
+                yield from _edge(sub(block, start, count, begin, stop - begin, *limits))
 
 
 def _edge(block: Block) -> Iterator[Block]:
     """A tile at the border of the sequence, if any of its pairs count; without limits that always hold."""
     low, high, rows, keys = block.low, block.high, block.queries.rows, block.keys.rows
-    assert low is not None and high is not None
+    assert low is not None
+    assert high is not None
     if high <= -rows or low >= keys:
         return
     yield block._replace(low=None if low <= 1 - rows else low, high=None if high >= keys - 1 else high)
@@ -283,9 +286,7 @@ def _small(block: Block) -> Iterator[Block]:
                     yield sub(one, first, rows, key, keys, low, high)
 
 
-def sub(
-    block: Block, first: int, rows: int, key: int, keys: int, low: int | None, high: int | None
-) -> Block:
+def sub(block: Block, first: int, rows: int, key: int, keys: int, low: int | None, high: int | None) -> Block:
     """Some rows of a block, with a band of their own."""
     return block._replace(
         queries=block.queries.some_rows(first, rows), keys=block.keys.some_rows(key, keys), low=low, high=high,
@@ -324,7 +325,7 @@ def plan(
     ``keys_follow``: keys from elsewhere follow, to be merged. ``computed_remotely``: what other ranks compute.
     """
     if not call.samples or not call.queries:
-        return Plan((), (0, 0), False)
+        return Plan((), (0, call.kv_heads), False)
     apart = bool(computed_remotely) or call.is_decode  # then blocks do not write every row, so all are merged
     branches = call.pattern.branches_for(call.held.total)
     blocks: list[Block] = []
@@ -452,8 +453,8 @@ def _kind(block: Block) -> Hashable:
     first = block.query_at[0]
     distances = tuple(at - first for at in (*block.query_at, *block.key_at))
     views = tuple(view._replace(token=0, segments=0, segment_step=0) for view in (block.queries, block.keys))
-    several = block.queries.segments > 1
-    return (*views, block.low, block.high, distances, block.zeros, several and block.queries.segment_step, block.but and block.sequence)
+    step = block.queries.segments > 1 and block.queries.segment_step
+    return (*views, block.low, block.high, distances, block.zeros, step, block.but and block.sequence)
 
 
 def _joined(block: Block, other: Block) -> Block | None:

@@ -70,7 +70,7 @@ class Call(NamedTuple):
     cu_seqlens: tuple[int, ...] = ()  # where packed sequences begin, and the end of the last; (): all is one sequence
     # --- how it is computed
     in_parts: bool = False  # other ranks or chunks add to the results, so whole-call kernels are out of question
-    memory_cap: int = 0  # the number of a `MemoryCap` on memory; 0: none
+    memory_cap_id: int = 0  # the number of a `MemoryCap` on memory; 0: none
     deterministic: bool = False  # torch's settings at the time of the call
     switched_off: tuple[str, ...] = ()
     flash: str | None = None
@@ -110,7 +110,7 @@ class Call(NamedTuple):
         return self.dtype if self.dtype is torch.bfloat16 and _has_amx() else torch.float32
 
     @property
-    def exact(self) -> torch.dtype:
+    def sum_dtype(self) -> torch.dtype:
         """The dtype of lse and of sums."""
         return accumulate_dtype(self.dtype)
 
@@ -156,9 +156,7 @@ class Call(NamedTuple):
 
         Numbers stay numbers: a compiler may hold symbols in their place.
         """
-        numbers = [self.start, self.first_head, self.total_heads, self.memory_cap]
-        if not (self.first_head or self.total_heads or self.memory_cap):
-            del numbers[1:]
+        numbers = [self.start, self.first_head, self.total_heads, self.memory_cap_id]
         text = f"{self.pattern.text} {'causal' if self.is_causal else 'all'} {self.backend}"
         return numbers, self.scale, self.dropout_p, text
 
@@ -186,10 +184,10 @@ def checked_cu_seqlens(given: Sequence[int] | Tensor, tokens: int | None, name: 
 def unpacked(numbers: Sequence[int], scale: float, dropout_p: float, text: str) -> Call:
     """The call that `Call.packed` wrote."""
     pattern, is_causal, backend = _read(text)
-    start, first_head, total_heads, memory_cap = numbers if len(numbers) == 4 else (numbers[0], 0, 0, 0)
+    start, first_head, total_heads, memory_cap_id = numbers
     return Call(
         pattern, is_causal, scale, dropout_p, backend, start=start, first_head=first_head, total_heads=total_heads,
-        memory_cap=memory_cap,
+        memory_cap_id=memory_cap_id,
     )  # fmt: skip
 
 
@@ -212,7 +210,7 @@ def _tf32(dtype: torch.dtype) -> bool:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse and of sums: float64 for float64, else float32."""
+    """The dtype of lse and of sums."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

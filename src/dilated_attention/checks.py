@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
 import warnings
@@ -29,12 +28,8 @@ def check_int(name: str, value: object, *, least: int = 1) -> int:
 
 def check_ints(name: str, values: object) -> tuple[int, ...]:
     """Those of a list with one number per branch."""
-    if isinstance(values, torch.Tensor):
-        raise TypeError(f"{name} must be a list of whole numbers, got a tensor: pass its .tolist()")
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of whole numbers, one per branch, got {values!r}")
-    if isinstance(values, (Set, Mapping)):
-        raise TypeError(f"{name} must be a list of whole numbers in the order of the branches, got {values!r}")
+    if isinstance(values, (str, bytes, Set, Mapping, torch.Tensor)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of whole numbers, one per branch and in their order, got {values!r}")
     numbers = tuple(check_int(f"every entry of {name}", value) for value in values)
     if not numbers:
         raise ValueError(f"{name} is empty: a pattern needs at least one branch")
@@ -53,12 +48,9 @@ def checked_probability(p: float, name: str = "dropout_p") -> float:
 
 
 def checked_scale(scale: float, name: str = "scale") -> float:
-    if not _is_number(scale) or not 0.0 <= scale < math.inf:
+    if not _is_number(scale) or not 0.0 <= scale <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number of 0 or more, got {scale!r}")
-    try:
-        return float(scale)
-    except OverflowError:
-        raise ValueError(f"{name} must be a finite number of 0 or more, got one beyond the range of float") from None
+    return float(scale)
 
 
 def _is_number(value: object) -> bool:

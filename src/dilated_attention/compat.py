@@ -18,7 +18,7 @@ from dilated_attention.distributed.group import Buffers
 from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Lengths, ModuleOptions
-from dilated_attention.nn.mesh import MeshAttention
+from dilated_attention.nn.mesh import RingAdvancedDistributedDilatedAttention
 from dilated_attention.nn.multihead import MultiheadDilatedAttention
 from dilated_attention.nn.ring import RingDilatedAttention
 
@@ -140,10 +140,3 @@ class RingDilatedAttentionProduction(RingDilatedAttention):
         stats, cap = self.ranks.stats, self.ranks.memory_cap
         counted = {x: getattr(stats, x) for x in ("hops", "bytes_sent", "bytes_received", "seconds_waited")}
         return {**counted, "peak_bytes": stats.peak_buffer_bytes, "retries": 0 if cap is None else cap.retries}
-
-
-class RingAdvancedDistributedDilatedAttention(MeshAttention):
-    """Is MultiheadDilatedAttention over a ``DeviceMesh`` whose axes split samples, tokens and heads.
-
-    Without a heads axis RingMultiheadDilatedAttention does the same.
-    """

@@ -16,7 +16,6 @@ from dilated_attention.distributed.sequence import Group, process_group
 Exchange = Literal["auto", "ring", "allgather", "alltoall"]
 Verify = Literal["always", "first"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)[1:]  # that "auto" chooses from
-VERIFY: tuple[Verify, ...] = get_args(Verify)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         if self.group is not None:
             process_group(self.group)
-        for name, allowed in (("exchange", ("auto", *EXCHANGES)), ("verify", VERIFY)):
+        for name, allowed in (("exchange", get_args(Exchange)), ("verify", get_args(Verify))):
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}, or None")

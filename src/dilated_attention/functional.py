@@ -17,7 +17,7 @@ from dilated_attention.backends.choose import Backend
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.sequence import Group
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import Pattern
 from dilated_attention.resolve import Options, check_total_length, cu_seqlens_on_host, resolve, warn_of_mistakes
 from dilated_attention.ring import run as ring
 from dilated_attention.ring.run import Ranks
@@ -38,18 +38,19 @@ class CallOptions(TypedDict, total=False):
     group: Group | ContextParallel | None
     heads: tuple[int, int] | None
     cu_seqlens: Sequence[int] | Tensor | None
+    sinks: Tensor | None
 
 
 @overload
 def dilated_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, return_lse: Literal[False] = ...,
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, return_lse: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def dilated_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, return_lse: Literal[True],
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, return_lse: Literal[True],
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -58,7 +59,7 @@ def dilated_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: DilatedPattern,
+    pattern: Pattern,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -71,6 +72,7 @@ def dilated_attention(
     group: Group | ContextParallel | None = None,
     heads: tuple[int, int] | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes self-attention in which each head sees the tokens that ``pattern`` gives it.
 
@@ -81,7 +83,7 @@ def dilated_attention(
         query: (B, N, H, D): batch, tokens, heads, channels of a head; any strides. It may have fewer tokens than key
             (decoding): the result is then that of these queries alone, and only the keys that they see are read.
         key, value: (B, N, H, D), or (B, N, Hk, D) with ``enable_gqa``; of the dtype and device of query.
-        pattern: which head sees which tokens, see :class:`DilatedPattern`.
+        pattern: which head sees which tokens, see :class:`Pattern` and :class:`DilatedPattern`.
         is_causal: a query sees no later token.
         scale: multiplies the scores; 1/sqrt(D) by default.
         dropout_p: the share of (query, key) pairs dropped; give 0 outside training.
@@ -111,6 +113,7 @@ def dilated_attention(
             has segments of its own, and none sees another. A tensor on CUDA makes the host wait while it is read, once.
             Over a ``group`` it is that of all ranks' tokens, and sequences may lie on several ranks. Not with a query
             shorter than key, nor with ``key_padding_mask``.
+        sinks: (H,), one learned score per query head: each softmax has one more key of this score, without a value.
 
     Returns:
         A tensor shaped like query; with ``return_lse`` a tuple of it and lse. A query that sees no key gets out = 0 and
@@ -129,11 +132,22 @@ def dilated_attention(
         query, key, value, pattern, is_causal, scale, dropout_p, key_padding_mask, enable_gqa, backend, heads,
         Ranks.of(group), query_offset=query_offset, cu_seqlens=cu_seqlens,
     )  # fmt: skip
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with one more key for each head, of this score and without a value."""
+    if not isinstance(sinks, Tensor) or sinks.shape != lse.shape[2:] or not sinks.is_floating_point():
+        got = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks must be a float tensor of shape ({lse.shape[2]},), one per query head, got {got}")
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, is_causal: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, is_causal: bool = False,
     scale: float | None = None, dropout_p: float = 0.0, key_padding_mask: Tensor | None = None,
     enable_gqa: bool = False, backend: Backend = "auto", heads: tuple[int, int] | None = None,
     ranks: Ranks | None = None, seed: Tensor | None = None, query_offset: int | Tensor | None = None,
@@ -144,12 +158,12 @@ def attend(
     ``seed``: what dropout follows, drawn from torch's generator if it is not given. ``warns``: of what users mistake.
     """
     alone = ranks is None or ranks.size == 1
-    memory_cap = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
+    memory_cap_id = 0 if ranks is None or ranks.memory_cap is None else ranks.memory_cap.number
     with NO_RANKS if ranks is None else ring.telling_ranks(ranks, query):
         if not alone:
             ring.check_transforms()
         options = Options(
-            pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap
+            pattern, is_causal, scale, dropout_p, enable_gqa, backend, heads, ranks is None, not alone, memory_cap_id
         )
         packed = None if cu_seqlens is None else cu_seqlens_on_host(cu_seqlens)
         call = resolve(query, key, value, options, key_padding_mask, query_offset, packed)
@@ -169,7 +183,7 @@ def attend(
     inputs = Inputs(query, key, value, key_padding_mask, seed, positions, packed)
     if ranks is None or alone:
         return autograd.attend(inputs, call)
-    return ring.attend(inputs, call, ranks)
+    return ring.attend_over_ranks(inputs, call, ranks)
 
 
 def drawn_seed(device: torch.device) -> Tensor:

@@ -35,8 +35,8 @@ class HeadRule(NamedTuple):
     """How a rule deals branches to heads: all that the rules differ in."""
 
     neighbours: Callable[[int, int], int]  # (heads, rate) -> how many heads in a row have the same offset
-    is_shifted: bool = False  # offsets of branch i begin at i mod rate; only where heads are divided
-    splits_heads: bool = False  # heads are divided among branches; otherwise every head runs every branch
+    # heads are divided among branches, offsets of branch i begin at i mod rate; otherwise every head runs every branch
+    splits_heads: bool = False
     adds_zeros: bool = False  # zero keys fill up segments with fewer rows than others, unless the call is causal
     detaches: bool = False  # the weights that mix branches may be constants for gradients, as in the released code
     nests: bool = False  # a head's offset in a branch is its offset in one of a multiple rate, modulo the rate
@@ -46,7 +46,7 @@ class HeadRule(NamedTuple):
 _HEAD_RULES: dict[Rule, HeadRule] = {
     "longnet": HeadRule(lambda heads, rate: 1, nests=True),
     "torchscale": HeadRule(lambda heads, rate: -(-heads // rate), adds_zeros=True, detaches=True),
-    "head_groups": HeadRule(lambda heads, rate: heads, is_shifted=True, splits_heads=True),
+    "head_groups": HeadRule(lambda heads, rate: heads, splits_heads=True),
 }
 
 
@@ -229,10 +229,11 @@ class Pattern:
         num_tokens, num_heads = check_int("num_tokens", num_tokens, least=0), check_int("num_heads", num_heads)
         group = self.check_heads(num_heads, num_kv_heads)
         kv_heads, queries = num_heads // group, range(num_tokens)
-        alike = itertools.groupby(sorted((self.looks(head, kv_heads), head) for head in range(kv_heads)), lambda x: x[0])
+        alike: dict[tuple[int, ...], list[int]] = {}  # heads that see the same are counted once
+        for head in range(kv_heads):
+            alike.setdefault(self.looks(head, kv_heads), []).append(head)
         total = 0
-        for _, same in alike:  # heads that see the same are counted once
-            heads = [head for _, head in same]
+        for heads in alike.values():
             for index, branch in enumerate(self.branches_for(kv_heads)):
                 if heads[0] in branch.heads:
                     parts = self.parts(index, heads[0], queries, num_tokens, kv_heads, is_causal)
@@ -418,10 +419,9 @@ class DilatedPattern(Pattern):
 
     @classmethod
     def suggest(cls, tokens: int, heads: int, *, rule: Rule = "longnet", kv_heads: int | None = None) -> DilatedPattern:
-        """Suggests a pattern for a length, as ``dilated-attention suggest`` does.
+        """Suggests a pattern for a length: up to 2048 tokens, or for head_groups with one head, one dense segment.
 
-        Up to 2048 tokens, or for head_groups with one head, it is one dense segment. Beyond, a head takes 2048 tokens
-        of every segment, and the longest segment spans the sequence.
+        Beyond, a head takes 2048 tokens of every segment, and the longest segment spans the sequence.
 
         Examples:
             >>> da.DilatedPattern.suggest(tokens=8192, heads=12)
@@ -474,7 +474,7 @@ class DilatedPattern(Pattern):
             if rule.splits_heads:  # the first branches take one head more where heads do not divide evenly
                 first = index * each + min(index, extra)
                 heads = range(first, first + each + (index < extra))
-            offset: Any = index if rule.is_shifted else "head"
+            offset: Any = index if rule.splits_heads else "head"
             neighbours = max(1, rule.neighbours(num_heads, rate))
             yield Dilated(length, rate, offset, heads=tuple(heads), neighbours=neighbours)
 
@@ -512,7 +512,8 @@ class DilatedPattern(Pattern):
         if is_causal or not self.adds_zeros:
             return 0
         branches = self.branches_for(num_heads // self.check_heads(num_heads, num_kv_heads))
-        return sum(zeros_beside(branch, len(row), num_tokens) for branch, row in zip(branches, rows, strict=True) if row)
+        seen = [(branch, len(row)) for branch, row in zip(branches, rows, strict=True) if row]
+        return sum(zeros_beside(branch, count, num_tokens) for branch, count in seen)
 
 
 def zeros_beside(branch: Branch, rows: int, num_tokens: int) -> int:

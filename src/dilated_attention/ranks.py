@@ -60,18 +60,19 @@ class Pool:
     """Ranks that form one group. One call runs at a time, and none when a rank died or hung: the pool is broken."""
 
     def __init__(self, size: int) -> None:
-        self.size, self._groups, self._used = size, 0, False
+        self._groups, self._used = 0, False
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # where ranks meet
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self._pipes, far_ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
-        self._processes = [
-            context.Process(target=_serve, args=(end,), name=str(rank), daemon=True)
-            for rank, end in enumerate(far_ends)
-        ]
-        for process, end in zip(self._processes, far_ends, strict=True):
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        for rank in range(size):
+            pipe, far_end = context.Pipe()
+            process = context.Process(target=_serve, args=(far_end,), name=str(rank), daemon=True)
             process.start()
-            end.close()  # the rank's copy is the only one: when it dies the pipe ends
+            far_end.close()  # the rank's copy is the only one: when it dies the pipe ends
+            self._processes.append(process)
+            self._pipes.append(pipe)
         self._join()
 
     @property
@@ -80,7 +81,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid or 0 for process in self._processes]
+        return [process.pid for process in self._processes]
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT + GRACE, check: bool = True
@@ -96,7 +97,9 @@ class Pool:
         self._used = True
         outcomes = self._call(function, args, timeout)
         failed = any(x.error_type for x in outcomes)
-        if failed and not self.broken:
+        if self.broken:
+            self.close()
+        elif failed:
             self._join()
         if check and failed:
             raise RanksFailed(getattr(function, "__qualname__", repr(function)), outcomes)
@@ -117,29 +120,24 @@ class Pool:
     def _join(self) -> None:
         """Form a new group; messages of the last one are lost with it."""
         self._groups += 1
-        outcomes = self._call(_enter_group, (self._store.port, self._groups, self.size), TIMEOUT)
+        outcomes = self._call(_enter_group, (self._store.port, self._groups, len(self._pipes)), TIMEOUT)
         if any(x.error_type for x in outcomes):
             self.close()
             raise RanksFailed("forming a group", outcomes)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Outcome]:
-        message, start, outcomes = _pack((function, args)), time.monotonic(), []
-        try:
-            for pipe in self._pipes:
-                with contextlib.suppress(OSError):  # it is dead, which is seen below
-                    pipe.send_bytes(message)
-            outcomes = [self._answer(rank, start, timeout) for rank in range(self.size)]
-        finally:
-            if not outcomes or self.broken:  # after an interruption answers would be taken for those of the next call
-                self.close()
-        return outcomes
+        message, start = _pack((function, args)), time.monotonic()
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it is dead, which is seen below
+                pipe.send_bytes(message)
+        return [self._answer(rank, start, timeout) for rank in range(len(self._pipes))]
 
     def _answer(self, rank: int, start: float, timeout: float) -> Outcome:
         """What a rank says, or how it ended; one that says nothing in time is killed."""
         process, pipe, lost = self._processes[rank], self._pipes[rank], "died"
         if pipe.poll(max(0.0, start + timeout - time.monotonic())):  # the end of the pipe is news, too
             with contextlib.suppress(EOFError, OSError):
-                return Outcome(rank, **_unpack(pipe.recv_bytes()))
+                return Outcome(rank, *_unpack(pipe.recv_bytes()))
         else:
             process.kill()
             lost = "hung"
@@ -202,16 +200,16 @@ def _die_with_parent() -> None:
 
 
 def _perform(message: bytes) -> bytes:
-    """The fields of an Outcome, packed. SystemExit ends the rank, as it would end a program."""
+    """The fields of an Outcome after its rank, packed. SystemExit ends the rank, as it would end a program."""
     start = time.perf_counter()
     try:
         function, args = _unpack(message)
-        return _pack({"value": function(*args), "seconds": time.perf_counter() - start})
+        return _pack((function(*args), None, None, time.perf_counter() - start))
     except SystemExit:
         raise
     except BaseException as error:  # whatever it is, the parent is to know (pytest's outcomes are no Exceptions)
-        told = {"error": str(error), "error_type": type(error).__name__, "traceback": traceback.format_exc()}
-        return _pack({**told, "seconds": time.perf_counter() - start})
+        seconds = time.perf_counter() - start
+        return _pack((None, str(error), type(error).__name__, seconds, None, traceback.format_exc()))
 
 
 def _enter_group(port: int, number: int, size: int) -> None:

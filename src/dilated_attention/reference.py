@@ -20,20 +20,11 @@ from dilated_attention.pattern import DilatedPattern, Pattern
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    dtype: torch.dtype | None = torch.float64,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, seed: Tensor | None = None,
+    key_padding_mask: Tensor | None = None, query_offset: int | Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None, sinks: Tensor | None = None, dtype: torch.dtype | None = torch.float64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes (out, lse) of `dilated_attention` as dense attention with a mask of counts.
 
     Time and memory are quadratic in N. It computes in ``dtype``; None: that of the inputs. ``seed``: an int64 tensor,
@@ -47,7 +38,7 @@ def attention(
         (torch.float64, torch.Size([1, 16, 4]))
     """
     query, key, value = (x if dtype is None else x.to(dtype) for x in (query, key, value))
-    if isinstance(pattern, DilatedPattern) and not pattern.is_exact:  # the released formula: branches mixed by weights that are constants
+    if isinstance(pattern, DilatedPattern) and not pattern.is_exact:  # as released: mixed by weights that are constants
         branches = [
             attention(
                 query, key, value, pattern.alone(branch), is_causal=is_causal, scale=scale,
@@ -65,7 +56,7 @@ def attention(
         query = query.new_zeros(*key.shape[:2], *query.shape[2:]).index_put(rows, query)
         out, lse = attention(
             query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed,
-            key_padding_mask=key_padding_mask, dtype=None,
+            key_padding_mask=key_padding_mask, sinks=sinks, dtype=None,
         )  # fmt: skip
         return out[rows], lse[rows]
     samples, tokens, heads, dim = query.shape
@@ -80,10 +71,13 @@ def attention(
     scores = scores.masked_fill(count == 0, -torch.inf)
     top = scores.detach().amax(-1, keepdim=True) if tokens else scores.new_zeros(*scores.shape[:3], 1)
     top = torch.maximum(top, torch.where(zeros > 0, 0.0, -torch.inf).to(top.dtype))
+    sink = None if sinks is None else sinks.to(scores.dtype)[:, None, None]  # a key of this score, without a value
+    if sink is not None:
+        top = torch.maximum(top, sink.detach())
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = (scores - top).exp()
     filled = torch.where(zeros > 0, zeros * (-top).exp(), 0.0)  # 0 * inf where all scores are very low
-    total = (count * weights).sum(-1, keepdim=True) + filled
+    total = (count * weights).sum(-1, keepdim=True) + filled + (0.0 if sink is None else (sink - top).exp())
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (top + total.log()).masked_fill(empty, -torch.inf).squeeze(-1).transpose(1, 2)

@@ -40,7 +40,7 @@ class Options(NamedTuple):
     heads: tuple[int, int] | None = None
     decodes: bool = True  # query may have fewer rows than key: not over a group
     in_parts: bool = False  # over several ranks
-    memory_cap: int = 0
+    memory_cap_id: int = 0
 
 
 def resolve(
@@ -48,8 +48,8 @@ def resolve(
     offset: int | Tensor | None = None, cu_seqlens: Tensor | None = None,
 ) -> Call:  # fmt: skip
     """The call, or the error that it raises. ``cu_seqlens`` is on the host: see `cu_seqlens_on_host`."""
-    if is_compiling():
-        return _checked(query, key, value, options, mask, offset, cu_seqlens, None, False)
+    if is_compiling():  # shapes may be symbols: the op sees the tensors when it runs
+        return _checked(query, key, value, options, mask, offset, cu_seqlens, None)
     numbers = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
     wants_grad = False
     if options.backend != "auto" or options.in_parts:  # else some backend can always run
@@ -60,7 +60,12 @@ def resolve(
     except TypeError:  # something cannot be hashed, and the checks say what
         call = signature = None
     if call is None:
-        call = _checked(query, key, value, options, mask, offset, cu_seqlens, numbers, wants_grad)
+        call = _checked(query, key, value, options, mask, offset, cu_seqlens, numbers)
+        call = call.with_shapes(query.shape, key.shape, call.dtype, query.device, mask is not None, call.start)
+        if options.backend != "auto" or options.in_parts:  # a refusal must not leave others waiting nor cost a seed
+            choose(call)
+            if wants_grad:
+                choose(call, backward=True)
         if signature is not None:
             if len(known_calls) >= MOST_KNOWN:
                 known_calls.clear()
@@ -101,9 +106,9 @@ def _signature(
 
 def _checked(
     query: Tensor, key: Tensor, value: Tensor, options: Options, mask: Tensor | None, offset: int | Tensor | None,
-    cu_seqlens: Tensor | None, numbers: tuple[int, ...] | None, wants_grad: bool,
+    cu_seqlens: Tensor | None, numbers: tuple[int, ...] | None,
 ) -> Call:  # fmt: skip
-    """All that can be wrong with a call, before any work."""
+    """What the caller chose, once all that can be wrong with it was looked at."""
     pattern, heads, first, total = options.pattern, options.heads, 0, 0
     scale, dropout_p = check_options(options)
     check_tensors(query, key, value, mask, options)
@@ -117,18 +122,10 @@ def _checked(
         check_packed(query, key, mask)
     start, dtype = checked_start(query, key, offset, is_alone=options.decodes), computed_dtype(query)
     packed = () if numbers is None else checked_cu_seqlens(numbers, None if options.in_parts else key.shape[1])
-    call = Call(
+    return Call(
         pattern, options.is_causal, scale, dropout_p, options.backend, dtype=dtype, start=start, first_head=first,
-        total_heads=total, cu_seqlens=packed, in_parts=options.in_parts, memory_cap=options.memory_cap,
+        total_heads=total, cu_seqlens=packed, in_parts=options.in_parts, memory_cap_id=options.memory_cap_id,
     )  # fmt: skip
-    if is_compiling():  # shapes may be symbols: the op sees the tensors when it runs
-        return call
-    call = call.with_shapes(query.shape, key.shape, dtype, query.device, mask is not None, start)
-    if options.backend != "auto" or options.in_parts:  # a refusal must not leave other ranks waiting nor cost a seed
-        choose(call)
-        if wants_grad:
-            choose(call, backward=True)
-    return call
 
 
 def check_options(options: Options) -> tuple[float, float]:
@@ -137,7 +134,7 @@ def check_options(options: Options) -> tuple[float, float]:
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern or a DilatedPattern, got {type(pattern).__name__}")
     if options.in_parts and not isinstance(pattern, DilatedPattern):
-        raise NotImplementedError(f"a Pattern of branches does not go over several ranks yet, only a DilatedPattern: got {pattern}")
+        raise NotImplementedError(f"only a DilatedPattern goes over ranks, and in streams, got {pattern}")
     check_flag("is_causal", options.is_causal)
     check_flag("enable_gqa", options.enable_gqa)
     check_backend(options.backend)
@@ -167,10 +164,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.is_nested:
-            jagged = hasattr(x, "offsets")  # to ask for its layout would be an operation
-            rows = f"{name}.values()" if jagged else f"torch.cat({name}.unbind())"
-            ends = f"{name}.offsets()" if jagged else "[0, ...], where each sequence begins and ends"
-            raise ValueError(f"{name} is a nested tensor: pass {rows}.unsqueeze(0), and cu_seqlens={ends}")
+            rows = f"torch.cat({name}.unbind()).unsqueeze(0)"
+            raise ValueError(f"{name} is a nested tensor: pass {rows}, and where each sequence begins as cu_seqlens")
         check_layout(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}")
@@ -191,9 +186,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     key_samples, key_tokens, key_heads, key_dim = k_shape
     if tokens > key_tokens or (tokens < key_tokens and not options.decodes):
         wanted = "no more queries than keys" if options.decodes else "equal lengths"
-        raise ValueError(
-            f"query has {tokens} tokens and key {key_tokens}: dilated attention is self-attention and needs {wanted}"
-        )
+        raise ValueError(f"query has {tokens} tokens and key {key_tokens}: self-attention needs {wanted}")
     if samples != key_samples or head_dim != key_dim:
         raise ValueError(f"query and key must agree in batch and head_dim, got {tuple(q_shape)} and {tuple(k_shape)}")
     if heads != key_heads and not options.enable_gqa:
@@ -227,10 +220,7 @@ def checked_heads(heads: tuple[int, int], key_heads: int) -> tuple[int, int]:
         raise TypeError(f"heads must be two whole numbers, (first, total) of the key/value heads, got {heads!r}")
     first, total = heads
     if not 0 <= first <= total - key_heads:
-        raise ValueError(
-            f"key has {key_heads} heads: heads must be (first, total) with 0 <= first <= total - {key_heads}, got "
-            f"{heads}"
-        )
+        raise ValueError(f"heads must be (first, total) with 0 <= first <= total - {key_heads}, got {heads}")
     return first, total
 
 
@@ -244,10 +234,8 @@ def checked_start(query: Tensor, key: Tensor, offset: int | Tensor | None, *, is
         raise ValueError("query_offset is for one device: it cannot be given together with a group")
     if isinstance(offset, Tensor):
         if offset.dtype not in (torch.int32, torch.int64) or offset.shape != query.shape[:1]:
-            raise ValueError(
-                "query_offset must be an int, or an int32 or int64 tensor of shape (batch,) = "
-                f"{tuple(query.shape[:1])}, got {offset.dtype} of shape {tuple(offset.shape)}"
-            )
+            wanted = f"an int, or an int32 or int64 tensor of shape (batch,) = {tuple(query.shape[:1])}"
+            raise ValueError(f"query_offset must be {wanted}, got {offset.dtype} of shape {tuple(offset.shape)}")
         if offset.device != query.device:
             raise ValueError(f"query_offset is on {offset.device} and query on {query.device}: move it, or give an int")
         return ON_DEVICE
@@ -261,10 +249,8 @@ def checked_start(query: Tensor, key: Tensor, offset: int | Tensor | None, *, is
 def check_packed(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
     """``cu_seqlens`` is given."""
     if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"cu_seqlens needs as many queries as keys, got {query.shape[1]} queries and {key.shape[1]} keys: leave "
-            "cu_seqlens out, or pass whole sequences"
-        )
+        counts = f"{query.shape[1]} queries and {key.shape[1]} keys"
+        raise ValueError(f"cu_seqlens needs as many queries as keys, got {counts}: pass whole sequences")
     if query.shape[0] != 1:
         raise ValueError(f"cu_seqlens is for one row, (1, tokens, heads, head_dim), got a batch of {query.shape[0]}")
     if mask is not None:
@@ -275,10 +261,8 @@ def cu_seqlens_on_host(given: Sequence[int] | Tensor, name: str = "cu_seqlens") 
     """``cu_seqlens`` as a tensor on the host; its numbers are not looked at."""
     if isinstance(given, Tensor):
         if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"{name} must be a list of whole numbers, or an int32 or int64 tensor of one dimension, got "
-                f"{given.dtype} of shape {tuple(given.shape)}"
-            )
+            got = f"{given.dtype} of shape {tuple(given.shape)}"
+            raise TypeError(f"{name} must be a list of whole numbers, or an integer tensor of one dimension, got {got}")
         return given.cpu()
     if not isinstance(given, Sequence) or not all(is_int(x) or isinstance(x, torch.SymInt) for x in given):
         raise TypeError(f"{name} must be a list of whole numbers, or an integer tensor, got {given!r}")

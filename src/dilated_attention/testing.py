@@ -41,17 +41,9 @@ Named = Results | dict[str, Tensor]
 
 
 def make_qkv(
-    samples: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    *,
-    kv_heads: int | None = None,
-    layout: str = "contiguous",
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    samples: int, tokens: int, heads: int, head_dim: int, *, kv_heads: int | None = None, layout: str = "contiguous",
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Makes random query (samples, tokens, heads, head_dim), key and value (samples, tokens, kv_heads, head_dim).
 
     ``layout`` is their layout in memory. "contiguous"; "fused": slices of one tensor; "transposed": stored as
@@ -66,17 +58,21 @@ def make_qkv(
     counts = [heads, *[heads if kv_heads is None else kv_heads] * 2]
 
     def made(h: int) -> Tensor:
-        shape = {
-            "transposed": (samples, h, tokens, head_dim), "expanded": (1, tokens, 1, head_dim),
-            "odd": (samples, tokens, h, 2 * head_dim + 1),
-        }.get(layout, (samples, tokens, h, head_dim))  # fmt: skip
-        x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
-        if layout == "transposed":
-            return x.transpose(1, 2)
-        return x[..., 1::2] if layout == "odd" else x.expand(samples, -1, h, -1)
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
 
-    if layout not in ("contiguous", "fused", "transposed", "expanded", "odd"):
-        raise ValueError(f"unknown layout {layout!r}")
+        match layout:
+            case "transposed":
+                return draw(samples, h, tokens, head_dim).transpose(1, 2)
+            case "expanded":
+                return draw(1, tokens, 1, head_dim).expand(samples, -1, h, -1)
+            case "odd":
+                return draw(samples, tokens, h, 2 * head_dim + 1)[..., 1::2]
+            case "contiguous" | "fused":
+                return draw(samples, tokens, h, head_dim)
+            case _:
+                raise ValueError(f"unknown layout {layout!r}")
+
     q, k, v = torch.split(made(sum(counts)), counts, dim=2) if layout == "fused" else map(made, counts)
     return q, k, v
 
@@ -97,14 +93,9 @@ def run(attention: Callable[..., Any], qkv: tuple[Tensor, ...], dout: Tensor, dl
 
 
 def oracle(
-    qkv: tuple[Tensor, ...],
-    pattern: DilatedPattern,
-    dout: Tensor,
-    dlse: Tensor | None = None,
-    *,
-    dtype: torch.dtype | None = torch.float64,
-    **options: Any,
-) -> Results:
+    qkv: tuple[Tensor, ...], pattern: DilatedPattern, dout: Tensor, dlse: Tensor | None = None, *,
+    dtype: torch.dtype | None = torch.float64, **options: Any,
+) -> Results:  # fmt: skip
     """Computes the reference results in float64; with dtype=None those of plain PyTorch in the inputs' own dtype.
 
     ``options`` are those of `reference.attention`, such as is_causal; the other arguments are those of `run`.
@@ -127,10 +118,7 @@ def _size(x: Tensor) -> float:
 
 
 def errors(got: Results, expected: Results) -> dict[str, float]:
-    """Computes max|got - expected| / max(1, max|expected|) of each result, by its name.
-
-    It is infinite if shapes or infinities differ, or if there is a NaN.
-    """
+    """Computes the error of each result, by its name; it is infinite if shapes or infinities differ, or with a NaN."""
     return {name: error(value, getattr(expected, name)) for name, value in got.items()}
 
 
@@ -151,11 +139,11 @@ def limits(expected: Named, plain: Named | None, dtype: torch.dtype) -> dict[str
 
 
 def assert_exact(got: Results, expected: Results, plain: Results | None = None) -> None:
-    """Raises AssertionError, which names every result that is too far from the oracle's.
+    """Raises AssertionError, which names every result that is too far from the oracle's, and its error and limit.
 
-    The limits are 1e-12 in float64 and 5e-6 in float32, times max(1, max|expected|), and more where scores are large.
-    In half precision ``plain`` is needed, the results of plain PyTorch in the same dtype: the limits are twice its
-    error, for gradients three times.
+    The limits of max|got - expected| / max(1, max|expected|) are 1e-12 in float64 and 5e-6 in float32, and more where
+    scores are large. In half precision ``plain`` is needed, the results of plain PyTorch in the same dtype: the limits
+    are twice its error, for gradients three times.
 
     Examples:
         >>> q, k, v = testing.make_qkv(1, 16, 4, 8)
@@ -171,11 +159,10 @@ def assert_exact(got: Results, expected: Results, plain: Results | None = None) 
 def check(
     qkv: tuple[Tensor, ...], pattern: DilatedPattern, *, lse_gradient: bool = True, seed: int = 0, **options: Any
 ) -> None:
-    """Compares `dilated_attention` on query, key and value with the oracle: out, lse and the gradients.
+    """Compares `dilated_attention` on query, key and value with the oracle, as `assert_exact` does.
 
-    It raises AssertionError, with the errors and limits, if one is too far off: see `assert_exact`. Gradients of out
-    and, with ``lse_gradient``, of lse are random. ``options``: backend, is_causal, scale, key_padding_mask,
-    query_offset or cu_seqlens.
+    Gradients of out and, with ``lse_gradient``, of lse are random. ``options``: backend, is_causal, scale,
+    key_padding_mask, query_offset or cu_seqlens.
 
     Examples:
         >>> testing.check(testing.make_qkv(1, 100, 4, 8), da.DilatedPattern.longnet([16, 64], [1, 4]), is_causal=True)

@@ -13,9 +13,7 @@ import pytest
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from dilated_attention.bench import plots
@@ -186,23 +184,6 @@ def test_an_address_that_asks_for_nothing_known_does_no_harm(show: Open, choice:
     chrome = show(choice=choice)
     assert texts(chrome, "#heading") == ["Time in ms, forward + backward"]
     assert chrome.find_element(By.ID, "nothing").is_displayed() == ("line" in choice)
-
-
-def test_the_wheel_zooms_with_ctrl_and_scrolls_without(show: Open) -> None:
-    chrome = show()
-
-    def labels() -> set[str]:
-        return set(texts(chrome, "#plot .role-axis-label text"))
-
-    before = labels()
-    plot = ScrollOrigin.from_element(chrome.find_element(By.ID, "plot"))
-    ActionChains(chrome).scroll_from_origin(plot, 0, 100).perform()
-    wait(chrome, lambda: chrome.execute_script("return scrollY") == 100)
-    assert labels() == before
-    ActionChains(chrome).key_down(Keys.CONTROL).scroll_from_origin(plot, 0, -400).key_up(Keys.CONTROL).perform()
-    wait(chrome, lambda: labels() != before)
-    ActionChains(chrome).double_click(chrome.find_element(By.CSS_SELECTOR, "#plot svg")).perform()
-    wait(chrome, lambda: labels() == before)
 
 
 def test_words_filter_the_rows_of_tables(show: Open) -> None:

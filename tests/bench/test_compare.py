@@ -15,8 +15,8 @@ from dilated_attention import compat, dilated_attention
 from dilated_attention.bench import compare, implementations, runners
 from dilated_attention.bench.compare import FAILED, FAR, Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
-from dilated_attention.bench.pace import Quiet
-from dilated_attention.bench.setting import BOTH, CHECK_TOKENS, FORWARD, Implementation, Setting, Subject
+from dilated_attention.bench.pace import Lines
+from dilated_attention.bench.setting import BOTH, FORWARD, Implementation, Setting, Subject
 from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import Outcome
@@ -44,9 +44,8 @@ def changed(change: Change = lambda out: out, seen: list[int] | None = None, onl
 
 
 def comparison(limit_ms: float = 1e9) -> Comparison:
-    ceilings = [{"dtype": "float32", "matmul_tflops": 0.1, "copy_gb_per_s": 10.0}]
-    found: dict[str, Any] = {"checks": [], "measurements": [], "ceilings": ceilings}
-    return Comparison(found, Quiet(), 0.0, limit_ms)
+    found: dict[str, Any] = {"checks": [], "measurements": []}
+    return Comparison(found, Lines(), 0.0, limit_ms)
 
 
 def compared(*which: Implementation, setting: Setting = SETTING) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def test_what_is_wrong_gets_no_time(
     assert tuple(x["status"] for x in found["measurements"]) == statuses
     for record in (x for x in found["measurements"] if x["status"] == "wrong"):
         assert why in record["why"]
-        assert all(record[name] is None for name in ("ms", "tokens_per_s", "tflops", "of_matmul", "peak_bytes"))
+        assert record["ms"] is record["peak_bytes"] is None
     if verdict == FAR:
         assert found["checks"][0]["why"] == found["measurements"][0]["why"]
     if verdict == "wrong":
@@ -104,11 +103,8 @@ def test_what_is_exact_gets_all_figures() -> None:
     out = 128 * 4 * 8 * 4
     for way, record in by_direction(found).items():
         assert (record["status"], record["why"]) == ("measured", "")
-        flops, count = changed().least_work(SETTING, way)
-        seconds, speed, copied = record["ms"]["median"] / 1000, record["tflops"], record["gb_per_s"]
-        assert (record["flops"], record["tokens_per_s"]) == (flops, pytest.approx(128 / seconds))
-        assert (speed, copied) == (pytest.approx(flops / seconds / 1e12), pytest.approx(count / seconds / 1e9))
-        assert (record["of_matmul"], record["of_copy"]) == (pytest.approx(speed / 0.1), pytest.approx(copied / 10))
+        assert record["flops"] == (4 if way == FORWARD else 14) * SETTING.pattern("longnet").pairs(128, 4) * 8
+        assert 0 < record["ms"]["lower"] <= record["ms"]["median"] <= record["ms"]["upper"]
         assert (1 if way == FORWARD else 3) * out <= record["peak_bytes"] < 30 * out
 
 
@@ -141,21 +137,6 @@ def test_what_would_take_too_long_is_skipped_with_a_reason() -> None:
     late = [x for x in made.results["measurements"] if x["tokens"] == 256]
     assert {x["status"] for x in late} == {"skipped"}
     assert all("is expected to take" in x["why"] for x in late)
-
-
-def test_an_interrupted_setting_keeps_the_times_it_has() -> None:
-    seen: list[int] = []
-
-    def impatient(out: Tensor) -> Tensor:
-        if seen.count(SETTING.tokens) > 3:  # rows, memory forward and backward; then it is timed
-            raise KeyboardInterrupt
-        return out
-
-    made, last = comparison(), replace(changed(impatient, seen), name="last")
-    with pytest.raises(KeyboardInterrupt):
-        made.compare("suite", [changed(), last], SETTING)
-    assert {(x["implementation"], x["status"]) for x in made.results["measurements"]} == {("changed", "measured")}
-    assert len(made.results["checks"]) == 2
 
 
 def test_one_dtype_has_one_verdict_the_worst() -> None:
@@ -204,8 +185,11 @@ def test_over_ranks_too_a_wrong_one_is_caught(name: str, monkeypatch: pytest.Mon
     ("outcome", "is_memory"),
     [
         ({"error": "no", "error_type": "ValueError"}, False),
-        ({"error": "no answer", "error_type": "hung", "exitcode": -9}, False),  # so that we killed it
-        ({"error": "ended", "error_type": "died", "exitcode": -9}, True),
+        (
+            {"error": "the process ended with exit code -9 after 2.0 s", "error_type": "hung"},
+            False,
+        ),  # so that we killed it
+        ({"error": "the process ended with exit code -9 after 2 s", "error_type": "died"}, True),
         ({"error": "", "error_type": "MemoryError"}, True),
         ({"error": "CUDA out of memory. Tried to allocate 2.00 GiB", "error_type": "OutOfMemoryError"}, True),
     ],
@@ -214,21 +198,3 @@ def test_what_counts_as_out_of_memory_on_a_rank(outcome: dict[str, Any], is_memo
     with pytest.raises(RuntimeError) as error:
         runners.raise_if_failed([Outcome(0), Outcome(1, **outcome)])
     assert runners.ran_out(str(error.value)) == is_memory
-
-
-def test_the_least_work_is_that_of_the_pattern() -> None:
-    pairs = SETTING.pattern("head_groups").pairs(128, 4) * 8  # for each channel of a head
-    rows = 128 * 4
-    for name, way, flops in (("head_groups, sdpa", FORWARD, 4 * pairs), ("head_groups, sdpa", BOTH, 14 * pairs),
-                             ("dense SDPA", FORWARD, 128 * 128 * 4 * 8 * 4),
-                             ("MultiheadDilatedAttention", FORWARD, 4 * pairs + 4 * 2 * 128 * 32 * 32)):  # fmt: skip
-        assert named(name)[0].least_work(SETTING, way)[0] == flops
-    assert changed().least_work(replace(SETTING, samples=3), FORWARD)[1] == 3 * (4 * rows * 8 * 4 + rows * 4)
-
-
-def test_checks_stay_small_at_any_size() -> None:
-    for tokens, samples in ((1, 1), (2048, 512), (1 << 20, 1)):
-        for small in Setting(tokens, (1024, 4096), (1, 4), CPU, samples=samples).checks():
-            assert 1 <= small.tokens <= CHECK_TOKENS
-            assert 1 <= small.samples <= 2
-            assert min(small.lengths) >= 1

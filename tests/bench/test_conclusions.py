@@ -35,18 +35,12 @@ def improved(before: float, after: float | None, **more: Any) -> dict[str, Any]:
 
 # --- claims -----------------------------------------------------------------------------------------------------
 
-LESS, MEMORY, RING, HEADS, NONE = (
-    "ImprovedDilatedAttention takes less time", "Attention takes less memory", "ring_size", "many times faster",
-    "no memory",
-)  # fmt: skip
+LESS, MEMORY = "ImprovedDilatedAttention takes less time", "Attention takes less memory"
+RING, HEADS = "ring_size", "many times faster"
 
 
 def ring(ms: float) -> dict[str, Any]:
     return {"measurements": [record("DilatedAttention", 10.0), record("RingDilatedAttention", ms)]}
-
-
-def over_heads(*checked: Any) -> dict[str, Any]:
-    return {"checks": [check("attention over heads", *checked)]}
 
 
 @pytest.mark.parametrize(
@@ -61,10 +55,7 @@ def over_heads(*checked: Any) -> dict[str, Any]:
         (MEMORY, improved(10.0, 5.0, peak_bytes=int(0.8 * (1 << 30))), "yes", "20 % less"),
         (RING, ring(10.1), "no", "1 % less"),
         (RING, ring(12.5), "yes", "20 % less"),
-        (HEADS, over_heads("wrong", 1.6), "no", "it attends over heads"),
-        (HEADS, over_heads("exact", 1e-7), "yes", "it attends"),
-        (NONE, {"measurements": [record("a", peak_bytes=3 << 20)]}, "no", "at least 3 MiB"),
-        (NONE, {"measurements": [record("a", peak_bytes=3, status="wrong")]}, None, ""),
+        (HEADS, {"checks": [check("attention over heads", "wrong", 1.6)]}, "no", "it attends over heads"),
     ],
 )
 def test_a_claim_holds_where_the_measurements_reach_it(
@@ -73,7 +64,6 @@ def test_a_claim_holds_where_the_measurements_reach_it(
     found = [x for x in conclude.claims({**EMPTY, **results}) if words in x["claim"]]
     assert [x["holds"] for x in found] == ([] if holds is None else [holds])
     assert all(x["ours"].startswith(ours) for x in found)
-    assert conclude.claims({**EMPTY, **results, "suites": ["quick"]}) == []
 
 
 # --- recommendations --------------------------------------------------------------------------------------------

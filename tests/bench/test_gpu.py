@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention.bench import runners, suites
+from dilated_attention.bench import suites
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.implementations import RELEASED, everything, named
-from dilated_attention.bench.pace import Quiet
-from dilated_attention.bench.results import DIRECTIONS
+from dilated_attention.bench.pace import Lines
 from dilated_attention.bench.session import Session
-from dilated_attention.bench.setting import BOTH, FORWARD, Setting
+from dilated_attention.bench.setting import Setting
 from dilated_attention.bench.suites import compared as comparisons
 from dilated_attention.bench.suites import decode, stream
 
@@ -26,9 +25,8 @@ def setting(tokens: int = 2048, **more: Any) -> Setting:
 
 
 def compared(which: list[Any], given: Setting) -> dict[str, Any]:
-    ceilings = [{"dtype": given.dtype_name, "matmul_tflops": 700.0, "copy_gb_per_s": 4000.0}]
-    found = {"checks": [], "measurements": [], "ceilings": ceilings}
-    Comparison(found, Quiet(), 0.0, 1e9).compare("suite", which, given)
+    found: dict[str, Any] = {"checks": [], "measurements": []}
+    Comparison(found, Lines(), 0.0, 1e9).compare("suite", which, given)
     return found
 
 
@@ -55,16 +53,8 @@ def test_ranks_that_share_the_gpu_are_exact(ranks: int) -> None:
     found = compared(which, setting())
     assert {x["verdict"] for x in found["checks"]} == {"exact"}
     measured = [x for x in found["measurements"] if x["status"] == "measured"]
-    assert len(measured) == 2 * (len(which) - 1)  # the mesh class has no gloo to gather CUDA tensors with
+    assert len(measured) == 2 * (len(which) - (ranks == 4))  # the mesh class has no gloo to gather CUDA tensors with
     assert all(x["peak_bytes"] > 0 for x in measured)
-
-
-def test_the_peak_is_that_of_one_call() -> None:
-    given = setting(8192)
-    _, found, _ = runners.prepare(named("dense SDPA")[0], given, DIRECTIONS)
-    out = given.qkv()[0].nbytes
-    assert out <= found[FORWARD] <= 1.5 * out
-    assert 3 * out <= found[BOTH] <= 8 * out
 
 
 def test_out_of_memory_is_caught() -> None:
@@ -78,7 +68,7 @@ def test_the_suites_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything made short: each table has figures, and nothing is wrong."""
     monkeypatch.setattr(decode, "TOKENS", {"cuda": 1 << 16})
     monkeypatch.setattr(stream, "SIZES", {"cuda": (1 << 18, 1 << 16)})
-    monkeypatch.setattr(comparisons, "SHORT", comparisons.SHORT[-2:])
+    monkeypatch.setattr(comparisons, "ALSO_SHORT", comparisons.ALSO_SHORT[-2:])
     one = Session(CUDA, (torch.bfloat16,), seconds=0.0, commit="abc")
     one.run({name: suites.PLANS[name](one) for name in ("decode", "stream", "kernels")}, lambda found: None)
     wrong = {x["implementation"] for x in one.results["checks"] if x["verdict"] != "exact"}

@@ -11,7 +11,7 @@ import pytest
 from dilated_attention.bench import regress
 from dilated_attention.bench.page import page
 from dilated_attention.bench.regress import Change, compare
-from dilated_attention.bench.results import FIGURES, load
+from dilated_attention.bench.results import load
 from tests.bench import sample
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*/results.json"))
@@ -110,15 +110,9 @@ def test_checks_that_come_out_differently() -> None:
 def test_measurements_are_told_apart_by_all_that_was_asked(name: str) -> None:
     one = measured()
     other = {**one, name: "other"}
-    assert {*regress.MEASURED_BY} == {*one} - {"ours", "status", "why", "ms", "suggested", *FIGURES}
+    assert {*regress.MEASURED_BY} == {*one} - {"ours", "status", "why", "ms", "suggested", "flops", "peak_bytes"}
     found = compare(results(one), results(other))
     assert (found.changes, found.only_before, found.only_after) == ((), (one,), (other,))
-
-
-def test_what_was_measured_twice_pairs_in_its_order() -> None:
-    found = compare(results(measured(10), measured(20)), results(measured(10), measured(40), measured(50)))
-    assert [x.ratio for x in found.changes] == [1.0, 2.0]
-    assert len(found.only_after) == 1
 
 
 def test_where_files_come_from() -> None:
@@ -128,12 +122,6 @@ def test_where_files_come_from() -> None:
     assert (found.origins, found.is_other_machine) == (wanted, False)
     found = compare(results(), results(threads=4))
     assert (found.origins, found.is_other_machine) == ((("threads", "8", "4"),), True)
-
-
-@pytest.mark.parametrize("threshold", [1.0, -1, float("nan"), float("inf")])
-def test_thresholds_are_ratios_above_1(threshold: float) -> None:
-    with pytest.raises(ValueError, match=r"threshold must be a ratio of more than 1"):
-        compare(results(), results(), threshold)
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -158,8 +146,8 @@ def test_what_earlier_versions_wrote_is_read(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe", "can't decode byte"),
         (b"[]", "it has no schema"),
         (b'{"schema": 2}', "has schema 2, and this version reads 1"),
         (b'{"schema": 1, "suites": []}', "it has no machine, measurements, checks"),

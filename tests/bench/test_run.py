@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import platform
 import subprocess
 from pathlib import Path
 from unittest import mock
@@ -114,15 +113,8 @@ def test_a_single_wrong_row_and_a_row_without_keys_that_is_not_0_are_seen() -> N
                                            (1, 1.0, 1e-7, False)):  # fmt: skip
         out = right.clone()
         out[0, token, 0] = factor * out[0, token, 0] + added
-        assert bool(probes.check_rows(out, qkv, pattern, False).wrong) != is_right
-
-
-def test_the_kernels_of_a_call_are_listed_slowest_first() -> None:
-    x = torch.randn(64, 64)
-    found = probes.kernel_times(lambda: x @ x, CPU)
-    assert "aten::mm" in [name for name, _, _ in found]
-    times = [ms for *_, ms in found]
-    assert times == sorted(times, reverse=True)
+        worst, limit = probes.check_rows(out, qkv, pattern, False)
+        assert (worst <= limit) == is_right
 
 
 def test_the_machine_is_described_in_json() -> None:
@@ -149,34 +141,13 @@ def test_the_commit_of_another_project_is_not_ours(tmp_path: Path, monkeypatch: 
     assert machine.git_state() == {"commit": "unknown", "dirty": None}
 
 
-@pytest.mark.parametrize(
-    ("file", "program", "expected"),
-    [("model name\t: Xeon\n", None, "Xeon"), ("Features: fp\n", "Vendor ID: ARM\nModel name:   N1\n", "N1"),
-     ("", "Model name:   -\n", "some machine"), ("", None, "some machine")],
-)  # fmt: skip
-def test_the_name_of_a_cpu(monkeypatch: pytest.MonkeyPatch, file: str, program: str | None, expected: str) -> None:
-    monkeypatch.setattr(Path, "exists", lambda _: True)
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: file)
-    monkeypatch.setattr(machine, "_output", lambda *_: program)
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    monkeypatch.setattr(platform, "machine", lambda: "some machine")
-    assert machine.cpu_model() == expected
-
-
-def test_cpu_time_is_told_or_not() -> None:
-    assert (machine._cpu_seconds() or 0) >= 0
-
-
 @pytest.mark.parametrize(("seconds", "others"), [(1.0, 0.05), (15.0, 0.75), (-1.0, 0.0), (None, None)])
-@pytest.mark.parametrize("load", [0.2, 1.8])
 def test_a_machine_that_others_use_is_too_busy(
-    monkeypatch: pytest.MonkeyPatch, seconds: float | None, others: float | None, load: float
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None, others: float | None
 ) -> None:
-    """So much CPU time of others in ten seconds on two cores. Where no system tells, what the load was at first."""
+    """So much CPU time of others in ten seconds on two cores; None where no system tells."""
     now, cpu = iter([0.0, 10.0]), iter([5.0, 5.0 + (seconds or 0)])
     monkeypatch.setattr(machine.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(machine, "_cpu_seconds", lambda: None if seconds is None else next(cpu))
-    monkeypatch.setattr(machine, "_load", lambda: load)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    busy = load > 1 if others is None else others > 0.25
-    assert machine.Load().note() == {"load_max": load, "others": others, "too_busy": busy}
+    assert machine.Load().note() == {"others": others, "too_busy": (others or 0) > 0.25}

@@ -66,20 +66,6 @@ def test_the_choice_is_what_follows_from_the_times(tune: ModuleType, device: str
         assert tune.library_from(times) == first, key
 
 
-def test_pieces_join(tune: ModuleType) -> None:
-    first = piece("monday", {"dq 64": [1, 1, 1, 1], "dq 128": [2, 2, 2, 2]}, {"forward 64": None})
-    second = piece("tuesday", {"dq 64": [3, 3, 3, 3]}, {"forward 64": 8192})
-    merged = tune.merge(first, second)["9.0"]
-    assert merged["tiles"] == {"dq 64": [3, 3, 3, 3], "dq 128": [2, 2, 2, 2]}
-    assert merged["library_from"] == {"forward 64": 8192}
-    assert set(merged["measured"]["runs"]) == {"monday", "tuesday"}
-    assert first["9.0"]["tiles"]["dq 64"] == [1, 1, 1, 1]
-    again = tune.merge(first, piece("friday", first["9.0"]["tiles"], {"forward 64": 1}))["9.0"]
-    assert set(again["measured"]["runs"]) == {"friday"}  # nothing of the other is left
-    elsewhere = tune.merge(first, {"8.0": second["9.0"]})
-    assert elsewhere["9.0"] == first["9.0"]
-
-
 def test_merged_files_are_written_into_the_code(
     tune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

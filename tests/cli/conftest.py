@@ -114,10 +114,4 @@ def results() -> dict[str, Any]:
             {"use_case": "long", "best": "longnet, sdpa", "value": "1.2 ms", "runner_up": "gather [padded]",
              "factor": 5.67, "ties": ["RingDilatedAttention"]},
         ],
-        "matrix": [
-            {"implementation": "longnet, sdpa", "ours": True, "verdict": "exact", "best_for": ["long"], "slower": 1.0,
-             "note": ""},
-            {"implementation": "gather [padded]", "ours": False, "verdict": "wrong gradients", "best_for": [],
-             "slower": None, "note": "no times"},
-        ],
     }  # fmt: skip

@@ -6,7 +6,6 @@ import contextlib
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention import charts
 from dilated_attention.cli import options
 from dilated_attention.cli.options import bandwidth, count, counts, index, latency, size, span, speed
 
@@ -47,7 +45,7 @@ REFUSED: list[tuple[Read, str, list[str]]] = [
     ]),
     (counts, "is not a whole number", ["", "1,,2", "1,", "1;2"]),
     (index, "of 0 or more", ["-1"]),
-    (span, "is not", ["4k", "a:b", "1:", ":5", "-1:4"]),
+    (span, "is not", ["a:b", "1:", ":5", "-1:4"]),
     (size, "with its unit, such as 80GB", ["", "GB", "80 Gigs", "-1GB", "0", "0B", "0.1B", "80GB/s", "80", "1e9"]),
     (bandwidth, "is not bytes per second", ["", "50gb", "50 GB per s", "0GB", "-1GB", "1iB", "1PiB/h", "50", "5e10"]),
     (latency, "is not a time with its unit", ["-1us", "10 minutes", "", "10"]),
@@ -78,16 +76,5 @@ def test_dtypes_and_devices() -> None:
     assert options.device("cpu") == torch.device("cpu")
     assert options.device("").type == ("cuda" if torch.cuda.is_available() else "cpu")
     for text in ("cuda:x", "cpu:0"):
-        with pytest.raises(ValueError, match="--device must be cpu, cuda or cuda:0, got"):
+        with pytest.raises(ValueError, match=r"--device must be one of cpu.*, got"):
             options.device(text)
-
-
-def test_folders(tmp_path: Path) -> None:
-    """One that can be written is made and left empty."""
-    folder, file = tmp_path / "a" / "b", tmp_path / "file"
-    assert charts.writable(folder) == folder
-    assert [*folder.iterdir()] == []
-    file.write_text("")
-    for bad in (file, file / "below", *filter(Path.is_dir, [Path("/proc")])):
-        with pytest.raises(ValueError, match=r"cannot write into .* name another with --out"):
-            charts.writable(bad)

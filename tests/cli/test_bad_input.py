@@ -16,14 +16,12 @@ SHOW, PLAN, LARGE = "show -n 8k -w 2k,4k -r 1,2", "plan -n 4096 -w 1k -r 1", "-n
 LINES = [
     ("nonsense", "no such command: 'nonsense' (see dilated-attention --help)"),
     ("sugest", "did you mean 'suggest'?"),
-    ("--nonsense", "unrecognized arguments: --nonsense"),
     ("plan --zzz", "unrecognized arguments: --zzz (see dilated-attention plan --help)"),
     ("plan", "missing -n/--tokens, -w/--segment-lengths, -r/--dilation-rates (see dilated-attention plan --help)"),
     ("plan -n", "-n/--tokens: expected one argument"),
     (f"{PLAN} stray", "stray holds nothing that `suggest --json` wrote (FileNotFoundError"),
     (f"{PLAN} / stray", "unrecognized arguments: stray"),
     ("suggest x", "argument -n/--tokens: 'x' is not a whole number"),
-    ("suggest", "missing -n/--tokens (see dilated-attention suggest --help)"),
     (f"{PLAN} --dtype int8", "--dtype must be one of"),
     (f"{PLAN} --bandwidth 0GB/s", "--bandwidth: '0GB/s' is not bytes per second"),
     (f"plan {LARGE} --ranks 1e9", "at most 131,072 ranks"),
@@ -44,25 +42,18 @@ LINES = [
     (f"{SHOW} --ranks 100 -o a.svg", "1 to 64 ranks, got 100"),
     (f"{SHOW} --colour branch", "name one with -o"),
     (f"{SHOW} --colour red -o a.svg", "unknown colour 'red'"),
-    (f"{SHOW} -o pattern.pdf", ".html, .svg, .png"),
     (f"{SHOW} -o \x1b[2Jx.gif", "must end in .html"),
-    (f"{SHOW} -o {'x' * 300}.png", "File name too long"),
     (f"{SHOW} -o /dev/null/pattern.svg", "must be a file in a folder that is there, got /dev/null/pattern.svg"),
-    (f"{SHOW} -o nothere/pattern.svg", "must be a file in a folder that is there"),
-    (f"{SHOW} --exchange ring", "--exchange"),
     ("suggest -n 2^60", "tokens must be at most 2**48"),
-    ("suggest -n 5 --causal=maybe", "--causal"),
-    ("suggest -n 1k --rule x", "unknown rule 'x'"),
     ("suggest -n 1M --heads 1000000", "--heads: '1000000' is not a whole number of 1 to 16,384"),
-    ("suggest -n 1k --memory -1GB", "--memory: expected one argument"),
     ("bench --suite quick,", "unknown suite '': use one or more of"),
-    ("bench --device tpu", "--device must be cpu, cuda"),
-    ("bench --device cuda:99", "CUDA devices: use cpu"),
-    ("bench --dtype int8", "--dtype must be one of float64"),
+    ("bench --device tpu", "--device must be one of cpu"),
     ("bench --seconds 0", "--seconds must be more than 0"),
     ("compare one.json", "required: AFTER"),
     ("compare a b --threshold much", "--threshold: invalid float value: 'much'"),
     ("compare \x1b[2Jnothere nothere", "cannot read"),
+    (f"compare {RESULTS} {RESULTS} --threshold 0.9", "threshold must be a ratio"),
+    (f"report {RESULTS} --out {RESULTS}/below", "name another with --out"),
 ]
 
 
@@ -95,10 +86,6 @@ def changed(place: str, value: Any) -> str:
         ("measurements.0.ms.median", float("nan"), "NaN is not a finite number"),
         ("measurements.0.ms.median", 1e15, "the median of measurements[0] is not between its"),
         ("measurements.0.ms.lower", 0, "or they are not above 0"),
-        ("planned", 5, "planned must be a list"),
-        ("planned", [5], "planned[0] must be a text"),
-        ("machine.continued", 3, "machine.continued must be a list"),
-        ("machine.continued", ["again"], "machine.continued[0] must be an object"),
         ("machine.versions", ["torch"], "machine.versions must be an object"),
         ("measurements.0.direction", "sideways", "measurements[0].direction must be forward or"),
         ("measurements.0.tokens", None, "measurements[0] has no tokens"),
@@ -113,14 +100,12 @@ def test_results_that_are_none(refused: Refused, tmp_path: Path, place: str, val
     file.write_text(changed(place, value), encoding="utf-8")
     assert match in refused("report", file)
     assert list(tmp_path.iterdir()) == [file]
-    if "measurements" in place or place == "schema":
-        assert match in refused("compare", file, RESULTS)
+    assert match in refused("compare", RESULTS, file)
 
 
 def test_what_is_no_json(refused: Refused, tmp_path: Path) -> None:
-    for text, match in (("[" * 100_000, "nested too deeply"), ("{}", "it has no schema")):
-        (tmp_path / "results.json").write_text(text)
-        assert match in refused("report", tmp_path)
+    (tmp_path / "results.json").write_text("[" * 100_000)
+    assert "nested too deeply" in refused("report", tmp_path)
 
 
 def test_no_name_reaches_the_terminal_as_it_is(run: Run, tmp_path: Path) -> None:

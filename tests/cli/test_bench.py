@@ -57,35 +57,11 @@ def test_a_run(bench: Any, results: Results, tmp_path: Path) -> None:
     assert f"written: {tmp_path / 'new/index.html'}" in ran.err
 
 
-def test_options_reach_the_run(bench: Any) -> None:
-    line = ("--suite", "copies,ring", "--suite", "profile", "--dtype", "bf16,float32", "--seconds", "1.5")
-    assert bench(*line, "--commit", "abc").code == 0
-    assert bench.calls == [
-        {"suites": ["copies", "ring", "profile"], "device": torch.device("cpu"),
-         "dtypes": [torch.bfloat16, torch.float32], "seconds": 1.5, "commit": "abc"},
-    ]  # fmt: skip
-
-
-def test_a_second_run_keeps_the_first_and_says_what_changed(bench: Any, tmp_path: Path) -> None:
-    bench()
-    before = (tmp_path / "results.json").read_bytes()
-    out = bench().out
-    assert (tmp_path / "previous.json").read_bytes() == before
-    assert "compared with the run before" in out
-    assert " same" in out
-    assert out.rstrip().endswith("index.html")
-
-
 def test_the_help_names_every_suite(run: Any) -> None:
     listed = run("bench", "-h").out.partition("Suites:\n")[2].partition("\n\n")[0]
     assert sorted(line.split()[0] for line in listed.splitlines()) == sorted(suites.SUITES)
     assert "the six from copies to optimisations" in listed
     assert (len(suites.ALL), suites.ALL[0], suites.ALL[-1]) == (6, "copies", "optimisations")
-
-
-def test_a_busy_machine_is_told(bench: Any, results: Results) -> None:
-    results["machine"] |= {"too_busy": True, "others": 0.46, "load_max": 5.0}
-    assert "too busy to trust these times: other work took 46% of its cores" in bench().out
 
 
 def test_with_pytorch_alone_it_still_measures(tmp_path: Path) -> None:
@@ -109,42 +85,45 @@ def test_with_pytorch_alone_it_still_measures(tmp_path: Path) -> None:
         assert says in line
 
 
-def interrupted(save: Any, results: Results) -> None:
-    save({**results, "measurements": results["measurements"][:2]})
-    raise KeyboardInterrupt
+def test_options_reach_the_run(bench: Any) -> None:
+    line = ("--suite", "copies,ring", "--suite", "profile", "--dtype", "bf16,float32", "--seconds", "1.5")
+    assert bench(*line, "--commit", "abc").code == 0
+    assert bench.calls == [
+        {"suites": ["copies", "ring", "profile"], "device": torch.device("cpu"),
+         "dtypes": [torch.bfloat16, torch.float32], "seconds": 1.5, "commit": "abc"},
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_one_of_ours_is_wrong(bench: Any, results: Results, is_interrupted: bool) -> None:
-    results["checks"][0]["verdict"] = "wrong"
-    ran = bench(**({"act": interrupted} if is_interrupted else {}))
-    assert ran.code == (130 if is_interrupted else 1)
-    assert "OURS: longnet, sdpa" in ran.out
+def test_a_second_run_keeps_the_first_and_says_what_changed(bench: Any, results: Results, tmp_path: Path) -> None:
+    bench()
+    before = (tmp_path / "results.json").read_bytes()
+    results["machine"] |= {"too_busy": True, "others": 0.46, "load_max": 5.0}
+    out = bench().out
+    assert (tmp_path / "previous.json").read_bytes() == before
+    assert "too busy to trust these times: other work took 46% of its cores" in out
+    assert "compared with the run before" in out
+    assert " same" in out
+    assert out.rstrip().endswith("index.html")
+
+
+@pytest.mark.parametrize("part", ["checks", "measurements"])
+def test_one_of_ours_is_wrong(bench: Any, results: Results, part: str) -> None:
+    results[part][0] |= {"verdict": "wrong", "status": "wrong"}
+    ran = bench()
+    assert ran.code == 1
+    if part == "checks":
+        assert "OURS: longnet, sdpa" in ran.out
 
 
 def test_interrupted(bench: Any, tmp_path: Path) -> None:
     """What there is was written, says so, and has its report."""
-    ran = bench(act=interrupted)
+
+    def act(save: Any, results: Results) -> None:
+        save({**results, "measurements": results["measurements"][:2]})
+        raise KeyboardInterrupt
+
+    ran = bench(act=act)
     assert ran.code == 130
     assert (written(tmp_path)["complete"], len(written(tmp_path)["measurements"])) == (False, 2)
     assert "interrupted" in (tmp_path / "index.html").read_text()
     assert "The run was interrupted" in ran.out
-
-
-def test_interrupted_at_once(bench: Any, tmp_path: Path) -> None:
-    def act(save: Any, results: Results) -> None:
-        raise KeyboardInterrupt
-
-    ran = bench(act=act)
-    assert (ran.code, "nothing was written" in ran.out) == (130, True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_fault_keeps_what_was_measured(bench: Any, tmp_path: Path) -> None:
-    def act(save: Any, results: Results) -> None:
-        save({**results, "complete": False})
-        raise RuntimeError("a fault of ours")
-
-    with pytest.raises(RuntimeError, match="a fault of ours"):
-        bench(act=act)
-    assert written(tmp_path)["complete"] is False

@@ -78,12 +78,3 @@ def test_slower(compared: Any) -> None:
     assert not any(line.endswith("same") for line in out.splitlines())
     code, out, _ = compared(times(2), "--json")
     assert (code, [x["ratio"] for x in json.loads(out)["changes"] if x["verdict"] == "slower"]) == (1, [2.0])
-
-
-def test_what_cannot_be_is_one_line(compared: Any, refused: Any, tmp_path: Path) -> None:
-    compared(lambda after: after.pop("schema"))
-    good, other = tmp_path / "a.json", tmp_path / "b.json"
-    assert "b.json is not a results file" in refused("compare", good, other)
-    assert "b.json is not a results file" in refused("compare", other, good)
-    assert "cannot read" in refused("compare", good, tmp_path)
-    assert "threshold must be a ratio" in refused("compare", good, good, "--threshold", "0.9")

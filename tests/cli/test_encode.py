@@ -6,6 +6,7 @@ What one slide can have wrong is tested in tests/slides.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,9 @@ def test_every_slide_has_a_result_and_a_row(encoded: Encoded, weights: Path, tmp
     assert "written: " in out
     assert "tiles/s" in err
     model = SlideEncoder.from_pretrained(weights, global_pool=True, num_heads=4)
-    exact = {}
     for seed, (name, tiles) in enumerate(LENGTHS.items()):
         side, row = 512 if name == "short" else 256, rows(tmp_path)[name]
-        exact[name] = found = embedding(tmp_path, name)
+        found = embedding(tmp_path, name)
         with torch.no_grad():
             alone = model(*feature_files.content(tiles, 6, seed), tile_size=side)[0][0]
         torch.testing.assert_close(found, alone, atol=1e-6, rtol=0)
@@ -98,10 +98,10 @@ def test_every_slide_has_a_result_and_a_row(encoded: Encoded, weights: Path, tmp
         with h5py.File(tmp_path / f"out/{name}.h5") as file:
             about = {"tiles": tiles, "tile_size": side, "layer": "last", "pool": "mean"}
             assert about.items() <= dict(file.attrs).items()
+    long = embedding(tmp_path, "long")
     assert encoded("--dtype", "bfloat16").code == 0
-    for name, wanted in exact.items():
-        torch.testing.assert_close(embedding(tmp_path, name), wanted, atol=0.05, rtol=0.05)
-        assert not embedding(tmp_path, name).equal(wanted)
+    assert not embedding(tmp_path, "long").equal(long)
+    torch.testing.assert_close(embedding(tmp_path, "long"), long, atol=0.05, rtol=0.05)
 
 
 def test_options_reach_the_model(encoded: Encoded, weights: Path, tmp_path: Path) -> None:
@@ -153,9 +153,7 @@ def test_an_interruption_keeps_what_was_written(encoded: Encoded, embeds: Any, t
     assert "slides encoded: 1 (5 tiles" in encoded().out
 
 
-def test_a_full_disk_still_tells_what_was_done(
-    encoded: Encoded, features: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_still_tells_what_was_done(encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
     write = files.write
 
     def full(path: Path, *content: Any) -> None:
@@ -163,22 +161,12 @@ def test_a_full_disk_still_tells_what_was_done(
             raise OSError(28, "No space left on device", str(path))
         write(path, *content)
 
-    (features / "bad.h5").write_bytes(b"none")
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "write", full)
-        code, out, err = encoded("--memory", "1kB")
+    monkeypatch.setattr(files, "write", full)
+    code, out, err = encoded("--memory", "1kB")
     assert code == 2
     assert "slides encoded: 1 (40 tiles" in out
     assert "run the same command again" in out
-    assert err.count("skipped: ") == err.count("bad.h5") == 1
     assert "mid.h5: No space left on device" in " ".join(err.split())
-    (features / "bad.h5").unlink()
-    assert "slides encoded: 2 (38 tiles" in encoded().out
-    monkeypatch.setattr(work, "write_table", lambda job, outcome, file: full(file.with_name("mid")))
-    code, out, err = encoded()
-    assert (code, err.count("\n")) == (2, 2), err
-    assert "3 were encoded before; interrupted: run the same command again" in out
-    assert err.endswith("mid: No space left on device\n")
 
 
 def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Encoded, features: Path, tmp_path: Path) -> None:
@@ -190,11 +178,8 @@ def test_a_bad_file_is_reported_and_the_others_are_encoded(encoded: Encoded, fea
     assert code == 1
     assert "slides encoded: 3 (78 tiles" in out
     assert "3 skipped" in out
-    skipped = [line for line in err.splitlines() if line.startswith("skipped: ")]
-    for line, said in zip(skipped, ("text", "far", "large"), strict=True):
-        assert f"/{said}" in line
-    for why in ("beyond the grid", "its embedding is not finite", "read as HDF5"):
-        assert why in err
+    for why in ("/far.h5: .*beyond the grid", "/large.h5: its embedding is not finite", "/text.*read as HDF5"):
+        assert re.search(f"^skipped: .*{why}", err, re.MULTILINE)
     assert "\x1b" not in err
     assert sorted(rows(tmp_path)) == sorted(LENGTHS)
 
@@ -220,10 +205,7 @@ def test_batches_fit_the_budget() -> None:
     [
         ("--pool max", "--pool: invalid choice: 'max'"),
         ("--layer 3", "--layer must be from 0 to 2, the depth of these weights, got 3"),
-        ("--dtype float16", "--dtype: invalid choice: 'float16'"),
-        ("--device cuda:99", "--device is cuda:99"),
         ("--table all.xls", "--table must end in .csv"),
-        ("--memory 8", "a size of a byte or more with its unit"),
         ("--thumbnails .", "--thumbnails must be a folder, and needs --attention"),
         ("--weights none.pth", "there are no weights at 'none.pth'"),
         ("--heads 5", "multiple of num_heads"),
@@ -261,12 +243,11 @@ def test_maps(encoded: Encoded, weights: Path, features: Path, tmp_path: Path) -
     assert "short.h5: there is no picture short.png or .jpg" in ran.err
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert names == ["embeddings.csv", "mid.h5", "mid.html", "mid.png"]
-    found = files.written(tmp_path / "out/mid.h5", ["attention", "attention_cls", "attention_zeros", "coords"])
+    found, _ = files.written(tmp_path / "out/mid.h5", ["attention", "attention_cls", "attention_zeros", "coords"])
     model = SlideEncoder.from_pretrained(weights, global_pool=True, num_heads=4)
     wanted = model.attention_map(tiles, coords, "cls", None, None)
-    parts = {"attention": wanted.tiles, "attention_cls": wanted.cls, "attention_zeros": wanted.zeros, "coords": coords}
-    for name, part in parts.items():
-        torch.testing.assert_close(torch.from_numpy(found[0][name]), part, check_dtype=False)
+    for part, expected in zip(found.values(), (wanted.tiles, wanted.cls, wanted.zeros, coords), strict=True):
+        torch.testing.assert_close(torch.from_numpy(part), expected, check_dtype=False)
     assert "1 were encoded before" in encoded(*drawn).out
     (tmp_path / "out/mid.png").unlink()
     assert "slides encoded: 1" in encoded(*drawn).out  # a map that is missing is drawn again

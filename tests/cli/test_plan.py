@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from dilated_attention import DilatedPattern, plan_cost
+from dilated_attention import DilatedPattern
 from dilated_attention.advice import Workload
 from dilated_attention.context_parallel import EXCHANGES
-from dilated_attention.units import bytes_text, seconds_text
+from dilated_attention.units import bytes_text
 
 PATTERN = ("-w", "2k,32k,1M", "-r", "1,16,512")
 SAME = DilatedPattern.longnet([2048, 32768, 2**20], [1, 16, 512])
@@ -21,34 +21,22 @@ def row(out: str, name: str) -> list[str]:
     return [cell for cell in re.split(r"\s{2,}", found.removeprefix(name).strip()) if cell]
 
 
-def test_the_numbers_are_those_of_plan_cost(run: Any) -> None:
-    code, out, err = run("plan", "-n", "1M", "--ranks", 8, *PATTERN, "--heads", 12, "--head-dim", 64)
-    assert (code, err) == (0, "")
-    cost = plan_cost(SAME, 2**20, 8, num_heads=12, head_dim=64)
-    passes = [(cost.exchanges[name].forward, cost.exchanges[name].backward) for name in EXCHANGES]
-    assert row(out, "hops") == [*(f"{there.hops} + {back.hops}" for there, back in passes), "7"]
-    received = [" + ".join(bytes_text(way.bytes_received) for way in both) for both in passes]
-    assert row(out, "received") == [*received, bytes_text(cost.naive_ring.bytes_received)]
-    assert row(out, "time to send")[0] == " + ".join(seconds_text(way.seconds) for way in passes[0])
-    needs = [Workload(2**20, 12, 64, ranks=8).need(cost, name) for name in EXCHANGES]
-    assert row(out, "memory to train") == [bytes_text(need.training) for need in needs]
-    assert row(out, "memory to infer") == [bytes_text(need.inference) for need in needs]
-    assert "fits" not in out
-
-
 def test_every_option_reaches_the_plan(run: Any) -> None:
     line = "--heads 8 --kv-heads 4 --head-dim 32 --batch 3 --dtype float32 --rule torchscale --causal"
     speeds = "--latency 1ms --bandwidth 8Gbit/s --flops-per-second 1T"
-    out = run("plan", "-n", 100_000, "--ranks", 4, *PATTERN, *line.split(), *speeds.split()).out
+    code, out, err = run("plan", "-n", 100_000, "--ranks", 4, *PATTERN, *line.split(), *speeds.split())
+    assert (code, err) == (0, "")
     pattern = DilatedPattern.torchscale(SAME.segment_lengths, SAME.dilation_rates)
-    cost = plan_cost(
-        pattern, 100_000, 4, num_heads=8, num_kv_heads=4, head_dim=32, batch=3, dtype=torch.float32, is_causal=True,
-        latency=1e-3, bandwidth=1e9, flops_per_second=1e12,
-    )  # fmt: skip
+    workload = Workload(100_000, 8, 32, 4, 4, 3, torch.float32, True, 1e-3, 1e9, 1e12)
+    cost = workload.cost(pattern)
     for title, *cells in cost.rows():
         assert row(out, title) == [cell for cell in cells if cell]
     for note in (repr(pattern), *cost.notes()):
         assert note in out
+    needs = [workload.need(cost, name) for name in EXCHANGES]
+    assert row(out, "memory to train") == [bytes_text(need.training) for need in needs]
+    assert row(out, "memory to infer") == [bytes_text(need.inference) for need in needs]
+    assert "fits" not in out
 
 
 def test_one_device_sends_nothing(run: Any) -> None:

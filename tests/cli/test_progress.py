@@ -6,13 +6,7 @@ import io
 
 import pytest
 
-from dilated_attention.bench.pace import Lines
 from dilated_attention.cli.output import Bar, watching
-
-
-def test_lines_where_there_is_no_terminal() -> None:
-    with watching() as watch:
-        assert type(watch) is Lines
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

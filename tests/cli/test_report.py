@@ -41,18 +41,6 @@ def test_without_what_draws_it_says_what_to_install(
     refused: Any, results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results))
-    for name in [*sys.modules]:
-        if name.startswith(("dilated_attention.bench.plots", "dilated_attention.bench.page")):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("dilated_attention.bench.page", raising=False)
-    monkeypatch.delattr("dilated_attention.bench.plots", raising=False)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert "a chart needs vl_convert, which is not installed: pip install" in refused("report", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-
-
-def test_what_cannot_be_is_one_line(refused: Any, results: dict[str, Any], tmp_path: Path) -> None:
-    assert "two lines.json" in refused("report", tmp_path / "two\nlines.json")
-    file = tmp_path / "other.json"
-    file.write_text(json.dumps(results))
-    assert "cannot write into" in refused("report", file, "--out", file / "below")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,20 +14,12 @@ from dilated_attention import advice
 from dilated_attention.pattern import RULES
 
 
-def test_it_prints_the_suggestion(run: Any) -> None:
-    code, out, err = run("suggest", "1M", "--memory", "1GB", "--heads", 16, "--head-dim", 128, "--causal")
-    found = advice.suggest(advice.Workload(2**20, 16, 128, is_causal=True), memory=10**9)
-    assert (code, err) == (0, "")
-    assert out.startswith(f"{found}\n")
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_what_it_prints_and_writes_can_be_run(
     run: Any, rule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = f"suggest -n 100000 --heads 12 --kv-heads 4 --ranks 4 --batch 2 --dtype fp32 --rule {rule} --causal"
-    out = run(*line.split()).out
+    line = f"suggest -n 100000 --heads 12 --kv-heads 4 --ranks 4 --batch 2 --dtype fp32 --rule {rule} --causal".split()
+    out = run(*line).out
     names: dict[str, Any] = {"da": dilated_attention}
     exec(out.split("\n\n")[1], names)
     pattern = advice.pattern_for(10**5, 12, rule, 4)
@@ -38,13 +28,9 @@ def test_what_it_prints_and_writes_can_be_run(
     plan, show = (run(*shlex.split(command)[1:]) for command in commands)
     assert (plan.code, show.code) == (0, 0), (plan.err, show.err)
     assert repr(pattern) in plan.out
-    trains = re.search(r"^memory.*: (.+) to train", out, re.MULTILINE)
-    assert trains is not None
-    assert re.search(rf"^memory to train .* {trains[1]} ", plan.out, re.MULTILINE)
 
     written = tmp_path / "suggestion.json"
-    written.write_text(run(*line.split(), "--json").out)
-    assert json.loads(written.read_text())["suggestion"]["pattern"]["segment_lengths"] == [*pattern.segment_lengths]
+    written.write_text(run(*line, "--json").out)
     assert run("plan", written) == plan
     assert run("show", written) == show
     monkeypatch.setattr("sys.stdin", io.StringIO(written.read_text()))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from copy import deepcopy
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from dilated_attention.bench.suites import is_ours_wrong
-from dilated_attention.cli.tables import print_results, wrong
+from dilated_attention.cli.tables import print_results
 
 Results = dict[str, Any]
 
@@ -50,14 +48,6 @@ def test_lines(results: Results, line: str) -> None:
     assert "interrupted" in printed({**results, "complete": False})
 
 
-def test_ours_come_first_and_loud(results: Results) -> None:
-    failed = {"verdict": "failed", "errors": {}, "limits": {}, "why": "no kernel"}
-    results["checks"].append({**results["checks"][0], **failed})
-    first, second = wrong(results)
-    assert first.plain == "OURS: longnet, sdpa (float32): failed: no kernel"
-    assert not second.plain.startswith("OURS")
-
-
 def test_nothing_measured(results: Results) -> None:
     empty = {name: [] if isinstance(value, list) else value for name, value in results.items()}
     assert printed({**empty, "answer": ""}).strip() == ""
@@ -68,11 +58,3 @@ def test_a_narrow_terminal_cuts_nothing(results: Results) -> None:
     assert "\x1b[" in text
     assert "…" not in text
     assert "54.8" in "".join(part for part in text.split() if not part.startswith("\x1b"))
-
-
-def test_when_ours_is_wrong(results: Results) -> None:
-    assert not is_ours_wrong(results)
-    for part, change in (("checks", {"verdict": "wrong"}), ("measurements", {"status": "wrong"})):
-        changed = deepcopy(results)
-        changed[part][0] |= change
-        assert is_ours_wrong(changed)

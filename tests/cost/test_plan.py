@@ -9,28 +9,7 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.context_parallel import EXCHANGES
-from dilated_attention.ring.cost import LINKS, PassCost, plan_cost
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("shard", "span", "rate", "heads", "group"), [(64, 4, 8, 8, 1), (32, 8, 4, 8, 3)])
-def test_formulas_where_all_divides(shard: int, span: int, rate: int, heads: int, group: int, is_causal: bool) -> None:
-    ranks, dim, size = 4 * span, 16, 2
-    pattern = DilatedPattern.longnet([shard * span], [rate])
-    cost = plan_cost(
-        pattern, shard * ranks, ranks, num_heads=heads * group, num_kv_heads=heads, head_dim=dim, is_causal=is_causal
-    )
-    rows = shard // rate
-    for rank in range(ranks):
-        blocks = rank % span if is_causal else span - 1
-        for exchange in ("ring", "allgather"):
-            assert cost.of_rank(rank, exchange)[0].bytes_received == 2 * heads * dim * size * blocks * rows
-        found = cost.of_rank(rank, "alltoall")[0]
-        there_and_back = (2 * group * heads + 2 * heads) * dim * size + 4 * group * heads
-        assert found.bytes_received == there_and_back * rows * (span - 1) // span == found.bytes_sent
-    assert [x.forward.hops for x in cost.exchanges.values()] == [span - 1, 1, 2]
-    assert cost.naive_ring.bytes_received == 2 * heads * dim * size * shard * (ranks - 1)
-    assert cost.naive_ring.hops == ranks - 1
+from dilated_attention.ring.cost import LINKS, plan_cost
 
 
 def doubling(tokens: int) -> DilatedPattern:
@@ -48,6 +27,7 @@ def test_memory_of_a_rank() -> None:
     cost = plan_cost(DilatedPattern.longnet([2048], [1]), 1001, 4, num_heads=8, num_kv_heads=2, head_dim=16, batch=3)
     memory, tokens = cost.memory, 3 * 251
     assert cost.tokens_per_rank == 251
+    assert (cost.naive_ring.hops, cost.naive_ring.bytes_received) == (3, 2 * 3 * (1001 - 250) * 2 * 16 * 2)
     assert (memory.q, memory.k, memory.lse) == (tokens * 8 * 16 * 2, tokens * 2 * 16 * 2, tokens * 8 * 4)
     assert memory.saved == 3 * DilatedPattern.longnet([1], [1]).saved_bytes(251, 8, 16, num_kv_heads=2)
     assert memory.gradients == memory.q + 2 * memory.k
@@ -63,38 +43,16 @@ def test_memory_of_a_rank() -> None:
 # --- limits -----------------------------------------------------------------------------------------------------
 
 
-def test_numbers_beyond_64_bits() -> None:
-    """One dense segment: every rank receives all others' rows."""
-    ranks, per_token = 512, 2 * 16 * 2**20 * 2
-    cost = plan_cost(DilatedPattern.longnet([2**40], [1]), 2**40, ranks, num_heads=16, head_dim=2**20)
-    forward = cost.of_rank(77, "ring")[0].bytes_received
-    assert forward == cost.naive_ring.bytes_received == (2**40 - 2**31) * per_token > 2**64
-    assert cost.exchanges["alltoall"].forward.flops == 4 * 2**20 * 2**80  # of one head
-
-
-def test_one_rank_and_one_token() -> None:
-    cost = plan_cost(DilatedPattern.longnet([4], [2]), 1, 1, num_heads=1, head_dim=1)
-    assert cost.exchanges["ring"].bytes_total == cost.naive_ring.bytes_received == 0
-    many = plan_cost(DilatedPattern.longnet([4], [2]), 1, 5, num_heads=1, head_dim=1)
-    assert many.tokens_per_rank == 1
-    assert [many.of_rank(4, "alltoall")[way] for way in (0, 1)] == [PassCost(0, 0, 0, 0, 0.0)] * 2
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"seq_len": 0}, "seq_len must be 1 or more, got 0"),
-        ({"seq_len": 10.5}, "seq_len must be a whole number, got 10.5"),
         ({"num_ranks": 0}, "num_ranks must be 1 or more, got 0"),
         ({"num_kv_heads": 3}, "4 query heads cannot be shared evenly by 3"),
-        ({"head_dim": 0}, "head_dim must be 1 or more"),
-        ({"batch": 0}, "batch must be 1 or more"),
         ({"dtype": torch.int32}, "dtype must be a floating point torch.dtype"),
         ({"bandwidth": 0}, "bandwidth must be positive"),
-        ({"flops_per_second": float("inf")}, "flops_per_second must be positive"),
         ({"latency": -1.0}, "latency must be the seconds that a hop takes"),
         ({"lengths": [50, 50]}, "lengths are 2 shards of 100 tokens .* each of 4 ranks"),
-        ({"lengths": [50, 60, -10, 0]}, "the shortest of -10: give each of 4 ranks 0 or more of the 100 tokens"),
     ],
 )
 def test_errors_say_what_to_do(change: dict[str, object], message: str) -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from dilated_attention import DilatedPattern
 from dilated_attention.distributed.group import GroupTransport
-from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.ranks import pool
 from dilated_attention.ring import run
 from dilated_attention.testing import Results
@@ -94,19 +93,3 @@ def debugged() -> list[tuple[bool, list[int]]]:
 def test_debug_waits_in_every_step() -> None:
     for rank, found in enumerate(pool(2).run(debugged)):
         assert found == [(False, [1 - rank] * 5), (True, [1 - rank] * 5)]
-
-
-def gathered() -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole sequence and the gradient of this rank's shard, where the loss of rank r has the weight r + 1."""
-    x = torch.arange(14.0).view(2, 7).split([3, 0, 4], 1)[dist.get_rank()].clone().requires_grad_()
-    with as_on_nccl():
-        whole = gather_sequence(x, world())
-        ((1 + dist.get_rank()) * whole).sum().backward()
-    assert x.grad is not None
-    return whole.detach(), x.grad
-
-
-def test_a_sequence_is_gathered() -> None:
-    found = pool(3).run(gathered)
-    assert all(torch.equal(whole, torch.arange(14.0).view(2, 7)) for whole, _ in found)
-    assert torch.equal(torch.cat([grad for _, grad in found], 1), torch.full((2, 7), 6.0))

@@ -7,7 +7,6 @@ ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -76,10 +75,6 @@ def here(case: Case) -> Here:
     return Here(attention, [x[:, shard].detach().requires_grad_() for x in qkv], dout[:, shard], dlse[:, shard])
 
 
-def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
 # --- as on one device -------------------------------------------------------------------------------------------
 
 
@@ -98,33 +93,11 @@ def test_bit_for_bit_one_device_where_no_segment_crosses_a_border(
             samples=samples, mask=mask, layout="fused", copied=samples > 1, backend=backend,
         )
         for rule, heads in (("longnet", (8, 4)), ("torchscale", (8, 8)), ("head_groups", (6, 3)))
-        for dtype, samples, backend in (("f32", 1, "sdpa"), ("f64", 1, "eager"), ("f64", 2, "sdpa"))
+        for dtype, samples, backend in (("f32", 1, "sdpa"), ("f64", 2, "eager"))
     ]  # fmt: skip
     for case, found in zip(cases, solve(cases), strict=True):
         for (name, got), (_, wanted) in zip(found.items(), case.on_one_device().items(), strict=True):
             assert torch.equal(got, wanted), f"{case.id}: {name} differs by {testing.error(got, wanted):.1e}"
-
-
-@functools.cache
-def expected_of_half(dtype: str, is_causal: bool) -> tuple[Results, Results]:
-    """In float64, and by plain PyTorch in the dtype itself."""
-    case = half((160,), dtype, is_causal)
-    return case.expected(), case.expected(dtype=None)
-
-
-def half(lengths: tuple[int, ...], dtype: str, is_causal: bool, exchange: str = "ring") -> Case:
-    pattern, given = DilatedPattern.longnet([32, 100, 200], [1, 2, 3]), {"own_heads": (4, 2), "head_dim": 16}
-    return make(pattern, lengths, 1, dtype=dtype, is_causal=is_causal, exchange=exchange, **given)
-
-
-@BY_EXCHANGE
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_the_error_of_half_precision_does_not_grow_with_ranks(ranks: int, exchange: str) -> None:
-    """One limit for any number of ranks: twice plain PyTorch's own error, three times for gradients."""
-    kinds = [("bf16", ranks > 2), ("f16", ranks <= 2)]
-    cases = [half((160 // ranks,) * ranks, *kind, exchange) for kind in kinds]
-    for kind, found in zip(kinds, solve(cases), strict=True):
-        testing.assert_exact(found, *expected_of_half(*kind))
 
 
 @pytest.mark.parametrize("exchange", [*EXCHANGES, "auto"])
@@ -162,28 +135,27 @@ def test_ranks_whose_losses_use_different_results(exchange: str) -> None:
         assert testing.error(x, wanted) < 1e-12
 
 
-def again_here(case: Case) -> tuple[list[bool], str]:
-    """Whether a call without gradients, and a second backward pass, are the same; the error of a second derivative."""
+def again_here(case: Case) -> None:
+    """A call without gradients, and a second backward pass, are the same; there is no second derivative."""
     attention, leaves, dout, _ = here(case)
     torch.manual_seed(case.number)
     with torch.no_grad():
         quiet = attention(*leaves)
     torch.manual_seed(case.number)
     out, lse = attention(*leaves)
+    assert all(map(torch.equal, quiet, (out, lse)))
     once, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, again))
     (grad,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad(grad.square().sum(), leaves[2])  # no other leaf is reached
-    return [same(quiet, (out, lse)), not any(x.requires_grad for x in quiet), same(once, again)], str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("exchange", "recompute"), [("ring", False), ("ring", True), ("allgather", False), ("alltoall", True)]
 )
 def test_no_gradients_two_backward_passes_and_no_second_derivative(exchange: str, recompute: bool) -> None:
-    for found, error in pool(4).run(again_here, vary(exchange=exchange, recompute=recompute, dropout_p=0.2)):
-        assert found == [True] * 3
-        assert "cannot be differentiated twice" in error
+    pool(4).run(again_here, vary(exchange=exchange, recompute=recompute, dropout_p=0.2))
 
 
 def around(attention: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention.models.text import PackedRows
-from dilated_attention.models.training import read_lines
 from dilated_attention.ranks import pool
 from dilated_attention.testing import error
 
@@ -33,7 +32,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import train_lm  # noqa: E402
 import witten_bell  # noqa: E402
-from texts import BEGIN, BYTES, held_out_rows, read_texts, summary, tokens_of  # noqa: E402
+from texts import BEGIN, BYTES, held_out_rows, read_texts, tokens_of  # noqa: E402
 
 SMALL = {"dim": 16, "depth": 2, "heads": 2, "tokens": 40, "rows": 4, "steps": 4, "save-every": 2, "device": "cpu"}
 
@@ -89,15 +88,11 @@ def gradients(arguments: list[str]) -> list[torch.Tensor]:
         torch.set_default_dtype(torch.float32)
 
 
-def furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    return max(map(error, found, expected))
-
-
-@pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 4), (4, 2)], ids=["2", "4", "2x2"])
+@pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 2)], ids=["2", "2x2"])
 def test_loss_and_gradients_are_those_of_one_rank(ranks: int, sequence: int, tmp_path: Path) -> None:
     expected = alone(gradients, given(tmp_path))
     for found in pool(ranks).run(gradients, given(tmp_path, "--sequence", sequence)):
-        assert furthest(found, expected) < 1e-12
+        assert max(map(error, found, expected)) < 1e-12
 
 
 def half(arguments: list[str]) -> list[torch.Tensor]:
@@ -108,10 +103,8 @@ def half(arguments: list[str]) -> list[torch.Tensor]:
 
 
 def test_half_precision(tmp_path: Path) -> None:
-    arguments = given(tmp_path, "--sequence", 2)
-    expected, found = (pool(2).run(function, arguments)[0] for function in (gradients, half))
-    assert 0 < furthest(found[:1], expected[:1]) < 0.01
-    assert furthest(found, expected) < 0.05
+    expected, found = (alone(function, given(tmp_path)) for function in (gradients, half))
+    assert 0 < max(map(error, found, expected)) < 0.05
 
 
 @contextlib.contextmanager
@@ -170,19 +163,6 @@ def said(arguments: list[str]) -> str:
     return "nothing"
 
 
-def poisoned(arguments: list[str]) -> str:
-    """The second step of the optimizer makes weights NaN."""
-    taken = []
-
-    def then(optimizer: Any, **given: Any) -> None:
-        taken.extend([] if given else [1])  # the other steps are those by which PyTorch makes the optimizer's state
-        if len(taken) == 2:
-            optimizer.param_groups[0]["params"][0].data.to_local().fill_(math.nan)
-
-    with followed(torch.optim.AdamW, "step", then):
-        return said([*arguments, "--save-every", "1"])
-
-
 def overflowing(arguments: list[str]) -> str:
     """The gradients of the fourth step are infinite, its loss is not."""
 
@@ -198,8 +178,7 @@ def without_room(arguments: list[str]) -> str:
     """No file may grow beyond a few kilobytes after the first checkpoint."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def then(checkpoints: Any, *_: Any) -> None:
-        checkpoints.finish()
+    def then(*_: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
 
     try:
@@ -212,8 +191,7 @@ def without_room(arguments: list[str]) -> str:
 def test_failures_leave_the_last_good_checkpoint(tmp_path: Path) -> None:
     arguments = given(tmp_path)
     told = alone(without_room, arguments)
-    assert told.startswith("error: step 4 could not be saved; the last good checkpoint is ")
-    assert "step-00000002" in told
+    assert re.match(r"error: step 4 could not be saved; the last good checkpoint is .*step-00000002", told)
     assert "is from another training: dim was 16 and is 32" in alone(said, [*arguments, "--dim", "32"])
     assert alone(said, [*arguments, "--sequence", "3"]).startswith("error: 1 ranks: --sequence must divide")
 
@@ -245,7 +223,7 @@ def test_a_bad_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         last.write_bytes(content)
         for told in pool(2).run(said, arguments):
             assert re.search(rf"the checkpoint {last} cannot be read \(.*{why}", told)
-            assert told.endswith(f"remove it, and training goes on from {before}")
+            assert told.endswith("remove it, and training goes on from the one before")
             assert "\n" not in told
     assert names(tmp_path) == [before.name, last.name]
     assert not list(tmp_path.rglob("it ran"))
@@ -255,8 +233,10 @@ def test_a_bad_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_training_goes_on_with_more_steps_and_its_model_is_loaded(tmp_path: Path) -> None:
-    for more in ([], ["--steps", 6]):
-        alone(train_lm.main, given(tmp_path, *more))
+    alone(train_lm.main, given(tmp_path))
+    with (tmp_path / "out/log.jsonl").open("a") as log:
+        log.write('{"step": 5, "lo')  # a torn line is left out
+    alone(train_lm.main, given(tmp_path, "--steps", 6))
     assert steps(tmp_path) == [1, 2, 3, 4, 4, 5, 6, 6]
     checkpoint = torch.load(tmp_path / "out/step-00000006.pt", weights_only=True)
     model = train_lm.LongNetLM(train_lm.LMConfig.from_dict(checkpoint["config"]))
@@ -272,36 +252,14 @@ def test_other_texts_are_another_training(tmp_path: Path) -> None:
     told = alone(said, arguments)
     assert "is from another training: texts was 11 documents of " in told
     assert told.endswith("; use the old values, or another folder")
-    one, other = torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int32)
-    split = [one[:2], torch.cat((one[2:], other))]
-    assert len({summary(x) for x in ([one, other], [other, one], split, [one])}) == 4
-
-
-def test_a_torn_line_of_the_log_is_left_out(tmp_path: Path) -> None:
-    arguments, log = given(tmp_path), tmp_path / "out/log.jsonl"
-    alone(interrupted, arguments, 2)
-    log.write_text(log.read_text() + '{"step": 4, "lo')
-    assert alone(said, arguments) == "nothing"
-    assert steps(tmp_path) == [1, 2, 3, 4, 4]
-    for wrong in ('{"step": 1\n{"step": 2}\n', "3\n"):
-        log.write_text(wrong)
-        with pytest.raises(ValueError, match=r"line 1 of .* is not JSON with a step"):
-            read_lines(log)
 
 
 WHOLE = "argument --{}: give a whole number of {} or more, got '{}'"
 BAD = {
-    "--rates 1 2": "--segments and --rates belong together", "--segments 8": "--segments and --rates belong together",
-    "--segments 8 --rates 0": WHOLE.format("rates", 1, 0),
+    "--segments 8": "--segments and --rates belong together", "--segments 8 --rates 0": WHOLE.format("rates", 1, 0),
     "--lr nan": "argument --lr: give a finite number of 0 or more, got 'nan'",
     "--device cuda": "--device cuda needs a GPU per rank, 1 here, and torch sees 0",
-    "--device cuda:0": "argument --device: invalid",
-    "--steps -1": WHOLE.format("steps", 1, -1), "--steps many": WHOLE.format("steps", 1, "many"),
-    "--seed 1e99": "argument --seed: give a whole number",
-    **{f"--{name} 0": WHOLE.format(name, 1, 0)
-       for name in ("dim", "depth", "heads", "rows", "steps", "sequence", "save-every")},
-    **{f"--{name} 1": WHOLE.format(name, 2, 1) for name in ("tokens", "evaluate")},
-    **{f"--{name} -1": WHOLE.format(name, 0, -1) for name in ("warmup", "sample")},
+    "--steps many": WHOLE.format("steps", 1, "many"), "--tokens 1": WHOLE.format("tokens", 2, 1),
 }  # fmt: skip
 
 
@@ -332,27 +290,20 @@ def said_apart(folders: list[str], arguments: list[str]) -> str:
 
 def test_what_is_wrong_on_one_rank_stops_all(tmp_path: Path) -> None:
     arguments, other = given(tmp_path), corpus(tmp_path / "other")
-    told, own = pool(2).run(said_apart, [arguments[0], "nowhere"], arguments)
-    assert own == "error: [Errno 2] No such file or directory: 'nowhere'"
-    assert told.endswith("rank 1 cannot run it: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere'")
     (other / "03.txt").write_text("something else")
     (tmp_path / "file").touch()  # only the first rank writes
-    for apart, taken in zip(
-        pool(2).run(said_apart, [arguments[0], str(other)], arguments),
-        pool(2).run(said, [*arguments, "--out", str(tmp_path / "file")]),
-        strict=True,
+    for told, says in (
+        (pool(2).run(said_apart, [arguments[0], "nowhere"], arguments), "No such file or directory: 'nowhere'"),
+        (pool(2).run(said_apart, [arguments[0], str(other)], arguments), "texts is 11 documents of "),
+        (pool(2).run(said, [*arguments, "--out", str(tmp_path / "file")]), "exists|Not a directory"),
     ):
-        assert "texts is 11 documents of " in apart
-        assert re.search("exists|Not a directory", taken)
+        assert all(re.search(says, text) for text in told)
 
 
-@pytest.mark.parametrize(("fault", "step"), [(poisoned, 2), (overflowing, 4)])
-def test_what_is_not_finite_is_never_saved(tmp_path: Path, fault: Any, step: int) -> None:
-    assert re.fullmatch(
-        rf"error: step {step} has a loss, gradients or weights that are not finite \(loss .*\): start again "
-        rf"with a lower --lr and another --out.*the last good checkpoint is {tmp_path}/out/step-{step - 1:08}\.pt",
-        alone(fault, given(tmp_path)),
-    )
+def test_what_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+    told = alone(overflowing, given(tmp_path))
+    assert told.startswith("error: step 4 has a loss, gradients or weights that are not finite (loss ")
+    assert told.endswith(f"the last good checkpoint is {tmp_path}/out/step-00000003.pt")
 
 
 def words(folder: Path) -> Path:

@@ -101,18 +101,6 @@ def packed() -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None], "use_cache": False}
 
 
-def stop_before(layer: Any, model: Any, *args: Any, **given: Any) -> None:
-    """A call that is interrupted before a layer."""
-
-    def stops(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = layer.register_forward_pre_hook(stops)
-    with pytest.raises(KeyboardInterrupt):
-        model(*args, **given)
-    hook.remove()
-
-
 def refused(model: Any, says: str, **given: Any) -> None:
     with pytest.raises(ValueError, match=says):
         model(**({"input_ids": tokens()} | given))

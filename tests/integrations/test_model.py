@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, DynamicCache, StaticCache, Trainer, TrainingArguments
+from transformers import AutoConfig, Trainer, TrainingArguments
 
 from dilated_attention.checks import DilatedAttentionWarning
 from dilated_attention.integrations.transformers import DilatedCache, LongNetConfig, LongNetForCausalLM, register
@@ -48,9 +48,7 @@ def fresh() -> Any:
     return LongNetForCausalLM(LongNetConfig.of(PLAIN)).double()
 
 
-@pytest.mark.parametrize(
-    "config", [PLAIN, LMConfig.of("0.6B", PATTERN), LMConfig.of("125M", PATTERN)], ids=["a", "b", "c"]
-)
+@pytest.mark.parametrize("config", [PLAIN, LMConfig.of("0.6B", PATTERN)], ids=["a", "b"])
 def test_a_config_is_the_plain_one(config: LMConfig, tmp_path: Path) -> None:
     LongNetConfig.of(config).save_pretrained(tmp_path)
     register()
@@ -70,7 +68,7 @@ def test_what_a_checkpoint_lacks_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_padding_has_no_loss(side: str, mode: Any) -> None:
-    """Nor does the last padding token predict the first real one; with any cache, and in parts."""
+    """Nor does the last padding token predict the first real one."""
     net, given = model(), batch(side)
     ids, mask = given["input_ids"], given["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100)
@@ -79,15 +77,6 @@ def test_padding_has_no_loss(side: str, mode: Any) -> None:
     with mode():
         assert error(net(**given, labels=labels).loss, wanted) < CLOSE
         assert error(net(**given, labels=labels, num_items_in_batch=2 * counted).loss * 2, wanted) < CLOSE
-    losses = []
-    for kind in (DynamicCache, StaticCache):
-        cache, given = cache_of(kind, net), mask
-        if kind is StaticCache:  # a mask may be as long as the cache
-            given = F.pad(mask, (0, 10))
-        with torch.no_grad():
-            net(ids[:, :3], mask[:, :3], past_key_values=cache)
-            losses.append(net(ids[:, 3:], given, past_key_values=cache, labels=labels[:, 3:]).loss)
-    assert error(*losses) < CLOSE
 
 
 @torch.no_grad()
@@ -144,16 +133,12 @@ def test_embeddings_and_some_logits() -> None:
     ("given", "says"),
     [
         ({"output_hidden_states": True}, "cannot honour output_hidden_states"),
-        ({"dropout": 0.5}, "cannot honour dropout"),
         ({"scaling": 1.0}, "cannot honour scaling"),
         ({"s_aux": torch.zeros(4)}, "cannot honour s_aux"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
         ({"position_ids": torch.arange(20).flip(0), "use_cache": False}, "must begin at 0 in each packed document"),
-        ({"position_ids": torch.arange(19)[None]}, r"position_ids must be \(batch, tokens\) = \(3, 20\)"),
         ({"input_ids": None}, "either input_ids or inputs_embeds"),
-        ({"input_ids": tokens()[0]}, r"use input_ids\[None\] for one row"),
-        ({"input_ids": tokens().to(torch.uint8)}, r"use .*input_ids.long\(\) for another dtype"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 31)}, r"\(batch, tokens, 32\)"),
+        ({"input_ids": tokens()[0]}, "input_ids must be"),
     ],
 )
 @torch.no_grad()
@@ -193,23 +178,6 @@ def test_other_attention_is_refused() -> None:
         LongNetForCausalLM(LongNetConfig(attn_implementation="sdpa"))
     with pytest.raises(ValueError, match="every layer"):
         model().gradient_checkpointing_enable(every_n_layers=2)
-
-
-def test_blocks_are_compiled_once() -> None:
-    deep = LongNetForCausalLM(LongNetConfig.of(replace(PLAIN, depth=12, pattern=PLAIN.patterns[0]))).eval()
-    compiled, ids = [], torch.randint(PLAIN.vocab_size, (2, 20))
-
-    def backend(graph: Any, _: Any) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    with torch.no_grad():
-        expected = deep(ids, use_cache=False).logits
-        torch.compiler.reset()
-        for block in deep.lm.blocks:
-            block.compile(fullgraph=True, backend=backend)
-        assert error(deep(ids, use_cache=False).logits, expected) < 1e-5
-    assert len(compiled) == 1
 
 
 def test_a_trainer_evaluates(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ALL = pytest.mark.parametrize("name", OPTIONS)
+BOTH = pytest.mark.parametrize("loss", [token_losses, summed_loss])
 TOKENS = 37
 
 
@@ -96,8 +97,8 @@ def states_and_labels(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[
     return states, weight, torch.randint(19, shape).masked_fill(torch.rand(shape) < 0.2, IGNORED)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize("loss", [token_losses, summed_loss])
+@pytest.mark.parametrize("chunk", [7, 100])
+@BOTH
 @pytest.mark.parametrize("wanted", [[0, 1], [0], [1]])
 def test_losses_in_chunks(chunk: int, loss: Any, wanted: list[int]) -> None:
     """Values, and gradients of what wants them."""
@@ -114,7 +115,7 @@ def test_losses_in_chunks(chunk: int, loss: Any, wanted: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loss", [token_losses, summed_loss])
+@BOTH
 def test_the_loss_in_half_precision(dtype: torch.dtype, loss: Any) -> None:
     """Against float64, beside plain PyTorch; as if it were the mean of a million tokens, with easy and hard ones."""
     torch.manual_seed(0)
@@ -151,14 +152,6 @@ def test_losses_of_no_tokens_in_place_and_under_autocast() -> None:
     assert {losses.dtype, torch.autograd.grad(losses.sum(), states)[0].dtype} == {torch.float32}
     rounded = F.cross_entropy((states.bfloat16() @ weight.bfloat16().T).float(), labels, reduction="none")
     assert error(losses, rounded) < 1e-5
-
-
-def test_losses_are_those_of_the_logits() -> None:
-    model, tokens = small("sinks"), batch()
-    labels = shifted(tokens)
-    assert (labels[:, -1] == IGNORED).all()
-    expected = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
-    assert error(model(tokens, labels), expected) < 1e-12
 
 
 @ALL
@@ -248,15 +241,17 @@ def called(name: str, *given: Any, **options: Any) -> Any:
         return shifted(*given)
     if name == "config":
         return LMConfig(**{**SHAPE, **options})
+    if name == "of":
+        return LMConfig.of(*given)
     return getattr(small(), name)(*given, **options)
 
 
 @pytest.mark.parametrize(
     ("name", "given", "options", "says"),
     [
+        ("of", ("1T", PATTERN), {}, "unknown size '1T'"),
         ("config", (), {"heads": 5}, "dim must be a multiple of heads"),
         ("config", (), {"ffn": "relu"}, "ffn must be one of gelu, swiglu"),
-        ("config", (), {"norm": "batch"}, "norm must be one of"),
         ("config", (), {"head_dim": 5}, "even head_dim"),
         ("config", (), {"rotary_base": 0.0}, "rotary_base must be a finite number above 0, or None, got 0.0"),
         ("config", (), {"pattern": (PATTERN,) * 3}, "got 3 for 2 layers"),
@@ -267,38 +262,25 @@ def called(name: str, *given: Any, **options: Any) -> Any:
         ("forward", (batch(),), {"positions": torch.arange(3)}, "positions must be"),
         ("forward", (batch(), batch()[:, 1:]), {}, "labels are"),
         ("forward", (batch(), batch()), {"reduction": "mean"}, "reduction must be 'none' or 'sum', got 'mean'"),
-        ("forward", (batch(1),), {"cu_seqlens": [0, 5]}, ENDS),
         ("forward", (batch(1),), {"cu_seqlens": [0, 9, 5, 37]}, ENDS),
         ("forward", (batch()[0],), {}, ROWS),
-        ("shifted", (batch(1), [1, 37]), {}, ENDS),
         ("shifted", (batch(1), torch.tensor([0, 5])), {}, ENDS),
         ("shifted", (torch.zeros(3, 24),), {}, ROWS),
         ("token_losses", (torch.tensor([3, 19, -100]),), {}, LABELS + "19"),
         ("summed_loss", (torch.tensor([3, -1, -100]),), {}, LABELS + "-1"),
         ("token_losses", (torch.tensor([3, 1, -100]), 0), {}, "chunk must be 1 or more"),
-        ("summed_loss", (torch.tensor([3, 1, -100]), 2.5), {}, "chunk must be a whole number"),
-        ("generate_tokens", ([], 3), {}, "at least one token, got none"),
-        ("generate_tokens", (torch.zeros(2, 0, dtype=torch.int64), 3), {}, "at least one token"),
-        ("generate_tokens", (batch()[0], 3), {}, r"must be \(B, n\) token ids"),
-        ("generate_tokens", ("text", 3), {}, "got 'text': turn text into tokens"),
-        ("generate_tokens", (torch.tensor(3), 3), {}, "at least one token"),
-        ("generate_tokens", ([[1, 2], [3.0]], 3), {}, "got .*torch.float32"),
+        ("generate_tokens", ([], 3), {}, r"at least one token, got \[\]"),
+        ("generate_tokens", ([[1, 2], [3.0]], 3), {}, r"got \[\[1, 2\], \[3.0\]\]"),
         ("generate_tokens", (batch(), 3), {"top_k": 3}, "give a temperature"),
         ("generate_tokens", (batch(), 3), {"temperature": -1.0}, "temperature must be 0 or more"),
         ("generate_tokens", (batch(), 3), {"temperature": 1.0, "top_p": 0.0}, "top_p must be in"),
         ("generate_tokens", (batch(), 3), {"cuda_graph": True}, "needs a model on CUDA"),
         ("generate_tokens", (batch(), 3), {"stop": 19}, "stop must be a token, below the 19 of the vocabulary, got 19"),
-        ("generate_tokens", (batch(), 3), {"stop": -1}, "stop must be 0 or more, got -1"),
     ],
 )
 def test_what_is_refused(name: str, given: tuple[Any, ...], options: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         called(name, *given, **options)
-
-
-def test_an_unknown_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown size '1T'"):
-        LMConfig.of("1T", PATTERN)
 
 
 def test_labels_of_bytes_and_of_no_tokens() -> None:
@@ -310,7 +292,7 @@ def test_labels_of_bytes_and_of_no_tokens() -> None:
     assert torch.equal(compiled(batch(1), ends), shifted(batch(1), ends))
 
 
-@pytest.mark.parametrize("loss", [token_losses, summed_loss])
+@BOTH
 @pytest.mark.parametrize("by", [0, 1])
 def test_second_derivatives_are_refused(loss: Any, by: int) -> None:
     """Also where the gradient that comes in is a constant, and by one input alone: torch would leave them out."""

@@ -14,9 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dilated_attention as da
 from dilated_attention.models import LMConfig, LongNetLM, parts, shifted
-from dilated_attention.models.layers import Layer
-from dilated_attention.models.transformer import is_random
-from dilated_attention.nn import MultiheadDilatedAttention
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.ranks import pool
 from tests.over_ranks import world
@@ -110,33 +107,6 @@ def test_a_block_that_draws_numbers(kind: Any, length: int) -> None:
     for block in model.blocks:
         block.down = torch.nn.Sequential(block.down, kind())  # type: ignore[union-attr, operator, arg-type]
     close(found(model, True, length), found(model, False, length))
-
-
-@pytest.mark.parametrize(
-    ("module", "draws"),
-    [
-        (torch.nn.MultiheadAttention(4, 2, dropout=0.5), True),
-        (MultiheadDilatedAttention(4, 2, [4], [1], dropout=0.5), True),
-        (Layer(4, 2, 8, DilatedPattern.longnet([4], [1]), drop_path=0.5), True),
-        (Layer(4, 2, 8, DilatedPattern.longnet([4], [1])), False),
-        (torch.nn.LSTM(4, 4, 2, dropout=0.5), True),
-        (torch.nn.Dropout(0.0), False),
-        (Draws(), True),
-    ],
-)
-def test_modules_that_may_draw_numbers(module: torch.nn.Module, draws: bool) -> None:
-    assert is_random(torch.nn.Sequential(module)) == draws
-    assert not is_random(module.eval())
-
-
-@pytest.mark.parametrize("by", [0, 1])
-def test_second_derivatives_are_refused(by: int) -> None:
-    """Of a sum, whose gradient is a constant; also by one input alone, as in a gradient penalty."""
-    layer, x = torch.nn.Linear(4, 4), torch.randn(1, TOKENS, 4, requires_grad=True)
-    (out,) = parts.in_parts(lambda x: (layer(x) ** 2,), (x,), [layer.weight, layer.bias], again=True)
-    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(grad.square().sum(), (x, layer.weight)[by])
 
 
 def test_parts_follow_autocast() -> None:

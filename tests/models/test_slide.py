@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
-import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +48,9 @@ def test_presets_have_the_released_keys_and_sizes(name: str) -> None:
     ("options", "says"),
     [
         ({"mlp_ratio": 0}, r"embed_dim \* mlp_ratio must be 1 or more, got 0"),
-        ({"mlp_ratio": "4"}, "mlp_ratio must be a finite number"),
         ({"pattern": "longnet"}, "pattern must be a DilatedPattern, got 'longnet'"),
         ({"backend": "best"}, "unknown backend 'best'"),
         ({"checkpoint_activations": "no"}, "checkpoint_activations must be True or False, got 'no'"),
-        ({"global_pool": None}, "global_pool must be True or False"),
         ({"embed_dim": 30}, "embed_dim must be a multiple of 4"),
         ({"num_heads": 5}, "embed_dim must be a multiple of num_heads"),
         ({"drop_path_rate": 2}, "drop_path_rate must be a number in"),
@@ -83,33 +78,21 @@ def test_weights_load_from_a_file(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(model.double()(data["x"], data["coords"])[0], data["pooled"], **CLOSE)
 
 
-FC1 = "encoder.layers.0.ffn.fc1.weight"
-LONG = "n" * 100_000
-with warnings.catch_warnings(action="ignore"):  # torch's, of quantized tensors
-    QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
 BAD: dict[str, Any] = {  # None: left out
     'Missing .* "norm.bias"': {"norm.bias": None},
     'Unexpected .* "decoder.bias"': {"decoder.bias": torch.ones(1)},
     r"size mismatch for norm.bias: .*\[3\].*\[32\]": {"norm.bias": torch.ones(3)},
-    "fc1.weight is missing": {FC1: None},
+    "fc1.weight is missing": {"encoder.layers.0.ffn.fc1.weight": None},
     r"proj.weight is \(2, 3, 4, 4\)": {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)},
     r"proj.weight is \(0, 6\), and must be a matrix": {"patch_embed.proj.weight": torch.ones(0, 6)},
     'Missing .* "encoder.layers.2.': {f"encoder.layers.{10**12}.b": torch.ones(1)},
-    "Unexpected .* ...$": {LONG: torch.ones(1)},
-    f"plain tensors of numbers: {LONG[:80]}$": {LONG: torch.ones(2).to_sparse()},
-    "plain tensors of numbers: a": {"a": QUANTIZED},
-    "plain tensors of numbers: b": {"b": torch.ones(2, device="meta")},
-    "plain tensors of numbers: c": {"c": torch.ones(2, dtype=torch.complex64)},
-    f"plain tensors of numbers: {FC1}": {FC1: torch.ones(1).expand(10**6, 10**6)},
-    "plain tensors of numbers: 3": {3: torch.ones(1)},
+    "Unexpected .* ...$": {"n" * 100_000: torch.ones(1)},
     "more in it than tensors": {"norm.bias": Path("x")},
 }
 
 
 @pytest.mark.parametrize("said", [*BAD, "not a state dict"])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized tensors
 def test_weights_that_do_not_fit_are_refused(said: str, tmp_path: Path) -> None:
-    """Before anything of their size is made."""
     state: dict[str, Any] = golden("gigapath_tiny_50")[1] | BAD[said] if said in BAD else {"epoch": 3}
     kept = {key: x for key, x in state.items() if x is not None}
     torch.save({"model": kept}, tmp_path / "slide_encoder.pth")
@@ -121,21 +104,15 @@ def test_weights_that_do_not_fit_are_refused(said: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["pth", "old.pth", "safetensors"])
 def test_damaged_weights_are_refused(ending: str, tmp_path: Path) -> None:
-    """Cut, or with other bits, some of which mean nothing. Only ValueErrors are raised."""
     file = tmp_path / f"weights.{ending}"
     if ending == "safetensors":
         models.weights.save(small().state_dict(), file)
     else:
         torch.save(small().state_dict(), file, _use_new_zipfile_serialization=ending == "pth")
-    whole, numbers = file.read_bytes(), random.Random(0)
-    for content in (b"", b"no weights at all", b"version of a pointer\n", whole[: len(whole) // 2]):
+    whole = file.read_bytes()
+    for content in (b"", b"no weights at all", whole[: len(whole) // 2]):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"is damaged.*: .+"):
-            SlideEncoder.from_pretrained(file, global_pool=False, num_heads=4)
-    for _ in range(20):
-        at = numbers.randrange(min(len(whole), 4000))
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << numbers.randrange(8)]) + whole[at + 1 :])
-        with contextlib.suppress(ValueError):
             SlideEncoder.from_pretrained(file, global_pool=False, num_heads=4)
 
 

@@ -32,6 +32,7 @@ from dilated_attention import (
     testing,
 )
 from dilated_attention.backends import sdpa
+from dilated_attention.distributed.group import Buffers
 from dilated_attention.pattern import RULES
 from dilated_attention.ranks import pool
 from dilated_attention.testing import Results
@@ -145,11 +146,8 @@ def test_ring_size() -> None:
     [
         (RingDilatedAttention, {"ring_size": 4}, WRONG_SIZE.format(4, "no process group is initialised")),
         (RingMultiheadDilatedAttention, {"ring_size": 0}, "ring_size must be 1 or more, got 0"),
-        (RingDilatedAttentionProduction, {"ring_size": 2.0}, r"ring_size must be a whole number, got 2\.0"),
         (RingDilatedAttentionProduction, {"max_workspace_bytes": 0}, "max_workspace_bytes must be 1 or more, got 0"),
         (RingDilatedAttention, {"group": "world"}, r"group must be a torch\.distributed\.ProcessGroup or a 1-D Device"),
-        (RingDilatedAttention, {"dropout": 2}, r"dropout must be a number in \[0, 1\], got 2"),
-        (RingAttentionV2Simple, {"backend": "fast"}, "unknown backend 'fast'"),
     ],
 )
 def test_wrong_settings(cls: Any, options: dict[str, Any], message: str) -> None:
@@ -338,3 +336,16 @@ def test_receive_buffers_are_used_again() -> None:
         assert first == second == third
     wanted = {f"dilated_attention::ring {direction} step 1" for direction in ("forward", "backward")}
     assert all(wanted <= some for some in names)
+
+
+def test_buffers_are_used_again_and_sizes_no_longer_used_are_let_go() -> None:
+    buffers, host = Buffers(), torch.device("cpu")
+    first = buffers.take(8, host)
+    buffers.give(first)
+    buffers.begin()
+    assert buffers.take(8, host) is first
+    assert buffers.take(8, host) is not first
+    for size in range(1, 50):
+        buffers.begin()
+        buffers.give(buffers.take(size, host))
+    assert len(buffers.free) <= 2

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dilated_attention.slides import draw
 from dilated_attention.slides.maps import Maps, Thumbnail
+from dilated_attention.slides.page import page as page_of
 from tests import browsing
 from tests.browsing import (
     IN_A_BROWSER,
@@ -71,7 +71,7 @@ def test_the_page(browser: Any, tmp_path: Path, scheme: str, width: int) -> None
     file, maps = tmp_path / "page.html", example()
     Image.new("RGB", (50, 50), (0, 200, 0)).save(tmp_path / "thumb.png")
     picture = Thumbnail(tmp_path / "thumb.png", SIDE * 256, SIDE * 256)
-    draw.save(replace(maps, thumbnail=picture) if width == 390 else maps, file)
+    file.write_text(page_of(replace(maps, thumbnail=picture) if width == 390 else maps), "utf-8")
     # high enough to see all of the canvas: selenium counts from the middle of what is seen
     open_page(browser, file, width, 1400, scheme, mobile=False)
     wait = browsing.wait(browser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from PIL import Image
 from dilated_attention.models import SlideEncoder
 from dilated_attention.slides import draw, files, maps
 from dilated_attention.slides.files import BadFile
+from dilated_attention.slides.page import page
 from tests.page_text import data_of
 from tests.slides import feature_files
 
@@ -29,7 +31,7 @@ def model() -> SlideEncoder:
 
 @pytest.fixture(scope="module")
 def found(model: SlideEncoder) -> maps.Maps:
-    return maps.collect(model, TILES, COORDS, ["cls", 7, 59], name="slide <1>")
+    return maps.collect(model, TILES, COORDS, "slide <1>", 256.0)
 
 
 @pytest.fixture
@@ -39,13 +41,13 @@ def thumbnail(tmp_path: Path) -> maps.Thumbnail:
 
 
 def test_they_are_those_of_the_model(model: SlideEncoder, found: maps.Maps) -> None:
-    assert found.weights.shape == (3, 2, 4, 60)
+    assert found.weights.shape == (17, 2, 4, 60)
     for index, query in enumerate(found.queries):
         wanted = model.attention_map(TILES, COORDS, query, None, None)
         torch.testing.assert_close(found.weights[index], wanted.tiles)
         torch.testing.assert_close(found.zero_share[index], wanted.zeros)
         torch.testing.assert_close(found.cls_share[index], wanted.cls)
-    torch.testing.assert_close(found.weights.sum(-1) + found.zero_share + found.cls_share, torch.ones(3, 2, 4))
+    torch.testing.assert_close(found.weights.sum(-1) + found.zero_share + found.cls_share, torch.ones(17, 2, 4))
 
 
 def test_a_page_has_as_many_queries_as_fit(model: SlideEncoder) -> None:
@@ -66,47 +68,35 @@ def test_codes_keep_a_weight_within_three_in_ten_thousand() -> None:
     assert np.exp((found - 65535) * maps.STEP) == pytest.approx(weights[:4].numpy(), rel=3e-4)
 
 
-def test_the_weights_must_fit_the_tiles(found: maps.Maps) -> None:
-    with pytest.raises(ValueError, match=r"weights must be .* \(3, 2, 4, 59\), got \(3, 2, 4, 60\)"):
-        replace(found, coords=found.coords[:59])
-
-
-def test_a_picture(found: maps.Maps, thumbnail: maps.Thumbnail, tmp_path: Path) -> None:
+def test_a_picture(found: maps.Maps, thumbnail: maps.Thumbnail) -> None:
     """The drawn values are the weights, and the pixels show them: a bright tile is where the largest weight is."""
-    spec = draw.picture(found, 1, -1, None)
+    spec = draw.picture(found)
     (columns,) = spec["layer"][0]["data"]["values"]
-    assert columns["weight"] == pytest.approx(found.weights[1, 1].mean(0).tolist())
-    assert spec["title"]["subtitle"][0] == "layer 1, mean of all heads, query: tile 7"
+    assert columns["weight"] == pytest.approx(found.weights[0, 1].mean(0).tolist())
+    assert spec["title"]["subtitle"][0] == "layer 1, mean of all heads, query: the class token"
     one = torch.zeros(1, 1, 1, 2)
     one[..., 1] = 1.0
     share = torch.zeros(1, 1, 1)
     small = maps.Maps("two", torch.tensor([[0.0, 0.0], [512.0, 0.0]]), 256.0, ("cls",), one, share, share)
-    draw.save(small, tmp_path / "plain.png")
-    draw.save(replace(small, thumbnail=thumbnail), tmp_path / "over.png", head=0)
-    with pytest.raises(ValueError, match="layer must be from -"):
-        draw.save(small, tmp_path / "none.png", layer=9)
-    with Image.open(tmp_path / "plain.png") as plain, Image.open(tmp_path / "over.png") as over:
-        assert {(0, 0, 4), (252, 255, 164)} <= {colour[:3] for _, colour in plain.getcolors(10**6) or []}
-        colours = {colour[:3] for _, colour in over.getcolors(10**6) or []}
-    assert (0, 200, 0) in colours, "the picture below"
-    with pytest.raises(ValueError, match=r"ends in .html, .png"):
-        draw.save(small, tmp_path / "a.svg")
-    with pytest.raises(ValueError, match=r"a thumbnail must end in .png, .jpg, .jpeg"):
-        maps.Thumbnail(tmp_path / "a.tif", 1, 1).url()
+    plain, over = (
+        {colour[:3] for _, colour in Image.open(io.BytesIO(draw.content(drawn)[".png"])).getcolors(10**6) or []}
+        for drawn in (small, replace(small, thumbnail=thumbnail))
+    )
+    assert {(0, 0, 4), (252, 255, 164)} <= plain
+    assert (0, 200, 0) in over, "the picture below"
 
 
-def test_a_page_holds_all_that_it_needs(found: maps.Maps, thumbnail: maps.Thumbnail, tmp_path: Path) -> None:
-    draw.save(replace(found, thumbnail=thumbnail), tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+def test_a_page_holds_all_that_it_needs(found: maps.Maps, thumbnail: maps.Thumbnail) -> None:
+    text = page(replace(found, thumbnail=thumbnail))
     assert "<title>Attention in slide &lt;1&gt;</title>" in text
     held = data_of(text)
-    assert held["queries"] == [-1, 7, 59]
+    assert held["queries"] == [-1, *found.queries[1:]]
     rows = [tuple(base64.b64decode(part) for part in row) for row in held["rows"]]
     assert rows == [maps.codes(row) for row in found.weights]
     assert held["thumbnail"].startswith("data:image/png;base64,")
 
 
-@pytest.mark.parametrize("width", [None, "wide", 0, float("nan")])
+@pytest.mark.parametrize("width", [None, "wide", 0])
 def test_a_thumbnail_needs_the_size_of_the_slide(tmp_path: Path, width: Any) -> None:
     Image.new("RGB", (10, 10)).save(tmp_path / "one.png")
     slide = files.look(feature_files.trident(tmp_path / "one.h5", TILES, COORDS))

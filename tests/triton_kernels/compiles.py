@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,15 +121,6 @@ def test_a_default_with_everything(monkeypatch: pytest.MonkeyPatch, kernel: str)
     check(86, compiled(monkeypatch, 86, kernel, 128, HALF, dispatch.DEFAULTS[kernel, 128], ZEROS, **options))
 
 
-def test_the_oldest_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(75, compiled(monkeypatch, 75, "forward", 64, HALF, dispatch.SMALL[64], SINGLE), tensor_cores=False)
-
-
-def test_registers_can_be_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compiled(monkeypatch, 90, "dkdv", 64, BRAIN, TileConfig(32, 64, 4, 3, 128))
-    assert ".maxnreg 128" in found.asm["ptx"]
-
-
 @pytest.mark.parametrize("kernel", dispatch.KERNELS)
 def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """A kernel for each kind of call, not for each length, batch or pattern: slides are of all lengths."""
@@ -141,14 +131,6 @@ def test_other_lengths_are_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kern
         pattern, given = DilatedPattern.head_groups(widths, [1, 2]), {"tokens": tokens, "samples": samples}
         compiled(monkeypatch, 89, kernel, 64, BRAIN, tile, pattern, is_causal=kernel == "dq", **given)
     assert_one_kernel(asked[f"{kernel}_kernel"], 4)
-
-
-def test_own_tiles_that_are_not_full_need_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, tile = asked_for(monkeypatch), TileConfig(128, 64, 4, 3)
-    for width in (192, 256):  # 192 rows are a tile and a half of queries, and three whole ones of keys
-        pattern = DilatedPattern.longnet([width], [1])
-        compiled(monkeypatch, 89, "forward", 64, BRAIN, tile, pattern, tokens=768)
-    assert_one_kernel(asked["forward_kernel"], 2)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------
@@ -200,34 +182,22 @@ def launch_decode(
     decode.forward(call, Inputs(q, k, v, mask, None, at), sizes)
 
 
-CASES = {
-    "grouped": {"dtype": HALF, "pattern": PAPER, "queries": 5, "dim": 80, "group": 4, "on_device": True},
-    "zeros": {"dtype": BRAIN, "pattern": ODD, "queries": 3, "dim": 64, "is_causal": False, "masked": True},
-    "widest": {"dtype": FULL, "pattern": PAPER, "queries": 64, "dim": 256, "tokens": 4096},
-    "wide": {"dtype": HALF, "pattern": PAPER, "queries": 64, "dim": 129, "tokens": 4096},
-    "one_launch": {"dtype": BRAIN, "pattern": ODD, "queries": 1, "dim": 16, "samples": 300, "tokens": 512},
-}
+GROUPED = {"dtype": HALF, "pattern": PAPER, "queries": 5, "dim": 80, "group": 4, "on_device": True}
+ZERO_KEYS = {"dtype": BRAIN, "pattern": ODD, "queries": 3, "dim": 64, "is_causal": False, "masked": True}
+WIDEST = {"dtype": FULL, "pattern": PAPER, "queries": 64, "dim": 256, "tokens": 4096}
+ONE_LAUNCH = {"dtype": BRAIN, "pattern": ODD, "queries": 1, "dim": 16, "samples": 300, "tokens": 512}
 
 
 @pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        pytest.param("grouped", 75, marks=pytest.mark.slow),
-        ("zeros", 80),
-        ("widest", 75),
-        pytest.param("widest", 86, marks=pytest.mark.slow),  # the least shared memory beside that
-        pytest.param("wide", 75, marks=pytest.mark.slow),
-        ("one_launch", 90),
-    ],
+    ("capability", "given"), [(75, GROUPED), (80, ZERO_KEYS), (75, WIDEST), (86, WIDEST), (90, ONE_LAUNCH)]
 )
-def test_decode_compiles(decode_kernels: list[Compiled], name: str, capability: int) -> None:
+def test_decode_compiles(decode_kernels: list[Compiled], capability: int, given: dict[str, Any]) -> None:
     driver.set_active(Driver(capability))
-    launch_decode(**CASES[name])
+    launch_decode(**given)
     made = [kernel for one in decode_kernels for kernel in one.made]
-    assert len(made) == (1 if name == "one_launch" else 2)
+    assert len(made) == (1 if given is ONE_LAUNCH else 2)
     for kernel in made:
-        assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED[capability]
+        check(capability, kernel, tensor_cores=False)
 
 
 @pytest.mark.usefixtures("decode_kernels")
@@ -252,61 +222,39 @@ def fuse_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
     return found
 
 
-NAMES = ("merge", "merge zeros", "add", "write", "write zeros", "put")
-REPLACING = NAMES[:3]  # what they load
-
-
 def launch_fused(
     fuse_kernels: dict[str, Compiled], dtype: torch.dtype, part_dtype: torch.dtype, dim: int, rows: int = 200,
-    heads: int = 3, names: Sequence[str] = NAMES,
+    heads: int = 3,
 ) -> dict[str, Any]:  # fmt: skip
-    """Some of the fuse_kernels, compiled for such tensors."""
+    """What is compiled for such tensors, by what it does."""
     out, lse = torch.empty(2, 2 * rows, 2 * heads, dim, dtype=dtype), torch.empty(2, 2 * rows, 2 * heads)
     out, lse = out[:, ::2, ::2], lse[:, ::2, ::2]
     part = torch.empty(2, heads, rows, dim, dtype=part_dtype).transpose(1, 2)
-    part_lse = torch.empty(2, heads, rows).transpose(1, 2)
-    given = (out, lse, part, part_lse)
-    launches = {
-        "merge": lambda: fuse.merge_(*given, first=False),
-        "merge zeros": lambda: fuse.merge_(*given, torch.zeros(2, 1, heads), first=False),
-        "add": lambda: fuse.put_(out, part, add=True),
-        "write": lambda: fuse.merge_(*given, first=True),
-        "write zeros": lambda: fuse.merge_(*given, 0.5, first=True),
-        "put": lambda: fuse.put_(out, part, add=False),
-    }
-    found = {}
-    for name in names:
-        launches[name]()
-        found[name] = fuse_kernels["put" if name in ("add", "put") else "merge"].made[-1]
-    return found
+    given = (out, lse, part, torch.empty(2, heads, rows).transpose(1, 2))
+    fuse.merge_(*given, first=False)
+    fuse.merge_(*given, torch.zeros(2, 1, heads), first=False)
+    fuse.merge_(*given, first=True)
+    fuse.merge_(*given, 0.5, first=True)
+    fuse.put_(out, part, add=True)
+    fuse.put_(out, part, add=False)
+    names = ("merge", "merge zeros", "write", "write zeros", "add", "put")
+    return dict(zip(names, fuse_kernels["merge"].made[-4:] + fuse_kernels["put"].made[-2:], strict=True))
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows", "dim", "dtype", "part_dtype"),
-    [
-        (90, 300, 64, FULL, BRAIN),
-        (80, 200, 40, FULL, BRAIN),
-        pytest.param(90, 300, 64, FULL, FULL, marks=pytest.mark.slow),
-        (90, 33, 5, BRAIN, BRAIN),  # whose rows are not aligned
-        (90, 1, 16, FULL, BRAIN),
-    ],
+    ("capability", "rows", "dim", "dtype"),
+    [(90, 300, 64, FULL), (80, 200, 40, FULL), (90, 33, 5, BRAIN), (90, 1, 16, FULL)],  # rows of 5 are not aligned
 )
-def test_accesses(
-    fuse_kernels: dict[str, Compiled], capability: int, rows: int, dim: int, dtype: torch.dtype, part_dtype: torch.dtype
-) -> None:
+def test_accesses(fuse_kernels: dict[str, Compiled], capability: int, rows: int, dim: int, dtype: torch.dtype) -> None:
     """They are 16 bytes long; and nothing is stored before all is loaded: the compiler lets several threads load what
     one of them replaces, which without a barrier is a race."""
     driver.set_active(Driver(capability))
-    is_wide = rows >= 200
-    for name, kernel in launch_fused(
-        fuse_kernels, dtype, part_dtype, dim, rows, names=NAMES if is_wide else REPLACING
-    ).items():
-        code = kernel.asm["ptx"]
-        steps = re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", code)
-        if is_wide:
+    for name, kernel in launch_fused(fuse_kernels, dtype, BRAIN, dim, rows).items():
+        steps = re.findall(r"ld\.global\S*|st\.global\S*|bar\.sync", kernel.asm["ptx"])
+        if rows >= 200:
             row = {"ld.global.b32", "st.global.b32"} if "merge" in name or "write" in name else set()  # its lse
             assert set(steps) - {"bar.sync"} <= {"ld.global.v4.b32", "st.global.v4.b32"} | row, name
-        if name in REPLACING:
+        if name in ("merge", "merge zeros", "add"):  # which load what they replace
             for part in " ".join(steps).split("st.global"):  # from store to store
                 assert "ld.global" not in part or part.rfind("bar.sync") > part.rfind("ld.global"), name
 

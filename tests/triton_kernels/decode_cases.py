@@ -55,22 +55,6 @@ def positions(*values: int) -> Tensor:
     return torch.tensor(values, device=DEVICE)
 
 
-def test_the_public_function_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward; and backward on PyTorch's kernels, from this one's out and lse."""
-    ran = []
-    forward = decode.forward
-    monkeypatch.setattr(decode, "forward", lambda *args: ran.append(1) or forward(*args))
-    pattern, qkv = DilatedPattern.torchscale([8, 16], [1, 3]), make(2, 37, 4)
-    testing.check(qkv, pattern, query_offset=positions(15))
-    assert len(ran) == 1
-    out = dilated_attention(*qkv, pattern, enable_gqa=True, query_offset=9, backend="triton")
-    assert len(ran) == 2
-    assert testing.error(out, reference.attention(*qkv, pattern, query_offset=9)[0]) < 5e-6
-    leaf = qkv[0].detach().requires_grad_()
-    with pytest.raises(ValueError, match="'triton' cannot run this call: its decoding has no backward pass"):
-        dilated_attention(leaf, *qkv[1:], pattern, enable_gqa=True, backend="triton")
-
-
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [(1, torch.float32), (15, torch.float16), (16, torch.float32), (17, torch.float16), (129, torch.float32)],
@@ -153,20 +137,15 @@ def test_nothing_to_see_and_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> No
         assert (lse == -math.inf).all()
     out, lse = run((q[:, :0], k, v), PATTERN, 20)
     assert (out.shape, lse.shape) == ((1, 0, 2, 8), (1, 0, 2))
-    check(make(17, 61), DilatedPattern.longnet([8, 32], [2, 4]), 40, config=CONFIG._replace(splits=5))
 
 
-def test_explain_says_so() -> None:
+@pytest.mark.parametrize(("queries", "on_device", "ours"), [(64, False, True), (65, False, False), (65, True, True)])
+def test_more_queries_are_the_librarys(queries: int, on_device: bool, ours: bool) -> None:
+    """Unless their positions are on the device."""
     x = make(100, 100, 4, 4, 16, samples=2)[0]
-    for options in ({}, {"backend": "triton"}, {"query_offset": positions(3, 90)}):
-        told = explain(x[:, :2], x, x, PATTERN, **options)
-        assert (told.backend, told.kernel) == ("triton", "our kernel for few queries")
-        assert told.backward.startswith("none: its decoding has no" if "backend" in options else "sdpa, kernel: ")
-    told = explain(x[:, :65], x, x, PATTERN)
-    assert told.backend == "sdpa"
-    assert "up to 64 queries" in told.why_not["triton"][0]
-    (reason,) = explain(x[:, :65], x, x, PATTERN, backend="sdpa").why_not["triton"]
-    assert reason.startswith("it could run, but sdpa (")
+    told = explain(x[:, :queries], x, x, PATTERN, query_offset=positions(3, 30) if on_device else None)
+    assert told.backend == ("triton" if ours else "sdpa")
+    assert ours or "up to 64 queries" in told.why_not["triton"][0]
 
 
 def test_a_sign_that_is_still_to_be_turned() -> None:

@@ -32,11 +32,6 @@ def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def found_in(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text())["cpu"]
-    return found
-
-
 @pytest.mark.parametrize("words", ["", " causal", " nested", " causal nested"])
 def test_all_kernels_are_right_in_every_setting(tune: ModuleType, words: str) -> None:
     setting = tune.Setting(64, "causal" in words, "nested" if "nested" in words else "", short=True)
@@ -51,25 +46,19 @@ def test_in_pieces_into_one_file(tune: ModuleType, tmp_path: Path, capsys: pytes
     assert tune.main([*common, "--only", "tiles dq causal nested short"]) == 0
     assert "(48, 32, 4, 2) fails: " in capsys.readouterr().out
     assert tune.main([*common, "--only", "library forward causal nested"]) == 0
-    found = found_in(file)
+    found = json.loads(file.read_text())["cpu"]
     assert found["tiles"] in ({kernel: list(GOOD)}, {kernel: list(OTHER)})
     assert list(found["library_from"]) == [way]
     about = found["measured"]
     records = about["tiles"][kernel], about["library_from"][way]
     assert records[0]["ms"] > 0
-    times = records[1]["ms"]
-    assert list(times) == [str(12 * tokens) for tokens in (8192, 32768)]  # rows
-    assert all(set(both) == {"sdpa", "triton"} for both in times.values())
+    assert list(records[1]["ms"]) == [str(12 * tokens) for tokens in (8192, 32768)]  # rows
     assert all(about["runs"][record["run"]]["commit"] == "abc" for record in records)
 
 
 @pytest.mark.parametrize("wrong", [(OTHER,), (OTHER, GOOD)])
 def test_what_is_off_is_never_picked(
-    tune: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    wrong: tuple[Any, ...],
+    tune: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: Any
 ) -> None:
     right = launch.prepare
 
@@ -88,10 +77,9 @@ def test_what_is_off_is_never_picked(
     code = tune.main([*SMALL, "--jobs", "1", "--only", "tiles dkdv 64 causal nested short", "--out", str(file)])
     said = capsys.readouterr().out
     assert "dkdv 64 causal nested short (64, 32, 4, 2) off: dv by" in said
-    if len(wrong) == 1:
-        assert code == 0
-        assert found_in(file)["tiles"] == {"dkdv 64 causal nested short": list(GOOD)}
-    else:
-        assert code == 1
-        assert not file.exists()
+    assert code == (len(wrong) == 2)
+    if code:
         assert "no candidate is right" in said
+        assert not file.exists()
+    else:
+        assert json.loads(file.read_text())["cpu"]["tiles"] == {"dkdv 64 causal nested short": list(GOOD)}

@@ -3,8 +3,8 @@
 The public F.scaled_dot_product_attention gives no lse, its backward takes no merged out and lse, and it may go to the
 math path; the aten ops below it do none of that.
 
-Legend: q, out (b, L, h, D); k, v (b, L, hk, D); lse (b, L, h); bias (b, 1 or h, 1, L) of 0 and -inf.
-The ops themselves see (b, h, L, D), a transposed view.
+Legend: q, out (b, h, L, D); k, v (b, hk, L, D); lse (b, h, L); bias (b, 1 or h, 1, L) of 0 and -inf. As a rule the
+heads of a row are side by side in memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ class Dense(NamedTuple):
     bias: Tensor | None
     causal: bool
     scale: float
-
-    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
 
 Result = tuple[Tensor, Tensor]  # out, lse
@@ -79,110 +76,97 @@ def efficient() -> Kernel:
 
 def _flash_cpu_forward(x: Dense) -> Result:
     # in half precision the kernel packs what it reads itself, when it goes forward
-    q, k, v = (x if x.k.itemsize == 2 else _packed(x)).heads_first()
-    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, x.causal, attn_mask=x.bias, scale=x.scale)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    q, k, v, bias, causal, scale = x if x.k.itemsize == 2 else _packed(x)
+    return ops._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
 
 
 def _flash_cpu_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
-    q, k, v = _packed(x).heads_first()
-    dout, out, lse = _swap(dout, out, lse)
-    grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse.contiguous(), 0.0, x.causal, attn_mask=x.bias, scale=x.scale
+    q, k, v, bias, causal, scale = _packed(x)
+    return ops._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        dout, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=bias, scale=scale
     )
-    return _swap(*grads)
 
 
 def _packed(x: Dense) -> Dense:
     """The problem with keys and values packed head by head, where that pays."""
-    rows, step = x.k.shape[1], x.k.stride(1)
-    often = min(rows, x.q.shape[1]) >= PACKED_ROWS
+    rows, step = x.k.shape[2], x.k.stride(2)
+    often = min(rows, x.q.shape[2]) >= PACKED_ROWS
     if not often or step == x.k.shape[3] or rows * step * x.k.itemsize < PACKED_SPAN:
         return x
-    k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.k, x.v))
-    return x._replace(k=k, v=v)
+    return x._replace(k=x.k.contiguous(), v=x.v.contiguous())
 
 
 def _flash_forward(x: Dense) -> Result:
-    q, k, v = x.heads_first()
-    out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, x.causal, False, scale=x.scale)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    out, lse, *_ = ops._scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, x.causal, False, scale=x.scale)
+    return out, lse
 
 
 def _flash_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
-    q, k, v = x.heads_first()
-    dout, out, lse = _swap(dout, out, lse)
-    rows, keys, unused = q.shape[2], k.shape[2], _unused(q)
-    grads = ops._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, x.causal, unused, unused, scale=x.scale
+    rows, keys, unused = x.q.shape[2], x.k.shape[2], _unused(x.q)
+    return ops._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+        dout, x.q, x.k, x.v, out, lse.contiguous(), None, None, rows, keys, 0.0, x.causal, unused, unused, scale=x.scale
     )
-    return _swap(*grads)
 
 
 def _cudnn_forward(x: Dense) -> Result:
     # lse is always asked for: without it, cuDNN 9.19 under torch 2.11 gave a wrong out for 16 problems of 64 rows
-    q, k, v = x.heads_first()
-    out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, x.causal, False, scale=x.scale)
-    return out.transpose(1, 2), lse.view(q.shape[:3]).transpose(1, 2)  # lse comes as (b, h, L, 1)
+    given = x.q, x.k, x.v, None, True, 0.0, x.causal, False
+    out, lse, *_ = ops._scaled_dot_product_cudnn_attention(*given, scale=x.scale)
+    return out, lse.view(x.q.shape[:3])  # it comes as (b, h, L, 1)
 
 
 def _cudnn_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
-    if not x.causal and x.k.shape[1] % 128 == 64:
+    if not x.causal and x.k.shape[2] % 128 == 64:
         # cuDNN 9.19 scores the rows that would fill its last tile of 128 keys with 0: of a very low lse, exp(0 - lse)
         # overflows, and dq is NaN. It masks rows that fill up a tile of 64, so each
         # half of the keys is a call of its own.
-        halves = zip(x.k.chunk(2, 1), x.v.chunk(2, 1), strict=True)
+        halves = zip(x.k.chunk(2, 2), x.v.chunk(2, 2), strict=True)
         parts = [_cudnn_backward(x._replace(k=k, v=v), out, lse, dout) for k, v in halves]
         dq, dk, dv = zip(*parts, strict=True)
-        return dq[0] + dq[1], torch.cat(dk, 1), torch.cat(dv, 1)
+        return dq[0] + dq[1], torch.cat(dk, 2), torch.cat(dv, 2)
     if not x.q.stride() == out.stride() == dout.stride():
         # torch keeps one cuDNN plan for given strides of q, k and v, with the strides that out and dout had when it
         # was made: called again with others it reads them wrongly, without a word. So theirs always follow q's.
-        x, out, dout = x._replace(q=x.q.contiguous()), out.contiguous(), dout.contiguous()
-    q, k, v = x.heads_first()
-    dout, out, lse = _swap(dout, out, lse)
-    stats, rows, keys, unused = lse.contiguous().unsqueeze(-1), q.shape[2], k.shape[2], _unused(q)
-    grads = ops._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, stats, unused, unused, None, None, None, rows, keys, 0.0, x.causal, scale=x.scale
+        x, out, dout = x._replace(q=_row_by_row(x.q)), _row_by_row(out), _row_by_row(dout)
+    stats, rows, keys, unused = lse.contiguous().unsqueeze(-1), x.q.shape[2], x.k.shape[2], _unused(x.q)
+    return ops._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        dout, x.q, x.k, x.v, out, stats, unused, unused, None, None, None, rows, keys, 0.0, x.causal, scale=x.scale
     )
-    return _swap(*grads)
 
 
 def _efficient_forward(x: Dense) -> Result:
-    if x.q.shape[2] != x.k.shape[2] > 1:  # this kernel shares no heads: one call per key/value head
-        parts = [_efficient_forward(part) for part in _by_kv_head(x)]
-        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-    q, k, v = _spread(x).heads_first()
-    bias = None if x.bias is None else x.bias.expand(*q.shape[:3], k.shape[2])
+    if x.q.shape[1] != x.k.shape[1] > 1:  # this kernel shares no heads: one call per key/value head
+        outs, lses = zip(*map(_efficient_forward, _by_kv_head(x)), strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 1)
+    q, k, v, bias = _spread(x)
     out, lse, *_ = ops._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, x.causal, scale=x.scale)
-    return out.transpose(1, 2), lse[:, :, : q.shape[2]].transpose(1, 2)  # lse comes padded to a multiple of 32
+    return out, lse[:, :, : q.shape[2]]  # it comes padded to a multiple of 32
 
 
 def _efficient_backward(x: Dense, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
-    kv_heads, heads = x.k.shape[2], x.q.shape[2]
+    kv_heads, heads = x.k.shape[1], x.q.shape[1]
     if heads != kv_heads > 1:
-        query_side = (t.chunk(kv_heads, 2) for t in (out, lse, dout))
+        query_side = (t.chunk(kv_heads, 1) for t in (out, lse, dout))
         grads = [_efficient_backward(*part) for part in zip(_by_kv_head(x), *query_side, strict=True)]
-        dq, dk, dv = (torch.cat(parts, 2) for parts in zip(*grads, strict=True))
+        dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
         return dq, dk, dv
-    q, k, v = _spread(x).heads_first()
-    out = out.contiguous()  # the kernel takes the row stride of out for granted: a strided one gives wrong gradients
-    dout, out, lse = _swap(dout, out, lse)
-    bias = None if x.bias is None else x.bias.expand(*q.shape[:3], k.shape[2])
+    q, k, v, bias = _spread(x)
+    out = _row_by_row(out)  # the kernel takes the row stride of out for granted: others give wrong gradients
     lse = F.pad(lse.contiguous(), (0, -lse.shape[2] % 32), value=torch.inf)  # as padded as the forward gives it
     which, unused = [True, True, True, False], _unused(q)
-    *all_grads, _ = ops._scaled_dot_product_efficient_attention_backward(
+    dq, dk, dv, _ = ops._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, bias, out, lse, unused, unused, 0.0, which, x.causal, scale=x.scale
     )
-    dq, dk, dv = _swap(*all_grads)
     if kv_heads != heads:
-        dk, dv = (grad.sum(2, keepdim=True, dtype=torch.float32).to(grad.dtype) for grad in (dk, dv))
+        dk, dv = (grad.sum(1, keepdim=True, dtype=torch.float32).to(grad.dtype) for grad in (dk, dv))
     return dq, dk, dv
 
 
-def _swap(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, L, h, ...) to (b, h, L, ...) and back."""
-    return a.transpose(1, 2), b.transpose(1, 2), c.transpose(1, 2)
+def _row_by_row(x: Tensor) -> Tensor:
+    """x with the heads of a row side by side in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _unused(q: Tensor) -> Tensor:
@@ -192,11 +176,11 @@ def _unused(q: Tensor) -> Tensor:
 
 def _by_kv_head(x: Dense) -> list[Dense]:
     """A problem for each key/value head and its query heads."""
-    parts = zip(*(t.chunk(x.k.shape[2], 2) for t in (x.q, x.k, x.v)), strict=True)
+    parts = zip(*(t.chunk(x.k.shape[1], 1) for t in (x.q, x.k, x.v)), strict=True)
     return [x._replace(q=q, k=k, v=v) for q, k, v in parts]
 
 
-def _spread(x: Dense) -> Dense:
-    """One key/value head seen by every query head, with stride 0."""
-    k, v = (t.expand(-1, -1, x.q.shape[2], -1) for t in (x.k, x.v))
-    return x._replace(k=k, v=v)
+def _spread(x: Dense) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v and bias: one key/value head is seen by every query head, with stride 0."""
+    k, v = (t.expand(-1, x.q.shape[1], -1, -1) for t in (x.k, x.v))
+    return x.q, k, v, None if x.bias is None else x.bias.expand(*x.q.shape[:3], x.k.shape[2])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import triton
-from dilated_attention.backends.choose import Choice, choose
+from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Gradients, Inputs, Limits, Masking, Outputs
 from dilated_attention.backends.tensors import on_device, readable, span, within, without_infinity
 from dilated_attention.blocks import Block, Plan, SegmentHeads, folds, plan, without_bands
@@ -37,7 +37,7 @@ log = logging.getLogger("dilated_attention")
 class MemoryCap:
     """A cap on the bytes that the results of one block may take, and how often memory ran out nevertheless.
 
-    A call names it by number, as it must be hashable; without a cap memory that runs out still leads to a second try.
+    A call names it by number, as it must be hashable; without a limit memory that runs out still leads to a second try.
     """
 
     _all: ClassVar[weakref.WeakValueDictionary[int, MemoryCap]] = weakref.WeakValueDictionary()
@@ -49,7 +49,7 @@ class MemoryCap:
 
     @classmethod
     def of(cls, call: Call) -> MemoryCap | None:
-        return cls._all.get(call.memory_cap)
+        return cls._all.get(call.memory_cap_id)
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,14 @@ class Work:
     limits: Limits
     plan: Plan
     ends: Tensor | None  # (B,) where each sample ends: after its last token that is not padding
-    dtype: torch.dtype  # with few queries k and v are rounded to it: that of q
 
     @staticmethod
     def of(
-        call: Call, inputs: Inputs, *, backward: bool = False, ends: Tensor | None = None, keys_follow: bool = False,
-        computed_remotely: SegmentHeads = frozenset(),
+        call: Call, inputs: Inputs, choice: Choice, *, backward: bool = False, ends: Tensor | None = None,
+        keys_follow: bool = False, computed_remotely: SegmentHeads = frozenset(),
     ) -> Work:  # fmt: skip
         """``ends``: of all ranks, where there are several. ``keys_follow`` and ``computed_remotely`` as in `plan`."""
         q, k, v, padding, seed, positions, _ = inputs
-        choice = choose(call, backward)
         limits: Limits = choice.module.limits(call)
         if limits.span is not None and not call.in_parts and all(span(x) < limits.span for x in (q, k, v)):
             limits = limits._replace(span=None)  # so no view of them is too long
@@ -93,7 +91,7 @@ class Work:
             blocks = plan(call, folds(q, k, v), 0, keys_follow, computed_remotely)
         else:
             blocks = _plan_of_positions(call, positions)
-        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends, inputs.q.dtype)
+        return Work(call, q, k, v, padding, seed, choice, limits, blocks, ends)
 
     @property
     def own(self) -> Inputs:
@@ -136,7 +134,7 @@ class Work:
             if len(set(block.query_at)) == 1:  # heads share it, and kernels that group heads want one for all
                 padding = padding[:, :, :1].expand(-1, -1, k.shape[2])
         if self.call.is_decode:
-            k, v = k.to(self.dtype), v.to(self.dtype)  # rounded as autocast rounds them in a whole call
+            k, v = k.to(self.call.dtype), v.to(self.call.dtype)  # rounded as autocast rounds them in a whole call
             if padding is not None:  # 0 * NaN in a masked slot would be NaN
                 k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
             k, v = (readable(x, self.call, self.limits) for x in (k, v))
@@ -154,7 +152,7 @@ class Work:
             hidden |= distance < block.low
         if block.high is not None:
             hidden |= distance > block.high
-        begin, end = block.sequence
+        begin, _ = block.sequence
         for branch in block.but:  # then it is a block of one head and segment
             query = block.query_at[0] - begin + rows.unsqueeze(1) * block.query_step
             key = block.key_at[0] - begin + keys * block.key_step
@@ -187,7 +185,7 @@ class Work:
         offset = (on_device(block.query_at, device) - block.segment) % rate
         zeros = (width + rate - 1) // rate - ((real - offset + rate - 1) // rate).clamp(min=0)
         zeros = torch.where(real > 0, zeros, 0).repeat_interleave(self.call.q_per_kv, dim=1)
-        return zeros.unsqueeze(1).to(self.call.exact).log()
+        return zeros.unsqueeze(1).to(self.call.sum_dtype).log()
 
     # --- all blocks ---------------------------------------------------------------------------------------------
 
@@ -247,7 +245,7 @@ class Work:
         queries, keys = (block.batch * view.rows for view in (block.queries, block.keys))
         if backward:
             return (call.q_per_kv * queries + 2 * keys) * self.q.shape[3] * item
-        return call.q_per_kv * queries * (self.q.shape[3] * item + call.exact.itemsize)
+        return call.q_per_kv * queries * (self.q.shape[3] * item + call.sum_dtype.itemsize)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = lse = None
@@ -306,26 +304,23 @@ class Work:
         """Merging in half precision rounds at every merge: one or two of them keep within the bound, more do not."""
         one_device = not self.call.in_parts and not self.call.is_decode and self._fused_merge is not None
         few_merges = one_device and not self.call.pattern.needs_masks and len(self.call.pattern.branches) <= 3
-        return self.call.exact if self.plan.merges and not few_merges else self.q.dtype
+        return self.call.sum_dtype if self.plan.merges and not few_merges else self.q.dtype
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """(out, lse) with 0 and -inf where no block writes first."""
         out = self.q.new_empty(self.q.shape, dtype=self.out_dtype)
-        lse = self.q.new_empty(self.q.shape[:3], dtype=self.call.exact)
+        lse = self.q.new_empty(self.q.shape[:3], dtype=self.call.sum_dtype)
         for x, blank in ((out, 0.0), (lse, -torch.inf)):
             self._fill_bare_(x, self.call.q_per_kv, blank)
         return out, lse
 
     def _empty_grads(self) -> list[Tensor]:
         """In the dtype computed in: unlike out, gradients keep within their bound when branches are summed so."""
-        if self.call.is_decode:  # the keys that no query sees get 0, too
-            dtypes = self.call.exact, self.q.dtype, self.q.dtype
-            return [
-                x.new_zeros(x.shape, dtype=dtype) for x, dtype in zip((self.q, self.k, self.v), dtypes, strict=True)
-            ]
-        grads = [x.new_empty(x.shape) for x in (self.q, self.k, self.v)]
-        for grad, group in zip(grads, (self.call.q_per_kv, 1, 1), strict=True):
-            self._fill_bare_(grad, group, 0.0)
+        dtypes = self.call.sum_dtype if self.call.is_decode else self.q.dtype, self.q.dtype, self.q.dtype
+        grads = []
+        for x, dtype, group in zip((self.q, self.k, self.v), dtypes, (self.call.q_per_kv, 1, 1), strict=True):
+            grads.append(x.new_empty(x.shape, dtype=dtype))
+            self._fill_bare_(grads[-1], group, 0.0)
         return grads
 
     def _fill_bare_(self, x: Tensor, group: int, blank: float) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
-from dilated_attention.backends.choose import choose
+from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.backends.tensors import finished, finished_grads, no_autocast, one_layout, without_bad_rows
 from dilated_attention.call import Call
@@ -15,8 +15,8 @@ from dilated_attention.call import Call
 class OneDevice:
     """What is done with the blocks of a call: on one device they are computed. Over ranks, `ring` has other ways."""
 
-    def work(self, call: Call, inputs: Inputs, backward: bool = False) -> Work:
-        return Work.of(call, inputs, backward=backward)
+    def work(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
+        return Work.of(call, inputs, choice, backward=backward)
 
     def forward(self, work: Work) -> tuple[Tensor, Tensor]:
         return work.forward()
@@ -28,13 +28,13 @@ class OneDevice:
 HERE = OneDevice()
 
 
-def forward(call: Call, inputs: Inputs, way: OneDevice = HERE) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
-    choice = choose(call)
+def forward(call: Call, inputs: Inputs, way: OneDevice = HERE, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse). ``choice``: what was chosen already."""
+    choice = choice or choose(call)
     if choice.is_whole:
         return choice.module.forward_call(call, inputs)  # type: ignore[no-any-return]
     with no_autocast(call.device):
-        out, lse = way.forward(way.work(call, inputs))
+        out, lse = way.forward(way.work(call, inputs, choice))
     return finished(out, call, call.dtype), lse.contiguous().detach()
 
 
@@ -51,7 +51,7 @@ def backward(
         return choice.module.backward_call(call, inputs, results)  # type: ignore[no-any-return]
     with no_autocast(call.device):
         inputs, results, bad = without_bad_rows(inputs, results)
-        work = way.work(call, one_layout(inputs), backward=True)
+        work = way.work(call, one_layout(inputs), choice, backward=True)
         grads = way.backward(work, work.results(results))
     return finished_grads(grads, inputs, call, bad)
 
@@ -65,7 +65,7 @@ def _detached(call: Call, inputs: Inputs, lse: Tensor, dout: Tensor | None, dlse
     total: list[Tensor] = []
     for branch in range(len(call.pattern.segment_lengths)):
         alone = call._replace(pattern=call.pattern.alone(branch), backend=choose(call, backward=True).name)
-        grads = [x.to(call.exact) for x in backward(alone, inputs, forward(alone, inputs)[0], lse, dout, dlse)]
+        grads = [x.to(call.sum_dtype) for x in backward(alone, inputs, forward(alone, inputs)[0], lse, dout, dlse)]
         total = [x.add_(y) for x, y in zip(total, grads, strict=True)] if total else grads
     dq, dk, dv = (x.to(call.dtype) for x in total)
     return dq, dk, dv

@@ -62,7 +62,7 @@ def forward(kernels: tuple[Kernel, ...], q: Tensor, k: Tensor, v: Tensor, maskin
     kernel = _kernel_for(min(q.shape[1], k.shape[1]), kernels)
     if kernel is None:
         return eager.forward((), q, k, v, masking)
-    out, lse = kernel.forward(_problem(q, k, v, masking))
+    out, lse = (x.transpose(1, 2) for x in kernel.forward(_problem(q, k, v, masking)))
     empty = masking.rows_without_keys(q.shape[1])
     if empty is not None:  # kernels disagree on these rows (lse 0, NaN): select
         empty = empty.expand(-1, -1, k.shape[2]).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -82,6 +82,7 @@ def backward(
     if kernel is None:
         return eager.backward((), dout, q, k, v, out, lse, dlse, masking)
     problem = _problem(q, k, v, masking)
+    out, lse, dout = (x.transpose(1, 2) for x in (out, lse, dout))
     dq, dk, dv = kernel.backward(problem, out, lse, dout)
     if dlse is not None:
         # The kernels know d score = weight * (dout.v - dout.out). With v = 0 and dout.out = -dlse a second pass
@@ -92,16 +93,17 @@ def backward(
         columns = torch.stack([high, (dlse / unit - high).to(q.dtype)], -1)[..., : q.shape[-1]]
         rest = q.shape[-1] - columns.shape[-1]
         units = F.pad(unit.to(q.dtype).unsqueeze(-1).expand_as(columns), (0, rest))
-        zero_values = problem._replace(v=torch.zeros_like(v))
-        dq_lse, dk_lse, _ = kernel.backward(zero_values, F.pad(-columns, (0, rest)), lse, units)
+        minus_dlse, units = F.pad(-columns, (0, rest)).transpose(1, 2), units.transpose(1, 2)
+        dq_lse, dk_lse, _ = kernel.backward(problem._replace(v=torch.zeros_like(problem.v)), minus_dlse, lse, units)
         dq, dk = dq + dq_lse, dk + dk_lse
     if problem.scale != masking.scale:
         dq, dk = dq * (masking.scale / problem.scale), dk * (masking.scale / problem.scale)
-    return dq, dk, dv
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Dense:
     # kernels scale scores after they set the future, or rows that fill up a tile, to -inf: -inf * 0 is NaN
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return Dense(q, k, v, _bias(masking, q), masking.is_causal, max(masking.scale, 1e-30))
 
 
@@ -156,24 +158,16 @@ def _reasons(kernel: Kernel, call: Call) -> list[str]:
 
 
 def _refusals(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, is_causal: bool) -> list[str]:
-    """Why torch would not run its kernel on such tensors; its own check, asked with a small problem, has the last word.
+    """Why torch would not run its kernel on such tensors: its own check, asked with a small problem.
 
-    The check knows torch's build, the device and every shape rule, but says its reasons to stderr only.
+    The check knows torch's build, the device, and every rule of dtypes and shapes, but says its reasons to stderr only.
     """
-    capability, is_efficient = torch.cuda.get_device_capability(device), name == "efficient"
-    why = {
-        f"it computes in float16 and bfloat16, not {dtype}": not is_efficient and dtype.itemsize != 2,
-        "it does not compute in float64": is_efficient and dtype is torch.float64,
-        "it needs compute capability 8.0, this device has {}.{}".format(*capability): not is_efficient
-        and capability < (8, 0),
-    }
-    if any(why.values()):
-        return [reason for reason, holds in why.items() if holds]
     width = -(-head_dim // PAD) * PAD
     probe = torch.empty((1, 1, 64, width), dtype=dtype, device=device, requires_grad=True)
     check = getattr(cuda_backends, f"can_use_{name}_attention")
     # it looks at the mode and at the current device: on some, a kernel has no backward pass for some head dims
     with torch.enable_grad(), torch.cuda.device_of(probe):  # type: ignore[no-untyped-call]
         runs = check(cuda_backends.SDPAParams(probe, probe, probe, None, 0.0, is_causal, False))
-    refused = f"torch.backends.cuda.can_use_{name}_attention refuses {dtype} with head_dim {head_dim}"
-    return [] if runs else [refused]
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    refused = f"refuses {dtype} with head_dim {head_dim} at compute capability {capability}"
+    return [] if runs else [f"torch.backends.cuda.can_use_{name}_attention {refused}"]

@@ -13,10 +13,9 @@ from typing import Any
 
 from dilated_attention.bench import runners
 from dilated_attention.bench.pace import Lines
-from dilated_attention.bench.probes import ceilings
 from dilated_attention.bench.regress import EXPECTED
-from dilated_attention.bench.results import DIRECTIONS, FIGURES, Record, far_off, milliseconds
-from dilated_attention.bench.run import Check, Expected, Measure, Timing, interleave
+from dilated_attention.bench.results import DIRECTIONS, Record, far_off, milliseconds
+from dilated_attention.bench.run import Check, Expected, Measure, interleave
 from dilated_attention.bench.setting import BOTH, Implementation, Setting
 
 FAR, FAILED = "wrong at full length", "failed"
@@ -24,7 +23,6 @@ FAR, FAILED = "wrong at full length", "failed"
 ERRORS = (RuntimeError, ValueError, TypeError)
 SLOW_MS = {"cuda": 100.0, "cpu": 1000.0}  # from here on once may be enough, as long calls vary little
 ROUNDS = 3  # at least: fewer have no quartiles
-UNKNOWN = "unknown"  # of a record that is not finished
 Key = tuple[str, str]
 
 
@@ -34,59 +32,45 @@ class Comparison:
     def __init__(self, results: Record, watch: Lines, seconds: float, limit_ms: float) -> None:
         """``seconds``: of timing per setting, shared by all. What would take longer than ``limit_ms`` is skipped."""
         self.results, self.watch, self.seconds, self.limit_ms = results, watch, seconds, limit_ms
-        self.total, self.done = 1, 0  # steps
+        self.share = 0.0  # of the run that is done
         self._expected: dict[Any, Expected] = {}
-        self._checks: dict[Any, Check | str] = {}  # a str is why there is none
+        self._checks: dict[Any, Check] = {}
         self._speed: dict[Any, float] = {}  # milliseconds per FLOP, of the latest setting
 
-    def step(self, text: str) -> None:
-        self.watch.step(text, min(1.0, self.done / self.total))
-        self.done += 1
-
     def compare(self, suite: str, which: Sequence[Implementation], setting: Setting) -> None:
-        self.ceiling(setting)
         records = {(one.name, way): _record(suite, one, setting, way) for one in which for way in DIRECTIONS}
         measures: dict[Key, Measure] = {}
-        try:
-            for one in which:
-                self.step(f"{setting.tokens:,} tokens: checking {one.name}")
-                known = len(self.results["checks"])
-                found = self._prepare(one, setting, [records[one.name, way] for way in DIRECTIONS])
-                measures |= {(one.name, way): measure for way, measure in found.items()}
-                for check in self.results["checks"][known:]:
-                    self.watch.say(f"{one.name}: {check['verdict']}")
-            self.step(f"{setting.tokens:,} tokens: timing")
-            self._time(measures, records, setting)
-        finally:  # also of a run that is interrupted: what is known, and nothing of what was still to come
-            self.results["measurements"] += _having(UNKNOWN, records.values(), False)
+        for one in which:
+            self.watch.step(f"{setting.tokens:,} tokens: checking {one.name}", self.share)
+            found = self._prepare(one, setting, {way: records[one.name, way] for way in DIRECTIONS})
+            measures |= {(one.name, way): measure for way, measure in found.items()}
+        self.watch.step(f"{setting.tokens:,} tokens: timing", self.share)
+        self._time(measures, records, SLOW_MS.get(setting.device.type, SLOW_MS["cpu"]))
+        for one in which:
+            told = [f"{way.replace('_', ' + ')} {_told(records[one.name, way])}" for way in DIRECTIONS]
+            self.watch.say(f"{setting.tokens:,} tokens, {one.name}: {', '.join(told)}")
+        self.results["measurements"] += records.values()
         self._expected.clear()
         runners.release(sorted({one.ranks for one in which} - {1}))
 
-    def ceiling(self, on: Setting) -> Record:
-        """What the machine can do at most, measured once for each dtype."""
-        known: list[Record] = self.results["ceilings"]
-        if all(one["dtype"] != on.dtype_name for one in known):
-            known.append(ceilings(on.device, on.dtype))
-        return next(one for one in known if one["dtype"] == on.dtype_name)
-
     # --- before the clock ---------------------------------------------------------------------------------------
 
-    def _prepare(self, one: Implementation, setting: Setting, records: list[Record]) -> dict[str, Measure]:
+    def _prepare(self, one: Implementation, setting: Setting, records: dict[str, Record]) -> dict[str, Measure]:
         """Fill in what is known without a clock; what is left to be timed, by direction."""
         if (why_not := one.why_not(setting)) is not None:
-            return _end(records, "skipped", why_not)
+            return _end(records.values(), "skipped", why_not)
         check = self.check(one, setting)
         if isinstance(check, str):
-            return _failed(records, check)
-        for record in records:
+            return _failed(records.values(), check)
+        for way, record in records.items():
             expected = self._speed.get(_speed_key(record), 0.0) * record["flops"]
-            wanted = () if record["direction"] == BOTH else ("out",)
+            wanted = () if way == BOTH else ("out",)
             if not check.right(*wanted):
                 _end([record], "wrong", ", ".join(far_off(check.errors, check.limits)))
             elif expected > self.limit_ms:
                 why = f"{EXPECTED} {expected / 1000:.0f} s, more than the {self.limit_ms / 1000:.0f} s allowed"
                 _end([record], "skipped", why)
-        left = {record["direction"]: record for record in _having(UNKNOWN, records)}
+        left = {way: record for way, record in records.items() if not record["status"]}
         if not left:
             return {}
         try:
@@ -102,25 +86,21 @@ class Comparison:
 
     def check(self, one: Implementation, setting: Setting) -> Check | str:
         """Out and gradients against the oracle in every setting for checks; of each the worst. A str: it failed."""
-        known: list[Check] = []
-        for small in setting.checks():
-            if (one.name, small) not in self._checks:
-                try:
-                    self._checks[one.name, small] = self._checked_at(one, small)
-                except ERRORS as error:
-                    self._checks[one.name, small] = _first_line(error)
-            check = self._checks[one.name, small]
-            self.judge(one.identity(), setting, check)
-            if isinstance(check, str):
-                return check
-            known.append(check)
-        return functools.reduce(Check.worse, known)
+        try:
+            check: Check | str = functools.reduce(Check.worse, (self._at(one, small) for small in setting.checks()))
+        except ERRORS as error:
+            check = _first_line(error)
+        self.judge(one.identity(), setting, check)
+        return check
 
-    def _checked_at(self, one: Implementation, small: Setting) -> Check:
-        whole = (one.whole or one.build)(small)
-        if (small, whole.exact) not in self._expected:
-            self._expected[small, whole.exact] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
-        return self._expected[small, whole.exact].compare(runners.results_of(one, small))
+    def _at(self, one: Implementation, small: Setting) -> Check:
+        if (one.name, small) not in self._checks:
+            whole = (one.whole or one.build)(small)
+            key = (small, whole.exact)
+            if key not in self._expected:
+                self._expected[key] = Expected.of(whole.exact, whole.inputs, whole.dout, whole.parameters)
+            self._checks[one.name, small] = self._expected[key].compare(runners.results_of(one, small))
+        return self._checks[one.name, small]
 
     def judge(self, who: Record, where: Setting, check: Check | str, verdict: str = "", why: str = "") -> None:
         """The verdict as a record; one for each dtype, causal or not, of the worst that was found."""
@@ -140,59 +120,39 @@ class Comparison:
 
     # --- the clock ----------------------------------------------------------------------------------------------
 
-    def _time(self, measures: dict[Key, Measure], records: dict[Key, Record], setting: Setting) -> None:
-        spent: dict[Key, list[float]] = {}
+    def _time(self, measures: dict[Key, Measure], records: dict[Key, Record], slow_ms: float) -> None:
         guarded = {key: partial(_guarded, measure, records[key]) for key, measure in measures.items()}
-        slow_ms = SLOW_MS.get(setting.device.type, SLOW_MS["cpu"])
-        try:
-            interleave(guarded, seconds=self.seconds, least=ROUNDS, slow_ms=slow_ms, spent=spent)
-        finally:
-            timed = [key for key, had in spent.items() if had and records[key]["status"] == UNKNOWN]
-            for key in timed:
-                self._timed(setting, records[key], Timing.of(spent[key]))
-        for name in dict.fromkeys(name for name, _ in timed):
-            mine = [(way, records[one, way]["ms"]) for one, way in timed if one == name]
-            times = [f"{way.replace('_', ' + ')} {milliseconds(ms)} ms" for way, ms in mine]
-            self.watch.say(f"{setting.tokens:,} tokens, {name}: {', '.join(times)}")
-
-    def _timed(self, setting: Setting, record: Record, timing: Timing) -> None:
-        seconds, ceiling = timing.median / 1000, self.ceiling(setting)
-        tflops, speed = record["flops"] / seconds / 1e12, record["bytes"] / seconds / 1e9
-        record |= {
-            "status": "measured",
-            "ms": timing._asdict(),
-            "tokens_per_s": setting.samples * setting.tokens / seconds,
-            "tflops": tflops,
-            "of_matmul": tflops / ceiling["matmul_tflops"],
-            "gb_per_s": speed,
-            "of_copy": speed / ceiling["copy_gb_per_s"],
-        }
-        self._speed[_speed_key(record)] = timing.median / record["flops"]
+        timings = interleave(guarded, seconds=self.seconds, least=ROUNDS, slow_ms=slow_ms)
+        for key, timing in timings.items():
+            record = records[key]
+            if not record["status"]:
+                record |= {"status": "measured", "ms": timing._asdict()}
+                self._speed[_speed_key(record)] = timing.median / record["flops"]
 
 
 def _record(suite: str, one: Implementation, setting: Setting, way: str) -> Record:
-    flops, count = one.least_work(setting, way)
+    """Its status is known later."""
     sizes = {name: getattr(setting, name) for name in ("samples", "tokens", "heads", "head_dim")}
     lengths, rates = setting.segments(one.rule)
     return {
         "suite": suite, **one.identity(), **sizes, "lengths": list(lengths), "rates": list(rates),
         "suggested": not setting.lengths, "dtype": setting.dtype_name, "causal": setting.causal, "direction": way,
-        "status": UNKNOWN, "why": "", "ms": None, **dict.fromkeys(FIGURES), "flops": flops, "bytes": count,
+        "status": "", "why": "", "ms": None, "peak_bytes": None, "flops": setting.flops(one.rule, way),
     }  # fmt: skip
+
+
+def _told(record: Record) -> str:
+    return f"{milliseconds(record['ms'])} ms" if record["ms"] else str(record["status"])
 
 
 def _guarded(measure: Measure, record: Record) -> Sequence[float]:
     """A call that fails while it is timed is out, and the others go on."""
-    if record["status"] == UNKNOWN:
+    if not record["status"]:
         try:
             return measure()
         except ERRORS as error:
             _failed([record], _first_line(error))
     return [math.inf]  # so that it is asked no more
-
-
-def _having(status: str, records: Iterable[Record], wanted: bool = True) -> list[Record]:
-    return [record for record in records if (record["status"] == status) == wanted]
 
 
 def _speed_key(record: Record) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@ sentences.
 
 A use case compares what computes the same thing. Two are equally fast if their quartiles overlap. What is wrong has no
 times, so it can win nothing. The other names of one function are left out. The claims are from the benchmark reports in
-the DarcStar fork of dilated-attention-pytorch; only those that the results say something about are listed.
+the DarcStar fork of dilated-attention-pytorch.
 
 Legend: a record is one entry of results["measurements"]; "saved" is 1 - after / before.
 """
@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 from dilated_attention.bench.results import DIRECTIONS, ENOUGH, Record, far_off, segments, setting
 from dilated_attention.pattern import RULES, DilatedPattern, rows_at_offset
-from dilated_attention.units import bytes_text, number_text
+from dilated_attention.units import number_text
 
 FORWARD, BOTH = DIRECTIONS
-OURS, DENSE = ("head_groups, auto", "head_groups, sdpa"), "dense SDPA"  # the second where results have no first
+OURS, DENSE = "head_groups, auto", "dense SDPA"
 SUITES = ("quick", "scaling", "ring", "suggested")  # the others look at a few implementations only
-CLAIMED_IN = {"copies", "improved", "ring", "profile", "scaling", "optimisations"}
 ONCE, OFTEN = 0.05, 0.01  # how far a time may be off that was measured less often than ENOUGH, or more
 # One of each way to compute it: they are timed at every length, and seen first.
 TELLING = (
@@ -45,7 +44,6 @@ BASELINES = {  # how their names begin, and what they are in dilated_attention.b
 
 
 def conclusions(results: Record) -> Record:
-    """All of it, for results.json."""
     records = folded(results["measurements"])
     found = [_recommendation(case, records) for case in USE_CASES]
     return {"claims": claims(results), "recommendations": [*filter(None, found)], "answer": answer(results)}
@@ -67,7 +65,6 @@ def _where(one: Record) -> tuple[str, int, str]:
 
 
 def code_of(name: str) -> str:
-    """What to import or call for an implementation."""
     first, _, rest = name.partition(", ")
     baseline = next((one for begin, one in BASELINES.items() if name.startswith(begin)), None)
     if baseline is not None:
@@ -136,8 +133,7 @@ def spread(record: Record) -> tuple[float, float]:
 def _recommendation(case: UseCase, records: Sequence[Record]) -> Record | None:
     """The best in the setting that this case looks at, if there is more than one."""
     groups = _by_setting((x for x in records if x[case.figure] is not None), case.wanted)
-    most = max(map(len, groups), default=0)
-    fewest = min(most, ENOUGH) if case.longest else most / 2  # at a short length most of them were measured
+    fewest = min(ENOUGH, max(map(len, groups), default=0))
     full = [[*group.values()] for group in groups if len(group) >= fewest]
     sign = 1 if case.longest else -1
     ranking = max(full, key=lambda group: (sign * int(group[0]["tokens"]), len(group)), default=[])
@@ -170,31 +166,24 @@ def answer(results: Record) -> str:
 
 def _speed(measurements: Sequence[Record]) -> str:
     """Training under the rule head_groups, beside dense attention and the best other exact implementation."""
-    known = {record["implementation"] for record in measurements}
-    name = next((name for name in OURS if name in known), OURS[0])
-    found = _by_setting(measurements, {"direction": [BOTH], "causal": [False], "samples": [1]})
-    groups = {group[name]["tokens"]: group for group in reversed(found) if name in group}  # of each length the first
-    dense = {tokens: (group[name], group[DENSE]) for tokens, group in groups.items() if DENSE in group}
-    others = {
-        tokens: (group[name], min(same, key=_median))
-        for tokens, group in groups.items()
-        if (same := [x for x in group.values() if (x["kind"], x["rule"]) == ("baseline", group[name]["rule"])])
-    }
-    if not dense:
+    groups: dict[int, dict[str, Record]] = {}  # of each length the first
+    for group in _by_setting(measurements, {"direction": [BOTH], "causal": [False], "samples": [1]}):
+        if OURS in group and DENSE in group:
+            groups.setdefault(group[OURS]["tokens"], group)
+    if not groups:
         return "The speed of this library beside dense attention was not measured in this run."
-    longest = max(dense)
-    mine, other = dense[longest]
+    longest = max(groups)
+    group, mine = groups[longest], groups[longest][OURS]
     said = (
         f"In training at {longest:,} tokens under {mine['rule']} with {segments(mine).replace(' ', ' and ')}, this "
-        f"library is {_compared(mine, other)} dense attention (a different operation)"
+        f"library is {_compared(mine, group[DENSE])} dense attention (a different operation)"
     )
-    if others:
-        where = "" if max(others) == longest else f" at {max(others):,} tokens"
-        ours, best = others[max(others)]
-        said += f", and{where} {_compared(ours, best)} the best exact alternative, {best['implementation']}"
+    if others := [x for x in group.values() if (x["kind"], x["rule"]) == ("baseline", mine["rule"])]:
+        best = min(others, key=_median)
+        said += f", and {_compared(mine, best)} the best exact alternative, {best['implementation']}"
     reach, share = far_rows(DilatedPattern(mine["rule"], mine["lengths"], mine["rates"]), longest, mine["heads"])
     said += f". {share:.1%} of the rows (one token in one head) are in the longest segments, of {reach:,} tokens."
-    slower = [tokens for tokens, (mine, other) in dense.items() if spread(other)[1] < spread(mine)[0]]
+    slower = [tokens for tokens, group in groups.items() if spread(group[DENSE])[1] < spread(group[OURS])[0]]
     return f"{said} At {max(slower):,} tokens dense attention is faster." if slower else said
 
 
@@ -237,13 +226,11 @@ def _right(checks: Sequence[Record]) -> str:
 
 # --- claims of others -------------------------------------------------------------------------------------------
 
-HEADS, NO_MEMORY = "attention over heads", "peak_bytes"
+HEADS = "attention over heads"
 SAME = ("DilatedAttention", "ImprovedDilatedAttention")
 # What is claimed; by how much; the share that must be saved at least; and two implementations and the figure of which
-# the second takes less. Of the first two claims there is one implementation, or one figure of all.
-CLAIMS: tuple[tuple[str, str, float, Any], ...] = (
-    ("An implementation is many times faster than the others", "17 times faster", 0, HEADS),
-    ("A call takes no memory", "0 MB", 0, NO_MEMORY),
+# the second takes less.
+CLAIMS: tuple[tuple[str, str, float, tuple[str, str, str]], ...] = (
     ("DilatedAttention takes less time than a ring with ring_size=1", "less", 0.02,
      ("RingDilatedAttention", "DilatedAttention", "ms")),
     ("ImprovedDilatedAttention takes less time", "30–50 % less", 0.3, (*SAME, "ms")),
@@ -258,36 +245,23 @@ CLAIMS: tuple[tuple[str, str, float, Any], ...] = (
 
 
 def claims(results: Record) -> list[dict[str, str]]:
-    """The claims that these suites look at and have figures for."""
+    """Those that there are figures for."""
     found = []
-    for claim, claimed, least, where in CLAIMS if CLAIMED_IN & set(results["suites"]) else ():
-        if told := _finding(results, least, where):
-            ours, holds, how = told
-            found.append({"claim": claim, "claimed": claimed, "ours": ours, "holds": holds, "how": how})
-    return found
-
-
-def _finding(results: Record, least: float, where: Any) -> tuple[str, str, str] | None:
-    """What was measured here, whether the claim holds, and how that is known; None if nothing was measured."""
-    if where == HEADS:
-        checks = [x for x in results["checks"] if x["implementation"] == where]
-        wrong = next((text for x in checks for text in far_off(x["errors"], x["limits"])), "")
-        told = f"it attends over heads, not tokens: {wrong}"
-        return (told, "no" if wrong else "yes", "it gets no time") if checks else None
+    if check := next((x for x in results["checks"] if x["implementation"] == HEADS), None):
+        claim = "An implementation is many times faster than the others"
+        told = f"it attends over heads, not tokens: {', '.join(far_off(check['errors'], check['limits'])[:1])}"
+        found.append((claim, "17 times faster", told, "no", "it gets no time"))
     measured = [x for x in results["measurements"] if x["status"] == "measured"]
-    if where == NO_MEMORY:
-        peak = min((x["peak_bytes"] for x in measured if x["peak_bytes"]), default=0)
-        return (f"at least {bytes_text(peak)}", "no", "beyond the inputs") if peak else None
-    before, after, figure = where
-    groups: dict[Any, dict[str, float]] = defaultdict(dict)  # in the settings of both
-    for x in (x for x in measured if x[figure]):
-        groups[_where(x)][x["implementation"]] = _median(x) if figure == "ms" else x[figure]
-    saved = [1 - group[after] / group[before] for group in groups.values() if {before, after} <= group.keys()]
-    if not saved:
-        return None
-    middle = statistics.median(saved)
-    how = f"from {_less(min(saved))} to {_less(max(saved))} in {len(saved)} settings and passes"
-    return f"{_less(middle)} in the median", "yes" if middle >= least else "no", how
+    for claim, claimed, least, (before, after, figure) in CLAIMS:
+        groups: dict[Any, dict[str, float]] = defaultdict(dict)
+        for x in (x for x in measured if x[figure]):
+            groups[_where(x)][x["implementation"]] = _median(x) if figure == "ms" else x[figure]
+        if saved := [1 - group[after] / group[before] for group in groups.values() if {before, after} <= group.keys()]:
+            middle = statistics.median(saved)
+            how = f"from {_less(min(saved))} to {_less(max(saved))} in {len(saved)} settings and passes"
+            told = f"{_less(middle)} in the median"
+            found.append((claim, claimed, told, "yes" if middle >= least else "no", how))
+    return [dict(zip(("claim", "claimed", "ours", "holds", "how"), one, strict=True)) for one in found]
 
 
 def _less(share: float) -> str:

@@ -1,7 +1,7 @@
 """Everything that is compared: the yardstick, ours, and the baselines, each with the oracle it is checked against.
 
 Over ranks an implementation is built inside a rank for its shard of the tokens, and the oracle is that of the whole
-sequence. The mesh class has the heads on two ranks, and with four the sequence on two of each as well.
+sequence. The mesh class has the sequence over two ranks, and the heads of each over two.
 
 Legend: query, key, value (B, N, H, D); x, out (B, N, E) with E = H * D for the modules that project.
 """
@@ -43,11 +43,12 @@ BACKENDS = ("auto", "triton", "sdpa", "eager", COMPILED)
 RANKS = (2, 4)
 DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
-RELEASED = "gather-pad-scatter"
+RELEASED, UNPLANNED = "gather-pad-scatter", "longnet, sdpa, plans not cached"
 Module = TypeVar("Module", bound=nn.Module)
-MODULES: tuple[type[Any], ...] = (
-    DilatedAttention, compat.ImprovedDilatedAttention, RingDilatedAttention, compat.RingDilatedAttentionV2Collective,
-    compat.RingDilatedAttentionProduction,
+MODULES: tuple[tuple[type[Any], str], ...] = (
+    (DilatedAttention, "head_groups"), (compat.ImprovedDilatedAttention, "head_groups"),
+    (RingDilatedAttention, "head_groups"), (compat.RingDilatedAttentionV2Collective, "head_groups"),
+    (compat.RingDilatedAttentionProduction, "head_groups"), (compat.RingAttentionV2Simple, "dense"),
 )  # fmt: skip
 PROJECTING = (MultiheadDilatedAttention, compat.ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention)
 
@@ -55,66 +56,56 @@ PROJECTING = (MultiheadDilatedAttention, compat.ImprovedMultiheadDilatedAttentio
 def everything() -> list[Implementation]:
     """The yardstick first, then ours, then the baselines."""
     modules = [
-        *(Implementation(kind.__name__, "module", "head_groups", partial(module, kind)) for kind in MODULES),
-        Implementation("RingAttentionV2Simple", "module", "dense", _v2_simple),
+        *(Implementation(kind.__name__, "module", rule, partial(_module, kind, rule)) for kind, rule in MODULES),
         *(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)) for kind in PROJECTING),
     ]
-    ring = [one for one in modules if one.name.startswith("Ring")]
-    over_ranks = [one for ranks in RANKS for one in (*(spread(one, ranks) for one in ring), _mesh(ranks))]
+    over_ranks = [_spread(one, ranks) for ranks in RANKS for one in modules if one.name.startswith("Ring")]
+    mesh = Implementation(
+        "RingAdvancedDistributedDilatedAttention, 4 ranks", "ring", "head_groups", _on_mesh, ranks=4,
+        whole=partial(projecting, MultiheadDilatedAttention), why_not=_no_mesh,
+    )  # fmt: skip
     functions = [
         Implementation(f"{rule}, {how}", "function", rule, partial(_ours, rule, how), why_not=partial(_cannot, how))
         for rule, how in product(RULES, BACKENDS)
     ]
     yardstick = Implementation(DENSE, "baseline", "dense", _dense, ours=False)
-    return [yardstick, *functions, *modules, *over_ranks, *_baselines()]
+    return [yardstick, *functions, *modules, *over_ranks, mesh, *_baselines()]
 
 
 def named(*names: str) -> list[Implementation]:
-    """Those of these names, in this order."""
-    found = {one.name: one for one in everything()}
+    unplanned = Implementation(UNPLANNED, "function", "longnet", _without_plans)
+    found = {one.name: one for one in (*everything(), unplanned)}
     return [found[name] for name in names]
 
 
-def spread(one: Implementation, ranks: int) -> Implementation:
+def _spread(one: Implementation, ranks: int) -> Implementation:
     """The same with the sequence over processes, which meet over gloo; checked against one device."""
-    name, build = f"{one.name}, {ranks} ranks", partial(sharded, one.build)
+    name, build = f"{one.name}, {ranks} ranks", partial(_sharded, one.build)
     return replace(one, name=name, kind="ring", build=build, whole=one.build, ranks=ranks)
-
-
-def _mesh(ranks: int) -> Implementation:
-    name, whole = f"RingAdvancedDistributedDilatedAttention, {ranks} ranks", partial(projecting, PROJECTING[0])
-    return Implementation(name, "ring", "head_groups", _on_mesh, whole=whole, ranks=ranks, why_not=_no_mesh)
 
 
 def _baselines() -> list[Implementation]:
     kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
                "memory-efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
-    dense = {f"dense {name}": partial(_dense, kernel=kernel) for name, kernel in kernels.items()}
-    cudnn = partial(baselines.gather_pad_scatter, kernel="cudnn")
-    functions: list[tuple[str, str, Callable[..., Tensor], Callable[[Setting], str | None]]] = [
-        (GATHER, "head_groups", baselines.copy_and_gather, _anywhere),
-        (SLICES, "head_groups", baselines.copy_slices, _anywhere),
-        (RELEASED, "torchscale", baselines.gather_pad_scatter, _half_on_cuda),
-        (f"{RELEASED}, cuDNN", "torchscale", cudnn, _cuda_half),
-        ("FlexAttention", "head_groups", baselines.flex, _cuda_half),
-        (OVER_HEADS, "head_groups", baselines.over_heads, _anywhere),
-    ]
-    found = [
-        *(Implementation(name, "baseline", "dense", build, why_not=_cuda_half) for name, build in dense.items()),
-        Implementation("nn.MultiheadAttention", "multihead", "dense", _torchs),
-        *(
-            Implementation(name, "baseline", rule, partial(_function, function, rule), why_not=why_not)
-            for name, rule, function, why_not in functions
-        ),
-    ]
-    return [replace(one, ours=False) for one in found]
+    return [
+        *(Implementation(f"dense {name}", "baseline", "dense", partial(_dense, kernel=x), False, why_not=_cuda_half)
+          for name, x in kernels.items()),
+        Implementation("nn.MultiheadAttention", "multihead", "dense", _torchs, False),
+        _way(GATHER, "head_groups", baselines.copy_and_gather),
+        _way(SLICES, "head_groups", baselines.copy_slices),
+        _way(RELEASED, "torchscale", baselines.gather_pad_scatter, why_not=_half_on_cuda),
+        _way(f"{RELEASED}, cuDNN", "torchscale", partial(baselines.gather_pad_scatter, kernel="cudnn"),
+             why_not=_cuda_half),
+        _way("FlexAttention", "head_groups", baselines.flex, why_not=_cuda_half),
+        _way(OVER_HEADS, "head_groups", baselines.over_heads),
+    ]  # fmt: skip
+
+
+def _way(name: str, rule: str, function: Callable[..., Tensor], **more: Any) -> Implementation:
+    return Implementation(name, "baseline", rule, partial(_function, function, rule), False, **more)
 
 
 # --- what cannot run where --------------------------------------------------------------------------------------
-
-
-def _anywhere(setting: Setting) -> None:
-    pass
 
 
 def _half_on_cuda(setting: Setting) -> str | None:
@@ -124,13 +115,11 @@ def _half_on_cuda(setting: Setting) -> str | None:
 
 
 def _cuda_half(setting: Setting) -> str | None:
-    """Kernels that are there on CUDA in half precision only."""
     return _half_on_cuda(setting) if setting.on_cuda else "it runs on CUDA only"
 
 
 def _no_mesh(setting: Setting) -> str | None:
-    why = "gloo gathers no CUDA tensors for DTensor, and NCCL wants a GPU for each rank"
-    return why if setting.on_cuda else None
+    return "gloo gathers no CUDA tensors for DTensor, and NCCL wants a GPU for each rank" if setting.on_cuda else None
 
 
 def _cannot(how: str, setting: Setting) -> str | None:
@@ -163,7 +152,7 @@ def _ours(rule: str, how: str, setting: Setting) -> Subject:
     return replace(plain, attention=torch.compile(plain.attention, fullgraph=True, dynamic=False))
 
 
-def without_plans(setting: Setting) -> Subject:
+def _without_plans(setting: Setting) -> Subject:
     """Every cache of plans is emptied before each call."""
     planned = _ours("longnet", "sdpa", setting)
     members = [thing for module in (blocks, choose) for thing in vars(module).values()]
@@ -177,23 +166,20 @@ def without_plans(setting: Setting) -> Subject:
     return replace(planned, attention=attention)
 
 
-def _dense(setting: Setting, kernel: SDPBackend | None = None) -> Subject:
-    attention = partial(baselines.dense, is_causal=setting.causal, kernel=kernel)
-    return subject(attention, setting.pattern("dense"), setting)
+def _dense(setting: Setting, **options: Any) -> Subject:
+    return subject(partial(baselines.dense, is_causal=setting.causal, **options), setting.pattern("dense"), setting)
 
 
-def module(kind: type[Any], setting: Setting, **options: Any) -> Subject:
-    made = kind(*setting.segments("head_groups"), **options)
-    return subject(partial(made, is_causal=setting.causal), made.pattern, setting)
-
-
-def _v2_simple(setting: Setting) -> Subject:
-    attention = partial(compat.RingAttentionV2Simple(), is_causal=setting.causal)
-    return subject(attention, setting.pattern("dense"), setting)
+def _module(kind: type[Any], rule: str, setting: Setting) -> Subject:
+    made = kind() if rule == "dense" else kind(*setting.segments(rule))
+    return subject(partial(made, is_causal=setting.causal), setting.pattern(rule), setting)
 
 
 def projecting(kind: type[MultiheadDilatedAttention], setting: Setting) -> Subject:
-    made = filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting)
+    return _projecting(filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting), setting)
+
+
+def _projecting(made: Any, setting: Setting) -> Subject:
     return _with_parameters(made, made.pattern, lambda x: made(x, is_causal=setting.causal)[0], setting)
 
 
@@ -239,7 +225,7 @@ def _projected(x: Tensor, of: dict[str, Tensor]) -> tuple[Tensor, ...]:
 # --- in a rank --------------------------------------------------------------------------------------------------
 
 
-def sharded(build: Build, setting: Setting, group: dist.ProcessGroup | None = None) -> Subject:
+def _sharded(build: Build, setting: Setting, group: dist.ProcessGroup | None = None) -> Subject:
     """With its shard of the inputs. A module finds its group when it is called."""
     group, whole = group or dist.group.WORLD, build(setting)
     assert group is not None
@@ -250,15 +236,9 @@ def sharded(build: Build, setting: Setting, group: dist.ProcessGroup | None = No
 def _on_mesh(setting: Setting) -> Subject:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes a while
 
-    ranks = dist.get_world_size()
-    shape, names = ((2,), ("heads",)) if ranks == 2 else ((ranks // 2, 2), ("sequence", "heads"))
-    mesh = init_device_mesh(setting.device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(setting.device.type, (2, 2), mesh_dim_names=("sequence", "heads"))
     sizes = (setting.width, setting.heads, *setting.segments("head_groups"))
     made = compat.RingAdvancedDistributedDilatedAttention(*sizes, mesh, device=setting.device, dtype=setting.dtype)
     state = filled(MultiheadDilatedAttention(*sizes), setting).state_dict()
     set_model_state_dict(made, state, options=StateDictOptions(full_state_dict=True))
-
-    def build(setting: Setting) -> Subject:
-        return _with_parameters(made, made.pattern, lambda x: made(x, is_causal=setting.causal)[0], setting)
-
-    return build(setting) if len(shape) == 1 else sharded(build, setting, mesh.get_group("sequence"))
+    return _sharded(partial(_projecting, made), setting, mesh.get_group("sequence"))

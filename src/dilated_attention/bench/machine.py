@@ -37,7 +37,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": _load(),  # by what else runs there
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,  # by what else runs there
         "system": platform.platform(),
         "versions": versions(device),
     }
@@ -84,7 +84,6 @@ def _output(*command: str) -> str | None:
 
 
 def one_line(machine: dict[str, Any]) -> str:
-    """The machine as people read it."""
     dirty = " + changes" if machine["dirty"] else ""
     found = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     where = f"{machine['device']}, {machine['threads']} threads, load {machine['load']}"
@@ -96,20 +95,17 @@ class Load:
 
     def __init__(self) -> None:
         self.start, self.began = _cpu_seconds(), time.monotonic()
-        self.first = self.most = _load() or 0.0
 
     def note(self) -> dict[str, Any]:
-        """For the description of the machine: the highest load, the share of the cores that others took, a verdict.
+        """For the description of the machine: the share of the cores that others took, and a verdict.
 
-        Only Linux tells that share; time that the hypervisor gave to other machines is in it. Elsewhere the load at
-        first decides, which is all of others.
+        Only Linux tells that share; time that the hypervisor gave to other machines is in it.
         """
-        cores, others, now = os.cpu_count() or 1, None, _cpu_seconds()
-        self.most, seconds = max(self.most, _load() or 0.0), time.monotonic() - self.began
-        if now is not None and self.start is not None and seconds > 0:
-            others = round(max(0.0, now - self.start) / seconds / cores, 3)
-        share = self.first / cores if others is None else others
-        return {"load_max": self.most, "others": others, "too_busy": share > TOO_BUSY}
+        now, seconds = _cpu_seconds(), time.monotonic() - self.began
+        if now is None or self.start is None:
+            return {"others": None, "too_busy": False}
+        others = round(max(0.0, now - self.start) / seconds / (os.cpu_count() or 1), 3)
+        return {"others": others, "too_busy": others > TOO_BUSY}
 
 
 def _cpu_seconds() -> float | None:
@@ -124,10 +120,6 @@ def _cpu_seconds() -> float | None:
             if int(fields[2]) == os.getpgrp():
                 ours += sum(int(x) for x in fields[11:15])  # its own time, and that of its children that ended
     return (user + nice + system + irq + soft + steal - ours) / os.sysconf("SC_CLK_TCK")
-
-
-def _load() -> float | None:
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def write_json(file: Path, results: dict[str, Any]) -> None:

@@ -16,12 +16,4 @@ class Lines:
         self.say(f"[{share:.0%}{more}] {text}")
 
     def say(self, text: str) -> None:
-        """Something that stays readable."""
         print(text, file=sys.stderr, flush=True)
-
-
-class Quiet(Lines):
-    """Nothing is told."""
-
-    def say(self, text: str) -> None:
-        pass

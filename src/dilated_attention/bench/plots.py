@@ -40,7 +40,6 @@ FIGURES = {
     "relative": "Time as a multiple of the fastest line shown",
 }
 COLOUR, DRAWN = {"field": "colour", "scale": None}, "datum.y > 0"
-SHARED = {"scale": {"y": "shared"}}
 NAME_HEIGHT = 15  # pixels between two names at the ends of lines
 Y = "figure == 'memory' ? datum.peak : figure == 'relative' ? datum.{0} / datum.least : datum.{0}"
 TOKENS = (
@@ -228,16 +227,13 @@ def pictures(results: Record) -> dict[str, Record | None]:
 
 
 def _panels(drawn: Sequence[Record], figure: str, wanted: str) -> Record | None:
-    data = {direction: [one for one in drawn if one["direction"] == direction] for direction in DIRECTIONS}
-    panels = [
-        {**line_chart({"name": way}, 380), "width": 420, "title": f"{FIGURES[figure]}, {DIRECTIONS[way]}"}
-        for way, some in data.items()
-        if some
-    ]
-    if not panels:
-        return None
+    panels = []
+    for way, words in DIRECTIONS.items():
+        if data := [one for one in drawn if one["direction"] == way]:
+            panels.append({**line_chart({"values": data}, 380), "width": 420, "title": f"{FIGURES[figure]}, {words}"})
     given = parameters(figure, sorted({one["tokens"] for one in drawn}))
-    return styled({"params": given, "datasets": data, "hconcat": panels, "title": wanted, "resolve": SHARED})
+    chart = {"params": given, "hconcat": panels, "title": wanted, "resolve": {"scale": {"y": "shared"}}}
+    return styled(chart) if panels else None
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -260,15 +256,15 @@ def styled(chart: Record) -> Record:
     return {**chart, "config": config}
 
 
-def dark_style(dark: dict[str, str] = DARK) -> str:
+def dark_style() -> str:
     """Style rules that turn the colours of a picture. A rule has precedence over the attribute that it looks for."""
-    rules = [f'[{kind}="{one}"]{{{kind}:{other}}}' for one, other in dark.items() for kind in ("fill", "stroke")]
+    rules = [f'[{kind}="{one}"]{{{kind}:{other}}}' for one, other in DARK.items() for kind in ("fill", "stroke")]
     return "@media (prefers-color-scheme: dark){" + "".join(rules) + "}"
 
 
-def svg(specification: Record, dark: dict[str, str] = DARK) -> bytes:
+def svg(specification: Record) -> bytes:
     drawn = charts.drawn(specification, ".svg")
-    return drawn.replace(b"</svg>", f"<style>{dark_style(dark)}</style></svg>".encode())
+    return drawn.replace(b"</svg>", f"<style>{dark_style()}</style></svg>".encode())
 
 
 def png(specification: Record) -> bytes:

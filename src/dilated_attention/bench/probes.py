@@ -10,54 +10,42 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from dilated_attention.bench.run import Call, time_calls
+from dilated_attention.bench.run import Call, synchronise
 from dilated_attention.pattern import DilatedPattern
 
 ROWS = 32  # at most, of those that see a key
 Row = tuple[int, int]  # head, and query
 
 
-class Rows(NamedTuple):
-    """What was found of some rows: the largest relative error, and how many without keys are not 0."""
-
-    worst: float
-    limit: float
-    not_zero: int
-
-    @property
-    def wrong(self) -> str:
-        """In which way; "" if they are right."""
-        if self.not_zero:
-            return f"{self.not_zero} rows that see no key are not 0 at full length"
-        said = f"rows at full length are off by {self.worst:.1e}, allowed {self.limit:.0e}"
-        return "" if self.worst < self.limit else said
-
-
 def check_rows(
     out: Tensor, qkv: Sequence[Tensor], pattern: DilatedPattern, is_causal: bool, rows: Iterable[Row] | None = None
-) -> Rows:
-    """Rows against float64, by default drawn at random. ``out`` may have but one token: the one that is asked for."""
+) -> tuple[float, float]:
+    """The largest relative error of rows against float64, and its limit. A row without keys must be 0.
+
+    Rows are drawn at random by default. ``out`` may have but one token: the one that is asked for.
+    """
     _, tokens, heads, _ = qkv[0].shape
-    draw, worst, seen, not_zero = random.Random(0), 0.0, 0, 0
+    draw, errors, seen = random.Random(0), [0.0], 0
     drawn = ((draw.randrange(heads), draw.randrange(tokens)) for _ in itertools.count())
     for head, query in rows or drawn:
         exact = exact_row(qkv, pattern, query, head, is_causal)
-        got = out[0, query if out.shape[1] > 1 else 0, head]
+        got = out[0, query if out.shape[1] > 1 else 0, head].double()
         if exact is None:
-            not_zero += bool(got.any())
+            errors.append(math.inf if got.any() else 0.0)
             continue
-        error = float((got.double() - exact).norm() / exact.norm())
-        worst, seen = max(worst, math.inf if math.isnan(error) else error), seen + 1  # NaN is as wrong as can be
+        error = float((got - exact).norm() / exact.norm())
+        errors.append(math.inf if math.isnan(error) else error)
+        seen += 1
         if seen == ROWS:
             break
-    return Rows(worst, 1e-2 if out.itemsize == 2 else 1e-4, not_zero)  # bfloat16 rounds a number by up to 4e-3
+    return max(errors), 1e-2 if out.itemsize == 2 else 1e-4  # bfloat16 rounds a number by up to 4e-3
 
 
 def exact_row(qkv: Sequence[Tensor], pattern: DilatedPattern, query: int, head: int, is_causal: bool) -> Tensor | None:
@@ -93,32 +81,14 @@ def peak_bytes(call: Call, device: torch.device) -> int:
 def kernel_times(call: Call, device: torch.device) -> list[tuple[str, int, float]]:
     """(name, calls, milliseconds) of every kernel of one call, slowest first; on a CPU of every operator."""
     on_cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    with profile(activities=activities) as recorded:
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]) as recorded:
         call()
-        if on_cuda:
-            torch.cuda.synchronize()
-    averages: list[Any] = list(recorded.key_averages())
+        synchronise(device)
     spent = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     times = [
         (event.key, event.count, getattr(event, spent) / 1e3)
-        for event in averages
+        for event in recorded.key_averages()
         if event.device_type.name == device.type.upper()
         and not getattr(event, "is_user_annotation", False)  # those enclose kernels that are listed themselves
     ]
     return sorted(times, key=lambda entry: -entry[2])
-
-
-def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What the machine can do at most, measured: a large matrix product in this dtype, and a large copy."""
-    size, count = (16384, 4 << 30) if device.type == "cuda" else (1536, 256 << 20)
-    left, right = torch.randn(2, size, size, device=device).to(dtype)
-    source = torch.ones(count, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    calls: dict[str, Call] = {"matmul": lambda: left @ right, "copy": lambda: target.copy_(source)}
-    found = time_calls(calls, device, seconds=1.0, most=50, warmups=2)
-    return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "matmul_tflops": 2 * size**3 / found["matmul"].median / 1e9,
-        "copy_gb_per_s": 2 * count / found["copy"].median / 1e6,
-    }

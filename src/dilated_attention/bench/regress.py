@@ -8,16 +8,11 @@ Legend: before and after are the two files; a ratio is after / before, so that m
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from dilated_attention.bench import results
-from dilated_attention.bench.results import ENOUGH, Record
+from dilated_attention.bench.results import ENOUGH, MEASURED_BY, WHAT, Record
 
-MEASURED_BY, CHECKED_BY = tuple(results.MEASURED_BY), tuple(results.WHAT)
 MACHINE = ("device", "cpu", "cores", "threads", "system")
 TOO_SLOW = "too slow to be timed"
 EXPECTED = "one call is expected to take"  # how the reason of such a skip begins
@@ -64,7 +59,7 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
     if not 1 < threshold < float("inf"):
         raise ValueError(f"threshold must be a ratio of more than 1, such as 1.05, got {threshold}")
     old, new = (_by_key(found["measurements"], MEASURED_BY) for found in (before, after))
-    checked = [_by_key(found["checks"], CHECKED_BY) for found in (before, after)]
+    checked = [_by_key(found["checks"], WHAT) for found in (before, after)]
     verdicts = [(one, checked[1][key]) for key, one in checked[0].items() if key in checked[1]]
     return Regression(
         tuple(_origins(before["machine"], after["machine"])),
@@ -76,26 +71,16 @@ def compare(before: Record, after: Record, threshold: float = 1.05) -> Regressio
 
 
 def _origins(before: Record, after: Record) -> Iterable[tuple[str, str, str]]:
-    versions = dict.fromkeys((*before["versions"], *after["versions"]))
-    told = [
-        *((name, str(before.get(name)), str(after.get(name))) for name in (*MACHINE, "commit", "dirty")),
-        *((name, *(str(one["versions"].get(name, "none")) for one in (before, after))) for name in versions),
-    ]
-    return [(name, old, new) for name, old, new in told if old != new]
+    told = [{**{x: one.get(x) for x in (*MACHINE, "commit", "dirty")}, **one["versions"]} for one in (before, after)]
+    pairs = [(name, *(str(one.get(name, "none")) for one in told)) for name in {**told[0], **told[1]}]
+    return [(name, old, new) for name, old, new in pairs if old != new]
 
 
-def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[Any, Record]:
-    """What was measured more than once pairs in its order."""
-    found, turns = {}, Counter[str]()
-    for record in records:
-        key = json.dumps([record[name] for name in names])
-        found[key, turns[key]] = record
-        turns[key] += 1
-    return found
+def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[str, Record]:
+    return {str([record[name] for name in names]): record for record in records}
 
 
 def _turned(before: Record, after: Record) -> str:
-    """What a check became."""
     if before["verdict"] == "exact":
         return "became wrong"
     return "is right" if after["verdict"] == "exact" else "is wrong"

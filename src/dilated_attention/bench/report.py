@@ -17,7 +17,7 @@ from dilated_attention.bench.results import measured
 COLUMNS = (
     "suite", "implementation", "kind", "ours", "rule", "ranks", "samples", "tokens", "heads", "head_dim", "lengths",
     "rates", "dtype", "causal", "direction", "status", "why", "ms_median", "ms_lower", "ms_upper", "ms_repeats",
-    "tokens_per_s", "flops", "bytes", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes",
+    "flops", "peak_bytes",
 )  # fmt: skip
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute instead of show
 NEEDED = ("vl_convert", "jinja2")
@@ -29,7 +29,8 @@ def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], 
     ``say`` is told what was left out: plots of what was not measured, and all but results.csv where what draws them is
     not installed. An older picture of what was not measured is removed: it would be of another run.
     """
-    written = [_write(folder / "results.csv", table(results["measurements"]).encode())]
+    charts.write(folder / "results.csv", table(results["measurements"]).encode())
+    written = [folder / "results.csv"]
     try:
         for name in NEEDED:
             charts.library(name)
@@ -41,15 +42,17 @@ def write_report(results: dict[str, Any], folder: Path, *, say: Callable[[str], 
     from dilated_attention.bench.page import page
 
     for name, picture in plots.pictures(results).items():
+        if picture is None:
+            say(f"no plot of {name}: nothing of it was measured")
         for kind, drawn in (("svg", plots.svg), ("png", plots.png)):
             file = folder / "plots" / f"{name}.{kind}"
             if picture is None:
                 file.unlink(missing_ok=True)
             else:
-                written.append(_write(file, drawn(picture)))
-        if picture is None:
-            say(f"no plot of {name}: nothing of it was measured")
-    return [*written, _write(folder / "index.html", page(results).encode())]
+                charts.write(file, drawn(picture))
+                written.append(file)
+    charts.write(folder / "index.html", page(results).encode())
+    return [*written, folder / "index.html"]
 
 
 def table(measurements: Iterable[dict[str, Any]]) -> str:
@@ -72,8 +75,3 @@ def _cell(value: Any) -> Any:
         value = value.replace("\r", "\\r")  # csv leaves it as it is, and a spreadsheet begins a line there
         return f"'{value}" if value.lstrip().startswith(FORMULA) else value
     return value
-
-
-def _write(file: Path, content: bytes) -> Path:
-    charts.write(file, content)
-    return file

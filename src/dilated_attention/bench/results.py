@@ -35,18 +35,17 @@ NAMES: dict[Any, str] = {
     dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false",
 }  # fmt: skip
 NUMBER = int | float
-FIGURES = ("tokens_per_s", "flops", "bytes", "tflops", "of_matmul", "gb_per_s", "of_copy", "peak_bytes")
 TIMES = {"median": NUMBER, "lower": NUMBER, "upper": NUMBER, "repeats": int}
 # A tuple is null or what it holds.
 SPEC: Record = {
     "machine": {
         "date": str, "command": str, "commit": str | None, "dirty": bool | None, "device": str, "cpu": str,
         "cores": int | None, "threads": int, "load": NUMBER | None, "system": str,
-        "versions": {"torch": str}, "continued": [{"date": str, "commit": str, "command": str}],
+        "versions": {"torch": str},
     },
     "measurements": [
         {**MEASURED_BY, "ours": bool, "status": str, "why": str, "ms": (TIMES,),
-         **dict.fromkeys(FIGURES, NUMBER | None)}
+         "peak_bytes": NUMBER | None}
     ],
     "checks": [{**WHAT, "ours": bool, "verdict": str, "why": str, "errors": dict, "limits": dict}],
     "tables": [
@@ -56,10 +55,8 @@ SPEC: Record = {
     "recommendations": [
         {"use_case": str, "best": str, "value": str, "runner_up": str | None, "factor": NUMBER | None, "ties": [str]}
     ],
-    "ceilings": [{"dtype": str, "matmul_tflops": NUMBER, "copy_gb_per_s": NUMBER}],
-    "suites": [str], "planned": [str], "complete": bool, "seconds": NUMBER, "answer": str | None,
+    "suites": [str], "complete": bool, "seconds": NUMBER, "answer": str | None,
 }  # fmt: skip
-LATER = ("planned", "continued")  # older files have none
 
 
 def load(path: Path) -> Record:
@@ -114,9 +111,9 @@ def _check(value: Any, spec: Any, place: str = "") -> None:
         for index, item in enumerate(value):
             _check(item, spec[0], f"{place}[{index}]")
     if isinstance(spec, dict):
-        if missing := [name for name in spec if name not in value and name not in LATER]:
+        if missing := [name for name in spec if name not in value]:
             raise ValueError(f"{place or 'it'} has no {', '.join(missing)}")
-        for name in (name for name in spec if name in value):
+        for name in spec:
             _check(value[name], spec[name], f"{place}.{name}".lstrip("."))
 
 
@@ -148,7 +145,6 @@ def escaped(text: str) -> str:
 
 
 def far_off(errors: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
-    """What is beyond its limit, in words."""
     return [
         f"{name} off by {float(error):.1e}, allowed {float(limits[name]):.1e}"
         for name, error in errors.items()
@@ -165,7 +161,7 @@ def share_of_limit(error: float, limit: float) -> float:
 
 def measured(one: Record) -> Record:
     """The measurement, without figures unless its status is "measured"."""
-    return one if one["status"] == "measured" else {**one, **dict.fromkeys((*FIGURES, "ms"))}
+    return one if one["status"] == "measured" else {**one, "ms": None, "peak_bytes": None}
 
 
 def with_ranks(one: Record) -> str:
@@ -182,11 +178,8 @@ def setting(one: Record) -> str:
     """All that two measurements must share to be compared, but for their length, from which `suggest` has segments."""
     causal = ", causal" if one["causal"] else ""
     chosen = "suggested w and r" if one.get("suggested") else segments(one)
-    return f"{one['suite']}: {one['dtype']}{causal}, {shape_of(one)}, {chosen}"
-
-
-def shape_of(one: Record) -> str:
-    return "B={samples} H={heads} D={head_dim}".format(**one)
+    shape = "B={samples} H={heads} D={head_dim}".format(**one)
+    return f"{one['suite']}: {one['dtype']}{causal}, {shape}, {chosen}"
 
 
 def milliseconds(ms: Mapping[str, float]) -> str:

@@ -46,12 +46,11 @@ class Check(NamedTuple):
     def worse(self, other: Check) -> Check:
         """Of two checks the larger errors for their limits, each with its limit."""
 
-        def larger(name: str) -> tuple[float, float]:
-            both = [(check.errors[name], check.limits[name]) for check in (self, other)]
-            return max(both, key=lambda one: share_of_limit(*one))
+        def worst(name: str) -> Check:
+            return max(self, other, key=lambda check: share_of_limit(check.errors[name], check.limits[name]))
 
-        taken = {name: larger(name) for name in self.errors}
-        return Check(*({name: pair[part] for name, pair in taken.items()} for part in (0, 1)))
+        of = {name: worst(name) for name in self.errors}
+        return Check({x: of[x].errors[x] for x in of}, {x: of[x].limits[x] for x in of})
 
 
 class Expected(NamedTuple):
@@ -116,14 +115,12 @@ class Timing(NamedTuple):
 
 
 def forward(attention: Attention, inputs: Sequence[Tensor]) -> Call:
-    """The forward pass of inference, ready to be timed."""
     return torch.no_grad()(lambda: attention(*inputs))
 
 
 def forward_backward(
     attention: Attention, inputs: Sequence[Tensor], dout: Tensor, parameters: Iterable[Tensor] = ()
 ) -> Call:
-    """Forward and the gradients of all inputs and parameters, ready to be timed."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     wanted = [*leaves, *parameters]
     return lambda: torch.autograd.grad(attention(*leaves), wanted, dout)
@@ -165,22 +162,20 @@ def interleave(
     least: int = 5,
     most: int = 1000,
     slow_ms: float = 1000.0,
-    spent: dict[Key, list[float]] | None = None,
 ) -> dict[Key, Timing]:
     """Time the calls in turn, round after round, so that a change of the machine meets them all alike.
 
     A call takes part until it has had ``least`` rounds and its share of ``seconds``, or ``most`` repeats; one slower
     than ``slow_ms`` is measured once where its share is spent. Every other round goes backwards: nobody always follows
-    the same neighbour. ``spent`` gets the milliseconds as they come, for who wants them when this is interrupted.
+    the same neighbour.
     """
-    spent = {} if spent is None else spent
-    spent |= {key: [] for key in measures}
+    spent: dict[Key, list[float]] = {key: [] for key in measures}
     share = 1000 * seconds / max(1, len(measures))
 
     def waits(key: Key) -> bool:
         had = spent[key]
         few = rounds < least and min(had, default=0) <= slow_ms
-        return not had or (len(had) < most and (few or sum(had) < share))
+        return len(had) < most and (few or not had or sum(had) < share)
 
     rounds = 0
     while waiting := [key for key in measures if waits(key)]:
@@ -224,16 +219,8 @@ def synchronise(device: torch.device) -> None:
 
 def graphed(call: Call) -> Call:
     """The kernels without Python."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # autograd's thread warms up on the stream that it will be captured on
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
+    call()  # kernels are compiled before they are captured
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = call()
-
-    def replay(kept: Any = kept) -> None:  # what the graph writes must stay allocated
-        graph.replay()
-
-    return replay
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

@@ -20,16 +20,17 @@ from dilated_attention.distributed.sequence import gather_sequence
 from dilated_attention.ranks import Outcome, pool
 
 TIMEOUT = 300.0
-SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate")
-
-
+# how torch and the system say that there is no memory left; a rank that dies of signal 9 was ended by the system
+SIGNS = (
+    "out of memory", "not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate", "MemoryError",
+    "died: the process ended with exit code -9",
+)  # fmt: skip
 Prepared = tuple[dict[str, Measure], dict[str, int], str]
 
 
 def results_of(one: Implementation, setting: Setting) -> dict[str, Tensor]:
     """For the check: forward and backward once."""
-    found: dict[str, Tensor] = _everywhere(one.ranks, _results, one.build, setting)[0]
-    return found
+    return _everywhere(one.ranks, _results, one.build, setting)[0]  # type: ignore[no-any-return]
 
 
 def prepare(one: Implementation, setting: Setting, directions: Sequence[str]) -> Prepared:
@@ -60,18 +61,11 @@ def _everywhere(ranks: int, function: Any, *args: Any) -> list[Any]:
 
 def raise_if_failed(outcomes: Sequence[Outcome]) -> None:
     """Of several errors first one that says that there was no memory."""
-    said = []
-    for x in (x for x in outcomes if x.error_type is not None):
-        killed = x.error_type == "died" and x.exitcode == -9  # by the system: a rank that hung was killed by us
-        is_memory = ran_out(x.error or "") or x.error_type == "MemoryError" or killed
-        why = f"out of memory on rank {x.rank}: " if is_memory else f"rank {x.rank}: {x.error_type}: "
-        said.append((not is_memory, x.rank, why + (x.error or "the process was killed")))
-    if said:
-        raise RuntimeError(min(said)[-1])
+    if said := [f"rank {x.rank}: {x.error_type}: {x.error}" for x in outcomes if x.error_type is not None]:
+        raise RuntimeError(min(said, key=lambda one: not ran_out(one)))
 
 
 def ran_out(message: str) -> bool:
-    """Whether an error is torch's or the system's way of saying that there is no memory left."""
     return any(sign in message for sign in SIGNS)
 
 
@@ -94,7 +88,9 @@ def _hold(
         out = gathered({"out": subject.attention(*subject.inputs)}, subject).get("out")
     if out is not None and not subject.parameters:  # with parameters, out is more than attention itself
         qkv = [x.to(out.device) for x in setting.qkv()]
-        wrong = probes.check_rows(out, qkv, subject.pattern, setting.causal).wrong
+        worst, limit = probes.check_rows(out, qkv, subject.pattern, setting.causal)
+        if worst > limit:
+            wrong = f"rows at full length are off by {worst:.1e}, allowed {limit:.0e}"
     calls = {way: subject.call(way) for way in directions}
     if "compiled" in name and BOTH in calls:  # the forward that is differentiated is compiled separately
         calls[BOTH]()
@@ -114,8 +110,7 @@ def _once(name: str, direction: str) -> float:
 def rank_milliseconds(call: Call) -> float:
     """In a rank: of one call that all ranks begin together."""
     dist.barrier()
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
-    return cpu_milliseconds(call, device)
+    return cpu_milliseconds(call, torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))  # type: ignore[no-untyped-call]
 
 
 def _drop() -> None:
@@ -127,19 +122,15 @@ def _drop() -> None:
 
 def gathered(results: dict[str, Tensor], subject: Subject) -> dict[str, Tensor]:
     """Of the whole sequence, on the first rank: rows from the rank that has them, gradients of parameters summed."""
-    if not dist.is_initialized():
+    if subject.group is None:
         return results
-    found = {name: _whole(value, name.removeprefix("d ") in subject.parameters, subject.group)
-             for name, value in results.items()}  # fmt: skip
+    found = {}
+    for name, value in results.items():
+        whole = getattr(value, "full_tensor", lambda value=value: value)()  # a DTensor over the heads axis
+        if name.removeprefix("d ") in subject.parameters:
+            total = whole.double().cpu()
+            dist.all_reduce(total, group=subject.group)
+            found[name] = total.to(value.dtype)
+        else:
+            found[name] = gather_sequence(whole, subject.group).cpu()
     return found if dist.get_rank() == 0 else {}
-
-
-def _whole(value: Tensor, of_parameter: bool, group: dist.ProcessGroup | None) -> Tensor:
-    whole = getattr(value, "full_tensor", lambda: value)()  # a DTensor over the heads axis
-    if group is None:
-        return whole.cpu()
-    if not of_parameter:
-        return gather_sequence(whole, group).cpu()
-    total: Tensor = whole.double().cpu()
-    dist.all_reduce(total, group=group)
-    return total.to(value.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from torch import Tensor
 from dilated_attention.bench import machine, probes
 from dilated_attention.bench.compare import Comparison
 from dilated_attention.bench.conclude import conclusions
-from dilated_attention.bench.implementations import named
-from dilated_attention.bench.pace import Lines, Quiet
+from dilated_attention.bench.pace import Lines
 from dilated_attention.bench.results import SCHEMA, Record
 from dilated_attention.bench.run import Call, Check, Timing, time_calls
 from dilated_attention.bench.setting import Implementation, Setting
@@ -29,24 +28,15 @@ from dilated_attention.units import GIB
 
 Key = TypeVar("Key")
 Row = Sequence[Any]
+Step = Callable[[], None]
 Segments = tuple[tuple[int, ...], tuple[int, ...]]
 PATTERNS: tuple[Segments, Segments] = (((1024, 2048, 4096), (1, 2, 4)), ((2048, 4096, 8192), (1, 2, 4)))
 SUGGESTED: Segments = ((), ())  # what `DilatedPattern.suggest` gives
 LONG = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
 
 
-class Step(NamedTuple):
-    """One part of a suite, and how many steps it tells of."""
-
-    run: Callable[[], None]
-    parts: int = 1
-
-
-class Table(NamedTuple):
-    suite: str
-    title: str
-    note: str
-    columns: Sequence[str]
+def new_table(suite: str, title: str, note: str, columns: Sequence[str]) -> Record:
+    return {"suite": suite, "title": title, "note": note, "columns": [*columns], "rows": []}
 
 
 class Session(Comparison):
@@ -63,7 +53,7 @@ class Session(Comparison):
     ) -> None:
         self.device, self.dtypes, self.on_cuda = device, tuple(dtypes), device.type == "cuda"
         self.load = machine.Load()
-        lists = ("planned", "suites", "ceilings", "checks", "measurements", "tables", "claims", "recommendations")
+        lists = ("suites", "checks", "measurements", "tables", "claims", "recommendations")
         results: Record = {
             "schema": SCHEMA,
             "machine": machine.describe(device, commit),
@@ -74,11 +64,10 @@ class Session(Comparison):
             **{part: [] for part in lists},
         }
         default, limit_ms = (2.0, 2000.0) if self.on_cuda else (3.0, 4000.0)
-        super().__init__(results, watch or Quiet(), default if seconds is None else seconds, limit_ms)
+        super().__init__(results, watch or Lines(), default if seconds is None else seconds, limit_ms)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of tensors, in the main dtype."""
         return {"dtype": self.dtypes[0], "device": self.device}
 
     def setting(self, tokens: int, segments: Segments = SUGGESTED, **more: Any) -> Setting:
@@ -87,32 +76,21 @@ class Session(Comparison):
     # --- steps --------------------------------------------------------------------------------------------------
 
     def comparing(self, suite: str, which: Sequence[Implementation], setting: Setting) -> Step:
-        """The step that checks and times all these in one setting."""
-        return Step(partial(self.compare, suite, which, setting), len(which) + 1)
+        return partial(self.compare, suite, which, setting)
 
-    def adding(self, table: Table, text: str, rows: Callable[..., Iterable[Row]], *args: Any) -> Step:
-        """The step that adds the rows that a function gives to a table, each as soon as it is known."""
+    def adding(self, table: Record, text: str, rows: Callable[..., Iterable[Row]], *args: Any) -> Step:
+        """The step that adds the rows of a function to a table, each as soon as it is known."""
 
         def run() -> None:
-            self.step(text)
+            self.watch.step(text, self.share)
             for row in rows(*args):
-                self.add(table, row)
+                if not table["rows"]:
+                    self.results["tables"].append(table)
+                table["rows"].append([*row])
 
-        return Step(run)
-
-    def add(self, table: Table, row: Row) -> None:
-        """The table appears with its first row."""
-        known = self.results["tables"]
-        if all((x["suite"], x["title"]) != table[:2] for x in known):
-            known.append({**table._asdict(), "rows": []})
-        next(x["rows"] for x in known if (x["suite"], x["title"]) == table[:2]).append(list(row))
+        return run
 
     # --- what steps need ----------------------------------------------------------------------------------------
-
-    def is_exact(self, name: str, setting: Setting) -> bool:
-        """Whether what a table is about to time matches the oracle, gradients included."""
-        check = self.check(named(name)[0], setting)
-        return not isinstance(check, str) and check.right()
 
     def judge_own(self, name: str, error: float, limit: float, causal: bool, rule: str = "longnet") -> bool:
         """Note how far off something of a suite's own is, and whether that is right; of several errors the worst."""
@@ -125,16 +103,14 @@ class Session(Comparison):
         self, name: str, out: Tensor, qkv: Sequence[Tensor], pattern: DilatedPattern, causal: bool, **rows: Any
     ) -> tuple[bool, float]:
         """Of rows drawn at random, or of those given: whether they are, and the largest error."""
-        found = probes.check_rows(out, qkv, pattern, causal, **rows)
-        self.judge_own(name, found.worst, found.limit, causal, pattern.rule)
-        return not found.wrong, found.worst
+        worst, limit = probes.check_rows(out, qkv, pattern, causal, **rows)
+        return self.judge_own(name, worst, limit, causal, pattern.rule), worst
 
     def time(self, calls: Mapping[Key, Call], seconds: float = 1.0, warmups: int = 2) -> dict[Key, Timing]:
         """For small tables: these calls in turn."""
         return time_calls(calls, self.device, seconds=seconds, warmups=warmups)
 
     def median(self, call: Call, seconds: float = 0.5, warmups: int = 2) -> float:
-        """The milliseconds of one call alone."""
         return self.time({"": call}, seconds, warmups)[""].median
 
     def peak(self, call: Call, before: float = 0) -> float:
@@ -144,9 +120,7 @@ class Session(Comparison):
     # --- the run ------------------------------------------------------------------------------------------------
 
     def run(self, suites: Mapping[str, Sequence[Step]], save: Callable[[Record], None]) -> Record:
-        began = time.monotonic()
-        self.results["planned"] = list(suites)
-        self.total = sum(step.parts for steps in suites.values() for step in steps)
+        began, count = time.monotonic(), sum(map(len, suites.values()))
 
         def keep() -> None:
             self.results["seconds"] = time.monotonic() - began
@@ -158,7 +132,8 @@ class Session(Comparison):
             for name, steps in suites.items():
                 self.results["suites"].append(name)
                 for step in steps:
-                    step.run()
+                    step()
+                    self.share += 1 / count
                     keep()
             self.results["complete"] = True
         finally:  # an interrupted run keeps what it has

@@ -22,15 +22,13 @@ from dilated_attention.testing import make_qkv
 FORWARD, BOTH = DIRECTIONS
 CHECK_CUT = 16  # segments are this much shorter where implementations are checked against the oracle,
 CHECK_TOKENS = 512  # and tokens at most so many, as the oracle is quadratic
-PROJECTIONS = 4  # q, k, v and out
 
 
 @dataclass(frozen=True)
 class Setting:
     """Sizes, segments and where they live; the rule belongs to the implementation.
 
-    Without ``lengths`` the segments are those that `DilatedPattern.suggest` gives for ``span`` tokens (0: for all of
-    them). Segments are ``cut`` times shorter than given or suggested.
+    Without ``lengths`` the segments are those that `DilatedPattern.suggest` gives.
     """
 
     tokens: int
@@ -42,12 +40,9 @@ class Setting:
     heads: int = 8
     head_dim: int = 64
     causal: bool = False
-    span: int = 0
-    cut: int = 1
 
     @property
     def width(self) -> int:
-        """E = H * D, what the modules with projections take."""
         return self.heads * self.head_dim
 
     @property
@@ -62,24 +57,28 @@ class Setting:
         """Where implementations are checked against the oracle: odd in every way, and this setting made smaller."""
         few = replace(self, samples=min(self.samples, 2))
         odd = replace(few, tokens=275, lengths=(37, 64, 201), rates=(1, 2, 5))
+        lengths, rates = self.segments("head_groups")  # this rule has the fewest branches, which all rules can have
+        shorter = tuple(max(1, length // CHECK_CUT) for length in lengths)
         tokens = max(1, min(self.tokens // CHECK_CUT, CHECK_TOKENS))
-        span = 0 if self.lengths else self.tokens  # the check is one and the same at all lengths if it can be
-        return [odd, replace(few, tokens=tokens, span=span, cut=CHECK_CUT)]
+        return [odd, replace(few, tokens=tokens, lengths=shorter, rates=rates)]
 
     def segments(self, rule: str = "longnet") -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Lengths and rates."""
-        lengths, rates = self.lengths, self.rates
-        if not lengths:
-            known = cast(Rule, "longnet" if rule == "dense" else rule)
-            pattern = DilatedPattern.suggest(self.span or self.tokens, self.heads, rule=known)
-            lengths, rates = pattern.segment_lengths, pattern.dilation_rates
-        return tuple(max(1, length // self.cut) for length in lengths), rates
+        if self.lengths:
+            return self.lengths, self.rates
+        known = cast(Rule, "longnet" if rule == "dense" else rule)
+        pattern = DilatedPattern.suggest(self.tokens, self.heads, rule=known)
+        return pattern.segment_lengths, pattern.dilation_rates
 
     def pattern(self, rule: str) -> DilatedPattern:
         """Of a rule by name; "dense" is one segment of all tokens, for which the oracle is the dense oracle."""
         if rule == "dense":
             return DilatedPattern.longnet([self.tokens], [1])
         return DilatedPattern(cast(Rule, rule), *self.segments(rule))
+
+    def flops(self, rule: str, direction: str) -> int:
+        """That no way of computing the attention can do without."""
+        size, backward = (self.tokens, self.heads, self.head_dim), direction == BOTH
+        return self.samples * self.pattern(rule).flops(*size, is_causal=self.causal, backward=backward)
 
     def qkv(self) -> tuple[Tensor, ...]:
         return _inputs((self.samples, self.tokens, self.heads, self.head_dim), self.dtype, self.device)[:3]
@@ -101,14 +100,11 @@ def _inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.
 
 
 def forget_inputs() -> None:
-    """Give back the memory of the last settings."""
     _inputs.cache_clear()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation built for a setting."""
-
     attention: Attention  # of the inputs
     exact: Attention  # of the inputs and the parameters, in any dtype
     pattern: DilatedPattern
@@ -118,7 +114,6 @@ class Subject:
     group: ProcessGroup | None = None  # whose ranks have the other tokens
 
     def call(self, direction: str) -> Call:
-        """What is timed."""
         if direction == FORWARD:
             return forward(self.attention, self.inputs)
         return forward_backward(self.attention, self.inputs, self.dout, self.parameters.values())
@@ -141,21 +136,4 @@ class Implementation:
     why_not: Callable[[Setting], str | None] = lambda setting: None  # a sentence where it cannot run
 
     def identity(self) -> dict[str, Any]:
-        names = ("name", "kind", "ours", "rule", "ranks")
-        return {name.replace("name", "implementation"): getattr(self, name) for name in names}
-
-    def least_work(self, setting: Setting, direction: str) -> tuple[int, int]:
-        """(FLOPs, bytes) that no way of computing it can do without, over all ranks.
-
-        Bytes: q, k, v are read and out and lse written; backward reads these and dout and writes three gradients.
-        """
-        backward, rows, width = direction == BOTH, setting.samples * setting.tokens, setting.width
-        size = (setting.tokens, setting.heads, setting.head_dim)
-        work = setting.pattern(self.rule).flops(*size, is_causal=setting.causal, backward=backward)
-        flops, weights = setting.samples * work, 0
-        if self.kind == "multihead" or "Multihead" in self.name or "RingAdvanced" in self.name:
-            weights = PROJECTIONS * width**2
-        tensor, lse = rows * width * setting.dtype.itemsize, rows * setting.heads * 4
-        flops += 2 * weights * rows * (3 if backward else 1)
-        count = weights * setting.dtype.itemsize * (2 if backward else 1)
-        return flops, count + (12 * tensor + 2 * lse if backward else 4 * tensor + lse)
+        return {"implementation": self.name, **{x: getattr(self, x) for x in ("kind", "ours", "rule", "ranks")}}

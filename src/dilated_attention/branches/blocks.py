@@ -93,7 +93,8 @@ class Dense(Branch):
         return (query >= 0) & (key >= 0)
 
     def rects(self, head: int, queries: range, n: int, is_causal: bool) -> Iterator[Rect]:
-        yield Rect(rows_at(0, 1, queries.start, queries.stop), rows_at(0, 1, 0, n)).between(high=0 if is_causal else None)
+        rows, keys = rows_at(0, 1, queries.start, queries.stop), rows_at(0, 1, 0, n)
+        yield Rect(rows, keys).between(high=0 if is_causal else None)
 
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -73,7 +74,7 @@ class Global(Branch):
         for keys in in_order(tokens):
             yield from seen_by_all(keys, queries, is_causal)
         borders = [-1, *tokens, n]
-        gaps = [range(a + 1, b) for a, b in zip(borders, borders[1:], strict=False) if b > a + 1]
+        gaps = [range(a + 1, b) for a, b in itertools.pairwise(borders) if b > a + 1]
         for rows in in_order(token for token in tokens if token in queries):
             for gap in gaps:
                 yield Rect(rows, Rows(gap.start, 1, len(gap))).between(high=0 if is_causal else None)
@@ -96,4 +97,5 @@ def after(rect: Rect, token: int) -> list[Rect]:
     meets = min(rect.repeats, -((rect.keys.start - token) // rect.period)) if rect.period else 1
     parts = [part._replace(keys=part.keys.inside(token, part.keys.last + 1)) for part in rect.some(0, meets).singles()]
     parts = [part.between() for part in parts]
-    return [*(part for part in parts if not part.is_empty), *([rect.some(meets, rect.repeats)] if meets < rect.repeats else [])]
+    rest = [rect.some(meets, rect.repeats)] if meets < rect.repeats else []
+    return [*(part for part in parts if not part.is_empty), *rest]

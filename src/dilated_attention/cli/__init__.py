@@ -15,22 +15,19 @@ OPTIONAL = ("rich", "altair", "vl_convert", "jinja2", "safetensors", "huggingfac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, sys.argv's by default; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure") and (stream.encoding or "").lower() not in ("utf-8", "utf8"):
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a µ that cannot be printed must not stop a command
     try:
         from dilated_attention.cli.app import run
 
         return run(sys.argv[1:] if arguments is None else arguments)
     except Refused as error:
-        return _refuse(str(error))
+        message = str(error)
     except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
+        name = str(error.name).partition(".")[0]
         if name not in OPTIONAL:
             raise
         told = isinstance(error.__cause__, ModuleNotFoundError)  # by `charts.library`, which says what to install
-        return _refuse(str(error) if told else f'this needs {name}: pip install ".[bench]" from a clone')
-
-
-def _refuse(message: str) -> int:
+        message = str(error) if told else f'this needs {name}: pip install ".[bench]" from a clone'
     print("error:", escaped(" ".join(message.split())), file=sys.stderr)
     return 2

@@ -66,18 +66,17 @@ def top(made: dict[str, Parser]) -> Parser:
 
 def run(given: Sequence[str]) -> int:
     """The exit code of a command line; whatever is wrong with it is Refused."""
-    made, (name, *rest) = parsers(), given or ["--help"]
-    parser = made.get(name) or top(made)
+    made, words = parsers(), [*given] or ["--help"]
+    parser = made.get(words[0]) or top(made)
+    if words[0] in made:
+        del words[0]
+    elif not words[0].startswith("-"):
+        near = difflib.get_close_matches(words[0], made, 1)
+        parser.error(f"no such command: {words[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     try:
-        if name not in made and not name.startswith("-"):
-            near = difflib.get_close_matches(name, made, 1)
-            parser.error(f"no such command: {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        arguments = parser.parse_intermixed_args(rest if name in made else [name])
         with refusing():
-            said = defaults(arguments)
-        if said:
-            parser.set_defaults(**said)
-            arguments = parser.parse_intermixed_args(rest)
+            parser.set_defaults(**defaults(parser.parse_intermixed_args(words)))
+        arguments = parser.parse_intermixed_args(words)
     except SystemExit as ended:  # of --help and --version
         return int(ended.code or 0)
     needed = [x for x in parser._actions if x.dest in NEEDED and getattr(arguments, x.dest) is None]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dilated_attention.bench.results import load, with_ranks
 from dilated_attention.cli import options
@@ -23,7 +23,6 @@ from dilated_attention.units import number_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
     from dilated_attention.bench.regress import Change, Regression
 
@@ -50,8 +49,15 @@ def run(given: Namespace) -> int:
 
 def _print(screen: Console, regression: Regression) -> None:
     """What is the same is only counted."""
-    from dilated_attention.cli import tables
     from dilated_attention.cli.output import print_table
+    from dilated_attention.cli.tables import checked_as, direction, grouped, styled, titled
+
+    def row(change: Change) -> list[Any]:
+        before, after = change.before, change.after
+        times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in (before, after)]
+        interval = "" if change.low is None else f"{change.low:.2f}–{change.high:.2f}"
+        ratio, memory = ("" if x is None else f"{x:.2f}" for x in (change.ratio, change.memory))
+        return [with_ranks(before), direction(before), *times, ratio, interval, memory, styled(change.verdict)]
 
     if regression.origins:
         print_table(screen, "where they come from", ["", "<before", "<after"], regression.origins)
@@ -59,11 +65,11 @@ def _print(screen: Console, regression: Regression) -> None:
         screen.print("warning: the machines differ; ratios of times say as much about them as about the code")
     for change in regression.verdicts:
         text = f": {change.before['verdict']}, now {change.after['verdict']}"
-        screen.print(tables.checked_as(change.before), tables.styled(change.verdict).append(text))
+        screen.print(checked_as(change.before), styled(change.verdict).append(text))
     told = [change for change in regression.changes if change.verdict != "same"]
-    for title, changes in tables.grouped(told, lambda change: tables.titled(change.before)).items():
+    for title, changes in grouped(told, lambda change: titled(change.before)).items():
         columns = ["implementation", "<pass", "before ms", "after ms", "ratio", "interval", "memory", "<verdict"]
-        print_table(screen, title, columns, map(_row, changes))
+        print_table(screen, title, columns, map(row, changes))
     for title, records in (("only before", regression.only_before), ("only after", regression.only_after)):
         for name, number in Counter(f"{x['suite']}: {x['implementation']}" for x in records).items():
             screen.print(f"{title}: {name}, {number} measurements")
@@ -74,16 +80,3 @@ def summary(regression: Regression) -> str:
     """How many of each kind of change."""
     count = Counter(change.verdict for change in regression.changes)
     return ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) or "nothing in common"
-
-
-def _row(change: Change) -> list[str | Text]:
-    from dilated_attention.cli import tables
-
-    records = change.before, change.after
-    times = [x["status"] if x["ms"] is None else number_text(x["ms"]["median"]) for x in records]
-    ratio, low, high, memory = (
-        "" if x is None else f"{x:.2f}" for x in (change.ratio, change.low, change.high, change.memory)
-    )
-    interval = f"{low}–{high}" if low else ""
-    name, way = with_ranks(change.before), tables.direction(change.before)
-    return [name, way, *times, ratio, interval, memory, tables.styled(change.verdict)]

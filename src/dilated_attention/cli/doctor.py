@@ -13,14 +13,10 @@ from __future__ import annotations
 import json
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 from dilated_attention.cli import options
-
-if TYPE_CHECKING:
-    import torch
 
 OPTIONS = (options.JSON,)
 
@@ -30,32 +26,32 @@ def run(given: Namespace) -> int:
 
     from dilated_attention.bench import machine
 
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-    about = machine.describe(devices[-1])
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    about = machine.describe(torch.device(devices[-1]))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         runs, verdicts = kernels(devices), dict(checks(devices))
-    failed = sum(map(bool, verdicts.values()))
+    failed = len([why for why in verdicts.values() if why])
     verdict = f"{failed} of {len(verdicts)} checks failed" if failed else f"all {len(verdicts)} checks passed"
-    said = sorted({_first_line(warning.message) for warning in told})  # some go on with a C++ trace
+    said = sorted({_first_line(warning.message) for warning in told})
     if given.json:
         found = {"machine": about, "runs": runs, "checks": verdicts, "warnings": said, "verdict": verdict}
         print(json.dumps(found, indent=1))
     else:
+        checked = [f"{what}: {why or 'exact'}" for what, why in verdicts.items()]
         print(machine.one_line(about), f"{about['system']}, {about['cores']} cores", sep="\n")
-        for where, lines in runs.items():
-            print(f"\n{where}", *lines, sep="\n    ")
-        print("\nchecks against the float64 oracle, gradients included:")
-        print(*(f"    {what}: {why or 'exact'}" for what, why in verdicts.items()), sep="\n")
+        for title, lines in {**runs, "checks against the float64 oracle, gradients included:": checked}.items():
+            print(f"\n{title}", *lines, sep="\n    ")
         print(*(f"warning: {text}" for text in said), verdict, sep="\n")
     return int(failed > 0)
 
 
 def _first_line(error: object) -> str:
+    """Some go on with a C++ trace."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def kernels(devices: list[torch.device]) -> dict[str, list[str]]:
+def kernels(devices: Sequence[str]) -> dict[str, list[str]]:
     """What a plain call runs on each device in each dtype, and why no other does; alike ones together."""
     import torch
 
@@ -63,27 +59,23 @@ def kernels(devices: list[torch.device]) -> dict[str, list[str]]:
     from dilated_attention.pattern import DilatedPattern
 
     alike: dict[str, list[str]] = {}
-    for device, dtype in product(devices, (torch.float32, torch.bfloat16, torch.float16, torch.float64)):
-        x = torch.zeros(1, 64, 4, 16, dtype=dtype, device=device)
+    for device, dtype in product(devices, ("float32", "bfloat16", "float16", "float64")):
+        x = torch.zeros(1, 64, 4, 16, dtype=options.dtype(dtype), device=device)
         said = str(explain(x, x, x, DilatedPattern.longnet([16, 32], [1, 2])))
-        alike.setdefault(said, []).append(f"{device} {str(dtype).removeprefix('torch.')}")
+        alike.setdefault(said, []).append(f"{device} {dtype}")
     return {", ".join(where): said.splitlines() for said, where in alike.items()}
 
 
-def checks(devices: list[torch.device]) -> Iterator[tuple[str, str]]:
+def checks(devices: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each check, and what is wrong if anything is. The length is one that no segment divides."""
-    import torch
-
     from dilated_attention import testing
     from dilated_attention.pattern import RULES, DilatedPattern
 
-    kinds = ((torch.float32, False), (torch.bfloat16, True))
-    for device, (dtype, is_causal), rule in product(devices, kinds, RULES):
-        what = f"{rule} {str(dtype).removeprefix('torch.')} on {device}{', causal' if is_causal else ''}"
-        qkv = testing.make_qkv(2, 100, 6, 16, kv_heads=3, dtype=dtype, device=device)
+    for device, dtype, rule in product(devices, ("float32", "bfloat16"), RULES):
+        is_causal, why = dtype == "bfloat16", ""
+        qkv = testing.make_qkv(2, 100, 6, 16, kv_heads=3, dtype=options.dtype(dtype), device=device)
         try:
             testing.check(qkv, DilatedPattern.of(rule, [16, 32, 64], [1, 2, 3]), is_causal=is_causal)
         except (AssertionError, RuntimeError) as error:  # torch's own errors, too: a kernel that fails is a finding
-            yield what, f"failed: {_first_line(error)}"
-        else:
-            yield what, ""
+            why = f"failed: {_first_line(error)}"
+        yield f"{rule} {dtype} on {device}{', causal' if is_causal else ''}", why

@@ -26,12 +26,9 @@ from dilated_attention.cli.options import count, flag, option
 from dilated_attention.units import GIB, number_text, seconds_text
 
 if TYPE_CHECKING:
-    import torch
-
     from dilated_attention.bench.pace import Lines
     from dilated_attention.slides.encode import Job, Outcome
 
-ENDINGS = (".h5", ".hdf5")
 OPTIONS = (
     option("features", nargs="+", type=Path, metavar="FILE", help="Feature files (.h5), or folders with such files."),
     option("--weights", required=True, metavar="WEIGHTS",
@@ -51,7 +48,7 @@ OPTIONS = (
     option("--memory", type=options.size, metavar="SIZE",
            help="About how much memory a batch may take, such as 8GB or 8GiB.  [default: half of the GPU's free "
            "memory; 4GiB on a CPU]"),
-    option("--tile-size", type=options.side, metavar="PIXELS",
+    option("--tile-size", type=count, metavar="PIXELS",
            help="The side of a tile, for files that do not say.  [default: 256]"),
     flag("--attention", "Also write attention maps: into the .h5, and as .png and .html."),
     option("--thumbnails", type=Path, metavar="FOLDER",
@@ -78,6 +75,8 @@ def run(given: Namespace) -> int:
         charts.writable(out)
         table = options.file("--table", given.table or out / "embeddings.csv", (".csv",))
     # here and not above: help needs no torch, and these take a while
+    import torch
+
     from dilated_attention.models import SlideEncoder
     from dilated_attention.models import weights as stored
     from dilated_attention.slides import encode as work
@@ -86,14 +85,16 @@ def run(given: Namespace) -> int:
     files.h5py()
     with options.refusing():
         where = options.device(given.device)
-        kind = options.dtype(given.dtype or ("bfloat16" if where.type == "cuda" else "float32"))
+        on_cuda = where.type == "cuda"
+        kind = options.dtype(given.dtype or ("bfloat16" if on_cuda else "float32"))
         located = stored.located(given.weights)
         sizes = {name: getattr(given, name) for name in ("max_wsi_size", "slide_ngrids", "num_heads")}
         model = SlideEncoder.from_pretrained(located, global_pool=given.pool == "mean", **sizes).to(where, kind)
         if given.layer is not None and given.layer > model.depth:
             raise ValueError(f"--layer must be from 0 to {model.depth}, the depth of these weights, got {given.layer}")
+    budget = given.memory or (torch.cuda.mem_get_info(where)[0] // 2 if on_cuda else 4 * GIB)
     key = work.hashed(work.digest(located), given.pool, given.layer, str(kind), sizes, given.attention, thumbnails)
-    job = work.Job(model, out, key, given.layer, given.memory or _budget(where), given.attention, thumbnails)
+    job = work.Job(model, out, key, given.layer, budget, given.attention, thumbnails)
     return _run(job, paths, table, given.tile_size)
 
 
@@ -101,11 +102,11 @@ def _files(given: Sequence[Path]) -> list[Path]:
     """The files, and those in the folders. Each must have a name of its own, which its result gets."""
     found: dict[str, Path] = {}
     for path in given:
-        if not path.exists():
-            raise ValueError(f"there is no file or folder {path}")
-        if not path.is_dir() and path.suffix.lower() not in ENDINGS:
-            raise ValueError(f"only .h5 files are read, got {path}")
         for file in sorted(path.glob("*.h5")) if path.is_dir() else [path]:
+            if not file.exists():
+                raise ValueError(f"there is no file or folder {file}")
+            if file.suffix.lower() not in (".h5", ".hdf5"):
+                raise ValueError(f"only .h5 files are read, got {file}")
             if found.setdefault(file.stem, file) != file:
                 raise ValueError(
                     f"these files have the same name, and so would their results: {found[file.stem]}, {file}; encode "
@@ -116,28 +117,23 @@ def _files(given: Sequence[Path]) -> list[Path]:
     return [*found.values()]
 
 
-def _budget(device: torch.device) -> int:
-    import torch
-
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 * GIB
-
-
 def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) -> int:
     from dilated_attention.cli.output import watching
     from dilated_attention.slides import encode as work
 
-    outcome, start, is_whole, rows = work.Outcome(), time.monotonic(), False, None
+    outcome, start, code = work.Outcome(), time.monotonic(), 130
     try:
         with watching() as bar, suppress(KeyboardInterrupt):
             work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, bar))
-            is_whole = True
+            code = int(bool(outcome.failed))
         rows = work.write_table(job, outcome, table)
     except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
+        code = 130
         raise options.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
     finally:
-        _tell(outcome, time.monotonic() - start, is_whole=is_whole and rows is not None)
+        _tell(outcome, time.monotonic() - start, is_whole=code != 130)
     print(f"written: {table}, slides: {rows:,}")
-    return int(bool(outcome.failed)) if is_whole else 130
+    return code
 
 
 def _step(bar: Lines, slides: int, tiles: int, share: float, seconds: float) -> None:
@@ -146,14 +142,13 @@ def _step(bar: Lines, slides: int, tiles: int, share: float, seconds: float) -> 
 
 
 def _tell(outcome: Outcome, seconds: float, *, is_whole: bool) -> None:
-    skipped = [f"skipped: {path}: {reason}" for path, reason in outcome.failed.items()]
-    for line in [*(f"warning: {text}" for text in outcome.warned), *skipped]:
+    warned = [f"warning: {text}" for text in outcome.warned]
+    for line in [*warned, *(f"skipped: {path}: {reason}" for path, reason in outcome.failed.items())]:
         print(escaped(line), file=sys.stderr)
     tiles = sum(slide.tiles for slide in outcome.encoded)
-    parts = {
-        f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {seconds_text(seconds)})": True,
-        f"{len(outcome.kept):,} were encoded before": outcome.kept,
-        f"{len(skipped):,} skipped": skipped,
-        "interrupted: run the same command again to continue": not is_whole,
-    }
-    print("; ".join(part for part, is_said in parts.items() if is_said))
+    said = f"slides encoded: {len(outcome.encoded):,} ({tiles:,} tiles, {seconds_text(seconds)})"
+    if outcome.kept:
+        said += f"; {len(outcome.kept):,} were encoded before"
+    if outcome.failed:
+        said += f"; {len(outcome.failed):,} skipped"
+    print(said if is_whole else f"{said}; interrupted: run the same command again to continue")

@@ -8,12 +8,12 @@ calls the readers, and says which option is wrong. Help needs no torch, and so t
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,29 +26,14 @@ if TYPE_CHECKING:
     from dilated_attention.advice import Workload
     from dilated_attention.pattern import DilatedPattern
 
-Units = Mapping[str, int | Fraction]
-BINARY: Units = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-DECIMAL: Units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
-PREFIXES = {"": 1} | {x: DECIMAL[x.lower()] for x in "kKMGTP"} | {f"{x}i": BINARY[x.lower()] for x in "kKMGT"}
-SIZES = {(prefix + end).lower(): n for prefix, n in PREFIXES.items() for end in ("", "b") if prefix or end}
-# Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits.
-RATES: Units = {
-    prefix + unit + per: Fraction(factor, 8 if unit.startswith("b") else 1)
-    for prefix, factor in PREFIXES.items()
-    for unit in ("B", "b", "bit", "")
-    for per in ("/s", "ps", "")
-    if prefix or unit
-}
-MICRO = Fraction(1, 10**6)
-TIMES: Units = {"s": 1, "ms": Fraction(1, 10**3), "us": MICRO, "µs": MICRO, "μs": MICRO}  # the sign, the Greek letter
-# At most forty digits and exponents of two: enough for any number here, and none that takes all memory to write out.
-NUMBER = re.compile(
-    r"\s*([0-9]{1,3}(?:,[0-9]{3})+|(?:[0-9][0-9_]{0,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,2}(?![0-9]))?)"
-    r"\s*(\S*)\s*",
-    re.IGNORECASE,
-)
+BINARY = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "b": 10**9}
+DECIMAL = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15,
+    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50,
+}  # fmt: skip
+MICROSECONDS = {"": 10**6, "m": 1000, "u": 1, "µ": 1, "μ": 1}  # the sign, and the Greek letter
+NUMBER = r"([0-9]{1,3}(?:,[0-9]{3})+|(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*"
 POWER = re.compile(r"\s*([0-9]{1,6})\s*(?:\^|\*\*)\s*([0-9]{1,3})\s*")
-TINY = Fraction(1, 10**99)  # more than 0
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 COUNTING = "65,536, 2^16, 1e9, 64k (k, M, G and T count by 1024) or 1B (10^9)"
 
@@ -57,8 +42,8 @@ def count(text: str, least: int = 1, most: int | None = None) -> int:
     """Tokens, segment lengths, dilation rates or ranks."""
     what = f"a whole number of {least} {'or more' if most is None else f'to {most:,}'}, such as {COUNTING}"
     power = POWER.fullmatch(text)
-    number = Fraction(int(power[1]) ** int(power[2])) if power else _read(text, {**BINARY, "b": 10**9}, what)
-    if number.denominator != 1 or not least <= number <= (most or number):
+    number = int(power[1]) ** int(power[2]) if power else _read(text, BINARY, "(?i:([kmgtb])?)", what, least)
+    if number % 1 or not least <= number <= (most or number):
         raise ArgumentTypeError(f"{text!r} is not {what}")
     return int(number)
 
@@ -80,34 +65,42 @@ def written(number: int) -> str:
 
 def span(text: str) -> tuple[int, int]:
     """From a token up to another one, which is the first outside: 0:4k."""
-    start, colon, stop = text.partition(":")
-    if not colon:
-        raise ArgumentTypeError(f"{text!r} is not two numbers of tokens such as 0:4k")
+    start, stop = text.split(":")
     return index(start), count(stop)
 
 
-def _read(text: str, units: Units, what: str, least: int | Fraction = 0) -> Fraction:
-    """The number times its unit, exactly. The case of a unit matters where it makes another one."""
-    found = NUMBER.fullmatch(text)
-    if found and (factor := units.get(found[2], units.get(found[2].lower(), 0))):
-        number = Fraction(re.sub("[_,]", "", found[1])) * factor
-        if number >= least:
+def _read(text: str, factors: Mapping[str, float], unit: str, what: str, least: float) -> float:
+    """The number times its unit: a regular expression, whose group is the prefix."""
+    found = re.fullmatch(NUMBER + unit, text.strip())
+    if found:
+        number = float(re.sub("[_,]", "", found[1])) * factors[(found[2] or "").lower()]
+        if least <= number < math.inf:
             return number
     raise ArgumentTypeError(f"{text!r} is not {what}")
 
 
-def reader(units: Units, what: str, least: int | Fraction) -> Callable[[str], float]:
-    return lambda text: float(_read(text, units, what, least))
+def size(text: str) -> float:
+    """Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³."""
+    what = "a size of a byte or more with its unit, such as 80GB or 24GiB"
+    return _read(text, DECIMAL, r"(?=\S)(?i:([kmgtp]i?)?b?)", what, 1)
 
 
-# Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³.
-size = reader(SIZES, "a size of a byte or more with its unit, such as 80GB or 24GiB", 1)
-bandwidth = reader(RATES, "bytes per second such as 50GB/s, or bits such as 400Gbit/s, of more than 0", TINY)
-latency = reader(TIMES, "a time with its unit, such as 10us or 0.2ms", 0)
-# Operations per second. Fewer than a million are a slip: a unit was left out.
-SPEEDS = {unit + name: factor for unit, factor in DECIMAL.items() for name in ("", "flops", "flop/s")}
-speed = reader(SPEEDS, "operations per second such as 400T or 4e14, of 1M or more", 10**6)
-side = reader({"": 1}, "a number of pixels of 1 or more", 1)  # of a tile
+def bandwidth(text: str) -> float:
+    """Bytes per second. Here b and B differ: 400Gb/s, 400Gbps and 400Gbit/s count bits."""
+    what = "bytes per second such as 50GB/s, or bits such as 400Gbit/s, of 1 or more"
+    number = _read(text, DECIMAL, r"(?=\S)([kKMGTP]i?)?(?:B|b|bit)?(?:/s|ps)?", what, 1)
+    return number / 8 if "b" in text else number
+
+
+def latency(text: str) -> float:
+    """Seconds."""
+    return _read(text, MICROSECONDS, "([muµμ])?s", "a time with its unit, such as 10us or 0.2ms", 0) / 10**6
+
+
+def speed(text: str) -> float:
+    """Operations per second. Fewer than a million are a slip: a unit was left out."""
+    what = "operations per second such as 400T or 4e14, of 1M or more"
+    return _read(text, DECIMAL, "(?i:([kmgtp])?(?:flops|flop/s)?)", what, 10**6)
 
 
 # --- the options ------------------------------------------------------------------------------------------------
@@ -210,14 +203,14 @@ def device(text: str) -> torch.device:
     """cpu, or a CUDA device that is there; "" is cuda, if there is one."""
     import torch
 
-    text = text or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", text)
-    if not found:
-        raise ValueError(f"--device must be cpu, cuda or cuda:0, got {text!r}")
     there = torch.cuda.device_count()
-    if text != "cpu" and int(found[1] or 0) >= there:
-        raise ValueError(f"--device is {text}, and torch {torch.__version__} sees {there} CUDA devices: use cpu")
-    return torch.device(text)
+    known = ["cpu", *["cuda"][:there], *(f"cuda:{index}" for index in range(there))]
+    if text and text not in known:
+        raise ValueError(
+            f"--device must be one of {', '.join(known)}, got {text!r}: torch {torch.__version__} sees {there} CUDA "
+            "devices"
+        )
+    return torch.device(text or known[min(there, 1)])
 
 
 def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
@@ -234,7 +227,8 @@ def workload(given: Namespace) -> Workload:
     """What `suggest` and `plan` are about; `suggest` has no speeds."""
     from dilated_attention.advice import Workload
 
-    speeds = [getattr(given, name) for name in ("latency", "bandwidth", "flops_per_second") if name in given]
-    kind = dtype(given.dtype)
-    shape = (given.tokens, given.heads, given.head_dim, given.kv_heads, given.ranks, given.batch)
-    return Workload(*shape, kind, given.causal, *speeds)
+    names = (
+        "tokens", "heads", "head_dim", "kv_heads", "ranks", "batch", "latency", "bandwidth", "flops_per_second"
+    )  # fmt: skip
+    said = {name: getattr(given, name) for name in names if name in given}
+    return Workload(**said, dtype=dtype(given.dtype), is_causal=given.causal)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -38,8 +38,8 @@ def print_table(screen: Console, title: str, columns: Sequence[str], rows: Itera
     """The first column is to be read, the others are numbers to the right; but one that starts with < is read, too."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, name in enumerate(columns):
-        side: Literal["left", "right"] = "left" if not index or name.startswith("<") else "right"
-        made.add_column(name.removeprefix("<"), justify=side, overflow="fold")  # rather folded than cut
+        is_read = not index or name.startswith("<")
+        made.add_column(name.removeprefix("<"), justify="left" if is_read else "right", overflow="fold")
     for row in rows:
         made.add_row(*row)
     screen.print(Text(f"\n{title}", "bold"))
@@ -57,12 +57,11 @@ def _plain(thing: Any) -> Any:
     return dict(thing) if isinstance(thing, Mapping) else str(thing).removeprefix("torch.")
 
 
-def print_written(screen: Console, folder: Path, files: Iterable[Path]) -> None:
+def print_written(screen: Console, folder: Path, files: Sequence[Path]) -> None:
     """Those below the folder by number, then each file of the folder."""
-    files = list(dict.fromkeys(files))
+    here = dict.fromkeys(file for file in files if file.parent == folder)
     below = Counter(file.parent for file in files if file.parent != folder)
-    lines = [f"{number} files in {where}" for where, number in below.items()]
-    for line in [*lines, *(file for file in files if file.parent == folder)]:
+    for line in [*(f"{number} files in {where}" for where, number in below.items()), *here]:
         screen.print(f"written: {line}")
 
 
@@ -70,12 +69,11 @@ class Bar(Lines):
     """One line that changes, and above it what stays."""
 
     def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.task = progress.add_task("starting", total=1.0, left="")
+        self.progress, self.task = progress, progress.add_task("starting", total=1.0)
 
     def step(self, text: str, share: float, left: float | None = None) -> None:
-        remaining = "" if left is None else f"{seconds_text(max(1.0, round(left)))} left"
-        self.progress.update(self.task, completed=share, description=text, left=remaining)
+        remaining = "" if left is None else f"{seconds_text(max(1.0, round(left)))} left  "
+        self.progress.update(self.task, completed=share, description=remaining + text)
 
     def say(self, text: str) -> None:
         self.progress.console.print(text)
@@ -88,9 +86,8 @@ def watching() -> Iterator[Lines]:
         yield Lines()
         return
     one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what room the others leave
-    columns = (
-        BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.fields[left]}"),
-        TextColumn("{task.description}", markup=False, table_column=one_line),
-    )  # fmt: skip
-    with Progress(*columns, console=screen, transient=True, expand=True) as progress:
+    said = TextColumn("{task.description}", markup=False, table_column=one_line)
+    with Progress(
+        BarColumn(bar_width=20), TimeElapsedColumn(), said, console=screen, transient=True, expand=True
+    ) as progress:
         yield Bar(progress)

@@ -13,16 +13,10 @@ Example: dilated-attention plan -n 1M -w 2k,16k,128k,1M -r 1,8,64,512 --ranks 8
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from dilated_attention.cli import options
 from dilated_attention.cli.options import option
 from dilated_attention.units import bytes_text
-
-if TYPE_CHECKING:
-    from dilated_attention.advice import Workload
-    from dilated_attention.ring.cost import PlanCost
 
 OPTIONS = (
     options.SUGGESTION, options.TOKENS, *options.PATTERN, options.RULE, *options.SHAPE, *options.CALL,
@@ -44,21 +38,16 @@ def run(given: Namespace) -> None:
         pattern, workload = options.pattern(given), options.workload(given)
         cost = workload.cost(pattern)
     verdict = advice.verdict(workload, cost, given.memory)
+    needs = {name: workload.need(cost, name) for name in cost.exchanges}
     if given.json:
-        needs = {name: workload.need(cost, name) for name in cost.exchanges}
         print_json({"workload": workload, "cost": cost, "memory": needs, "verdict": verdict})
         return
-    screen = console()
-    columns, *rows = cost.rows()
-    print_table(screen, repr(pattern), columns, [*rows, *_needs(cost, workload, given.memory)])
+    screen, room, (columns, *rows) = console(), given.memory, cost.rows()
+    some = [*needs.values()][: len(columns) - 1]  # on one device all exchanges are the same
+    rows.append(["memory to train", *(bytes_text(need.training) for need in some)])
+    rows.append(["memory to infer", *(bytes_text(need.inference) for need in some)])
+    if room is not None:
+        rows.append([f"trains in {bytes_text(room)}", *("yes" if need.training <= room else "no" for need in some)])
+    print_table(screen, repr(pattern), columns, rows)
     here = "memory is that of this call and its kernels; weights and other layers come on top"
     screen.print("", *cost.notes(), here, *advice.on_a_gpu(workload, cost), *verdict, sep="\n")
-
-
-def _needs(cost: PlanCost, workload: Workload, room: int | None) -> Iterator[list[str]]:
-    """Rows below those of the table of the cost: one column per exchange."""
-    needs = [workload.need(cost, name) for name in (cost.exchanges if cost.ranks > 1 else [cost.best])]
-    yield ["memory to train", *(bytes_text(need.training) for need in needs)]
-    yield ["memory to infer", *(bytes_text(need.inference) for need in needs)]
-    if room is not None:
-        yield [f"trains in {bytes_text(room)}", *("yes" if need.training <= room else "no" for need in needs)]

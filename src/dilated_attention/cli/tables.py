@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -14,10 +14,9 @@ from dilated_attention.cli.output import print_table
 from dilated_attention.units import bytes_text, cell_text, number_text
 
 Record = dict[str, Any]
-T = TypeVar("T")
 STYLES = {
-    **dict.fromkeys(("exact", "right", "faster", "is right"), "green"), **dict.fromkeys(("skipped", "same"), "dim"),
-    "unclear": "yellow", "–": "", "": "",
+    "exact": "green", "right": "green", "faster": "green", "is right": "green", "skipped": "dim", "same": "dim",
+    "unclear": "yellow", "": "",
 }  # fmt: skip
 LEGEND = "times: median (quartiles); memory: most beyond the inputs, of forward + backward where that was run"
 
@@ -33,7 +32,7 @@ def print_results(screen: Console, results: Record) -> None:
         ]  # fmt: skip
         print_table(screen, title, ["implementation", "<pass", "ms", "memory", "<verdict"], rows)
     for made in results["tables"]:
-        rows = [[cell_text(x) for x in row] for row in made["rows"]]
+        rows = [[*map(cell_text, row)] for row in made["rows"]]
         print_table(screen, f"{made['suite']}: {made['title']}", made["columns"], rows)
         screen.print(made["note"])
     if results["measurements"]:
@@ -44,8 +43,9 @@ def print_results(screen: Console, results: Record) -> None:
         columns = ["use case", "<best", "<value", "<runner-up", "factor"]
         print_table(screen, "which to use", columns, map(_recommendation, results["recommendations"]))
     screen.print(Text("\n" + results["answer"].replace("`", ""), "bold"))
-    if results["machine"].get("too_busy"):
-        others = results["machine"].get("others")
+    machine = results["machine"]
+    if machine.get("too_busy"):
+        others = machine.get("others")
         took = "" if others is None else f": other work took {others:.0%} of its cores"
         screen.print(Text(f"The machine was too busy to trust these times{took}. Run it again when idle.", "bold red"))
     if not results["complete"]:
@@ -57,8 +57,8 @@ def wrong(results: Record) -> Iterator[Text]:
     failed = [check for check in results["checks"] if check["verdict"] != "exact"]
     for check in sorted(failed, key=lambda check: not check["ours"]):
         why = "; ".join(filter(None, [*far_off(check["errors"], check["limits"]), check["why"]]))
-        text = f"{'OURS: ' if check['ours'] else ''}{checked_as(check)}: {check['verdict']}: {why}"
-        yield Text(text, "bold red" if check["ours"] else "")
+        text = f"{checked_as(check)}: {check['verdict']}: {why}"
+        yield Text(f"OURS: {text}", "bold red") if check["ours"] else Text(text)
 
 
 def styled(verdict: str) -> Text:
@@ -80,8 +80,8 @@ def titled(record: Record) -> str:
     return f"{shape} {segments(record)} {record['dtype']}{' causal' if record['causal'] else ''}"
 
 
-def grouped(things: Iterable[T], title: Callable[[T], str]) -> dict[str, list[T]]:
-    found: dict[str, list[T]] = {}
+def grouped(things: Iterable[Any], title: Callable[[Any], str]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
     for thing in things:
         found.setdefault(title(thing), []).append(thing)
     return found
@@ -103,8 +103,5 @@ def _checked(record: Record) -> tuple[Any, ...]:
 
 def _recommendation(one: Record) -> list[str]:
     ties = f" (level with {', '.join(one['ties'])})" if one["ties"] else ""
-    return [
-        one["use_case"],
-        code_of(one["best"]) + ties,
-        *(cell_text(one[x]) for x in ("value", "runner_up", "factor")),
-    ]
+    rest = [cell_text(one[x]) for x in ("value", "runner_up", "factor")]
+    return [one["use_case"], code_of(one["best"]) + ties, *rest]

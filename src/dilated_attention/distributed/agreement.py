@@ -1,8 +1,8 @@
 """Do all ranks mean the same call? One small message from each to all, before anything else is sent.
 
 Gloo checks neither shapes nor dtypes of what it carries, and a rank that takes another path leaves the others waiting.
-So at the same point of every call all ranks exchange a fixed number of bytes: a hash of what must agree, the length of
-the local shard, a seed. If hashes differ, a second exchange carries the fields themselves, and every rank raises.
+So at the same point of every call all ranks exchange a few bytes: a hash of what must agree, the length of the local
+shard, a seed. If hashes differ, a second exchange carries the fields themselves, and every rank raises.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from dilated_attention.distributed.group import CommunicationError, GroupTransport
 
-_HEADER = struct.Struct("<16sqqq")  # hash, length, seed, flags
-_FIELDS_BYTES = 4096
+_HEADER = struct.Struct("<16sqqqq")  # hash and bytes of the fields, length, seed, flags
+_LONGEST = 2000  # characters of a field that are told
 REFUSED = "error"  # the only field of a rank that cannot take part
 
 
@@ -62,13 +62,13 @@ def ask(
     transport: GroupTransport, call: str, fields: Mapping[str, object], length: int = 0, seed: int = 0, flags: int = 0
 ) -> Agreement:
     """What the ranks say. Raises ValueError on every rank if they do not mean the same ``call``, a name for people."""
-    text = json.dumps([(name, str(value)) for name, value in fields.items()])
-    mine = _HEADER.pack(hashlib.blake2b(text.encode(), digest_size=16).digest(), length, seed, flags)
+    text = json.dumps({name: _cut(str(value)) for name, value in fields.items()}).encode()
+    mine = _HEADER.pack(hashlib.blake2b(text, digest_size=16).digest(), len(text), length, seed, flags)
     headers = _from_all(transport, f"the agreement on {call}", mine)
-    hashes, *numbers = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
+    hashes, sizes, *numbers = zip(*(_HEADER.unpack(header) for header in headers), strict=True)
     if len(set(hashes)) > 1 or REFUSED in fields:
-        said = _from_all(transport, f"{call}: what differs", _written(fields))
-        raise ValueError(difference([_read(text) for text in said], transport.rank, call))
+        said = _from_all(transport, f"{call}: what differs", text.ljust(max(sizes)))
+        raise ValueError(difference([json.loads(text) for text in said], transport.rank, call))
     return Agreement(*numbers)
 
 
@@ -102,21 +102,8 @@ def _from_all(transport: GroupTransport, name: str, mine: bytes) -> list[bytes]:
     return [mine if peer == transport.rank else bytes(messages[peer].tolist()) for peer in range(transport.size)]
 
 
-def _written(fields: Mapping[str, object]) -> bytes:
-    """The fields, as much of each as the message has room for; a hash of the rest tells that it differs."""
-    room, text = _FIELDS_BYTES, b""
-    while not text or len(text) > _FIELDS_BYTES:
-        text = json.dumps({name: _cut(str(value), room) for name, value in fields.items()}).encode()
-        room -= 1 + room // 8
-    return text.ljust(_FIELDS_BYTES)
-
-
-def _cut(text: str, room: int) -> str:
-    if len(text) <= room:
+def _cut(text: str) -> str:
+    """The beginning of a long text, and a hash that tells whether the rest differs."""
+    if len(text) <= _LONGEST:
         return text
-    return f"{text[:room]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
-
-
-def _read(text: bytes) -> dict[str, str]:
-    fields = json.loads(text.decode())
-    return {str(name): str(value) for name, value in fields.items()}
+    return f"{text[:_LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"

@@ -65,8 +65,8 @@ class Stats:
 class Buffers:
     """Receive buffers that were handed back, to be used again; page-locked ones are slow to make."""
 
-    free: dict[tuple[int, torch.device, bool], list[Tensor]] = field(default_factory=dict)
-    used: set[tuple[int, torch.device, bool]] = field(default_factory=set)  # in this call
+    free: dict[tuple[int, torch.device], list[Tensor]] = field(default_factory=dict)
+    used: set[tuple[int, torch.device]] = field(default_factory=set)  # in this call
 
     def begin(self) -> None:
         """A new call: sizes that the last one did not use are let go, as lengths may vary without end."""
@@ -74,13 +74,13 @@ class Buffers:
         self.used = set()
 
     def take(self, count: int, device: torch.device, pinned: bool = False) -> Tensor:
-        self.used.add((count, device, pinned))
-        if waiting := self.free.get((count, device, pinned)):
+        self.used.add((count, device))
+        if waiting := self.free.get((count, device)):
             return waiting.pop()
         return torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def give(self, buffer: Tensor) -> None:
-        self.free.setdefault((buffer.numel(), buffer.device, buffer.is_pinned()), []).append(buffer)
+        self.free.setdefault((buffer.numel(), buffer.device), []).append(buffer)
 
 
 @dataclass(eq=False)
@@ -322,8 +322,7 @@ def _tag(kind: str, message: Tensor) -> int:
 
 
 def _short(error: RuntimeError) -> str:
-    first = str(error).strip().splitlines()
-    text = first[0] if first else type(error).__name__
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if any(sign in text.lower() for sign in ("closed by peer", "reset by peer", "broken pipe")):
         return "the connection was closed: that rank died, left, or gave up waiting itself"
     return text

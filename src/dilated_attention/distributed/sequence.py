@@ -86,7 +86,21 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     """
     pg = process_group(group)
     transport = GroupTransport(pg, telling_device(pg, x), timeout=None)
-    dim, lengths = _agree(x, dim, transport)
+    say = functools.partial(ask, transport, "gather_sequence")
+    with telling(say):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_meta:
+            raise ValueError(f"x has the layout {x.layout} on {x.device}: only plain tensors can be gathered")
+        length, dim = x.size(dim), dim % x.ndim
+        wire_device(pg, x.device)
+    # backends check neither shape nor dtype: without this a mismatch is garbage, or the end of the process
+    fields = {
+        "x": f"({', '.join('tokens' if i == dim else str(size) for i, size in enumerate(x.shape))}) {x.dtype}",
+        "dim": dim,
+        "requires_grad (the backward pass needs every rank)": x.requires_grad and torch.is_grad_enabled(),
+    }
+    lengths = say(fields, length).lengths
     transport.warm_up()
     return _Gather.apply(x, dim, lengths, transport)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -136,7 +150,9 @@ def sequence_mean(
     total, count, _ = totals.to(local.device)
     count = count.clamp(min=1.0)
     factor = (pg.size() if gradients == "average" else 1) / count
-    return _Replace.apply(local, (total / count).to(local.dtype), factor)  # type: ignore[no-any-return, no-untyped-call]
+    mean: Tensor = local * factor.to(local.dtype)  # which has the gradient; its value is that of all ranks
+    with torch.no_grad():
+        return mean.copy_(total / count)
 
 
 def _summed(token_losses: Tensor, mask: Tensor | None, gradients: str) -> tuple[Tensor, Tensor]:
@@ -192,24 +208,9 @@ def _exchanged(name: str, sent: Sequence[Tensor], shapes: Sequence[Size], transp
     others = [peer for peer in range(transport.size) if peer != transport.rank]
     sends = {peer: sent[peer].flatten().view(torch.uint8) for peer in others}
     arrived = transport.post(name, sends, {peer: shapes[peer].numel() * mine.itemsize for peer in others}).wait()
-    nothing = mine.new_empty(0).view(torch.uint8)
-    return [
-        mine if peer == transport.rank else arrived.get(peer, nothing).view(mine.dtype).view(shape)
-        for peer, shape in enumerate(shapes)
-    ]
-
-
-class _Replace(torch.autograd.Function):
-    """``value`` in place of x, for which the gradient of x is ``factor``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, factor: Tensor) -> Tensor:
-        ctx.factor = factor
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (grad * ctx.factor).to(grad.dtype), None, None
+    found = {peer: message.view(mine.dtype).view(shapes[peer]) for peer, message in arrived.items()}
+    found[transport.rank] = mine
+    return [found.get(peer, mine.new_empty(shape)) for peer, shape in enumerate(shapes)]
 
 
 def _bounds(n: int, pg: ProcessGroup) -> tuple[int, int]:
@@ -217,38 +218,3 @@ def _bounds(n: int, pg: ProcessGroup) -> tuple[int, int]:
     length, more = divmod(n, pg.size())
     start = pg.rank() * length + min(pg.rank(), more)
     return start, start + length + (pg.rank() < more)
-
-
-def _checked_dim(x: Tensor, dim: int) -> int:
-    """``dim`` counted from the front, if x can be sent."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided or x.is_meta:
-        raise ValueError(f"x has the layout {x.layout} on {x.device}: only plain tensors can be gathered")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be a whole number, got {dim!r}")
-    found = dim + x.ndim if dim < 0 else dim
-    if not 0 <= found < x.ndim:
-        raise IndexError(
-            f"dim counts as {found} and x has {x.ndim} dimensions {tuple(x.shape)}: dim must be one of them"
-        )
-    return found
-
-
-def _agree(x: Tensor, dim: int, transport: GroupTransport) -> tuple[int, tuple[int, ...]]:
-    """``dim`` counted from the front and the length of each rank's shard; raises on every rank what any rank has wrong.
-
-    Backends check neither shape nor dtype: without this a mismatch is garbage, or the end of the process.
-    """
-    say = functools.partial(ask, transport, "gather_sequence")
-    with telling(say):
-        dim = _checked_dim(x, dim)
-        wire_device(transport.group, x.device)
-    shape = [str(size) for size in x.shape]
-    shape[dim] = "tokens"
-    fields = {
-        "x": f"({', '.join(shape)}) {x.dtype}",
-        "dim": dim,
-        "requires_grad (the backward pass needs every rank)": x.requires_grad and torch.is_grad_enabled(),
-    }
-    return dim, say(fields, x.shape[dim]).lengths

@@ -23,8 +23,7 @@ Query = int | str  # a tile's index or "cls"; a rollout also takes "mean"
 class AttentionMap(NamedTuple):
     """Attention weights of one query, which sum to 1; all are 0 in a head in which no branch has the query.
 
-    The leading dimensions (...) are (layers, heads). A call that chose one layer leaves out the first, and a call that
-    chose one head the second.
+    The leading dimensions (...) are (layers, heads), without that of which a call chose one.
 
     Args:
         tiles: the weight of each tile, (..., L).
@@ -46,19 +45,12 @@ class AttentionMap(NamedTuple):
 
 def row_of(query: Query, tiles: int) -> int:
     """The row of a query: 0 for the class token, 1 + its index for a tile."""
-    said = f"query must be 'cls' or the index of one of {tiles} tiles"
-    return 0 if query == "cls" else 1 + _index(query, 0, tiles, said)
+    return 0 if query == "cls" else 1 + _index("query must be 'cls' or", query, 0, tiles)
 
 
-def chosen(name: str, index: int | None, size: int) -> int | slice:
-    """The index given, which may count from the end, or all for None."""
-    said = f"{name} must be from {-size} to {size - 1}, or None for all"
-    return slice(None) if index is None else _index(index, -size, size, said)
-
-
-def _index(value: Any, least: int, end: int, said: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or not least <= operator.index(value) < end:
-        raise ValueError(f"{said}, got {value!r}")
+def _index(said: str, value: Any, least: int, end: int) -> int:
+    if not isinstance(value, SupportsIndex) or not least <= operator.index(value) < end:
+        raise ValueError(f"{said} from {least} to {end - 1}, got {value!r}")
     return operator.index(value)
 
 
@@ -68,14 +60,14 @@ def attention_map(
     """``states``: the inputs of each layer."""
     attention, tokens = layers[0].self_attn, states[0].shape[1]
     row, heads = row_of(query, tokens - 1), attention.num_heads
-    which, some = chosen("layer", layer, len(layers)), chosen("head", head, heads)
+    which = range(len(layers)) if layer is None else [_index("layer must be", layer, -len(layers), len(layers))]
+    some = slice(None) if head is None else _index("head must be", head, -heads, heads)
     counts = torch.empty(heads, tokens + 1, dtype=torch.long)  # how often heads show each key; zero keys are the last
     for index, counted in enumerate(counts):
         asked = {"query": row, "head": index, "num_tokens": tokens, "num_heads": heads}
         key = torch.tensor(attention.pattern.keys(**asked), dtype=torch.long)
         counted[:-1], counted[-1] = key.bincount(minlength=tokens), attention.pattern.zero_keys(**asked)
-    numbers = range(len(layers)) if isinstance(which, slice) else [which]
-    parts = [row_weights(layers[number], states[number], row, counts.to(states[0].device)) for number in numbers]
+    parts = [row_weights(layers[number], states[number], row, counts.to(states[0].device)) for number in which]
     weights = torch.stack(parts)[slice(None) if layer is None else 0, some]
     return AttentionMap(weights[..., 1:tokens], weights[..., 0], weights[..., tokens])
 

@@ -17,9 +17,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trainable parameters of a module that has a slide encoder in it, for an optimizer.
 
-    With d layers, layer i (counted from 0) gets the rate ``lr * layer_decay ** (d - i)``, and the class token
-    ``lr * layer_decay ** (d + 1)``. The tile projection, the last norms, and all that is outside of the encoder,
-    such as a classifier, get ``lr``, as published. Biases and norms have no weight decay.
+    With d layers, layer i (from 0) gets the rate ``lr * layer_decay ** (d - i)``, the class token
+    ``lr * layer_decay ** (d + 1)``, and all else ``lr``, as published. Biases and norms have no weight decay.
 
     Examples:
         >>> model = models.SlideEncoder(24, 32, 2, 4, global_pool=True)

@@ -95,8 +95,7 @@ def generate_tokens(
     """Generates up to ``max_new_tokens`` tokens for each prompt.
 
     It returns the new tokens alone, (B, max_new_tokens), or fewer columns if all samples have ended. Memory does not
-    grow with the length: a layer keeps only the key and value rows that later tokens can see, at most segment length /
-    rate per branch and key/value head. The numbers are those of one call on the whole sequence, up to rounding.
+    grow with the length: a layer keeps only the key and value rows that later tokens can see.
 
     Args:
         model: a LongNetLM.
@@ -142,13 +141,10 @@ def generate_tokens(
 
 def padded(prompt: Tensor | Sequence[Tensor | Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The prompts as one tensor, filled up at their ends, and their lengths."""
-    wanted = "prompt must be (B, n) token ids, or a list of 1-D tensors or lists, each of at least one token"
-    try:
-        prompts = [torch.as_tensor(ids, device=device) for ids in prompt]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{wanted}, got {prompt!r:.50}: turn text into tokens first") from error
+    prompts = [torch.as_tensor(ids, device=device) for ids in prompt]
     if not prompts or any(ids.dim() != 1 or not len(ids) or ids.is_floating_point() for ids in prompts):
-        raise ValueError(f"{wanted}, got {', '.join(f'{ids.dtype} {tuple(ids.shape)}' for ids in prompts) or 'none'}")
+        wanted = "(B, n) token ids, or a list of 1-D tensors or lists, each of at least one token"
+        raise ValueError(f"prompt must be {wanted}, got {prompt!r:.50}")
     lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     return nn.utils.rnn.pad_sequence(prompts, batch_first=True).long(), lengths
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 from functools import partial
 from pathlib import Path
@@ -32,24 +31,21 @@ def create_model(
     """Makes a released model by its name, in training mode as the released code gives it: call ``.eval()``.
 
     Args:
-        pretrained: a file or folder with weights; ``hf_hub:org/name``, which downloads into the hub's cache; or ``""``
-            for fresh weights. Where there is no such file, it raises; the released code goes on with fresh weights.
+        pretrained: a file or folder with weights; a hub id, which downloads into the hub's cache; or ``""`` for fresh
+            weights. Where there is no such file, it raises; the released code goes on with fresh weights.
         model_arch: a key of `dilated_attention.models.PRESETS`, such as "gigapath_slide_enc12l768d".
         in_chans: channels of a tile's features.
-        local_dir: also copy a downloaded file into this folder. It raises if a different file of that name is there.
-            Where nothing is downloaded, there is nothing to copy.
+        local_dir: also copy a downloaded file into this folder, if it has no file of that name.
         kwargs: those of `SlideEncoder`; ``global_pool`` is False by default, as released.
     """
     make = partial(LongNetViT.preset, model_arch, in_chans=in_chans, **{"global_pool": False, **kwargs})
     pretrained = os.fspath(pretrained)
     if not pretrained:
         return make()
-    path = weights.located(pretrained, takes_plain_ids=False)
+    path = weights.located(pretrained)
     model = weights.load(make, *weights.read(path))
-    if local_dir is not None and pretrained.startswith(weights.HUB):
+    if local_dir is not None and not Path(pretrained).exists():
         target = Path(local_dir) / weights.FILE
         if not target.exists():
             write(target, path.read_bytes())
-        elif not filecmp.cmp(path, target, shallow=False):
-            raise ValueError(f"{target} differs from the downloaded file: name another local_dir, or leave it out")
     return model

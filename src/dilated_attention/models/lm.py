@@ -26,14 +26,10 @@ Over = Group | ContextParallel
 
 
 class LongNetLM(Trunk):
-    """A decoder-only language model with dilated attention.
+    """A decoder-only language model with dilated attention. ``config``: for example ``LMConfig.of("125M", pattern)``.
 
     Its blocks are those of MAGNETO (sub-layer norm) unless the config says otherwise. ``checkpointing``, an attribute,
     computes each block again in the backward pass.
-
-    Args:
-        config: what the model is, for example ``LMConfig.of("125M", pattern)``.
-        device, dtype: of the parameters.
 
     Examples:
         >>> from dilated_attention.models import LMConfig, LongNetLM
@@ -73,15 +69,14 @@ class LongNetLM(Trunk):
         Args:
             tokens: (B, n) ids, or (B, n, E) embedded.
             labels: (B, n), the next token of each, shifted already; -100 where there is none: the loss is then 0.
-            positions: (n,) or (B, n) integers, for rotary positions. By default 0 to n - 1, from 0 again in each packed
-                document. Over a group you must give them: ``local_positions(N, group)`` for N tokens on all ranks
-                together, or for packed documents this rank's shard of ``document_positions(cu_seqlens)``.
+            positions: (n,) or (B, n) integers. By default 0 to n - 1, from 0 again in each packed document. Over a
+                group, give ``local_positions(N, group)`` for N tokens on all ranks together, or for packed documents
+                this rank's shard of ``document_positions(cu_seqlens)``.
             cu_seqlens: the start of each packed document, then the end of the last, for tokens (1, n). No document sees
                 another.
             group: the ranks that share the sequence; tokens are then this rank's shard of it.
             chunk: with labels, how many tokens have their logits computed at a time.
-            reduction: with labels, "sum" gives the sum of the losses. It saves time: gradients then come from the same
-                logits, and none are computed again.
+            reduction: with labels, "sum" gives the sum of the losses, in less time: no logits are computed again.
         """
         if reduction not in ("none", "sum"):
             raise ValueError(f"reduction must be 'none' or 'sum', got {reduction!r}")

@@ -24,16 +24,13 @@ NOT_TWICE = "a loss in chunks cannot be differentiated twice: take F.cross_entro
 
 
 def token_losses(states: Tensor, weight: Tensor, labels: Tensor, chunk: int = 8192) -> Tensor:
-    """Computes the cross-entropy of each token, some tokens at a time.
+    """Computes the cross-entropy of each token, shaped like labels, in float32, or float64 for float64 states.
 
     Args:
         states: (..., E), the last hidden states.
         weight: (V, E), the output projection onto a vocabulary of V tokens.
         labels: (...) integers; -100 = ignored: the loss is 0.
         chunk: how many tokens have their logits in memory at a time.
-
-    Returns:
-        Losses shaped like labels, in float32, or float64 for float64 states.
 
     Examples:
         >>> models.token_losses(torch.zeros(1, 3, 8), torch.zeros(4, 8), torch.tensor([[1, 2, -100]]))

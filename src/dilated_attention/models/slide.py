@@ -38,17 +38,14 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 class SlideEncoder(nn.Module):
-    """Turns the tiles of a slide and their coordinates into one embedding: Prov-GigaPath's slide encoder.
-
-    Pixels are those of level 0, the full resolution of the slide.
+    """Turns the tiles of a slide and their coordinates, in pixels of level 0, into one embedding.
 
     Args:
         in_chans: channels of a tile's features.
         embed_dim, depth, num_heads, mlp_ratio: the sizes of the transformer.
         slide_ngrids: cells of the position grid along each side.
         tile_size: the side of a tile in pixels. It is an attribute, too, and may change between slides.
-        max_wsi_size: the largest side of a slide in pixels. With tile_size it sets the segment lengths: see
-            `slide_pattern`.
+        max_wsi_size: the largest side of a slide in pixels. With tile_size it sets the segments: see `slide_pattern`.
         dropout, drop_path_rate: in training only.
         global_pool: True: the mean of the tiles' outputs; False: the class token's output.
         checkpoint_activations: keep only each layer's input, and compute the layer again in the backward pass.
@@ -155,15 +152,13 @@ class SlideEncoder(nn.Module):
         Args:
             tiles: (B, L, in_chans), or (L, in_chans) for one slide. Their order matters: segments are by index.
             coords: (B, L, 2), or (L, 2) for all slides: x and y of each tile's upper left corner in pixels of level 0.
-            all_layer_embed: return depth + 1 embeddings: before the first layer, and after each layer. They lack the
-                encoder's last LayerNorm, so the last one is not the default embedding.
-            padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing and changes
-                nothing.
+            all_layer_embed: return depth + 1 embeddings: before the first layer, and after each, without the
+                encoder's last LayerNorm.
+            padding_mask: (B, L) bool, True = no tile here. Slides are packed: padding costs nothing.
             tile_size: for this call, instead of the attribute: one number for all slides, or a list with one per slide.
             per_tile: the outputs of the tiles, (B, L, embed_dim), instead of embeddings; 0 where there is no tile.
-            group: the ranks that share each slide. The tiles and coords are this rank's contiguous shard; every rank
-                gets the embedding of the whole slide. Not with padding_mask. In training, average the gradients over
-                the ranks.
+            group: the ranks that share each slide. Tiles and coords are this rank's contiguous shard; every rank gets
+                the embedding of the whole slide. In training, average the gradients over the ranks.
         """
         states, rows = self._states(tiles, coords, padding_mask, tile_size, group, keeps_all=all_layer_embed)
         if not all_layer_embed:
@@ -197,9 +192,8 @@ class SlideEncoder(nn.Module):
     ) -> explain.AttentionMap:
         """Computes attention rollout for one slide: how much each tile contributes to the embedding.
 
-        It follows attention through all layers. In each layer one half of a row's weight stays in place, for the
-        residual connection. The other half goes to the keys by attention, averaged over the heads. ``query``: "cls",
-        the index of a tile, or "mean" of all tiles; by default the one that the model pools.
+        In each layer one half of a row's weight stays in place, for the residual connection, and the other half goes to
+        the keys, averaged over the heads. ``query``: "cls", a tile's index or "mean"; by default what the model pools.
         """
         states = self._explained(tiles, coords, tile_size)
         start = torch.zeros_like(states[0][0, :, 0], dtype=torch.promote_types(states[0].dtype, torch.float32))
@@ -236,28 +230,24 @@ class SlideEncoder(nn.Module):
         self, tiles: Tensor, coords: Tensor, padding_mask: Tensor | None, group: Over
     ) -> tuple[Tensor, Tensor]:
         """(B, L, in_chans) and (B, L, 2), or an error that says what is wrong."""
-        if not isinstance(tiles, Tensor) or not isinstance(coords, Tensor):
-            raise TypeError(f"tiles and coords must be tensors, got {type(tiles).__name__}, {type(coords).__name__}")
         tiles, in_chans = tiles.unsqueeze(0) if tiles.dim() == 2 else tiles, self.patch_embed.proj.in_features
         if tiles.dim() != 3 or tiles.shape[-1] != in_chans:
             wanted = f"(slides, tiles, {in_chans})"
             raise ValueError(f"tiles must be {wanted}, got {tuple(tiles.shape)}: features of another encoder?")
-        shape = slides, length = tuple(tiles.shape[:2])
-        if coords.shape not in ((length, 2), (*shape, 2)):
+        slides, length, _ = tiles.shape
+        if coords.shape not in ((length, 2), (slides, length, 2)):
             wanted = f"({slides}, {length}, 2) or ({length}, 2)"
             raise ValueError(f"coords must be {wanted} like the tiles, x and y of each, got {tuple(coords.shape)}")
         is_empty = not length
         if padding_mask is not None:
             if group is not None:
                 raise ValueError("padding_mask cannot be given together with a group: pass slides of equal length")
-            dtype, size = (getattr(padding_mask, name, None) for name in ("dtype", "shape"))
-            if (dtype, size) != (torch.bool, shape):
-                raise ValueError(f"padding_mask must be bool (True = no tile) of shape {shape}, got {dtype} of {size}")
+            if padding_mask.dtype != torch.bool or padding_mask.shape != (slides, length):
+                got = f"{padding_mask.dtype} of {tuple(padding_mask.shape)}"
+                raise ValueError(f"padding_mask must be bool (True = no tile) of {slides, length}, got {got}")
             is_empty = bool(padding_mask.all(1).any())
-        if is_empty and group is None:
-            raise ValueError("a slide has no tiles: leave it out")
-        if is_empty and Sequences(group=group).firsts:  # only that of rank 0 says that the slide has none
-            raise ValueError("rank 0 has no tiles: give it the first tiles, and leave out a slide without tiles")
+        if is_empty and Sequences(group=group).firsts:  # over a group, only rank 0 must have some
+            raise ValueError("a slide has no tiles, or those of rank 0: give it the first ones, or leave the slide out")
         return tiles, coords.expand(slides, length, 2)
 
     def _embedded(
@@ -319,8 +309,6 @@ def sizes_of(state: weights.State, said: str) -> dict[str, Any]:
     """Width, depth and in_chans of the weights of a slide encoder."""
     embed_dim, in_chans = weights.matrix(state, "patch_embed.proj.weight", said)
     inner, _ = weights.matrix(state, "encoder.layers.0.ffn.fc1.weight", said)
-    mlp_ratio = inner / embed_dim
-    if int(embed_dim * mlp_ratio) < inner:  # rounded down
-        mlp_ratio = math.nextafter(mlp_ratio, math.inf)
+    mlp_ratio = (inner + 0.5) / embed_dim  # the product with embed_dim will be rounded down
     depth = weights.depth(state, "encoder.layers.")
     return {"embed_dim": embed_dim, "in_chans": in_chans, "depth": depth, "mlp_ratio": mlp_ratio}

@@ -34,10 +34,7 @@ LONGVIT_SEGMENTS = {
 
 
 class LongNet(nn.Module):
-    """Loads weights of torchscale, and runs them: the methods that encoder and decoder of this module share.
-
-    Make one with ``LongNetEncoder.from_torchscale`` or ``LongNetDecoder.from_torchscale``.
-    """
+    """Loads weights of torchscale, and runs them: what encoder and decoder of this module share."""
 
     is_causal = False
 
@@ -83,11 +80,8 @@ class LongNet(nn.Module):
     ) -> Self:
         """Loads the model of a state dict, or of a .safetensors or .pth file, in eval mode.
 
-        Args:
-            source: the weights, under the names that torchscale gives them. Others are refused.
-            num_heads, segment_lengths, dilation_rates: as in torchscale's config; the weights do not tell them.
-            options: ``scale_embedding`` (the opposite of torchscale's ``no_scale_embedding``), ``dropout``,
-                ``drop_path_rate`` and ``backend``.
+        ``num_heads``, ``segment_lengths`` and ``dilation_rates`` are those of torchscale's config. ``options``:
+        ``scale_embedding`` (the opposite of its ``no_scale_embedding``), ``dropout``, ``drop_path_rate``, ``backend``.
         """
         state, said = weights.read(source)
         weights.matrix(state, "layers.0.ffn.fc1.weight", said)
@@ -101,9 +95,7 @@ class LongNet(nn.Module):
     def forward(self, tokens: Tensor | None = None, *, embeddings: Tensor | None = None) -> Tensor:
         """Returns logits (B, N, vocabulary), or (B, N, C) of the last layer if the weights have no output projection.
 
-        Args:
-            tokens: (B, N) integers.
-            embeddings: (B, N, C), instead of the embeddings of tokens.
+        ``embeddings``: (B, N, C), instead of ``tokens`` (B, N).
         """
         if (tokens is None) == (embeddings is None):
             raise ValueError("give either tokens or embeddings")
@@ -125,10 +117,7 @@ class LongNet(nn.Module):
 
 
 class LongNetEncoder(LongNet):
-    """Runs the weights of torchscale's LongNetEncoder.
-
-    Make one with ``from_torchscale(source, num_heads=..., segment_lengths=..., dilation_rates=...)``, and call it with
-    tokens (B, N) or ``embeddings=`` (B, N, C). To train a new encoder, use `dilated_attention.models.LongNetEncoder`.
+    """Runs the weights of torchscale's LongNetEncoder. To train a new one, use `models.LongNetEncoder`.
 
     Examples:
         >>> encoder = models.torchscale.LongNetEncoder.from_torchscale(
@@ -138,16 +127,13 @@ class LongNetEncoder(LongNet):
 
 
 class LongNetDecoder(LongNet):
-    """Runs the weights of torchscale's LongNetDecoder: causal, with xPos positions if the weights have them.
-
-    Make it and call it like `models.torchscale.LongNetEncoder`. With an output projection it returns logits.
-    """
+    """Runs the weights of torchscale's LongNetDecoder: causal, with xPos positions if the weights have them."""
 
     is_causal = True
 
 
 def _table(state: weights.State, name: str, kind: Callable[[int, int], Any] = nn.Embedding) -> Any:
-    return kind(*weights.matrix(state, f"{name}.weight", "the state dict")) if f"{name}.weight" in state else None
+    return kind(*state[f"{name}.weight"].shape) if f"{name}.weight" in state else None
 
 
 def longvit_encoder(
@@ -155,14 +141,9 @@ def longvit_encoder(
 ) -> tuple[LongNetEncoder, dict[str, Tensor]]:
     """Loads the encoder of a LongViT; returns it, and all other weights (embeddings, heads) by their names.
 
-    The encoder takes ``embeddings`` (B, N, C). It is not checked against LongViT: we had no outputs of the released
-    model, so only the names of the weights are known to fit.
-
-    Args:
-        source: a state dict, or a .safetensors or .pth file.
-        image_size: the side of the image in pixels: 1024, 4096, 8192, 16384 or 32768. It sets the segment lengths.
-        num_heads: that of the weights.
-        options: those of ``from_torchscale``.
+    ``image_size``, the side of the image in pixels, sets the segment lengths: 1024, 4096, 8192, 16384 or 32768. The
+    others are arguments of ``from_torchscale``. The encoder takes ``embeddings`` (B, N, C). We had no outputs of the
+    released model: only the names of the weights are known to fit.
     """
     if image_size not in LONGVIT_SEGMENTS:
         sizes = ", ".join(map(str, LONGVIT_SEGMENTS))

@@ -5,14 +5,11 @@ Every rank makes the same calls.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import operator
 import os
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -40,34 +37,18 @@ def together(
     return agreement.together(partial(agreement.ask, GroupTransport(whole, torch.device(device), None), what))
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a log, each with its step. A torn last line is left out: the program was killed as it wrote it."""
-    rows = []
-    for number, line in enumerate(file.read_text("utf-8", errors="replace").split("\n")[:-1], 1):
-        try:
-            rows.append(json.loads(line))
-            operator.index(rows[-1]["step"])
-        except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(
-                f"line {number} of {file} is not JSON with a step: remove this line, or the file"
-            ) from error
-    return rows
-
-
 class Log:
     """Writes the log of a training, on the first rank alone: a file of JSON lines, and a live line in the terminal.
 
-    Args:
-        file: gets the JSON lines. Lines of steps after ``step`` are removed, as these steps are run again.
-        steps: the number of steps in the whole training.
-        step: the last step that is done.
+    Lines of steps after ``step``, the last that is done, are removed: these steps are run again.
     """
 
     def __init__(self, file: Path, steps: int, step: int) -> None:
         self.file, self.steps = file, steps
         self.speaks, self.began = dist.get_rank() == 0, time.perf_counter()
-        old = read_lines(file) if self.speaks and file.exists() else []
-        self.lines = [line for line in old if line["step"] <= step]
+        # a torn last line is left out: the program was killed as it wrote it
+        old = file.read_text("utf-8").split("\n")[:-1] if self.speaks and file.exists() else []
+        self.lines = [line for line in map(json.loads, old) if line["step"] <= step]
         if self.speaks:
             charts.write(self.file, "".join(f"{json.dumps(line)}\n" for line in self.lines).encode())
 
@@ -104,19 +85,13 @@ class Log:
 class Checkpoints:
     """The checkpoints in a folder: a file each, whole or not there, refused by another training.
 
-    The first rank writes it while training goes on. It holds numbers, text and plain tensors, so it is read without
-    running any code in it, on any number of ranks, and by ``torch.load(file, weights_only=True)``.
-
-    Args:
-        folder: where they are.
-        facts: describe the training, in types that JSON can store. A checkpoint saved with other facts is refused.
-        kept: the number of checkpoints to keep, the newest ones.
+    It holds numbers, text and plain tensors, so it is read without running any code in it, on any number of ranks, and
+    by ``torch.load(file, weights_only=True)``. The two newest are kept. ``facts`` describe the training, in types that
+    JSON can store: a checkpoint saved with others is refused.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], kept: int = 2) -> None:
-        self.folder, self.facts, self.kept = folder, json.loads(json.dumps(facts)), kept
-        self.writer = ThreadPoolExecutor(1)
-        self.writing: Future[None] | None = None
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        self.folder, self.facts = folder, json.loads(json.dumps(facts))
 
     def whole(self) -> list[Path]:
         """Those that are complete, old ones first."""
@@ -127,17 +102,10 @@ class Checkpoints:
         return str(self.whole()[-1]) if self.whole() else "none"
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin to write a copy of ``state``, which is whole on the first rank; `finish`, or the next save, ends it."""
-        self.finish()
-        if dist.get_rank() == 0:
-            self.writing = self.writer.submit(self._write, step, copy.deepcopy(state))
-
-    def finish(self) -> None:
-        """Wait for what is being written. Raises on every rank if it failed; older checkpoints are as they were."""
-        writing, self.writing = self.writing, None
-        with together("Checkpoints.finish()"):
-            if writing is not None:
-                writing.result()
+        """Write ``state``, which is whole on the first rank. If that fails, older checkpoints are as they were."""
+        with together("Checkpoints.save()"):
+            if dist.get_rank() == 0:
+                self._write(step, state)
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
         part = self.folder / "unfinished.pt"
@@ -146,34 +114,26 @@ class Checkpoints:
             with part.open("wb") as file:
                 torch.save({"facts": self.facts, "step": step, **state}, file)
             os.replace(part, self.folder / f"step-{step:08}.pt")
-            for old in self.whole()[: -self.kept]:
+            for old in self.whole()[:-2]:
                 old.unlink()
         except (OSError, RuntimeError) as error:  # torch's own, if the disk is full
-            cause = error.__context__ or error
-            raise OSError(
-                f"step {step} could not be saved; the last good checkpoint is {self.last()}: {cause}"
-            ) from error
+            said = f"step {step} could not be saved; the last good checkpoint is {self.last()}"
+            raise OSError(f"{said}: {error.__context__ or error}") from error
 
     def load(self) -> dict[str, Any] | None:
-        """What the newest checkpoint holds; None: there is none.
-
-        One of other facts is a ValueError, and so is a damaged one: the user decides whether an older one will do.
-        """
+        """What the newest checkpoint holds; None: there is none. One of other facts is an error, and a damaged one."""
         with together("Checkpoints.load()") as same:
-            *older, last = [None, *self.whole()]
+            last = self.whole()[-1] if self.whole() else None
             same["the newest checkpoint"] = last and last.name
-            return None if last is None else self._read(last, older[-1])
+            return None if last is None else self._read(last)
 
-    def _read(self, file: Path, older: Path | None) -> dict[str, Any]:
+    def _read(self, file: Path) -> dict[str, Any]:
         try:
             found: dict[str, Any] = weights.unpickled(file, mmap=True)
             facts = dict(found["facts"])
         except (ValueError, TypeError, KeyError) as error:
-            then = f"goes on from {older}" if older else "begins anew"
-            raise ValueError(
-                f"the checkpoint {file} cannot be read ({error}): try again; if it is damaged, remove it, and training "
-                f"{then}"
-            ) from error
+            then = "remove it, and training goes on from the one before"
+            raise ValueError(f"the checkpoint {file} cannot be read ({error}): {then}") from error
         other = [f"{key} was {facts.get(key)} and is {now}" for key, now in self.facts.items() if facts.get(key) != now]
         if other:
             raise ValueError(

@@ -147,16 +147,14 @@ def written(pattern: DilatedPattern | Iterable[DilatedPattern]) -> Any:
     return {"rule": pattern.rule, "segment_lengths": lengths, "dilation_rates": rates, **mixing}
 
 
-def read_pattern(found: Any, is_one: bool = False) -> DilatedPattern | tuple[DilatedPattern, ...]:
+def read_pattern(found: Any) -> Any:
     """What `written` was given, a pattern or a tuple of them; patterns are taken as they are."""
     if isinstance(found, DilatedPattern):
         return found
-    if isinstance(found, list | tuple) and not is_one:
-        return tuple(read_pattern(pattern, is_one=True) for pattern in found)  # type: ignore[misc]
-    needed = {"rule", "segment_lengths", "dilation_rates"}
-    if not isinstance(found, dict) or not needed <= set(found) <= {*needed, "mixing_gradient"}:
-        wanted = "a DilatedPattern, or a dict of rule, segment_lengths and dilation_rates"
-        raise ValueError(f"pattern must be {wanted}, or a list of one per layer, got {found!r}")
+    if isinstance(found, list | tuple):
+        return tuple(map(read_pattern, found))
+    if not isinstance(found, dict):
+        raise TypeError(f"pattern must be a DilatedPattern, or a list of one per layer, got {found!r}")
     return DilatedPattern.of(**found)
 
 

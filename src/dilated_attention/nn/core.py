@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TypedDict
 
 from torch import Tensor, nn
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from dilated_attention import functional
 from dilated_attention.backends.choose import Backend
 from dilated_attention.checks import checked_probability
-from dilated_attention.pattern import DilatedPattern, Rule
+from dilated_attention.pattern import DilatedPattern, Pattern, Rule
 from dilated_attention.resolve import Options, check_options
-from dilated_attention.ring.run import Ranks
+from dilated_attention.ring.run import Ranks, telling_ranks
 
 Lengths = Iterable[int] | None  # one entry per branch; None: a pattern says it
 
@@ -20,7 +21,7 @@ Lengths = Iterable[int] | None  # one entry per branch; None: a pattern says it
 class ModuleOptions(TypedDict, total=False):
     """The keywords that every module takes."""
 
-    pattern: DilatedPattern | None
+    pattern: Pattern | None
     rule: Rule | None
     backend: Backend
 
@@ -39,7 +40,7 @@ class Core(nn.Module):
         dilation_rates: Lengths,
         dropout: float,
         *,
-        pattern: DilatedPattern | None = None,
+        pattern: Pattern | None = None,
         rule: Rule | None = None,
         backend: Backend = "auto",
     ) -> None:
@@ -55,11 +56,18 @@ class Core(nn.Module):
         self.backend: Backend = backend
         check_options(Options(self.pattern, backend=backend))
 
+    def _ranks_of_call(self) -> Ranks | None:
+        return None if self.ranks is None else self.ranks.for_call()
+
+    def _telling_ranks(self, x: Tensor) -> AbstractContextManager[None]:
+        """An error in here reaches the other ranks, if there are any."""
+        return telling_ranks(self._ranks_of_call(), x)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         out, _ = functional.attend(
             q, k, v, self.pattern, is_causal, self.softmax_scale, dropout, key_padding_mask, True, self.backend,
-            self.held_heads, None if self.ranks is None else self.ranks.for_call(), self._seed(q) if dropout else None,
+            self.held_heads, self._ranks_of_call(), self._seed(q) if dropout else None,
         )  # fmt: skip
         return out
 

@@ -37,8 +37,10 @@ from dilated_attention.nn.multihead import MultiheadOptions, each
 from dilated_attention.nn.ring import RingMultiheadDilatedAttention
 
 
-class MeshAttention(RingMultiheadDilatedAttention):
-    """Computes MultiheadDilatedAttention over a ``DeviceMesh`` whose axes split samples, tokens and heads.
+class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
+    """Is MultiheadDilatedAttention over a ``DeviceMesh`` whose axes split samples, tokens and heads.
+
+    Without a heads axis RingMultiheadDilatedAttention does the same.
 
     Args:
         mesh: required. A DeviceMesh that has some or all of the three axes that the next arguments name, and no others.

@@ -7,7 +7,6 @@ Legend: E = H * D; query, key, value (B, N, E), (N, B, E) with batch_first=False
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from dilated_attention.autograd import is_plain
 from dilated_attention.checks import check_flag, check_int, checked_scale
-from dilated_attention.functional import NO_RANKS
 from dilated_attention.nn.core import Core, Lengths, ModuleOptions
 from dilated_attention.resolve import DTYPES, check_layout, check_padding_mask
 
@@ -195,10 +193,6 @@ class MultiheadDilatedAttention(Core):
 
     def _project(self, *given: Tensor) -> tuple[Tensor, ...]:
         return tuple(linear(x) for linear, x in zip((self.q_proj, self.k_proj, self.v_proj), given, strict=True))
-
-    def _telling_ranks(self, x: Tensor) -> AbstractContextManager[None]:
-        """An error in here reaches the other ranks, if there are any."""
-        return NO_RANKS
 
     def _batch_first(self, *given: Tensor) -> tuple[Tensor, ...]:
         """query, key and value as (B, N, E)."""

@@ -5,11 +5,8 @@ The tensors of a call are this rank's contiguous shard of the sequence, and so i
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Unpack
-
-from torch import Tensor
 
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import ContextParallel, Exchange
@@ -17,7 +14,7 @@ from dilated_attention.distributed.sequence import Group
 from dilated_attention.nn.attention import DilatedAttention
 from dilated_attention.nn.core import Lengths, ModuleOptions
 from dilated_attention.nn.multihead import MultiheadDilatedAttention, MultiheadOptions
-from dilated_attention.ring.run import Ranks, telling_ranks
+from dilated_attention.ring.run import Ranks
 
 
 class RingDilatedAttention(DilatedAttention):
@@ -96,9 +93,6 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, dropout, bias, layer_norm, **options)
         self.ranks = module_ranks(group, ring_size, use_checkpointing, self.exchange)
 
-    def _telling_ranks(self, x: Tensor) -> AbstractContextManager[None]:
-        return telling_ranks(self.ranks.for_call(), x)
-
 
 def module_ranks(
     group: Group | ContextParallel | None,
@@ -114,11 +108,10 @@ def module_ranks(
             f"{name} has the exchange {exchange!r}, and ContextParallel says {parallel.exchange!r}: leave exchange "
             "out, or call dilated_attention(), which takes every exchange"
         )
-    given = {use_checkpointing, parallel.use_checkpointing} - {None}
-    if len(given) > 1:
-        keeps = parallel.use_checkpointing
-        raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {keeps!r} in ContextParallel: give it once")
-    again = given.pop() if given else True
+    other = parallel.use_checkpointing
+    if {use_checkpointing, other} == {True, False}:
+        raise ValueError(f"use_checkpointing is {use_checkpointing!r}, and {other!r} in ContextParallel: give it once")
+    again = other if use_checkpointing is None else use_checkpointing
     parallel = replace(parallel, exchange=parallel.exchange or exchange, use_checkpointing=again)
     ranks = Ranks(parallel, None if ring_size is None else check_int("ring_size", ring_size))
     ranks.for_call()  # errors now rather than in the first step

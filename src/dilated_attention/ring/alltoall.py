@@ -88,8 +88,17 @@ class AllToAll(ParallelCall):
         at = tuple(segment.start + offset for _, offset in segment.heads)
         numbers = tuple(head for head, _ in segment.heads)
         whole = Block(
-            segment.branch, segment.dilation, segment.dilation, view, view, None, 0 if self.call.is_causal else None, at,
-            at, segment.start, numbers=numbers,
+            segment.branch,
+            segment.dilation,
+            segment.dilation,
+            view,
+            view,
+            None,
+            0 if self.call.is_causal else None,
+            at,
+            at,
+            segment.start,
+            numbers=numbers,
         )
         found: list[Tensor] = []
         for block, parts in work.each([whole], sources, results):

@@ -19,15 +19,15 @@ from dilated_attention.backends.problem import Gradients, Inputs, Outputs
 from dilated_attention.distributed.group import Pending
 from dilated_attention.merge import merge_
 from dilated_attention.ring.parallel import ParallelCall, own_tensors
-from dilated_attention.ring.routes import Part, Traffic, traffic
+from dilated_attention.ring.routes import Part, traffic
 
 
 class Circulation(ParallelCall):
     """Keys and values of other ranks come to this rank's queries."""
 
-    @property
-    def traffic(self) -> Traffic:
-        return traffic(self.segments, self.name, self.call.is_causal, self.rank)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.traffic = traffic(self.segments, self.name, self.call.is_causal, self.rank)
 
     def forward(self, work: Work) -> tuple[Tensor, Tensor]:
         steps = self.arriving("forward", work)
@@ -55,9 +55,8 @@ class Circulation(ParallelCall):
             }
             if pending is not None:
                 self.take_sums(number - 1, pending, totals, sums)
-            hop = (
-                f"hop {number + 1} of the gradients' {self.name}"  # the sums of the blocks of this step go on, or home
-            )
+            hop = f"hop {number + 1} of the gradients' {self.name}"
+            # the sums of the blocks of this step go on, or home
             pending = self.post(hop, self.traffic.sums[number], sums, self.fields.sums)
             sums.clear()
         if pending is not None:

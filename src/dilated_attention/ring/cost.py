@@ -203,7 +203,7 @@ def plan_cost(
         seq_len: the tokens on all ranks together.
         num_ranks: the ranks that share them.
         num_heads, num_kv_heads: the query heads, and the key/value heads, by default as many as query heads.
-        head_dim: the shared_segments of a head. On CUDA round it up to a multiple of 8, as the kernels do.
+        head_dim: the channels of a head. On CUDA round it up to a multiple of 8, as the kernels do.
         dtype: the dtype of the computation, which is also that of the messages. On a CPU give float32 for float16, and
             for bfloat16 unless the CPU has AMX.
         batch: the sequences of one call.
@@ -271,9 +271,9 @@ def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: f
     lengths = [stop - start for start, stop in itertools.pairwise(shards.starts)]
     cost = functools.partial(_cost, call, count(call, shards), latency, bandwidth, speed)
     exchanges: dict[str, ExchangeCost] = {name: cost(name, range(shards.ranks)) for name in EXCHANGES}
-    keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.exact.itemsize
+    keys, size, exact = max(lengths) * call.samples * call.kv_heads, call.dtype.itemsize, call.sum_dtype.itemsize
     row, rows = call.head_dim * size, keys * call.q_per_kv
-    out_sums = 0 if call.exact is call.dtype else rows * call.head_dim * exact
+    out_sums = 0 if call.sum_dtype is call.dtype else rows * call.head_dim * exact
     memory = Memory(rows * row, keys * row, rows * exact, out_sums)
     # When two take equally long the first is taken. A ring waits only for the ranks whose rows it needs, holds the
     # least, and on gloo its errors name one rank; with two ranks it sends the same messages as an all-gather.
@@ -281,9 +281,7 @@ def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: f
     best = min(fitting, key=lambda name: exchanges[name].total_seconds)
     naive, hops = 2 * row * call.kv_heads * call.samples * (shards.tokens - min(lengths)), shards.ranks - 1
     ring = PassCost(hops, naive, naive, exchanges["ring"].forward.flops, hops * latency + naive / bandwidth)
-    return PlanCost(
-        call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best, cost
-    )  # fmt: skip
+    return PlanCost(call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best, cost)
 
 
 def _cost(

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.blockwise import Work
+from dilated_attention.backends.choose import Choice
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.run import OneDevice
 from dilated_attention.blocks import Block, SegmentHeads
 from dilated_attention.call import Call, sample_ends
-from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.distributed.group import GroupTransport, Pending
 from dilated_attention.ring import packing
 from dilated_attention.ring.packing import Fields, Travelling
@@ -29,7 +29,6 @@ class ParallelCall(OneDevice):
     """Where no segment lies on two ranks, each computes its own. `circulate` and `alltoall` have the others."""
 
     call: Call  # with this rank's place in the sequence
-    parallel: ContextParallel
     transport: GroupTransport
     shards: Shards
     name: str  # of the exchange
@@ -42,11 +41,11 @@ class ParallelCall(OneDevice):
         self.samples, self.q_per_kv = call.samples, call.q_per_kv
         self.segments = shared_segments(call.pattern, self.shards, call.held, self.rank)
 
-    def work(self, call: Call, inputs: Inputs, backward: bool = False) -> Work:
+    def work(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
         if not backward:
             self.ends = self._ends(inputs.padding)
         work = Work.of(
-            call, inputs, backward=backward, ends=self.ends, keys_follow=bool(self.segments),
+            call, inputs, choice, backward=backward, ends=self.ends, keys_follow=bool(self.segments),
             computed_remotely=self.computed_remotely(),
         )  # fmt: skip
         self.fields = Travelling.of(work.k.dtype, self.q_per_kv, work.k.shape[3], work.padding is not None)

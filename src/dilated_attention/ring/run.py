@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from dilated_attention.autograd import NOT_TWICE, is_mapped, once
 from dilated_attention.backends import run
 from dilated_attention.backends.blockwise import MemoryCap
-from dilated_attention.backends.choose import choose
+from dilated_attention.backends.choose import Choice, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.call import Call
 from dilated_attention.context_parallel import ContextParallel
@@ -57,8 +57,7 @@ class Ranks:
             return None
         parallel = ContextParallel.of(group)
         parallel.process_group()  # raises where there is none
-        keeps = parallel.use_checkpointing is False
-        return cls(replace(parallel, exchange=parallel.exchange or "auto", use_checkpointing=not keeps))
+        return cls(parallel)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """A copy of a module runs over the same ranks, as a process group cannot be copied, and counts on its own."""
@@ -103,7 +102,7 @@ class Ranks:
         return f"{self.parallel.exchange}, {'one device' if self.ring_size == 1 else ranks}"
 
 
-def attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def attend_over_ranks(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shard. Never traced by torch.compile: what is sent depends on what others say."""
     if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # not as a decorator: it imports the compiler
         return torch.compiler.disable(_attend)(inputs, call, ranks)  # type: ignore[no-any-return, no-untyped-call]
@@ -117,12 +116,14 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
         if not call.kv_heads:  # compiled code around this call had no numbers for the shapes
             call = call.of(inputs.q, inputs.k, inputs.padding, call.start)
         transport = ranks.transport(call.device)
-        fields = _fields(inputs, call, parallel, _verify(transport, parallel))
-    lengths, seed = _agree(transport, parallel, fields, call.queries, inputs.seed)
+        checks = Checks(transport, parallel.verify)
+        wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
+        choice = choose(call)
+        fields = _fields(call, choice.name, parallel, checks.verify, wants_gradients)
+    lengths, seed = checks.agree(fields, call.queries, inputs.seed)
     check_total_length(parallel.total_length, lengths)
-    seen = _seen_by(transport)
-    seen.calls += 1  # two calls that look alike still have backward passes of their own
-    transport.number = seen.calls
+    checks.seen.calls += 1  # two calls that look alike still have backward passes of their own
+    transport.number = checks.seen.calls
     transport.warm_up()
     shards = Shards.of(lengths, call.cu_seqlens)
     check_cu_seqlens_end(call.cu_seqlens, shards.tokens)
@@ -131,13 +132,14 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
         # in the dtype that travels, and without what differs from rank to rank
         alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
         exchange = fastest_exchange(alike, shards, transport.backend)
-    kind = {"ring": Circulation, "allgather": Circulation, "alltoall": AllToAll}[exchange]
+    kind: type[ParallelCall] = AllToAll if exchange == "alltoall" else Circulation
     if not crosses(call.pattern, shards) or not call.samples:
         kind = ParallelCall
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)
-    keeps = fields["gradients"] == "wanted" and parallel.use_checkpointing is False
-    out, lse = _Parallel.apply(*inputs[:4], seed, kind(placed, parallel, transport, shards, exchange, keeps))  # type: ignore[no-untyped-call]
+    keeps = wants_gradients and parallel.use_checkpointing is False
+    way = kind(placed, transport, shards, exchange, keeps)
+    out, lse = _Parallel.apply(*inputs[:4], seed, way, choice, checks)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -151,20 +153,22 @@ def telling_ranks(ranks: Ranks | None, x: object) -> AbstractContextManager[None
     parallel = ranks.parallel
 
     def refuse(fields: Mapping[str, object]) -> None:
-        _refuse(GroupTransport(group, telling_device(group, x), parallel.timeout), parallel, CALL, fields)
+        transport = GroupTransport(group, telling_device(group, x), parallel.timeout)
+        Checks(transport, parallel.verify).refuse(CALL, fields)
 
     return telling(refuse)
 
 
-def _fields(inputs: Inputs, call: Call, parallel: ContextParallel, verify: str) -> dict[str, object]:
+def _fields(
+    call: Call, backend: str, parallel: ContextParallel, verify: str, wants_gradients: bool
+) -> dict[str, object]:
     """What must be alike on all ranks."""
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3])
     return {
         "shape": f"(batch {call.samples}, tokens, heads {call.heads}, head_dim {call.head_dim})",
         "key heads": call.kv_heads,
         "dtype": call.dtype,
         "device": call.device.type,
-        "backend": choose(call).name,  # with device and dtype, what decides how rows are packed
+        "backend": backend,  # with device and dtype, what decides how rows are packed
         "computed in": call.computed,
         "pattern": call.pattern,
         "is_causal": call.is_causal,
@@ -173,8 +177,8 @@ def _fields(inputs: Inputs, call: Call, parallel: ContextParallel, verify: str) 
         "heads": call.held,
         "cu_seqlens": call.cu_seqlens,
         "key_padding_mask": "given" if call.has_padding else "not given",
-        "exchange": parallel.exchange,
-        "use_checkpointing": parallel.use_checkpointing,
+        "exchange": parallel.exchange or "auto",
+        "use_checkpointing": parallel.use_checkpointing is not False,
         "total_length": parallel.total_length,
         "verify": verify,
         "gradients": "wanted" if wants_gradients else "not wanted",
@@ -193,55 +197,65 @@ class _Seen:
 _seen: weakref.WeakKeyDictionary[ProcessGroup, _Seen] = weakref.WeakKeyDictionary()
 
 
-def _seen_by(transport: GroupTransport) -> _Seen:
-    return _seen.setdefault(transport.group, _Seen())
+class Checks:
+    """Whether and how the ranks compare what they are about to do."""
 
+    def __init__(self, transport: GroupTransport, verify: str | None) -> None:
+        self.transport, self.seen = transport, _seen.setdefault(transport.group, _Seen())
+        self.verify = verify or ("always" if transport.agrees_on_host else "first")
 
-def _verify(transport: GroupTransport, parallel: ContextParallel) -> str:
-    return parallel.verify or ("always" if transport.agrees_on_host else "first")
+    @property
+    def is_due(self) -> bool:
+        """Whether this call is checked: the same answer on every rank, as all have seen the same calls.
 
+        With shards of several lengths every call is: one rank's own length does not tell it those of the others.
+        """
+        return self.verify == "always" or self.seen.checks < FIRST_CALLS or len(self.seen.lengths) != 1
 
-def _verifies(transport: GroupTransport, parallel: ContextParallel) -> bool:
-    """Whether this call is checked: the same answer on every rank, as all have seen the same calls.
+    def ask(self, *given: Any, **more: Any) -> Agreement:
+        """As the function, counted."""
+        self.seen.checks += 1
+        return ask(self.transport, *given, **more)
 
-    With shards of several lengths every call is: one rank's own length does not tell it those of the others.
-    """
-    seen = _seen_by(transport)
-    return _verify(transport, parallel) == "always" or seen.checks < FIRST_CALLS or len(seen.lengths) != 1
+    def refuse(self, call: str, fields: Mapping[str, object]) -> None:
+        """Tell the other ranks, where they ask, why this one cannot run the call."""
+        if self.is_due:
+            self.ask(call, fields)
 
+    def agree(
+        self, fields: Mapping[str, object], length: int, seed: Tensor | None
+    ) -> tuple[tuple[int, ...], Tensor | None]:
+        """The lengths of all shards and rank 0's seed."""
+        rank = self.transport.rank
+        if self.is_due:
+            agreement = self.ask(CALL, fields, length, 0 if seed is None else int(seed.item()))
+            self.seen.lengths.add(agreement.lengths)
+            return agreement.lengths, None if seed is None else torch.full_like(seed, agreement.seeds[0])
+        (known,) = self.seen.lengths
+        if length != known[rank]:
+            raise ValueError(
+                f"rank {rank} has {length} tokens and had {known[rank]} in all checked calls over this group; later "
+                "ones are not checked: for shards that vary in length give verify='always'"
+            )
+        if seed is not None:  # it stays on the device: reading it would make the host wait
+            others = self.transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()
+            if rank:
+                seed = others[0].view(torch.int64)[0].to(seed.device)
+        return known, seed
 
-def _ask(transport: GroupTransport, *given: Any, **more: Any) -> Agreement:
-    """As `ask`, counted."""
-    _seen_by(transport).checks += 1
-    return ask(transport, *given, **more)
-
-
-def _refuse(transport: GroupTransport, parallel: ContextParallel, call: str, fields: Mapping[str, object]) -> None:
-    """Tell the other ranks, where they ask, why this one cannot run the call."""
-    if _verifies(transport, parallel):
-        _ask(transport, call, fields)
-
-
-def _agree(
-    transport: GroupTransport, parallel: ContextParallel, fields: dict[str, object], length: int, seed: Tensor | None
-) -> tuple[tuple[int, ...], Tensor | None]:
-    """The lengths of all shards and rank 0's seed."""
-    seen = _seen_by(transport)
-    if _verifies(transport, parallel):
-        agreement = _ask(transport, CALL, fields, length, 0 if seed is None else int(seed.item()))
-        seen.lengths.add(agreement.lengths)
-        return agreement.lengths, None if seed is None else torch.full_like(seed, agreement.seeds[0])
-    (known,) = seen.lengths
-    if length != known[transport.rank]:
-        raise ValueError(
-            f"rank {transport.rank} has {length} tokens and had {known[transport.rank]} in all checked calls over this "
-            "group; later ones are not checked: for shards that vary in length give verify='always'"
-        )
-    if seed is not None:  # it stays on the device: reading it would make the host wait
-        others = transport.post_all("the seed", seed.view(1).view(torch.uint8)).wait()
-        if transport.rank:
-            seed = others[0].view(torch.int64)[0].to(seed.device)
-    return known, seed
+    def agree_on_backward(self, way: ParallelCall, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
+        """All ranks are here; dlse, where some rank has one."""
+        is_wanted = way.name == "alltoall"
+        if self.is_due:
+            fields = {
+                "the backward of": way.call.pattern,
+                "shape": tuple(lse.shape[::2]),
+                "exchange": way.name,
+                "the number of the call (all ranks must run their backward passes in one order)": way.transport.number,
+            }
+            said = self.ask(BACKWARD, fields, lse.shape[1], flags=int(dlse is not None))
+            is_wanted = any(said.flags)
+        return torch.zeros_like(lse) if is_wanted and dlse is None else dlse
 
 
 def check_transforms(*gradients: Tensor | None) -> None:
@@ -252,34 +266,18 @@ def check_transforms(*gradients: Tensor | None) -> None:
         )
 
 
-def _agree_on_backward(way: ParallelCall, dlse: Tensor | None, lse: Tensor) -> Tensor | None:
-    """All ranks are here; dlse, where some rank has one."""
-    if _verifies(way.transport, way.parallel):
-        fields = {
-            "the backward of": way.call.pattern,
-            "shape": tuple(lse.shape[::2]),
-            "exchange": way.name,
-            "the number of the call (all ranks must run their backward passes in one order)": way.transport.number,
-        }
-        said = _ask(way.transport, BACKWARD, fields, lse.shape[1], flags=int(dlse is not None))
-        is_wanted = any(said.flags)
-    else:
-        is_wanted = way.name == "alltoall"
-    return torch.zeros_like(lse) if is_wanted and dlse is None else dlse
-
-
 class _Parallel(torch.autograd.Function):
     """A call over ranks as one node. Rows that are kept are saved tensors, which checkpoints drop and make again."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, way: ParallelCall
-    ) -> tuple[Tensor, Tensor]:
-        inputs = Inputs(q, k, v, padding, seed)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, seed: Tensor | None, way: ParallelCall,
+        choice: Choice, checks: Checks,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         with way.transport.closed_on_error():
-            out, lse = run.forward(way.call, inputs, way)
+            out, lse = run.forward(way.call, Inputs(q, k, v, padding, seed), way, choice)
         ctx.save_for_backward(q, k, v, padding, seed, out, lse, *way.kept)
-        ctx.way, way.kept = way, []
+        ctx.way, ctx.checks, way.kept = way, checks, []
         ctx.set_materialize_grads(False)  # None tells that lse was not used, which spares its pass
         return out, lse
 
@@ -287,10 +285,10 @@ class _Parallel(torch.autograd.Function):
     @once(NOT_TWICE)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         way: ParallelCall = ctx.way
-        with telling(functools.partial(_refuse, way.transport, way.parallel, BACKWARD)):
+        with telling(functools.partial(ctx.checks.refuse, BACKWARD)):
             q, k, v, padding, seed, out, lse, *way.kept = ctx.saved_tensors
             check_transforms(dout, dlse)
-        dlse = _agree_on_backward(way, dlse, lse)
+        dlse = ctx.checks.agree_on_backward(way, dlse, lse)
         with way.transport.closed_on_error():
             grads = run.backward(way.call, Inputs(q, k, v, padding, seed), out, lse, dout, dlse, way)
-        return (*grads, None, None, None), (q, k, v)
+        return (*grads, None, None, None, None, None), (q, k, v)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import itertools
 import json
 import textwrap
@@ -18,7 +17,7 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 MOST_PANELS = 4  # side by side
 GRID = 64  # up to so many cells down and across have gaps between them
 OPACITY = [1.0, 0.62, 0.38, 0.24, 0.13]  # of the shades
-BLUE, LIGHTNESS = "#2f7ed8", (0.5, 0.36)
+BLUE = "#2f7ed8"
 ANY = "any branch"  # the one name where colours do not tell branches apart
 LINE = "#e03131"
 COLUMNS = ["picture", "q", "q_end", "k", "k_end", "share", "level", "branch"]
@@ -77,7 +76,7 @@ def _layers(view: View, pictures: Sequence[Picture], *, is_fixed: bool) -> list[
         "about": f"{json.dumps([*levels])}[datum.level]", "shown": f"colour == 'branch' ? datum.name : '{ANY}'",
     }  # fmt: skip
     transform = [{"calculate": how, "as": name} for name, how in calculated.items()]
-    legend = {"orient": "bottom", "columns": 3 if is_fixed else 2, "symbolType": "square", "symbolStrokeWidth": 0}
+    legend = {"orient": "bottom", "columns": 2, "symbolType": "square", "symbolStrokeWidth": 0}
     listed = {"expr": f"colour == 'branch' ? {json.dumps(names)} : ['{ANY}']"}
     colours = None if is_fixed and view.colour == "share" else {**legend, "title": "colour", "values": listed}
     shares = {**legend, "title": "share of pairs", "symbolFillColor": BLUE} if view.cell_size > 1 else None
@@ -131,8 +130,7 @@ def _span(name: str) -> str:
 
 def hues(count: int) -> list[str]:
     """A colour for each branch: all differ, and neighbours in lightness too."""
-    parts = [colorsys.hls_to_rgb((0.58 + i / count) % 1, LIGHTNESS[i % 2], 0.7) for i in range(count)]
-    return ["#" + "".join(f"{round(255 * part):02x}" for part in colour) for colour in parts]
+    return [f"hsl({(209 + 360 * i // count) % 360}, 70%, {(50, 36)[i % 2]}%)" for i in range(count)]
 
 
 def _rows(view: View, pictures: Sequence[Picture], limits: Iterable[float]) -> Iterator[tuple[float, ...]]:

@@ -16,16 +16,17 @@ from torch import Tensor
 
 def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, *, is_causal: bool) -> Tensor:
     """(stretches of queries, stretches of keys): the share of the cell's pairs that the branch computes, 0 to 1."""
-    start, stop = torch.tensor(edges[:-1]), torch.tensor(edges[1:])
+    cuts = torch.tensor(edges)
+    start, stop = cuts[:-1], cuts[1:]
     first, last = start // width, (stop - 1) // width
 
     def before(token: Tensor) -> Tensor:
         """How many rows of a segment come before one of its tokens: as float64, whose squares do not overflow."""
-        return (-((offset - token) // rate)).clamp(min=0).double()
+        return (-((offset - token.clamp(0, width)) // rate)).clamp(min=0).double()
 
     def rows(segment: Tensor) -> Tensor:
         """How many rows of a segment are in each stretch."""
-        return before((stop - segment * width).clamp(max=width)) - before((start - segment * width).clamp(min=0))
+        return before(stop - segment * width) - before(start - segment * width)
 
     def alone(count: Tensor) -> Tensor:
         """The pairs of so many rows of one segment among themselves."""
@@ -50,20 +51,17 @@ def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int
     """
     if stop - start <= most:
         return (*range(start, stop + 1),)
-    size = _cell_size(-(-(stop - start) // most), [x for x in numbers if 1 < x <= stop - start])
+    size = _cell_size(-(-(stop - start) // most), [x for x in numbers if 1 < x < stop - start])
     return (start, *range(start - start % size + size, stop, size), stop)
 
 
 def _cell_size(least: int, numbers: Sequence[int]) -> int:
-    """From ``least`` to twice that if it is in step with the numbers, or to four times that if nearly so."""
+    """From ``least`` to four times that: the smallest that is in step with the numbers, or nearly so."""
 
     def misfit(size: int) -> float:
-        worst = max((min(size, x) / max(size, x) for x in numbers if size % x and x % size), default=0.0)
-        return worst if not worst and size <= 2 * least else max(worst, 1 / 16)
+        return max((min(size, x) / max(size, x) for x in numbers if size % x and x % size), default=0.0)
 
     whole = math.lcm(*(x for x in numbers if x < least))
-    sizes = {least, 4 * least, whole * -(-least // whole)}
-    for x in numbers:
-        sizes |= {x // parts for parts in range(1, x // least + 1) if x % parts == 0}
-        sizes.add(x * -(-least // x))
+    sizes = [4 * least, *(x * -(-least // x) for x in (*numbers, whole, 1))]
+    sizes += [x // parts for x in numbers for parts in range(1, x // least + 1) if x % parts == 0]
     return min((size for size in sizes if size <= 4 * least), key=lambda size: (misfit(size), size))

@@ -7,7 +7,6 @@ about square.
 from __future__ import annotations
 
 from rich.console import Console
-from rich.style import Style
 from rich.text import Text
 
 from dilated_attention.show.view import Picture, View, shades
@@ -39,9 +38,10 @@ def text(view: View, console: Console) -> Text:
     pictures, is_coloured = view.pictures[:MOST_PANELS], _is_coloured(console)
     screen = Text(f"{view.title}\n{view.subtitle}\nQueries go down and keys across. {view.caption('share')}\n")
     levels = shades(pictures)
-    for level, name in enumerate(levels if view.cell_size > 1 else ()):
-        screen.append("██" if is_coloured else SIGNS[level], COLOURS[level] if is_coloured else "")
-        screen.append(f" {name}\n" if level == len(levels) - 1 else f" {name}   ")
+    if view.cell_size > 1:
+        for name, colour, sign in zip(levels, COLOURS, SIGNS, strict=False):
+            screen.append(*("██", colour) if is_coloured else (sign,)).append(f" {name}   ")
+        screen.append("\n")
     for picture in pictures:
         screen.append(f"\n{picture.name}\n").append_text(_drawn(view, picture, [*levels.values()], is_coloured))
     screen.append("".join(f"\n{sentence}" for sentence in view.facts(MOST_PANELS)))
@@ -50,20 +50,18 @@ def text(view: View, console: Console) -> Text:
 
 def _drawn(view: View, picture: Picture, limits: list[float], is_coloured: bool) -> Text:
     """A picture, with the numbers of some tokens above it and at its left."""
-    levels = picture.levels(limits).tolist()
-    count, high, wide = len(levels), (2 if is_coloured else 1), (1 if is_coloured else 2)
-    margin = _margin(view.tokens)
+    levels, margin = picture.levels(limits).tolist(), _margin(view.tokens)
+    count, (high, wide) = len(levels), (2, 1) if is_coloured else (1, 2)
     every = max(16 if count > 16 else 4, 2 ** (margin // wide).bit_length())  # cells between two numbers
     numbers = [f"{token:,}" if at % every == 0 else "" for at, token in enumerate(view.edges[:-1])]
-    fitting = [at for at in range(0, count, every) if not at or at * wide + len(numbers[at]) <= count * wide]
-    across = "".join(numbers[at].ljust(every * wide) for at in fitting)
+    across = "".join(number.ljust(every * wide) for number in numbers[: max(1, count - every + 1) : every])
     drawn = Text(f"{' ' * margin}{across.rstrip()}\n")
     for at in range(0, count, high):
         is_query = view.query is not None and view.edges[at] <= view.query < view.edges[min(at + high, count)]
         drawn.append(f"{numbers[at]:>{margin - 3}} {'▸' if is_query else ' '} ")
         if is_coloured:
-            for upper, *lower in zip(*levels[at : at + 2], strict=True):
-                drawn.append("▀", Style(color=COLOURS[upper], bgcolor=COLOURS[lower[0]] if lower else None))
+            for cells in zip(*levels[at : at + 2], strict=True):
+                drawn.append("▀", " on ".join(COLOURS[level] for level in cells))
         else:
             drawn.append("".join(SIGNS[level] for level in levels[at]).rstrip())
         drawn.append("\n")

@@ -7,6 +7,7 @@ tokens between two edges of the picture; a cell is the queries of one stretch wi
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,17 +58,12 @@ def shades(pictures: Sequence[Picture]) -> dict[str, float]:
     """The names of the shades, darkest first, and the least share of each.
 
     A rate r leaves 1/r² of the pairs, so shades a factor of 4 apart differ for the rates 1, 2, 4 and 8. In cells of
-    millions of tokens shares are far smaller: then the shades are chosen among those that there are.
+    millions of tokens shares are far smaller: then the factor is larger.
     """
-    shares = torch.cat([picture.share[picture.share > 0] for picture in pictures])
-    # the powers of 1/2 that there are, the largest share first; a share that rounding made too small is not one less
-    there = sorted({*(-shares.log2() - 1e-6).ceil().int().tolist()})
-    if not there or there[-1] <= 2 * SHADES:
-        return {"all": 1.0, **{f"1/{4**n} or more": 1 / 4**n for n in (1, 2, 3)}, "less than 1/64": 0.0}
-    last = len(there) - 1
-    chosen = dict.fromkeys(there[round(index * last / (SHADES - 1))] for index in range(SHADES))
-    named = {"all" if power == 0 else f"1/{2**power:,} or more": 0.5**power for power in chosen}
-    return {**named, [*named][-1]: 0.0}
+    least = min((x.share[x.share > 0].min().item() for x in pictures if x.share.any()), default=1.0)
+    factor = 2 ** max(2, math.ceil(-math.log2(least) / SHADES))
+    named = {f"1/{factor**n:,} or more": 1 / factor**n for n in (1, 2, 3)}
+    return {"all": 1.0, **named, f"less than 1/{factor**3:,}": 0.0}
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,8 @@ class View:
     @cached_property
     def edges(self) -> tuple[int, ...]:
         start, stop = self.shown
-        numbers = (*(w for w in self.pattern.segment_lengths if w < self.tokens), *self.pattern.dilation_rates)
         most = self.cells if stop - start <= self.cells else min(self.cells, OVERVIEW)
-        return counts.edges(start, stop, most, numbers)
+        return counts.edges(start, stop, most, (*self.pattern.segment_lengths, *self.pattern.dilation_rates))
 
     @cached_property
     def kinds(self) -> list[Kind]:
@@ -128,14 +123,12 @@ class View:
         """The kinds to draw. Those that look the same are one picture: in large cells some do."""
         looks: dict[bytes, Picture] = {}
         for kind in self.kinds[:MOST_KINDS]:
-            best, which = torch.zeros(2, len(self.edges) - 1, len(self.edges) - 1, dtype=torch.float64)
-            for index, *branch in kind.branches:
-                share = counts.branch_shares(self.edges, *branch, is_causal=self.is_causal)
-                which[share > best] = index
-                best = torch.maximum(best, share)
-            look = torch.stack([best, which]).numpy().tobytes()
+            shares = [counts.branch_shares(self.edges, *x[1:], is_causal=self.is_causal) for x in kind.branches]
+            share, which = torch.stack(shares).max(0)
+            branch = torch.tensor([x[0] for x in kind.branches])[which]
+            look = share.numpy().tobytes() + branch.numpy().tobytes()
             if look in looks or len(looks) < MOST_PICTURES:
-                looks.setdefault(look, Picture([], best, which.long())).heads.extend(kind.heads)
+                looks.setdefault(look, Picture([], share, branch)).heads.extend(kind.heads)
         return [*looks.values()]
 
     @property
@@ -184,23 +177,22 @@ class View:
                 said.setdefault(sentence, []).extend(kind.heads)
         facts = [f"In {_heads_name(heads)}, {sentence}" for sentence, heads in said.items()]
         if len(facts) > MOST_PICTURES:
-            facts = [*facts[:MOST_PICTURES], "More could be said about other heads: name one to read it."]
-        if self.ranks is not None:
+            facts[MOST_PICTURES:] = ["More could be said about other heads: name one to read it."]
+        if self.ranks:
             facts.append(f"Lines are the borders between the shards of {_many(self.ranks, 'rank')}.")
         rest = sum(len(x.heads) for x in self.kinds) - sum(len(x.heads) for x in self.pictures[:most])
-        more = f"{_many(rest, 'more head')} {'is' if rest == 1 else 'are'} not drawn: name one to see it."
-        return [*facts, more] if rest else facts
+        return [*facts, f"Not drawn: {_many(rest, 'more head')}. Name one to see it."] if rest else facts
 
     def _facts_of(self, kind: Kind) -> Iterator[str]:
         token = torch.arange(min(self.tokens, COUNTED))
-        covered = torch.zeros_like(token, dtype=torch.bool)
+        covered = torch.zeros_like(token)
         for index, width, rate, offset in kind.branches:
             covered |= token % width % rate == offset
             if self.window and rate == 1 and self.window[0] // width == (self.window[1] - 1) // width:
                 yield f"all drawn tokens lie in one segment of {self.branch_names[index]}: draw more to see less."
         if not covered.all():
-            tokens = ("" if len(token) == self.tokens else "the first ") + _many(len(token), "token")
-            yield f"{int(covered.sum()):,} of {tokens} get an output. The others get 0."
+            first = "" if len(token) == self.tokens else "the first "
+            yield f"{covered.sum():,} of {first}{_many(len(token), 'token')} get an output. The others get 0."
         if self.query is not None:
             yield f"query {self.query:,} sees {self._keys(kind, self.query)}."
 
@@ -210,8 +202,7 @@ class View:
             start = query - query % width
             if query % width % rate == offset:
                 keys = range(start + offset, query + 1 if self.is_causal else min(start + width, self.tokens), rate)
-                listed = _listed(keys, 8, " ", "{:,}")
-                seen.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({listed})")
+                seen.append(f"{_many(len(keys), 'key')} in {self.branch_names[index]} ({_listed(keys, 8, ' ')})")
         zeros = self.pattern.zero_keys(
             query, kind.heads[0], num_tokens=self.tokens, num_heads=self.heads, num_kv_heads=self.kv_heads,
             is_causal=self.is_causal,
@@ -224,10 +215,10 @@ def _many(count: int, thing: str) -> str:
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
-def _listed(things: Sequence[object], most: int, between: str = ", ", how: str = "{}") -> str:
+def _listed(things: Sequence[object], most: int, between: str = ", ") -> str:
     """All of them or, where there are more than ``most``, the first ones and the last."""
-    parts = [things] if len(things) <= most else [things[: most - 2], ["…"], things[-1:]]
-    return between.join(x if x == "…" else how.format(x) for part in parts for x in part)
+    listed = things if len(things) <= most else [*things[: most - 2], "…", things[-1]]
+    return between.join(f"{x:,}" if isinstance(x, int) else str(x) for x in listed)
 
 
 def _heads_name(heads: Sequence[int]) -> str:

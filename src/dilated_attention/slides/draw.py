@@ -1,4 +1,4 @@
-"""Attention maps, drawn: a .png of one map, and a page (.html) on which layer, head and query can be chosen."""
+"""Attention maps, drawn: a .png of the class token's, and a page (.html) to choose layer, head and query on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dilated_attention import charts
 from dilated_attention.models import SlideEncoder
-from dilated_attention.models.explain import chosen
 from dilated_attention.slides.files import BadFile, Slide
 from dilated_attention.slides.maps import PICTURES, Maps, Thumbnail, collect
 from dilated_attention.slides.page import page
@@ -19,31 +18,14 @@ ENDINGS = (".html", ".png")
 LONGEST = 640  # side of the drawing in a .png, in pixels
 
 
-def save(maps: Maps, file: Path, *, query: int = 0, layer: int = -1, head: int | None = None) -> None:
-    """Writes a page (.html) with all maps, or a picture (.png) of one map.
-
-    For a picture, ``query`` is an index into ``maps.queries`` (not a tile), ``layer`` counts from 0 or from the end,
-    and ``head`` None is the mean of all heads.
-    """
-    charts.write(file, content(maps, file.suffix.lower(), query, layer, head))
+def content(maps: Maps) -> dict[str, bytes]:
+    """A page with all maps and a picture of the first, by their endings."""
+    return {".html": str(charts.plain(page(maps))).encode(), ".png": charts.drawn(picture(maps), ".png")}
 
 
-def content(maps: Maps, ending: str, query: int = 0, layer: int = -1, head: int | None = None) -> bytes:
-    if ending not in ENDINGS:
-        raise ValueError(f"cannot save maps as {ending!r}: give a name that ends in {', '.join(ENDINGS)}")
-    if ending == ".html":
-        return str(charts.plain(page(maps))).encode()
-    return charts.drawn(picture(maps, query, layer, head), ending)
-
-
-def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, Any]:
-    """One map as a Vega-Lite specification."""
-    for name, index, count in zip(("query", "layer", "head"), (query, layer, head), maps.weights.shape, strict=False):
-        chosen(name, index, count)
-    weights, zero, cls = (  # of one head, or the mean of all
-        part[query, layer].mean(0) if head is None else part[query, layer, head]
-        for part in (maps.weights, maps.zero_share, maps.cls_share)
-    )
+def picture(maps: Maps) -> dict[str, Any]:
+    """The map of the first query in the last layer, the mean of all heads, as a Vega-Lite specification."""
+    weights, zero, cls = (part[0, -1].mean(0) for part in (maps.weights, maps.zero_share, maps.cls_share))
     left, top, width, height = maps.frame
     scale = LONGEST / max(width, height)
     size = {"width": round(width * scale), "height": round(height * scale)}
@@ -57,7 +39,7 @@ def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, A
         }  # fmt: skip
 
     places = {"x": axis("x", left, width), "y": axis("y", top, height, reverse=True)}
-    shade = {"scheme": "inferno", "type": "sqrt", "domain": [0, max(maps.weights[query, layer].max().item(), 1e-30)]}
+    shade = {"scheme": "inferno", "type": "sqrt", "domain": [0, max(weights.max().item(), 1e-30)]}
     weight = {"field": "weight", "type": "quantitative", "scale": shade, "legend": {"format": ".2~g"}}
     tiles = {
         "data": {"values": [{"x": x, "y": y, "weight": weights.tolist()}]},
@@ -75,12 +57,11 @@ def picture(maps: Maps, query: int, layer: int, head: int | None) -> dict[str, A
             "mark": {"type": "image", "align": "left", "baseline": "top", **size, "aspect": False},
             "encoding": {**places, "url": {"field": "url", "type": "nominal"}},
         })  # fmt: skip
-    named = "the class token" if maps.queries[query] == "cls" else f"tile {maps.queries[query]:,}"
-    about = f"layer {layer % maps.weights.shape[1]}, {'mean of all heads' if head is None else f'head {head}'}"
+    about = f"layer {maps.weights.shape[1] - 1}, mean of all heads, query: the class token"
     rest = f"on tiles {1 - zero - cls:.3g}, on the class token {cls:.3g}, on zero keys {zero:.3g}"
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": {"text": maps.name, "subtitle": [f"{about}, query: {named}", rest], "anchor": "start"},
+        "title": {"text": maps.name, "subtitle": [about, rest], "anchor": "start"},
         **size,
         "view": {"stroke": None, "fill": "#f5f6f8"},
         "layer": layers,
@@ -91,25 +72,20 @@ def beside(
     model: SlideEncoder, slide: Slide, tiles: Tensor, coords: Tensor, thumbnails: Path | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Arrays for the .h5 file, weights of the class token and coordinates; and the page and the picture beside it."""
-    maps = collect(
-        model, tiles.to(model.cls_token.device), coords, tile_size=slide.tile_size, name=slide.name,
-        thumbnail=None if thumbnails is None else thumbnail_of(slide, thumbnails),
-    )  # fmt: skip
+    thumbnail = None if thumbnails is None else thumbnail_of(slide, thumbnails)
+    maps = collect(model, tiles.to(model.cls_token.device), coords, slide.name, slide.tile_size, thumbnail)
     parts = {
         "attention": maps.weights[0], "attention_cls": maps.cls_share[0], "attention_zeros": maps.zero_share[0],
         "coords": coords,
     }  # fmt: skip
-    return {name: x.numpy() for name, x in parts.items()}, {ending: content(maps, ending) for ending in ENDINGS}
+    return {name: x.numpy() for name, x in parts.items()}, content(maps)
 
 
 def thumbnail_of(slide: Slide, folder: Path) -> Thumbnail:
     width, height = (slide.attributes.get(name) for name in ("level0_width", "level0_height"))
-    for file in (folder / f"{slide.name}{ending}" for ending in PICTURES):
-        if file.is_file():
-            if all(isinstance(side, int | float) and 0 < side < math.inf for side in (width, height)):
-                return Thumbnail(file, float(width), float(height))  # type: ignore[arg-type]
-            raise BadFile(
-                f"its level0_width and level0_height are {width!r} and {height!r}: a thumbnail is placed by "
-                "the slide's size in pixels"
-            )
-    raise BadFile(f"there is no picture {slide.name}.png or .jpg in {folder}")
+    files = [file for ending in PICTURES if (file := folder / f"{slide.name}{ending}").is_file()]
+    if not files:
+        raise BadFile(f"there is no picture {slide.name}.png or .jpg in {folder}")
+    if not all(isinstance(side, int | float) and 0 < side < math.inf for side in (width, height)):
+        raise BadFile(f"its level0_width and level0_height are {width!r} and {height!r}: it needs the size in pixels")
+    return Thumbnail(files[0], float(width), float(height))  # type: ignore[arg-type]

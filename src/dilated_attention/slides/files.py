@@ -1,8 +1,7 @@
 """Feature files of slides, as TRIDENT, GigaPath and STAMP write them, and the files with results.
 
 A feature file is HDF5 with `features` or `feats`, (L, C) or (1, L, C), and `coords`, (L, 2). What its coordinates mean
-is in attributes: TRIDENT's are pixels of level 0 and `coords` has `patch_size_level0`; STAMP's are µm and the file has
-`tile_size_um` and `tile_size_px`; GigaPath's are pixels and say no more.
+is in attributes, which docs/slides.md lists.
 
 Legend: L tiles of C channels.
 """
@@ -92,7 +91,7 @@ def read(slide: Slide) -> tuple[Tensor, Tensor]:
         if stamp(slide.path) != slide.stamp:
             raise BadFile("it changed while this command was running")
         features, coords = _datasets(file)
-        kind = "float64" if features.dtype.itemsize > 8 else features.dtype.newbyteorder("=")  # torch has no others
+        kind = features.dtype.newbyteorder("=")  # torch has no other
         tiles = torch.from_numpy(features[()].astype(kind, copy=False)).view(-1, slide.channels)
         places = torch.from_numpy(coords[()].astype("float64")).view(-1, 2)
         if slide.pixels != 1:  # µm: a tile on the border of a cell belongs to it, however its place was rounded
@@ -113,11 +112,11 @@ def check_width(slide: Slide, channels: int) -> None:
         raise BadFile(f"its tiles have {slide.channels} features ({said}); the weights take {channels} ({ours})")
 
 
-def check_places(slide: Slide, coords: Tensor, slide_ngrids: int) -> list[str]:
-    """Raise where tiles are not on the grid of positions; returns warnings."""
+def check_places(slide: Slide, coords: Tensor, slide_ngrids: int) -> str:
+    """Raise where tiles are not on the grid of positions; returns a warning, or nothing."""
     try:
         positions.cells(coords.unsqueeze(0), slide.tile_size, slide_ngrids)
-        return [text for text in (positions.swapped(coords, slide.attributes),) if text]
+        return positions.swapped(coords, slide.attributes)
     except ValueError as error:
         raise BadFile(str(error)) from error
 

@@ -30,7 +30,10 @@ class BufferedStream(Stream):
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
         super().__init__(call, deliver, num_tokens)
         self.straddles = self.period != self.longest
-        self.parts = [*range(len(self.branches))] if self.straddles else [None]  # None: all branches
+        # branch, segment length, first head, and the one after the last; None: all branches
+        self.parts: list[tuple[int | None, int, int, int]] = [(None, self.longest, 0, call.kv_heads)]
+        if self.straddles:
+            self.parts = [(index, x.length, x.heads[0], x.heads[-1] + 1) for index, x in enumerate(self.branches)]
         self.done = [0] * len(self.parts)  # where the first segment of each begins that is not yet computed
         self.base = self.first = 0  # the first token that waits, and its row in the buffers
         # rows that go a few at a time need room to spare, lest the others be moved often
@@ -40,7 +43,7 @@ class BufferedStream(Stream):
         call = self.call
         per_token = call.head_dim * call.dtype.itemsize * (call.heads + 2 * call.kv_heads)
         if self.straddles:
-            per_token += call.heads * (call.head_dim + 1) * call.exact.itemsize
+            per_token += call.heads * (call.head_dim + 1) * call.sum_dtype.itemsize
         return call.samples * per_token * self.room
 
     @functools.cached_property
@@ -50,7 +53,7 @@ class BufferedStream(Stream):
         sizes = [(heads, call.head_dim) for heads in (call.heads, call.kv_heads, call.kv_heads)]
         inputs = [torch.empty(*shape, *size, dtype=call.dtype, device=call.device) for size in sizes]
         sums = (sizes[0], sizes[0][:1]) if self.straddles else ()
-        return [*inputs, *(torch.empty(*shape, *size, dtype=call.exact, device=call.device) for size in sums)]
+        return [*inputs, *(torch.empty(*shape, *size, dtype=call.sum_dtype, device=call.device) for size in sums)]
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The next tokens: to the end of the period, whole periods where they lie, and the rest."""
@@ -96,16 +99,13 @@ class BufferedStream(Stream):
 
     def compute(self, ends: bool = False) -> None:
         """Compute the segments that are complete, and deliver the outputs that are."""
-        for index, branch in enumerate(self.parts):
-            length = self.longest if branch is None else self.branches[branch].length
+        group = self.call.q_per_kv
+        for index, (branch, length, first, last) in enumerate(self.parts):
             start, stop = self.done[index], self.position if ends else self.position - self.position % length
             if start == stop:
                 continue
             self.done[index] = stop
-            heads = slice(0, self.call.kv_heads)
-            if branch is not None:
-                heads = slice(self.branches[branch].heads[0], self.branches[branch].heads[-1] + 1)
-            queries = slice(heads.start * self.call.q_per_kv, heads.stop * self.call.q_per_kv)
+            heads, queries = slice(first, last), slice(first * group, last * group)
             rows = slice(self.first + start - self.base, self.first + stop - self.base)
             q, k, v = (x[:, rows, some] for x, some in zip(self.buffers, (queries, heads, heads), strict=False))
             out, lse = self.attend(q, k, v, branch, start if ends else 0)

@@ -26,10 +26,10 @@ from dilated_attention.backends.choose import Backend, choose
 from dilated_attention.backends.problem import Inputs
 from dilated_attention.backends.tensors import finished, no_autocast, readable
 from dilated_attention.blocks import Block, Placed, View, head_runs
+from dilated_attention.branches import Dilated
 from dilated_attention.call import DEFAULT_SCALE, ON_DEVICE, Call, accumulate_dtype
 from dilated_attention.functional import attend
 from dilated_attention.merge import merge_
-from dilated_attention.branches import Dilated
 from dilated_attention.pattern import DilatedPattern, rows_at_offset
 from dilated_attention.resolve import computed_dtype
 from dilated_attention.streaming.stream import Stream, any_mode
@@ -237,7 +237,7 @@ class KVCache:
         before = at % self.period
         call = call.of(q, k, None, 0)._replace(start=before, key_start=before, total=before + q.shape[1])
         with no_autocast(q.device):
-            work = Work.of(call, Inputs(q, k, v), keys_follow=True)
+            work = Work.of(call, Inputs(q, k, v), choose(call), keys_follow=True)
             out, lse = work.forward()
             for branch, kept in self._rows(samples):
                 seen = at % branch.length

@@ -130,7 +130,7 @@ def walk_queries(dk, dv, k, v, k_position, ignored, queries, draw, met, numbers,
             slope = tl.where(valid, slope, 0.0)
         else:
             lse, slope = tl.split(tl.load(pointers))
-        if C.PADDING or C.BAND:  # else no row in a block is without keys
+        if C.BARE:
             dout = only(dout, (lse != float("inf"))[:, None])
         weights = tl.exp2(products(k, q, C) * scale + (run[4] - lse)[None, :])
         if EDGE and C.CAUSAL:

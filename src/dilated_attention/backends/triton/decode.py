@@ -97,12 +97,12 @@ def configure(call: Call) -> DecodeConfig:
 
 def _most_tiles(call: Call, keys: int) -> int:
     """How many key tiles one head can meet at most."""
-    found: Counter[int] = Counter()  # by the first head of a branch; heads that share one branch share all, or none
+    tiles: Counter[int] = Counter()  # by the first head of a branch; heads that share one branch share all, or none
     for branch in call.pattern.branches_for(call.held.total):
         rows = triton.cdiv(min(branch.length, call.keys), branch.rate)
         segments = min(triton.cdiv(call.queries - 1, branch.length) + 1, triton.cdiv(call.keys, branch.length))
-        found[branch.heads[0]] += segments * triton.cdiv(rows, keys)
-    return max(found.values())
+        tiles[branch.heads[0]] += segments * triton.cdiv(rows, keys)
+    return max(tiles.values())
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def unsupported(call: Call, backward: bool) -> list[str]:
     reasons = {
         "triton is not installed: it comes with torch's CUDA builds": not INSTALLED,
         "it takes whole calls on one device, not the parts that ranks exchange and streams are cut into": call.in_parts,
-        "it takes calls whole, and a cap on memory asks for parts": call.memory_cap,
+        "it takes calls whole, and a cap on memory asks for parts": call.memory_cap_id,
         "its decoding is of a DilatedPattern": call.is_decode and not isinstance(call.pattern, DilatedPattern),
         "it does not compute in float64": call.dtype is torch.float64,
         f"it takes a head_dim up to {max(SMALL)}, not {dim}": dim > max(SMALL),
@@ -84,7 +84,7 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
     if not isinstance(call.pattern, DilatedPattern):
         return True, "of torch's kernels none takes such a pattern without a mask"
     form = measured_as(call)
-    first = library_from(call, form, backward)
+    first = torch_faster_from(call, form, backward)
     if first is None:
         ours = form == "nested" and call.head_dim <= 64
         return ours, "this device was not measured: ours are taken where branches are nested, up to a head_dim of 64"
@@ -94,7 +94,7 @@ def preference(call: Call, backward: bool) -> tuple[bool, str]:
     return rows_of_a_sequence(call) < first, f"measured: torch's are faster from {first:,} rows on: {told}"
 
 
-def library_from(call: Call, form: str, backward: bool) -> int | None:
+def torch_faster_from(call: Call, form: str, backward: bool) -> int | None:
     """The rows from which on torch's kernels were measured to be faster for such a call, 0: never; None: not measured.
 
     A form that was not measured has what holds for the one that it is a kind of. A head dim that was not has what holds

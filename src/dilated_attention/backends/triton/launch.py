@@ -37,8 +37,8 @@ Strides = tuple[tuple[int, ...], ...]  # of q, k and v, and of dout in the backw
 
 
 def prepare(
-    kernel: str, call: Call, strides: Strides, nests: Nests | Strips, config: TileConfig, out_dtype: torch.dtype, again: bool,
-    fills: bool, has_dlse: bool = False,
+    kernel: str, call: Call, strides: Strides, nests: Nests | Strips, config: TileConfig, out_dtype: torch.dtype,
+    again: bool, fills: bool, has_dlse: bool = False,
 ) -> Launch:  # fmt: skip
     """A launch of a kernel, which takes the tensors that KERNELS names.
 
@@ -57,8 +57,8 @@ def prepare(
     shifted = call.dtype is torch.bfloat16 and not (call.has_padding or call.drops) and all(map(shows_itself, strips))
     has_band = any((strip.low, strip.high) != (None, None) for strip in strips)
     constants = Constants(
-        found.parts, dim, *_columns(dim), *config[:2], call.is_causal and not strips, call.has_padding, call.drops,
-        has_band,
+        found.parts, dim, *_columns(dim), *config[:2], call.is_causal and not strips,
+        call.has_padding, call.drops, has_band, call.has_padding or not all(map(shows_itself, strips)),
         found.single, 1 + found.edges, found.ragged and found.edges,  # only masked tiles look at it
         "ieee" if call.dtype is FLOAT and not call.tf32 else "tf32",
         all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, fills,

@@ -174,39 +174,45 @@ def _inner(mine: Rows, met: Rows, low: int, high: int, own: int) -> range:
 def _tiling(mine: Rows, met: tuple[Rows, ...], low: int | None, high: int | None, own: int, other: int) -> Tiling:
     tiles = -(-mine.count // own)
     base = mine.start + np.arange(tiles, dtype=np.int64) * own * mine.step
-    stop = np.full(tiles, mine.last + 1)
     last = np.minimum(base + (own - 1) * mine.step, mine.last)
-    whole: list[Array] = []  # (T, 5) of each run
-    edge: list[Array] = []
-    for start, step, count in met:
-        def index(position: Array, up: bool) -> Array:
-            rows = -((start - position) // step) if up else (position - start) // step + 1
-            return np.clip(rows, 0, count)
-
-        zero, full = np.zeros(tiles, np.int64), np.full(tiles, count)
-        begin, end = (zero if low is None else index(base + low, True)), (full if high is None else index(last + high, False))
-        end = np.maximum(begin, end)
-        sure, upto = (begin if low is None else index(last + low, True)), (end if high is None else index(base + high, False))
-        before = np.minimum(-(-(np.maximum(sure, begin) - begin) // other), -(-(end - begin) // other))
-        first = begin + before * other
-        inside = np.maximum(0, (np.minimum(upto, end) - first) // other)
-        after = np.maximum(0, -(-(end - first - inside * other) // other))
-        bound = start + (end - 1) * step + 1
-        for found, at, many in ((edge, begin, before), (whole, first, inside), (edge, first + inside * other, after)):
-            found.append(np.stack([start + at * step, np.full(tiles, step), bound, many, np.ones(tiles, np.int64)], 1))
-    runs, places, totals = [], [], []
-    made = 0
-    lists = np.stack(whole, 1), np.stack(edge, 1)  # (T, R, 5)
-    for rows in lists:
-        there = rows[:, :, 3] > 0
+    lists = [_runs_of(rows, base, last, low, high, other) for rows in met]
+    runs, numbers, made = [], [], 0
+    wholes, edges = np.stack([whole for whole, _ in lists], 1), np.concatenate([edges for _, edges in lists], 1)
+    for some in (wholes, edges):  # (T, R, 5)
+        there = some[:, :, 3] > 0
         number = there.sum(1)
-        places.append(made + number.cumsum() - number)
-        totals.append((rows[:, :, 3] * there).sum(1))
-        runs.append(rows[there])
+        numbers.append((made + number.cumsum() - number, (some[:, :, 3] * there).sum(1)))
+        runs.append(some[there])
         made += int(number.sum())
-    found = np.concatenate(runs) if made else np.zeros((0, 5), np.int64)
-    table = np.stack([base, np.full(tiles, mine.step), stop, places[0], totals[0], totals[1], places[1]], 1)
-    return Tiling(table, found, bool(totals[1].any()), True, np.array([tiles]))
+    (first, plain), (first_edge, masked) = numbers
+    stop = np.full(tiles, mine.last + 1)
+    table = np.stack([base, np.full(tiles, mine.step), stop, first, plain, masked, first_edge], 1)
+    return Tiling(table, np.concatenate(runs), bool(masked.any()), True, np.array([tiles]))
+
+
+def _runs_of(
+    rows: Rows, base: Array, last: Array, low: int | None, high: int | None, other: int
+) -> tuple[Array, Array]:
+    """What each tile of rows from ``base`` to ``last`` meets of these: a run of whole tiles (T, 5), and one on either
+    side of them that the limits cut (T, 2, 5)."""
+    start, step, count = rows
+
+    def from_token(token: Array) -> Array:
+        return np.clip(-((start - token) // step), 0, count)
+
+    nothing, everything = np.zeros_like(base), np.full_like(base, count)
+    begin, sure = (nothing, nothing) if low is None else (from_token(base + low), from_token(last + low))
+    end, upto = (everything, everything) if high is None else (from_token(x + high + 1) for x in (last, base))
+    end, sure = np.maximum(begin, end), np.maximum(sure, begin)
+    tiles = -(-(end - begin) // other)
+    before = np.minimum(-(-(sure - begin) // other), tiles)
+    inside = np.clip((np.minimum(upto, end) - begin) // other - before, 0, None)
+    stop, ones = start + (end - 1) * step + 1, np.ones_like(base)
+    found = [
+        np.stack([start + (begin + skipped * other) * step, step * ones, stop, number, ones], 1)
+        for skipped, number in ((before, inside), (nothing, before), (before + inside, tiles - before - inside))
+    ]
+    return found[0], np.stack(found[1:], 1)
 
 
 def shows_itself(strip: Strip) -> bool:

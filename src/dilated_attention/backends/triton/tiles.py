@@ -36,6 +36,7 @@ Constants = namedtuple(
         "BM", "BN",  # queries of a tile, and keys
         "CAUSAL", "PADDING", "DROPOUT",
         "BAND",  # whether a section has limits for the position met less that of a program's own row
+        "BARE",  # dkdv: whether a query of a block may be without keys
         "SINGLE",  # whether all whole tiles that a program meets are one run
         "PASSES",  # 2: some tiles are to be masked, after the whole ones; 1: none
         "RAGGED",  # whether some of them have rows too many

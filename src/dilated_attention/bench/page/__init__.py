@@ -23,7 +23,6 @@ from dilated_attention.bench.results import (
     milliseconds,
     segments,
     setting,
-    shape_of,
     share_of_limit,
     with_ranks,
 )
@@ -48,7 +47,6 @@ Row = Sequence[Any]
 
 
 def page(results: Record) -> str:
-    """The whole page as one HTML text."""
     points, measurements = plots.points(results["measurements"]), results["measurements"]
     settings: dict[str, list[str]] = defaultdict(list)
     for name in plots.settings(points):
@@ -78,7 +76,6 @@ def page(results: Record) -> str:
         suites=_suites(results),
         checks=_checks(results["checks"]),
         claims=_table("Claims", [*CLAIMS.values()], claims),
-        where=_where(results),
         environment=_environment(results),
     )
 
@@ -94,12 +91,10 @@ def _prose(value: object) -> Markup:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Row], note: str | None = "") -> Record:
-    """Without columns in which nothing is said. Those with numbers are marked: they are set to the right."""
+    """Columns with numbers are marked: they are set to the right."""
     rows = [*rows]
-    cells = [[row[i] for row in rows] for i in range(len(columns))]
-    said = [i for i, mine in enumerate(cells) if not mine or any(cell not in (None, "", "–") for cell in mine)]
-    named = [(columns[i], any(isinstance(cell, int | float | Markup) for cell in cells[i])) for i in said]
-    return {"title": title, "note": note, "columns": named, "rows": [[row[i] for i in said] for row in rows]}
+    is_number = [any(isinstance(row[i], int | float | Markup) for row in rows) for i in range(len(columns))]
+    return {"title": title, "note": note, "columns": [*zip(columns, is_number, strict=True)], "rows": rows}
 
 
 def _recommendation(one: Record) -> Row:
@@ -108,42 +103,32 @@ def _recommendation(one: Record) -> Row:
 
 
 def _suites(results: Record) -> list[Record]:
-    """For each suite its question, its measurements as tables, and the tables that it made itself."""
-    found = []
-    for suite in dict.fromkeys([*results["suites"], *(table["suite"] for table in results["tables"])]):
-        tables = _by_length(measured(one) for one in results["measurements"] if one["suite"] == suite)
-        mine = (table for table in results["tables"] if table["suite"] == suite)
-        tables += [_table(*(one[name] for name in ("title", "columns", "rows", "note"))) for one in mine]
-        if tables:
-            found.append({"question": QUESTIONS.get(suite, suite), "suite": suite, "tables": tables})
-    return found
+    """For each suite its question, a table for each setting that it measured, and the tables that it made itself."""
+    tables: dict[str, list[Record]] = {name: [] for name in results["suites"]}
+    settings: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for one in sorted(map(measured, results["measurements"]), key=lambda one: int(one["tokens"])):
+        settings[one["suite"], setting(one).partition(": ")[2]].append(one)
+    for (suite, title), mine in settings.items():
+        tables.setdefault(suite, []).append(_of_setting(title, mine))
+    for one in results["tables"]:
+        made = _table(*(one[name] for name in ("title", "columns", "rows", "note")))
+        tables.setdefault(one["suite"], []).append(made)
+    return [{"question": QUESTIONS.get(name, name), "suite": name, "tables": x} for name, x in tables.items() if x]
 
 
-def _by_length(measurements: Iterable[Record]) -> list[Record]:
-    """A table for each setting, with a column for each length. Settings of a single length share a table."""
-    by_setting: dict[str, list[Record]] = defaultdict(list)
-    for one in sorted(measurements, key=lambda one: int(one["tokens"])):
-        by_setting[setting(one).partition(": ")[2]].append(one)
-    tables: dict[str, list[tuple[str, Record]]] = defaultdict(list)
-    for name, mine in by_setting.items():
-        is_alone, shape = len({one["tokens"] for one in mine}) == 1, shape_of(mine[0])
-        title, before = (name.replace(f", {shape}", ""), f"{shape}, ") if is_alone else (name, "")
-        tables[title] += [(f"{before}{one['tokens']:,}", one) for one in mine]
-    return [_of_setting(title, cells) for title, cells in tables.items()]
-
-
-def _of_setting(title: str, cells: Sequence[tuple[str, Record]]) -> Record:
+def _of_setting(title: str, measurements: Sequence[Record]) -> Record:
     """Rows are implementations, columns lengths; the note has the patterns and why something was not measured."""
     found: dict[str, dict[str, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
     notes = ["ms forward / forward + backward, and below them the peak memory beyond the inputs in MiB."]
     reasons: dict[str, str] = {}
-    for column, one in cells:
-        found[with_ranks(one)][column][one["direction"]] = one
+    columns = dict.fromkeys(f"{one['tokens']:,}" for one in measurements)
+    for one in measurements:
+        who, column = with_ranks(one), f"{one['tokens']:,}"
+        found[who][column][one["direction"]] = one
         if one.get("suggested") and one["rule"] != "dense":
             notes.append(f"{column} tokens: {segments(one)}.")
         if one["why"]:
-            reasons.setdefault(with_ranks(one), f"{with_ranks(one)}: {one['status']}, {one['why']}.")
-    columns = dict.fromkeys(column for column, _ in cells)
+            reasons.setdefault(who, f"{who}: {one['status']}, {one['why']}.")
     rows = [[who, *(_cell(mine[column]) for column in columns)] for who, mine in found.items()]
     return _table(title, ["tokens", *columns], rows, " ".join([*dict.fromkeys(notes), *reasons.values()]))
 
@@ -152,8 +137,7 @@ def _cell(passes: dict[str, Record]) -> Markup:
     """Both passes; in words where neither was measured."""
     nothing = {"status": "–", "ms": None, "peak_bytes": None}
     both = [passes.get(name, nothing) for name in plots.DIRECTIONS]
-    untimed = {"measured": "–"}  # its memory was
-    times = [milliseconds(one["ms"]) if one["ms"] else untimed.get(one["status"], one["status"]) for one in both]
+    times = [milliseconds(one["ms"]) if one["ms"] else one["status"] for one in both]
     sizes = [number_text(one["peak_bytes"] / 2**20) if one["peak_bytes"] else "–" for one in both]
     if times[0] == times[1] and sizes == ["–", "–"]:
         return escape(times[0])
@@ -176,23 +160,14 @@ def _checks(checks: Iterable[Record]) -> dict[str, Record]:
 
 def _worst(checks: Iterable[Record]) -> str:
     errors = [
-        (share_of_limit(float(error), float(check["limits"][part])), part, float(error), check)
+        (float(error), float(check["limits"][part]), part.replace("d ", "gradient of ", 1), check)
         for check in checks
         for part, error in check["errors"].items()
     ]
     if not errors:
         return ""
-    _, part, error, check = max(errors, key=lambda one: one[0])
-    of = f"{error:.1e} with a limit of {float(check['limits'][part]):.1e}"
-    return f"{part.replace('d ', 'gradient of ', 1)}: {of}, {check['dtype']}{', causal' * check['causal']}"
-
-
-def _where(results: Record) -> str:
-    """In which suite a run was interrupted, and before which ones."""
-    begun = results["suites"]
-    left = [name for name in results.get("planned", ()) if name not in begun]
-    parts = [f"in the suite {begun[-1]}"] if begun else []
-    return " and ".join([*parts, f"before {', '.join(left)}"] if left else parts)
+    error, limit, part, check = max(errors, key=lambda one: share_of_limit(*one[:2]))
+    return f"{part}: {error:.1e} with a limit of {limit:.1e}, {check['dtype']}{', causal' * check['causal']}"
 
 
 def _environment(results: Record) -> Record:
@@ -202,8 +177,5 @@ def _environment(results: Record) -> Record:
         found["uncommitted changes"] = "not known"
     for number, again in enumerate(machine.get("continued", []), 1):
         found[f"continued {number}"] = f"{again['date']}, commit {again['commit'][:12]}: {again['command']}"
-    for one in results["ceilings"]:
-        said = f"{one['matmul_tflops']:.3g} TFLOP/s in a matrix product, {one['copy_gb_per_s']:.3g} GB/s in a copy"
-        found[f"reaches in {one['dtype']}"] = said
     run = "complete" if results["complete"] else "interrupted"
     return {**found, "suites": ", ".join(results["suites"]), "run": f"{run}, {results['seconds']:,.0f} s"}

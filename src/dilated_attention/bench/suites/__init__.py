@@ -17,13 +17,13 @@ import torch
 from dilated_attention.bench import machine
 from dilated_attention.bench.results import Record, load
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import claimed, compared, decode, language, packed, slides, stream
+from dilated_attention.bench.suites import compared, decode, language, packed, profiled, slides, stream
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
-    "quick": compared.quick, **{name: partial(compared.plain, name) for name in compared.PLAIN},
-    "profile": claimed.profile, "scaling": compared.scaling, "optimisations": claimed.optimisations,
-    "kernels": compared.kernels, "decode": decode.steps, "stream": stream.steps, "packed": packed.steps,
-    "slides": slides.steps, "language": language.steps,
+    **{name: partial(compared.plain, name) for name in ("quick", "copies", "improved", "ring")},
+    "profile": profiled.profile, "scaling": compared.scaling,
+    "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": decode.steps,
+    "stream": stream.steps, "packed": packed.steps, "slides": slides.steps, "language": language.steps,
 }  # fmt: skip
 ALL = [*PLANS][1:7]
 SUITES = (*PLANS, "all")
@@ -59,10 +59,7 @@ def run(
 ) -> Record:
     """Run suites by name; the results, which ``save`` got after every step, also when it is interrupted.
 
-    Args:
-        dtypes: the first is used where a suite needs one only. By default float32 on a CPU, bfloat16 on CUDA first.
-        options: of `Session`: ``watch``; ``seconds`` of timing for each setting, shared by what is timed there, by
-            default 3 on a CPU and 2 on CUDA; ``commit`` for a tree that came without its .git.
+    Where a suite needs one dtype only, it is the first. ``options`` are those of `Session`.
     """
     chosen = [name for some in named(suites) for name in (ALL if some == "all" else [some])]
     # PyTorch's profiler, which counts memory, else prints two lines each time that it is used

@@ -1,8 +1,7 @@
-"""The suites that only compare implementations: quick, scaling, ring, and kernels."""
+"""The suites that only compare implementations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,29 +10,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention.bench import implementations as known
 from dilated_attention.bench.conclude import TELLING
-from dilated_attention.bench.session import PATTERNS, Segments, Session, Step
+from dilated_attention.bench.session import PATTERNS, SUGGESTED, Segments, Session, Step
 from dilated_attention.bench.setting import Implementation
 
-QUICK_AT = (2048, 4096, 8192)
+Group = tuple[tuple[str, ...], tuple[int, ...], tuple[Segments, ...]]
+SHORT, LONG = (PATTERNS[0],), (PATTERNS[1],)
 QUICK = (
     known.DENSE, "head_groups, auto", "longnet, auto", "torchscale, auto", known.GATHER, known.SLICES, "FlexAttention",
     known.RELEASED, known.OVER_HEADS,
 )  # fmt: skip
-MODULES = ("MultiheadDilatedAttention", "nn.MultiheadAttention")  # in `quick` at one length
 RINGS = ("RingAttentionV2Simple", "RingDilatedAttentionV2Collective", "RingDilatedAttentionProduction")
+MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 # who is compared, at which lengths, with which patterns
-PLAIN: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[Segments, ...]]] = {
+PLAIN: dict[str, tuple[Group, ...]] = {
+    # the most telling ones, and modules at one length
+    "quick": ((QUICK, (2048,), (SUGGESTED,)), ((*QUICK, *MULTIHEAD[::2]), (4096,), (SUGGESTED,)),
+              (QUICK, (8192,), (SUGGESTED,))),
     # why a ring with ring_size=1 was slower: what copies of rows cost
-    "copies": (("head_groups, auto", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER),
-               (2048, 8192, 32768, 262144), PATTERNS[:1]),
+    "copies": ((("head_groups, auto", "DilatedAttention", "RingDilatedAttention", known.SLICES, known.GATHER),
+                (2048, 8192, 32768, 262144), SHORT),),
     # is one faster or smaller?
-    "improved": (("DilatedAttention", "ImprovedDilatedAttention"), (4096, 8192, 32768, 1 << 20), PATTERNS),
+    "improved": ((("DilatedAttention", "ImprovedDilatedAttention"), (4096, 8192, 32768, 1 << 20), PATTERNS),),
     # side by side: time, and memory by ranks
-    "ring": ((*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS)),
-             (4096, 8192, 16384), PATTERNS[:1]),
+    "ring": (((*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS)),
+              (4096, 8192, 16384), SHORT),),
+    # published optimisations, each without and with: one projection of qkv, cached plans, buffers
+    "optimisations": ((MULTIHEAD[:2], (2048, 8192), SHORT),
+                      (("longnet, sdpa", known.UNPLANNED), (2048, 32768), SHORT),
+                      (("RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks"), (16384,), LONG)),
 }  # fmt: skip
 
-MULTIHEAD = ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "nn.MultiheadAttention")
 EVERYTHING_AT = (2048, 8192)
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 131072, 262144, 524288, 1 << 20)
 CAUSAL_AT = (2048, 8192, 32768, 131072, 1 << 20)
@@ -41,18 +47,12 @@ BATCHES, HEADS, TOKENS = (2, 4, 8), (4, 16), 4096
 PRECISION_AT = (2048, 8192, 32768)
 
 
-def quick(session: Session) -> list[Step]:
-    """The most telling implementations at three lengths, with the pattern that is suggested for each of them."""
-    return [
-        session.comparing("quick", known.named(*QUICK, *MODULES * (tokens == 4096)), session.setting(tokens))
-        for tokens in QUICK_AT
-    ]
-
-
 def plain(suite: str, session: Session) -> list[Step]:
-    names, lengths, patterns = PLAIN[suite]
-    settings = [session.setting(tokens, pattern) for pattern in patterns for tokens in lengths]
-    return [session.comparing(suite, known.named(*names), setting) for setting in settings]
+    return [
+        session.comparing(suite, known.named(*names), session.setting(tokens, pattern))
+        for names, lengths, patterns in PLAIN[suite]
+        for pattern, tokens in product(patterns, lengths)
+    ]
 
 
 def scaling(session: Session) -> list[Step]:
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[int, Segments, int, int]] = {
     "C": (1 << 13, ((2048, 4096, 8192), (1, 2, 4)), 8, 64),
 }
 KERNELS = ("head_groups, auto", "longnet, auto", known.GATHER, known.RELEASED, f"{known.RELEASED}, cuDNN")
-SHORT = ("head_groups, auto, compiled", "longnet, auto, compiled", known.DENSE)  # besides, in C
+ALSO_SHORT = ("head_groups, auto, compiled", "longnet, auto, compiled", known.DENSE)  # besides, in C
 ROWS = 2048
 # fastest first: what public SDPA, and with it copy and gather, chooses from; nothing is switched off
 FASTEST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -106,11 +106,11 @@ def kernels(session: Session) -> list[Step]:
         tokens, pattern, heads, dim = CASES[case]
         setting = session.setting(tokens, pattern, heads=heads, head_dim=dim, causal=causal)
         cut = replace(setting, tokens=ROWS, lengths=(ROWS,), rates=(1,), samples=tokens // ROWS)
-        which = known.named(*KERNELS, *SHORT * (case == "C"))
+        which = known.named(*KERNELS, *ALSO_SHORT * (case == "C"))
         found += [session.comparing("kernels", which, setting), session.comparing("kernels", beside, cut)]
-    return [step._replace(run=partial(_fastest_first, step.run)) for step in found]
+    return [partial(_fastest_first, step) for step in found]
 
 
-def _fastest_first(run: Callable[[], None]) -> None:
+def _fastest_first(run: Step) -> None:
     with sdpa_kernel(FASTEST, set_priority=True):
         run()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilated_attention.bench import baselines, probes
 from dilated_attention.bench.run import FLUSH_BYTES, Call, graphed
-from dilated_attention.bench.session import LONG, Row, Session, Step, Table
+from dilated_attention.bench.session import LONG, Row, Session, Step, new_table
 from dilated_attention.functional import dilated_attention
 from dilated_attention.testing import make_qkv
 
@@ -32,8 +32,8 @@ def steps(session: Session) -> list[Step]:
     tokens = TOKENS[session.device.type]
     note = f"{tokens:,} tokens, {HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}."
     columns = ["position", "keys of all heads", "error", "kernels µs", "replayed graph µs"]
-    table = Table(SUITE, "One-token steps", note, columns)
-    calls = Table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"])
+    table = new_table(SUITE, "One-token steps", note, columns)
+    calls = new_table(SUITE, "A one-token call from Python", note, ["way", "µs", "lower", "upper"])
     one_token = OneToken(session, tokens)
     return [
         session.adding(table, "one-token steps", one_token.steps),
@@ -62,15 +62,9 @@ class OneToken:
         q, k, v = self.qkv
         return dilated_attention(q[:, :1], k, v, PATTERN, is_causal=True, query_offset=self.at, backend=backend)
 
-    def dense(self) -> Tensor:
-        """To all keys: another operation."""
-        q, k, v = self.qkv
-        return baselines.dense(q[:, :1], k, v)
-
     @torch.no_grad()
     def steps(self) -> Iterator[Row]:
         """The first one that is wrong ends it, without a time."""
-        times = []
         for position in range(self.tokens - STEPS, self.tokens):
             rows = [(head, position) for head in range(HEADS)]
             shape: dict[str, Any] = {"num_tokens": self.tokens, "num_heads": HEADS, "is_causal": True}
@@ -79,18 +73,20 @@ class OneToken:
             given = self.dilated(), self.qkv, PATTERN, True
             self.is_right, worst = self.session.rows_are_right("one-token step", *given, rows=rows)
             if not self.is_right:
-                self.session.watch.say(f"one-token step at {position:,}: wrong, off by {worst:.1e}")
                 yield [position, keys, worst, None, None]
                 return
-            times.append(statistics.median(self.kernel_us() for _ in range(REPEATS)))
+            kernels = statistics.median(self.kernel_us() for _ in range(REPEATS))
             graph = 1000 * self.session.median(graphed(self.dilated), 0.1) if self.session.on_cuda else None
-            yield [position, keys, worst, times[-1], graph]
-        most = f"{statistics.median(times):.1f} µs, the slowest of {STEPS} {max(times):.1f} µs"
-        self.session.watch.say(f"kernels of a one-token step: {most}")
+            yield [position, keys, worst, kernels, graph]
 
     @torch.no_grad()
     def calls(self) -> Iterator[Row]:
-        ways: dict[str, Call] = {"auto": self.dilated, "sdpa": lambda: self.dilated("sdpa"), "dense SDPA": self.dense}
+        q, k, v = self.qkv
+        ways: dict[str, Call] = {
+            "auto": self.dilated,
+            "sdpa": lambda: self.dilated("sdpa"),
+            "dense SDPA": lambda: baselines.dense(q[:, :1], k, v),  # to all keys: another operation
+        }
         for name, timing in self.session.time(ways).items() if self.is_right else ():
             yield [name, *(1000 * ms for ms in timing[:3])]
 

@@ -1,8 +1,8 @@
 """LongNet as a language model: training steps by length beside dense attention, a million tokens, generation.
 
 A step is forward and backward of one row, with checkpointing and the loss in chunks; weights are in the main dtype, and
-there is no optimiser. Its attention is checked against float64 first. Utilisation counts the model's operations, not
-those of checkpointing, against the fastest matrix product that was measured here.
+there is no optimiser. Its attention is checked against float64 first. TFLOP/s count the model's operations, not those
+of checkpointing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention.bench import baselines
-from dilated_attention.bench.run import Call, graphed
+from dilated_attention.bench.run import Call
 from dilated_attention.bench.session import LONG as PATTERN
-from dilated_attention.bench.session import Row, Session, Step, Table
+from dilated_attention.bench.session import Row, Session, Step, new_table
 from dilated_attention.models import LMConfig, LongNetLM, summed_loss
 from dilated_attention.models.layers import attend_whole
 from dilated_attention.models.transformer import Attend
@@ -27,38 +27,31 @@ from dilated_attention.testing import make_qkv
 
 SUITE = "language"
 FAR = DilatedPattern.longnet([2048 << i for i in range(10)], [1 << i for i in range(10)])
-LENGTHS = {"cuda": (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20), "cpu": (1 << 10,)}
+MODELS: dict[str, dict[str, tuple[DilatedPattern, tuple[int, ...]]]] = {  # patterns, and tokens of a step
+    "cuda": {"125M": (PATTERN, (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20)),
+             "0.6B": (FAR, (1 << 17, 1 << 19, 1 << 20))},
+    "cpu": {"125M": (PATTERN, (1 << 10,))},
+}  # fmt: skip
 MOST_DENSE = 1 << 19  # tokens: beyond, a step with dense attention takes minutes
 COMPILED = (1 << 13, 1 << 17, 1 << 20)  # tokens of the steps that are compiled as well, which takes a while for each
-CAPTURED = (1 << 13,)  # and of those that are captured as a CUDA graph then: the host takes longer than the kernels
-# tokens, and whether compiled
-LARGE = {"cuda": ((1 << 17, False), (1 << 19, False), (1 << 20, False), (1 << 20, True)), "cpu": ()}
 PROMPTS = {"cuda": (10_000, 1_000_000), "cpu": (1_000,)}
 SMALL: dict[str, Any] = {"dim": 64, "depth": 2, "heads": 4, "kv_heads": 4, "vocab_size": 256}  # on a CPU
-Way = tuple[str, Attend, bool]  # its name, and whether it is compiled
 GENERATED = {"cuda": 1024, "cpu": 64}
 
 
 def steps(session: Session) -> list[Step]:
-    """One for each row of a table, or a few: they are long, and a run that dies keeps those that were done."""
-    kind, columns = session.device.type, ["tokens", "attention", "s", "tokens/s", "peak GiB", "utilisation"]
-    size = "125M" if session.on_cuda else "a small model"
-    training = Table(SUITE, "A training step", f"{size}, causal, {PATTERN}.", columns)
-    large = Table(SUITE, "A training step of a larger model", f"{FAR}.", columns)
-    columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
-    generating = Table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
+    """One for each length: they are long, and a run that dies keeps those that were done."""
+    kind, columns = session.device.type, ["tokens", "attention", "s", "tokens/s", "peak GiB", "TFLOP/s"]
     found = []
-    for n in LENGTHS[kind]:
-        ways: list[Way] = [("longnet", longnet(PATTERN), False), ("dense SDPA", dense, False)][: 1 + (n <= MOST_DENSE)]
-        ways += [(name, attend, True) for name, attend, _ in ways if n in COMPILED]
-        given = (session, "125M", PATTERN, n, ways)
-        found.append(session.adding(training, f"training, {n:,} tokens", of_training, *given))
+    for size, (pattern, lengths) in MODELS[kind].items():
+        note = f"Causal, {pattern}{'' if session.on_cuda else ', with smaller layers'}."
+        training = new_table(SUITE, f"A training step, {size}", note, columns)
+        for n in lengths:
+            found.append(session.adding(training, f"{size}, {n:,} tokens", of_training, session, size, pattern, n))
+    columns = ["prompt", "prompt and 16 tokens, s", "tokens/s"]
+    generating = new_table(SUITE, "Generation", "Batch of 1, the likeliest token.", columns)
     for n in PROMPTS[kind]:
         found.append(session.adding(generating, f"generation after {n:,} tokens", of_generation, session, n))
-    for n, is_compiled in LARGE[kind]:
-        text = f"0.6B, {n:,} tokens{', compiled' * is_compiled}"
-        ways = [("0.6B", longnet(FAR), is_compiled)]
-        found.append(session.adding(large, text, of_training, session, "0.6B", FAR, n, ways))
     return found
 
 
@@ -87,7 +80,6 @@ def operations(config: LMConfig, parameters: int, tokens: int) -> float:
 
 
 def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bool) -> Call:
-    """One step of a model on a row of random tokens."""
     torch.compiler.reset()  # what was compiled for another length is of no use for this one
     if is_compiled:
         for block in model.blocks:
@@ -105,33 +97,25 @@ def training_step(model: LongNetLM, tokens: int, attend: Attend, is_compiled: bo
     return step
 
 
-def figures(session: Session, model: LongNetLM, call: Call, tokens: int, attend: Attend, is_captured: bool) -> Row:
-    """Seconds, tokens per second, the peak in GiB with weights, and utilisation."""
-    before = 2 * sum(x.nbytes for x in model.parameters())  # weights, and gradients of the step before
-    peak = None if is_captured else session.peak(call, before)
-    seconds = session.median(call, warmups=0) / 1000  # the peak took a call or two, and so did the capture
-    ceiling = session.ceiling(session.setting(1))["matmul_tflops"] * 1e12
-    config = model.config
-    if attend is dense:
-        config = replace(config, pattern=DilatedPattern.longnet([tokens], [1]))
-    work = operations(config, sum(x.numel() for x in model.parameters()), tokens)
-    return [seconds, tokens / seconds, peak, work / seconds / ceiling]
-
-
-def of_training(session: Session, size: str, pattern: DilatedPattern, tokens: int, ways: list[Way]) -> Iterator[Row]:
+def of_training(session: Session, size: str, pattern: DilatedPattern, tokens: int) -> Iterator[Row]:
     config = model_of(session, size, pattern).config
     qkv = make_qkv(1, tokens, config.heads, config.head_dim, **session.options)
+    ways: dict[str, tuple[Attend, LMConfig]] = {"longnet": (longnet(pattern), config)}
     with torch.no_grad():
-        out, _ = longnet(pattern)(*qkv)
+        out, _ = ways["longnet"][0](*qkv)
     if not session.rows_are_right("language model", out, qkv, pattern, True)[0]:
         return
-    for name, attend, is_compiled in ways:
-        model = model_of(session, size, pattern)
-        step = training_step(model, tokens, attend, is_compiled)
-        yield [tokens, name + ", compiled" * is_compiled, *figures(session, model, step, tokens, attend, False)]
-        if is_compiled and tokens in CAPTURED:
-            captured = figures(session, model, graphed(step), tokens, attend, True)
-            yield [tokens, f"{name}, compiled, in a CUDA graph", *captured]
+    if pattern is PATTERN and tokens <= MOST_DENSE:
+        ways["dense SDPA"] = dense, replace(config, pattern=DilatedPattern.longnet([tokens], [1]))
+    for is_compiled in (False, True)[: 1 + (tokens in COMPILED)]:
+        for name, (attend, counted) in ways.items():
+            model = model_of(session, size, pattern)
+            step = training_step(model, tokens, attend, is_compiled)
+            # with weights, and gradients of the step before
+            peak = session.peak(step, 2 * sum(x.nbytes for x in model.parameters()))
+            seconds = session.median(step, warmups=0) / 1000  # the peak took a call or two
+            tflops = operations(counted, sum(x.numel() for x in model.parameters()), tokens) / seconds / 1e12
+            yield [tokens, name + ", compiled" * is_compiled, seconds, tokens / seconds, peak, tflops]
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Sequences of mixed lengths, packed in one row, beside one sequence that has as many pairs of tokens.
 
-Rows of the shortest and of the longest sequence are checked against float64 before anything is timed. A packing that
-was not met before must be prepared once: the first call with it is timed apart.
+Rows of the shortest and of the longest sequence are checked against float64 before anything is timed.
 
 Legend: q, k, v, dout (1, T, H, D) for T tokens of all sequences.
 """
@@ -10,24 +9,21 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dilated_attention.bench.run import cpu_milliseconds
-from dilated_attention.bench.session import LONG, Row, Session, Step, Table
+from dilated_attention.bench.session import LONG, Row, Session, Step, new_table
 from dilated_attention.bench.setting import BOTH, FORWARD, Setting, Subject, forget_inputs
 from dilated_attention.functional import dilated_attention
 from dilated_attention.models import slide_pattern
 
 SUITE, COUNT = "packed", 64
 LENGTHS = {"cuda": (1_000, 30_000), "cpu": (10, 300)}  # of the shortest and of the longest sequence, nearly
-NEW = 9  # packings that were not met before
-COLUMNS = ["what", "rows", "tokens", "forward ms", "forward + backward ms", "new packing ms", "error"]
+COLUMNS = ["what", "rows", "tokens", "forward ms", "forward + backward ms", "error"]
 RATES = LONG.dilation_rates
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # the rule, and of the setting
     "slides": ("torchscale", {"segments": (slide_pattern().segment_lengths, RATES), "heads": 16, "head_dim": 48}),
@@ -41,8 +37,7 @@ def steps(session: Session) -> list[Step]:
     shapes = {what: (rule, session.setting(sum(lengths), **given)) for what, (rule, given) in SHAPES.items()}
     note = "; ".join(f"{what}: {rule}, {setting}" for what, (rule, setting) in shapes.items())
     sizes = f"Sequences of {min(lengths):,} to {max(lengths):,} tokens."
-    more = "New packing: what its first forward takes more."
-    table = Table(SUITE, "Packed sequences", f"{note}. {sizes} {more}", COLUMNS)
+    table = new_table(SUITE, "Packed sequences", f"{note}. {sizes}", COLUMNS)
     return [
         session.adding(table, f"{COUNT} {what} in one row", rows, session, what, *given, lengths)
         for what, given in shapes.items()
@@ -61,12 +56,8 @@ def rows(session: Session, what: str, rule: str, setting: Setting, lengths: list
 
 
 def measure(session: Session, setting: Setting, rule: str, lengths: list[int]) -> list[Any]:
-    pattern, qkv = setting.pattern(rule), setting.qkv()
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        packing = [0, *itertools.accumulate(lengths)]
-        return dilated_attention(q, k, v, pattern, is_causal=setting.causal, cu_seqlens=packing)
-
+    pattern, qkv, packing = setting.pattern(rule), setting.qkv(), [0, *itertools.accumulate(lengths)]
+    attention = partial(dilated_attention, pattern=pattern, is_causal=setting.causal, cu_seqlens=packing)
     subject = Subject(attention, attention, pattern, qkv, setting.dout())
     calls = {way: subject.call(way) for way in (FORWARD, BOTH)}
     found = [
@@ -76,10 +67,5 @@ def measure(session: Session, setting: Setting, rule: str, lengths: list[int]) -
     ]
     worst = max(error for _, error in found)
     if not all(is_right for is_right, _ in found):
-        return [None, None, None, worst]
-    times, more = [timing.median for timing in session.time(calls).values()], []
-    for _ in lengths[1 : 1 + NEW]:
-        lengths.append(lengths.pop(0))
-        first, again = (cpu_milliseconds(calls[FORWARD], session.device) for _ in range(2))
-        more.append(first - again)
-    return [*times, statistics.median(more) if more else None, worst]
+        return [None, None, worst]
+    return [*(timing.median for timing in session.time(calls).values()), worst]

@@ -20,7 +20,7 @@ from dilated_attention.bench import baselines
 from dilated_attention.bench.implementations import RELEASED as RELEASED_NAME
 from dilated_attention.bench.implementations import named
 from dilated_attention.bench.run import Call
-from dilated_attention.bench.session import Row, Session, Step, Table
+from dilated_attention.bench.session import Row, Session, Step, new_table
 from dilated_attention.models import SlideEncoder, slide_pattern
 from dilated_attention.models.layers import FeedForward, SelfAttention, Sequences
 
@@ -30,7 +30,6 @@ MODELS = ("gigapath_slide_enc12l768d", "gigapath_slide_enc12l384d")
 HEAD_DIMS = (48, 24, 64)  # of these models, and one that kernels are made for
 TILES = {"cuda": (10_000, 45_680, 200_000, 1_000_000), "cpu": (1_000, 10_000)}
 TRAINED = {"cuda": 45_680, "cpu": 1_000}
-WAYS = ("this library", "released way")
 
 
 def released_attention(layer: SelfAttention, x: Tensor, rows: Sequences) -> Any:
@@ -44,14 +43,11 @@ def released_feed_forward(layer: FeedForward, x: Tensor) -> Any:
     return layer.fc2(layer.ffn_layernorm(F.gelu(x.float()).type_as(x)))
 
 
-RELEASED: dict[str, Any] = {"self_attn": released_attention, "ffn": released_feed_forward}
-
-
 def steps(session: Session) -> list[Step]:
     columns = ["model", "tiles", "way", "ms", "peak GiB", "difference"]
-    whole = Table(SUITE, "Whole slide encoders, forward", f"{PATTERN}.", columns)
-    columns = ["model", "tiles", "ms", "peak GiB", "rollout ms", "rollout peak GiB"]
-    training = Table(SUITE, "A fine-tuning step and a rollout", "With checkpointing.", columns)
+    whole = new_table(SUITE, "Whole slide encoders, forward", f"{PATTERN}.", columns)
+    columns = ["model", "tiles", "ms", "peak GiB"]
+    training = new_table(SUITE, "A fine-tuning step", "With checkpointing.", columns)
     tiles = TILES[session.device.type]
     attentions = named("torchscale, auto", RELEASED_NAME)
     return [
@@ -68,8 +64,10 @@ def of_models(session: Session, preset: str, tiles: int) -> Iterator[Row]:
     torch.manual_seed(0)
     model = SlideEncoder.preset(preset, global_pool=True).to(session.device, session.dtypes[0]).eval()
     given, outs = _slide(session, model, tiles), []
-    for name in WAYS:
-        _attend(model, name)
+    for name in ("this library", "released way"):
+        for layer in model.encoder.layers if name == "released way" else ():
+            layer.self_attn.forward = partial(released_attention, layer.self_attn)
+            layer.ffn.forward = partial(released_feed_forward, layer.ffn)
         outs.append(model(*given)[0])
         call: Call = partial(model, *given)
         peak, ms = session.peak(call), session.median(call)
@@ -77,28 +75,20 @@ def of_models(session: Session, preset: str, tiles: int) -> Iterator[Row]:
 
 
 def of_training(session: Session, preset: str) -> Iterator[Row]:
-    """One step with checkpointing, in the main dtype by autocast; weights and gradients are float32. Beside it a
-    rollout, which is a forward pass and the gradients of attention alone."""
+    """With checkpointing, in the main dtype by autocast; weights and gradients are float32."""
     tiles = TRAINED[session.device.type]
-    model = SlideEncoder.preset(preset, global_pool=True, checkpoint_activations=True).to(session.device)
+    model = SlideEncoder.preset(preset, global_pool=True, checkpoint_activations=True).to(session.device).train()
     given = _slide(session, model, tiles)
-    autocast = partial(torch.autocast, session.device.type, session.dtypes[0], enabled=session.on_cuda)
 
     def step() -> None:
-        model.train().zero_grad(set_to_none=True)
-        with autocast():
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(session.device.type, session.dtypes[0], enabled=session.on_cuda):
             loss = model(*given)[0].square().mean()
         loss.backward()
 
-    def rollout() -> None:
-        with autocast():
-            model.eval().rollout(*given)
-
     step()
-    weights, calls = sum(x.nbytes for x in model.parameters()), {"step": step, "rollout": rollout}
-    peaks = [session.peak(call, weights) for call in calls.values()]
-    times = [timing.median for timing in session.time(calls, 0.5).values()]
-    yield [preset, tiles, *(figure for pair in zip(times, peaks, strict=True) for figure in pair)]
+    weights = sum(x.nbytes for x in model.parameters())
+    yield [preset, tiles, session.median(step), session.peak(step, weights)]
 
 
 def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, Tensor]:
@@ -106,12 +96,3 @@ def _slide(session: Session, model: SlideEncoder, tiles: int) -> tuple[Tensor, T
     features = torch.randn(1, tiles, model.patch_embed.proj.in_features, **session.options)
     cells = torch.arange(tiles, device=session.device)
     return features, torch.stack([cells % 1000, cells // 1000], -1).unsqueeze(0) * 256
-
-
-def _attend(model: SlideEncoder, way: str) -> None:
-    """Let every layer compute this way."""
-    for layer, (name, function) in product(model.encoder.layers, RELEASED.items()):
-        module: Any = layer.get_submodule(name)
-        vars(module).pop("forward", None)
-        if way == "released way":
-            module.forward = partial(function, module)

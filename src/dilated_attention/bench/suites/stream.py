@@ -1,26 +1,25 @@
 """A sequence longer than memory: a billion tokens on CUDA, chunk after chunk, causal and not.
 
-Only the attention is timed: the device is waited for before and after, and neither the drawing of chunks nor the checks
-count. Before that, a short stream in odd chunks is checked against the oracle. Rows of some chunks are checked, too.
+It is one chunk again and again; checks are not timed. Before that, a short stream in odd chunks is checked against the
+oracle. Rows of some chunks are checked, too.
 
 Legend: a chunk is q, k, v, each (1, n, H, D).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 import torch
-from torch import Tensor
 from torch.utils.benchmark import timer
 
 from dilated_attention.bench import probes
 from dilated_attention.bench.run import Expected, oracle, synchronise
-from dilated_attention.bench.session import LONG, Row, Session, Step, Table
+from dilated_attention.bench.session import LONG, Row, Session, Step, new_table
 from dilated_attention.streaming import stream
+from dilated_attention.testing import make_qkv
 from dilated_attention.units import GIB
 
-Chunk = tuple[Tensor, Tensor, Tensor]
 SUITE, HEADS, DIM, PATTERN = "stream", 12, 64, LONG
 SIZES = {"cuda": (1 << 30, 1 << 20), "cpu": (1 << 16, 1 << 15)}  # tokens, and those of a chunk: all segments divide it
 CHECKED = 4  # chunks of which rows are checked: 32 rows each
@@ -30,15 +29,10 @@ COLUMNS = ["tokens", "chunk", "causal", "s", "million tokens/s", "TFLOP/s", "pea
 
 def steps(session: Session) -> list[Step]:
     note = f"{HEADS} heads of {DIM}, {PATTERN}, {session.results['dtypes'][0]}. A row that is wrong has no time."
-    table = Table(SUITE, TITLE, note, COLUMNS)
+    table = new_table(SUITE, TITLE, note, COLUMNS)
     return [
         session.adding(table, f"{TITLE}{', causal' * causal}", measured, session, causal) for causal in (False, True)
     ]
-
-
-def measured(session: Session, causal: bool) -> Iterator[Row]:
-    if is_exact(session, causal):
-        yield measure(session, causal)
 
 
 def is_exact(session: Session, causal: bool) -> bool:
@@ -49,50 +43,34 @@ def is_exact(session: Session, causal: bool) -> bool:
         chunks = zip(*(torch.split(x, 100, dim=1) for x in qkv), strict=True)
         found = torch.cat(list(stream(chunks, odd, is_causal=causal)), dim=1)
     check = Expected.of(oracle(odd, causal), qkv, small.dout()).compare({"out": found})
-    is_right = session.judge_own("stream", check.errors["out"], check.limits["out"], causal)
-    if not is_right:
-        session.watch.say(f"{TITLE}: wrong, so it is not timed")
-    return is_right
+    return session.judge_own("stream", check.errors["out"], check.limits["out"], causal)
+
+
+def measured(session: Session, causal: bool) -> list[Row]:
+    return [measure(session, causal)] if is_exact(session, causal) else []
 
 
 @torch.no_grad()
 def measure(session: Session, causal: bool) -> Row:
-    (tokens, size), device, spent = SIZES[session.device.type], session.device, 0.0
+    (tokens, size), device, spent, found = SIZES[session.device.type], session.device, 0.0, []
     count = tokens // size
     checked = {index * (count - 1) // (CHECKED - 1) for index in range(CHECKED)}  # the first and the last among them
-
-    def chunks() -> Iterator[Chunk]:
-        nonlocal spent
-        for index in range(count):
-            start = timer()
-            drawn = [draw(session, size, index)]
-            spent -= timer() - start
-            yield drawn.pop()  # kept in no variable: it would be there while the next one is drawn
-
-    list(stream([draw(session, size, 0)], PATTERN, is_causal=causal))  # kernels are compiled and chosen once
+    chunk = make_qkv(1, size, HEADS, DIM, **session.options)
+    list(stream([chunk], PATTERN, is_causal=causal))  # kernels are compiled and chosen once
     if session.on_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    outputs, found = stream(chunks(), PATTERN, is_causal=causal), []
+    outputs = stream(itertools.repeat(chunk, count), PATTERN, is_causal=causal)
     for index in range(count):
         start = timer()
         out = next(outputs)
         synchronise(device)
         spent += timer() - start
         if index in checked:  # a chunk begins where all segments do, so its rows see no other chunk
-            found.append(session.rows_are_right("stream", out, draw(session, size, index), PATTERN, causal))
-        del out  # it would be there while the next chunk is
+            found.append(session.rows_are_right("stream", out, chunk, PATTERN, causal))
+        del out  # it would be there while the next one is computed
     flops = PATTERN.flops(tokens, HEADS, DIM, is_causal=causal)
     peak = torch.cuda.max_memory_allocated(device) / GIB if session.on_cuda else None
     is_right, errors = all(right for right, _ in found), max(error for _, error in found)
     figures = [spent, tokens / spent / 1e6, flops / spent / 1e12, peak] if is_right else [None] * 4
     return [tokens, size, "yes" if causal else "no", *figures, len(checked) * probes.ROWS, errors]
-
-
-def draw(session: Session, size: int, index: int) -> Chunk:
-    """The same chunk whenever it is drawn."""
-    torch.manual_seed(index)
-    synchronise(session.device)
-    q, k, v = (torch.randn(1, size, HEADS, DIM, **session.options) for _ in range(3))
-    synchronise(session.device)
-    return q, k, v

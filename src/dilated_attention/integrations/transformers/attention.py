@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import output_capturing
 
 from dilated_attention import functional
-from dilated_attention.call import checked_cu_seqlens
-from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
@@ -35,40 +32,23 @@ REFUSED = {
     "indices": "sparse attention by an indexer",
     "block_indices": "sparse attention by an indexer",
 }
-JUMPS = (
-    "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass those that go with "
-    "cu_seq_lens_q, as a model without them numbers all documents as one; without documents, leave position_ids out"
-)
+JUMPS = "position_ids must begin at 0 in each packed document, and grow by 1 inside it: pass them with cu_seq_lens_q"
 BREAKS = (
-    "position_ids must grow by 1 from token to token, and go on after those in the cache; those of packed documents "
-    "may begin again at 0, but only without attention_mask and without a cache (use_cache=False). If there is a cache, "
-    "make a new one or call its reset(): it may hold some of these tokens already"
+    "position_ids must grow by 1 from token to token, and go on after those in the cache, which may hold some of these "
+    "tokens already; packed documents may begin again at 0 only without attention_mask and with use_cache=False"
 )
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls in every layer. The first one checks what is in the numbers of tensors."""
     options.setdefault("is_causal", getattr(module, "is_causal", True))
-    kept, looks = getattr(key, "kept_by", None), is_first(module)  # the layer of a DilatedCache, which made these keys
+    kept = getattr(key, "kept_by", None)  # the layer of a DilatedCache, which made these keys
     is_cached = bool(kept or options.get("use_cache") or key.shape[2] > query.shape[2])
-    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached, looks=looks)
-    if looks:
-        if not torch.compiler.is_compiling():
-            _check_weights()
-            if "position_ids" not in options:
-                warn(
-                    f"{type(module).__name__} does not tell its attention of position_ids, so nobody checks them: with "
-                    "a cache, packed documents would be read as one sequence; pass use_cache=False with them"
-                )
+    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached)
+    if is_first(module):
         if kept is not None:
             kept.check_past(grid, len(query))
         check_positions(options.get("position_ids"), len(query), grid, options)
@@ -81,54 +61,33 @@ def attention(
 
 
 def read_grid(
-    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, *, looks: bool = True,
-    refused: dict[str, str] = REFUSED,
-) -> Grid:  # fmt: skip
-    """The grid of a call, or an error if something is asked for that cannot be honoured.
-
-    ``looks``: whether to look at the numbers in cu_seq_lens_q and cu_seq_lens_k, which one layer does.
-    """
+    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, refused: dict[str, str] = REFUSED
+) -> Grid:
+    """The grid of a call, or an error if something is asked for that cannot be honoured."""
     for name, what in refused.items():
         if isinstance(options.get(name), Tensor) or options.get(name):
             raise ValueError(f"dilated attention cannot honour {what}")
     if options.get("is_causal") is False:
         raise ValueError(NOT_CAUSAL)
     if not isinstance(mask, Grid):
-        got = "no mask" if mask is None else f"the mask {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
         raise ValueError(
-            f"dilated attention got {got}, and needs one that its own mask function made: pass attention_mask as "
-            "(batch, tokens), and call register() before the model runs"
+            "dilated attention needs a mask of its own mask function: call register() before the model runs, and "
+            "pass attention_mask as (batch, tokens)"
         )
-    ends, keys = (options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    if ends is None and keys is None:
-        return mask
+    ends = options.get("cu_seq_lens_q")
     if ends is None:
-        raise ValueError("cu_seq_lens_k came without cu_seq_lens_q: pass both, the same, or cu_seq_lens_q alone")
+        return mask
     if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
         raise ValueError(
-            "cu_seq_lens_q is for one row of packed tokens without padding and without a cache: leave attention_mask "
-            "out, and pass use_cache=False"
+            "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
         )
-    ends = cu_seqlens_on_host(ends, "cu_seq_lens_q")
-    if looks and not torch.compiler.is_compiling():  # else the op of the attention itself looks at them
-        if keys is not None and not torch.equal(cu_seqlens_on_host(keys, "cu_seq_lens_k"), ends):
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: dilated attention is self-attention")
-        checked_cu_seqlens(ends, tokens, "cu_seq_lens_q")
-    return Grid(tokens, tokens, documents=ends)  # of one row
+    return Grid(tokens, tokens, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
 
 
 def attend(
-    pattern: DilatedPattern,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grid: Grid,
-    kept: DilatedLayer | None = None,
-    group: Any = None,
-    *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    pattern: DilatedPattern, q: Tensor, k: Tensor, v: Tensor, grid: Grid, kept: DilatedLayer | None = None,
+    group: Any = None, *, scale: float | None = None, dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of queries on their grid. ``kept``: the cache layer that k and v were given to, if it keeps rows."""
     if group is not None and not (grid.is_plain and grid.queries == grid.keys and kept is None):
         with functional.telling(group, q):
@@ -137,8 +96,8 @@ def attend(
     if keys != grid.keys:
         raise ValueError(
             f"a layer has {keys} tokens, cached and new, and attention_mask or the first layer has {grid.keys}: give "
-            "attention_mask one column per token; if an earlier call stopped between two layers, or gradient "
-            "checkpointing left the cache out, make a new cache or call its reset(), and train without one"
+            "attention_mask one column per token; if an earlier call was interrupted, make a new cache; with gradient "
+            "checkpointing, train without one"
         )
     if padding := grid.padding:
         order = padding.order if kept is None else padding.query_order  # a DilatedCache is given the new tokens alone
@@ -146,8 +105,7 @@ def attend(
     if kept is not None:
         if kept.pattern.text != pattern.text:  # by their texts, which a compiler can compare
             raise ValueError(
-                f"a layer of the model has {pattern}, and that of the DilatedCache {kept.pattern}: make the cache with "
-                "DilatedCache(model.config)"
+                f"a layer has {pattern}, and that of the cache {kept.pattern}: make it with DilatedCache(model.config)"
             )
         if dropout_p:
             raise ValueError("DilatedCache does not support dropout: call model.eval()")
@@ -171,13 +129,6 @@ def attend(
     if padding:
         out, lse = (taken(x, padding.query_order.argsort(dim=1)) for x in (out, lse))
     return out, lse
-
-
-def _check_weights() -> None:
-    """GPT-2 tells its attention function nothing of output_attentions; who asked for them collects them here."""
-    collector = getattr(output_capturing, "_active_collector", None)
-    if collector is not None and "attentions" in (collector.get() or ()):
-        raise ValueError(f"dilated attention cannot honour {REFUSED['output_attentions']}")
 
 
 def check_positions(positions: Tensor | None, samples: int, grid: Grid, options: dict[str, Any]) -> None:
@@ -220,7 +171,6 @@ def _check_shard(positions: Tensor, group: Any) -> None:
     if (positions != wanted).any() or not rank * tokens <= first <= rank * (tokens + 1):
         with functional.telling(group, positions):
             raise ValueError(
-                f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: shards "
-                "must be contiguous and in the order of the ranks; pass local_positions(N, group)[None], and turn off "
-                "load balancers that reorder tokens"
+                f"position_ids of rank {rank} go from {first} to {int(positions[0, -1])}, in {tokens} tokens: pass "
+                "local_positions(N, group)[None], and turn off load balancers that reorder tokens"
             )

@@ -51,10 +51,7 @@ class DilatedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        if key_states.shape != value_states.shape:
-            raise ValueError("keys and values must have one shape for dilated attention")
-        like = key_states[:, :, :0].transpose(1, 2)
-        self.kept = KVCache(self.pattern, like, tokens=1)
+        self.kept = KVCache(self.pattern, key_states[:, :, :0].transpose(1, 2), tokens=1)
         self.is_initialized = True
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -64,8 +61,7 @@ class DilatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.waiting:
             raise RuntimeError(
-                "DilatedCache got new tokens before attention ran on the last ones: it works with "
-                'attn_implementation="dilated" only; after an error in a forward pass, call reset()'
+                'DilatedCache works with attn_implementation="dilated" only; after an error in a call, call reset()'
             )
         self.check_samples(len(key_states))
         self.waiting = key_states.shape[2]
@@ -75,17 +71,11 @@ class DilatedLayer(CacheLayerMixin):
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of new tokens, real ones first. The rows of the previous chunk are kept: it cannot be cropped now.
-
-        The new chunk is then the last one. Its rows are kept at the next call, or at once if it is one token.
-        """
+        """(out, lse) of new tokens, real ones first. They are the last chunk now, and that before them is kept."""
         assert self.kept is not None
         samples, n = q.shape[:2]
         if self.waiting != n:
-            raise RuntimeError(
-                "DilatedCache was asked more than once for attention on the same tokens, as by a model with two "
-                "attentions in a layer: use another cache, such as DynamicCache"
-            )
+            raise RuntimeError("DilatedCache takes no model with two attentions in a layer: use DynamicCache")
         self.waiting = 0
         if self.last is not None and not self.last.is_kept:
             self.kept.keep(self.last.kv[0], self.last.kv[1], self.last.at, self.last.real.sum(1))
@@ -104,26 +94,19 @@ class DilatedLayer(CacheLayerMixin):
         """Raise if there are others than before: one would get the rows of another."""
         held = samples if self.kept is None else len(self.kept.like)
         if held != samples:
-            raise ValueError(
-                f"this DilatedCache holds {held} samples, and this call has {samples}: make a new cache, or choose "
-                "samples with batch_select_indices()"
-            )
+            raise ValueError(f"this DilatedCache holds {held} samples, and this call has {samples}: make a new cache")
 
     @torch.compiler.disable(reason=BY_POSITION)  # type: ignore[no-untyped-call, untyped-decorator]
     def check_past(self, grid: Grid, samples: int) -> None:
-        """Raise unless attention_mask has as many real tokens before the new ones as were kept, of each sample.
-
-        One layer does it. Where nothing was ever padding, the host need not wait.
-        """
+        """Raise unless attention_mask has as many real tokens before the new ones as were kept, of each sample."""
         self.check_samples(samples)
         last = self.last
         if last is None or not (self.is_padded or grid.padding is not None):
             return
         if bool((last.at + last.real.sum(1) != grid.first(last.at.device)).any()):
             raise ValueError(
-                "attention_mask has other real tokens before this call than DilatedCache kept: pass a mask with the "
-                "columns of all earlier calls, the same as then, or none if none of them had one; for another mask "
-                "make a new cache, or call reset()"
+                "attention_mask has other real tokens before this call than DilatedCache kept: pass the columns of all "
+                "earlier calls as they were, or none if none had any; for another mask, make a new cache"
             )
 
     @property
@@ -150,16 +133,10 @@ class DilatedLayer(CacheLayerMixin):
             raise ValueError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
         held = 0 if self.last is None else self.last.real.shape[1]
         if -tokens_to_remove > held:
-            raise ValueError(
-                f"DilatedCache can forget {held} tokens, those of the last chunk, and was asked to forget "
-                f"{-tokens_to_remove}: older rows were dropped already; call reset() and start again"
-            )
+            raise ValueError(f"DilatedCache can forget the last {held} tokens, and not {-tokens_to_remove}")
         if tokens_to_remove and self.last is not None:
             self.last = self.last._replace(real=self.last.real[:, :tokens_to_remove], is_kept=False)
             self.length += tokens_to_remove
-
-    def offload(self) -> None:
-        raise ValueError("DilatedCache cannot be offloaded: it is small, so leave it on its device")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.kept is not None:
@@ -175,26 +152,11 @@ class DilatedLayer(CacheLayerMixin):
     reorder_cache = batch_select_indices
 
 
-def check_layers(cache: Cache, layers: int) -> None:
-    """Raise if a call stopped between two layers: some hold its tokens, and others do not. Not in compiled code."""
-    held = set() if torch.compiler.is_compiling() else {int(cache.get_seq_length(layer)) for layer in range(layers)}
-    if len(held) > 1:
-        raise ValueError(
-            f"the layers of the cache hold from {min(held)} to {max(held)} tokens: an earlier call stopped between two "
-            "layers; make a new cache, or call its reset()"
-        )
-
-
 class DilatedCache(Cache):
-    """A cache that keeps only the key and value rows that later tokens can see.
+    """A cache that keeps only the key and value rows that later tokens can see, and the last chunk.
 
-    It stops growing once the sequence is as long as the longest segment. It then holds segment length / rate rows per
-    branch and key/value head, and the last chunk.
-
-    Give it as ``past_key_values=`` to a model with ``attn_implementation="dilated"``, or to its ``generate()``.
-
-    Args:
-        config: of the model, with its pattern: see `set_pattern`.
+    It stops growing once the sequence is as long as the longest segment. Give it as ``past_key_values=`` to a model
+    with ``attn_implementation="dilated"``, or to its ``generate()``. ``config`` is that of the model.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -211,14 +173,6 @@ class DilatedCache(Cache):
     def __init__(self, config: Any) -> None:
         config = config.get_text_config(decoder=True)
         super().__init__(layers=[DilatedLayer(pattern) for pattern in patterns_of(config)])
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"this DilatedCache is for {len(self.layers)} layers, and the model has at least {layer_idx + 1}: make "
-                "the cache with DilatedCache(model.config)"
-            )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:

@@ -30,10 +30,9 @@ FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
 class ShardingCollator:
     """Collects the samples of all ranks of a group, and gives each rank its contiguous part of every row.
 
-    A trainer gives each rank its own samples. Here the P ranks of a group share sequences: a batch has the rows of all
-    of them, and 1 / P of the tokens of each row. It has input_ids, labels and shift_labels (both shifted before rows
-    are cut), position_ids, use_cache and group. attention_mask is dropped, other keys are an error. Use it as
-    ``data_collator=``, with no worker processes (``dataloader_num_workers=0``), as ranks talk while they collate.
+    A batch has the rows of all P ranks, and 1 / P of the tokens of each row: input_ids, labels and shift_labels (both
+    shifted before rows are cut), position_ids, use_cache and group. Use it as ``data_collator=`` with
+    ``dataloader_num_workers=0``, as ranks talk while they collate.
 
     Args:
         collator: gives ``input_ids`` and ``labels``, (samples, tokens), padded on the right if at all.

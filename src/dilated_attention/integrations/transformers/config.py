@@ -24,8 +24,6 @@ def set_pattern(config: Any, pattern: DilatedPattern | Sequence[DilatedPattern])
     """
     config = getattr(config, "config", config)
     check_model(config)
-    if not isinstance(pattern, DilatedPattern):
-        check_count(len(pattern), getattr(config, "num_hidden_layers", None))
     setattr(config, FIELD, written(pattern))
     return config
 
@@ -45,17 +43,12 @@ def patterns_of(config: Any) -> tuple[DilatedPattern, ...]:
     given = getattr(config, FIELD, None)
     if given is None:
         raise ValueError(f"the config has no {FIELD}: call set_pattern(config, pattern) before the model is made")
-    read = read_pattern(given)
-    patterns = (read,) * config.num_hidden_layers if isinstance(read, DilatedPattern) else read
-    check_count(len(patterns), config.num_hidden_layers)
+    read, layers = read_pattern(given), config.num_hidden_layers
+    patterns: tuple[DilatedPattern, ...] = (read,) * layers if isinstance(read, DilatedPattern) else read
+    if len(patterns) != layers:
+        has = f"{FIELD} has {len(patterns)} patterns, and the model {layers} layers"
+        raise ValueError(f"{has}: give one, or one per layer")
     return patterns
-
-
-def check_count(patterns: int, layers: int | None) -> None:
-    """Raise unless there is one pattern per layer. ``layers``: None if they are not known."""
-    if not patterns or layers not in (None, patterns):
-        has = "" if layers is None else f", and the model {layers} layers"
-        raise ValueError(f"{FIELD} has {patterns} patterns{has}: give one, or one per layer")
 
 
 def pattern_of(module: Any) -> DilatedPattern:

@@ -84,26 +84,17 @@ class Grid(BlockMask):
 
 
 def grid_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    device: Any = "cpu",
-    config: Any = None,
-    **_: Any,
-) -> Grid:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None, local_size: int | None = None,
+    use_vmap: bool = False, device: Any = "cpu", config: Any = None, **_: Any,
+) -> Grid:  # fmt: skip
     """The mask function of "dilated"."""
     if not torch.compiler.is_compiling():
         check_model(config)
     if local_size is not None:
         raise ValueError(
-            "dilated attention cannot honour sliding-window or chunked layers: its pattern says who sees whom; in the "
-            "config of Mistral or Qwen, set sliding_window=None, or layer_types to 'full_attention'"
+            "dilated attention cannot honour sliding-window or chunked layers: in the config of Mistral or Qwen, set "
+            "sliding_window=None, or layer_types to 'full_attention'"
         )
     if use_vmap:
         raise ValueError("dilated attention cannot honour mask functions: its pattern says who sees whom")
@@ -119,21 +110,14 @@ def grid_mask(
         # a copy: the cache counts on in this very tensor before the first layer attends
         q_offset = q_offset.to(device=device, dtype=torch.int64, copy=True).reshape(())
     if attention_mask is not None:
-        width = attention_mask.shape[1] if attention_mask.dim() == 2 else 0
-        if attention_mask.shape != (batch_size, width):
-            raise ValueError(
-                f"attention_mask must be (batch, tokens), and the batch has {batch_size}, got "
-                f"{tuple(attention_mask.shape)}"
-            )
+        width = attention_mask.shape[1]
         # a compiler cannot know where the queries of a static cache begin, nor whether anything is padding
         is_known = not torch.compiler.is_compiling()
         if is_known or not isinstance(q_offset, Tensor):
             end = int(q_offset) + q_length
             if width < end or width > kv_length == end:  # that of a static cache, which has more room, may be longer
-                raise ValueError(
-                    f"attention_mask has {width} columns, and there are {end - q_length} tokens in the cache and "
-                    f"{q_length} new ones: it must have a column for each"
-                )
+                there = f"there are {end - q_length} tokens in the cache and {q_length} new ones"
+                raise ValueError(f"attention_mask has {width} columns, and {there}: it must have a column for each")
         mask = F.pad(attention_mask[:, :kv_length], (0, max(0, kv_length - width))).bool()
         if not is_known or not bool(mask[:, :end].all()):  # what comes after is not there yet
             column = torch.arange(kv_length, device=mask.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -19,14 +18,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import create_causal_mask, sdpa_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from dilated_attention.checks import warn
 from dilated_attention.functional import telling
 from dilated_attention.integrations.transformers import attention
-from dilated_attention.integrations.transformers.cache import DilatedCache, check_layers
+from dilated_attention.integrations.transformers.cache import DilatedCache
 from dilated_attention.integrations.transformers.config import set_pattern
 from dilated_attention.integrations.transformers.grid import Grid, grid_mask
 from dilated_attention.models.lm import LongNetLM
@@ -52,8 +51,8 @@ NAMES = {one.name: RENAMED.get(one.name, one.name) for one in fields(LMConfig) i
 class LongNetConfig(PreTrainedConfig):
     """The config of LongNetForCausalLM: that of `LMConfig`, under the names that transformers has.
 
-    hidden_act is its ffn ("gelu" or "swiglu"), intermediate_size its ffn_dim, and tie_word_embeddings its tied. Set
-    dilated_pattern with `set_pattern`; by default it is the LongNet paper's, with segments from 2048 to 32768.
+    hidden_act is its ffn, intermediate_size its ffn_dim, and tie_word_embeddings its tied. Set dilated_pattern with
+    `set_pattern`; by default it is the LongNet paper's.
     """
 
     model_type = "longnet"
@@ -193,13 +192,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         with telling(group, input_ids):
             cache = self._cache(past_key_values, use_cache, group)
             if group is not None and labels is not None and shift_labels is None:
-                raise ValueError(
-                    "over a group, pass shift_labels: labels are shifted before a sequence is cut into shards"
-                )
+                raise ValueError("over a group, pass shift_labels: labels are shifted before a sequence is cut")
             tokens = self._tokens(input_ids, inputs_embeds)
             position_ids, grid = self._grid(tokens, attention_mask, position_ids, cache, kwargs)
-            if cache is not None:
-                check_layers(cache, self.config.num_hidden_layers)
             if isinstance(cache, DilatedCache):
                 cache.layers[0].check_past(grid, len(tokens))
         positions = grid.positions(len(tokens), tokens.device) if position_ids is None else position_ids
@@ -238,15 +233,13 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if options.get("output_hidden_states") is None:
             options["output_hidden_states"] = self.config.output_hidden_states
         samples, n = tokens.shape[:2]
-        if positions is not None:
-            positions = positions.unsqueeze(0) if positions.dim() == 1 else positions
-            if positions.shape not in ((1, n), (samples, n)):
-                raise ValueError(f"position_ids must be (batch, tokens) = {samples, n}, got {tuple(positions.shape)}")
+        if positions is not None and positions.dim() == 1:
+            positions = positions.unsqueeze(0)
         made = create_causal_mask(
             config=self.config, inputs_embeds=torch.empty(samples, n, 0, device=tokens.device), attention_mask=mask,
             past_key_values=cache, position_ids=positions,
         )  # fmt: skip
-        return positions, attention.read_grid(made, samples, n, options, cache is not None, refused=REFUSED)
+        return positions, attention.read_grid(made, samples, n, options, cache is not None, REFUSED)
 
     def _loss(self, states: Tensor, labels: Any, shift_labels: Any, grid: Grid, items: Any) -> Any:
         """The mean over the labels, or their part of that over ``items``: a trainer counts those of a larger batch."""
@@ -265,21 +258,14 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _tokens(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         """As the plain model takes them."""
-        if ids is not None and embedded is None:
-            if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-                raise ValueError(
-                    "input_ids must be (batch, tokens) of int64 or int32: use input_ids[None] for one row and "
-                    f"input_ids.long() for another dtype, got {tuple(ids.shape)} of {ids.dtype}"
-                )
-            return ids
-        if embedded is None or ids is not None:
+        if embedded is not None and ids is None:
+            return embedded * self.lm.scale
+        if embedded is not None or ids is None:
             raise ValueError("give either input_ids or inputs_embeds")
-        if embedded.shape[2:] != (self.config.hidden_size,) or not embedded.is_floating_point():
-            raise ValueError(
-                f"inputs_embeds must be (batch, tokens, {self.config.hidden_size}) of floating-point numbers, got "
-                f"{tuple(embedded.shape)} of {embedded.dtype}"
-            )
-        return embedded * self.lm.scale
+        if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            wanted = "(batch, tokens) of int64 or int32"
+            raise ValueError(f"input_ids must be {wanted}, got {tuple(ids.shape)} of {ids.dtype}")
+        return ids
 
     def _attends(self, grid: Grid, cache: Any, group: Any) -> list[Attend]:
         if written(self.lm.config.pattern) != self.config.dilated_pattern:  # by `set_pattern`, since the model was made
@@ -308,8 +294,6 @@ def register() -> None:
 
     The pattern is in the config of a model: see `set_pattern`. Calling it again changes nothing.
     """
-    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-        raise ImportError("this transformers is too old for dilated attention: install transformers 5.18 or newer")
     AttentionInterface.register(attention.NAME, attention.attention)
     AttentionMaskInterface.register(attention.NAME, grid_mask)
     AutoConfig.register(LongNetConfig.model_type, LongNetConfig, exist_ok=True)
