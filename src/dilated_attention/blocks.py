@@ -395,7 +395,7 @@ def _places(call: Call, index: int, head: int) -> Iterator[Place]:
             first, segment, zeros = rect.queries.start, begin, 0
             if isinstance(branch, Dilated):
                 segment += first - first % branch.length
-                zeros = zeros_beside(branch, rect.keys.count, n) if call.adds_zeros else 0
+                zeros = zeros_beside(branch, rect.keys.length, n) if call.adds_zeros else 0
             for here in _with_keys_here(rect, call.key_start - begin, call.key_start + call.keys - begin):
                 for even in here.even():
                     yield Place(even.moved(begin), segment, zeros, but, (begin, end))
@@ -425,7 +425,7 @@ def _of_run(
         at, key_at = (tuple(run.first[i] + shift + h * run.steps[i] for h in range(run.heads)) for i in (1, 2))
         queries, keys = (
             View(
-                sample + first, samples, start - here, segments, rect.period or rows.count * rows.step, rows.count,
+                sample + first, samples, start - here, segments, rect.period or rows.length * rows.step, rows.length,
                 rows.step, run.first[0], run.heads, run.steps[0], token_step,
             )
             for start, here, rows, token_step in (
@@ -443,7 +443,7 @@ def _in_rows(rect: Rect) -> tuple[int | None, int | None]:
     if rect.low is None and rect.high is None:
         return None, None
     (start, step, _), (key, key_step, _) = rect.queries, rect.keys
-    assert step == key_step or min(rect.queries.count, rect.keys.count) == 1
+    assert step == key_step or min(rect.queries.length, rect.keys.length) == 1
     low = None if rect.low is None else -((key - start - rect.low) // step)
     return low, None if rect.high is None else (rect.high - key + start) // step
 

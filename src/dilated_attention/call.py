@@ -16,7 +16,7 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled, mem_efficient_sdp_enabled
 from torch.nn.attention import current_flash_attention_impl
 
-from dilated_attention.pattern import Pattern, read_pattern
+from dilated_attention.pattern import DilatedPattern, Pattern, read_pattern
 
 ON_DEVICE = -1  # the start of a call whose positions are in a tensor
 KERNELS = ("flash", "cudnn", "efficient")  # of torch
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
     def of_branch(self, pattern: Pattern, branch: int) -> list[tuple[int, int]]:
         """(head as counted here, offset) of each head that runs the branch."""
         dealt, mine = pattern.branches_for(self.total)[branch], range(self.first, self.first + self.held)
-        return [(head - self.first, dealt.offset_of(head)) for head in dealt.heads or () if head in mine]
+        return [(head - self.first, dealt.offset_of(head)) for head in dealt.members if head in mine]
 
 
 class Call(NamedTuple):
@@ -75,6 +75,12 @@ class Call(NamedTuple):
     switched_off: tuple[str, ...] = ()
     flash: str | None = None
     tf32: bool = False
+
+    @property
+    def dilated(self) -> DilatedPattern:
+        """The pattern, where other patterns were refused."""
+        assert isinstance(self.pattern, DilatedPattern)
+        return self.pattern
 
     @property
     def q_per_kv(self) -> int:

@@ -89,7 +89,7 @@ class Pattern:
         raise AttributeError(f"a pattern does not change: make another one, with another {name}")
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.text == other.text  # type: ignore[attr-defined]
+        return isinstance(other, Pattern) and self.text == other.text
 
     def __hash__(self) -> int:
         return hash(self.text)
@@ -182,8 +182,8 @@ class Pattern:
 
     def _check_kv_heads(self, kv_heads: int) -> None:
         for branch in self.listed:
-            if branch.heads and branch.heads[-1] >= kv_heads:
-                raise ValueError(f"{branch} is for key/value head {branch.heads[-1]}, and there are {kv_heads}")
+            if branch.members and branch.members[-1] >= kv_heads:
+                raise ValueError(f"{branch} is for key/value head {branch.members[-1]}, and there are {kv_heads}")
 
     def parts(self, branch: int, head: int, queries: range, n: int, kv_heads: int, is_causal: bool) -> Iterator[Part]:
         """The pairs of a branch that count, of a key/value head and some queries of a sequence. Internal.
@@ -191,7 +191,7 @@ class Pattern:
         With each rectangle come the branches whose pairs are to be left out of it; what can be cut away is.
         """
         branches = self.branches_for(kv_heads)
-        earlier = [other for other in branches[:branch] if head in other.heads] if self.counts == "once" else []
+        earlier = [other for other in branches[:branch] if head in other.members] if self.counts == "once" else []
         return parts_of(branches[branch], earlier, head, queries, n, is_causal)
 
     def keys(
@@ -217,8 +217,8 @@ class Pattern:
             )
         found: list[list[int]] = []
         for branch in self.branches_for(num_heads // group):
-            rects = branch.rects(head // group, range(query, query + 1), num_tokens, is_causal)
-            rects = [rect for rect in rects if head // group in branch.heads and not rect.is_empty]
+            shown = branch.rects(head // group, range(query, query + 1), num_tokens, is_causal)
+            rects = [rect for rect in shown if head // group in branch.members and not rect.is_empty]
             found.append([token for rect in rects for token in rect.keys.tokens])
         return found
 
@@ -235,30 +235,14 @@ class Pattern:
         total = 0
         for heads in alike.values():
             for index, branch in enumerate(self.branches_for(kv_heads)):
-                if heads[0] in branch.heads:
+                if heads[0] in branch.members:
                     parts = self.parts(index, heads[0], queries, num_tokens, kv_heads, is_causal)
                     total += len(heads) * count_pairs(parts, heads[0])
         return group * total
 
     def looks(self, head: int, kv_heads: int) -> tuple[int, ...]:
         """Heads that agree in this see the same: the offset in each branch, -1 where they do not have it."""
-        return tuple(x.offset_of(head) if head in x.heads else -1 for x in self.branches_for(kv_heads))
-
-    def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
-        """Draws which keys each query sees, as an Altair chart for a notebook.
-
-        By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
-        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
-        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
-        so many shards; ``colour``: the "share" of a cell's pairs that is computed (default), or its main "branch".
-
-        Examples:
-            >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
-            >>> chart.save("pattern.png")  # doctest: +SKIP
-        """
-        from dilated_attention.show import plot
-
-        return plot(self, num_tokens, num_heads, **options)
+        return tuple(x.offset_of(head) if head in x.members else -1 for x in self.branches_for(kv_heads))
 
     def flops(
         self, num_tokens: int, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None,
@@ -300,7 +284,7 @@ class Pattern:
         queries = range(check_int("num_tokens", num_tokens, least=0))
         covered = torch.zeros(num_tokens, num_heads // group, dtype=torch.bool)
         for branch in self.branches_for(num_heads // group):
-            for head in branch.heads:
+            for head in branch.members:
                 for rect in branch.rects(head, queries, num_tokens, False):
                     for one in rect.singles() if not rect.is_empty else ():
                         covered[one.queries.tokens, head] = True
@@ -431,6 +415,22 @@ class DilatedPattern(Pattern):
 
         return pattern_for(tokens, heads, rule, kv_heads)
 
+    def plot(self, num_tokens: int | None = None, num_heads: int | None = None, **options: Any) -> Any:
+        """Draws which keys each query sees, as an Altair chart for a notebook.
+
+        By default it draws the tokens of the longest segment, 512 at most, and up to four heads, or one per branch
+        with head_groups. Options: ``is_causal``; ``kv_heads``; ``head``: draw only heads that see the same as this one;
+        ``query``: mark this token; ``window``: draw only the tokens of range(*window); ``ranks``: draw the borders of
+        so many shards; ``colour``: the "share" of a cell's pairs that is computed (default), or its main "branch".
+
+        Examples:
+            >>> chart = da.DilatedPattern.longnet([4, 16], [1, 4]).plot(is_causal=True, colour="branch")
+            >>> chart.save("pattern.png")  # doctest: +SKIP
+        """
+        from dilated_attention.show import plot
+
+        return plot(self, num_tokens, num_heads, **options)
+
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
         """The (segment length, dilation rate) pairs."""
@@ -467,6 +467,9 @@ class DilatedPattern(Pattern):
     def adds_zeros(self) -> bool:
         return self.head_rule.adds_zeros
 
+    def branches_for(self, num_heads: int) -> tuple[Dilated, ...]:
+        return _branches_for(self, num_heads)  # type: ignore[return-value]
+
     def _resolved(self, num_heads: int) -> Iterator[Dilated]:
         rule, (each, extra) = self.head_rule, divmod(num_heads, len(self.segment_lengths))
         for index, (length, rate) in enumerate(self.branches):
@@ -484,8 +487,8 @@ class DilatedPattern(Pattern):
 
     def heads(self, branch: int, num_heads: int) -> range:
         """The (key/value) heads that have a branch, by its index."""
-        heads = self.branches_for(num_heads)[branch].heads or (0,)
-        return range(heads[0], heads[-1] + 1)
+        heads = self.branches_for(num_heads)[branch].members
+        return range(heads[0], heads[-1] + 1) if heads else range(0)
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
         """The offset of a (key/value) head in a branch."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dilated_attention.branches import Dilated
 from dilated_attention.dropout import Dropout, row_words
 from dilated_attention.pattern import DilatedPattern, Pattern
 
@@ -109,10 +110,11 @@ def key_counts(
         visible = visible & ~key_padding_mask[:, None, None, :]
         ends = torch.where(key_padding_mask, 0, position + 1)
         ends = ends.amax(1, keepdim=True).expand_as(ends) if tokens else ends
-    counts, zeros = [], like.new_zeros(len(ends), heads, tokens, 1)
+    zeros = like.new_zeros(len(ends), heads, tokens, 1)
+    counts: list[Tensor] = []
     for branch in pattern.branches_for(heads // group):
         shown = [
-            branch.sees(h, position[:, None], position).expand(tokens, tokens) & (h in branch.heads)
+            branch.sees(h, position[:, None], position).expand(tokens, tokens) & (h in branch.members)
             for h in head.tolist()
         ]
         count = torch.stack(shown) & visible
@@ -120,7 +122,7 @@ def key_counts(
             for other in counts:
                 count = count & ~other
         counts.append(count)
-        if pattern.adds_zeros and not is_causal:
+        if isinstance(branch, Dilated) and pattern.adds_zeros and not is_causal:
             width, rate = branch.length, branch.rate
             takes_part = torch.stack(shown).diagonal(dim1=1, dim2=2)
             offset = torch.tensor([branch.offset_of(h) for h in head.tolist()], device=like.device)[:, None]

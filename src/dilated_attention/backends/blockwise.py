@@ -177,7 +177,7 @@ class Work:
         if self.ends is None:
             return math.log(block.zeros) if block.zeros else None
         view, rate, device = block.queries, block.query_step, self.call.device
-        longest = self.call.pattern.segment_lengths[block.branch]
+        longest = self.call.dilated.segment_lengths[block.branch]
         ends = self.ends[view.sample : view.sample + view.samples, None]
         starts = block.segment + view.segment_step * torch.arange(view.segments, device=device)
         real = (ends - starts).clamp(0, longest).flatten()[:, None]  # (b, 1)

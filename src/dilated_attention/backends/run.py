@@ -63,8 +63,8 @@ def _detached(call: Call, inputs: Inputs, lse: Tensor, dout: Tensor | None, dlse
     those of the mixing. lse stays the merged one: it gives a pair its share of the whole.
     """
     total: list[Tensor] = []
-    for branch in range(len(call.pattern.segment_lengths)):
-        alone = call._replace(pattern=call.pattern.alone(branch), backend=choose(call, backward=True).name)
+    for branch in range(len(call.dilated.segment_lengths)):
+        alone = call._replace(pattern=call.dilated.alone(branch), backend=choose(call, backward=True).name)
         grads = [x.to(call.sum_dtype) for x in backward(alone, inputs, forward(alone, inputs)[0], lse, dout, dlse)]
         total = [x.add_(y) for x, y in zip(total, grads, strict=True)] if total else grads
     dq, dk, dv = (x.to(call.dtype) for x in total)

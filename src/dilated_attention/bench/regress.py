@@ -8,7 +8,7 @@ Legend: before and after are the two files; a ratio is after / before, so that m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dilated_attention.bench.results import ENOUGH, MEASURED_BY, WHAT, Record
@@ -76,7 +76,7 @@ def _origins(before: Record, after: Record) -> Iterable[tuple[str, str, str]]:
     return [(name, old, new) for name, old, new in pairs if old != new]
 
 
-def _by_key(records: Iterable[Record], names: Sequence[str]) -> dict[str, Record]:
+def _by_key(records: Iterable[Record], names: Iterable[str]) -> dict[str, Record]:
     return {str([record[name] for name in names]): record for record in records}
 
 

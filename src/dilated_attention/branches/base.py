@@ -25,27 +25,27 @@ class Rows(NamedTuple):
 
     start: int
     step: int
-    count: int
+    length: int
 
     @property
     def last(self) -> int:
-        return self.start + (self.count - 1) * self.step
+        return self.start + (self.length - 1) * self.step
 
     @property
     def tokens(self) -> range:
-        return range(self.start, self.start + self.count * self.step, self.step)
+        return range(self.start, self.start + self.length * self.step, self.step)
 
     def inside(self, first: int, stop: int) -> Rows:
         """Those in [first, stop)."""
-        before = min(self.count, max(0, -((self.start - first) // self.step)))
-        upto = min(self.count, max(0, -((self.start - stop) // self.step)))
+        before = min(self.length, max(0, -((self.start - first) // self.step)))
+        upto = min(self.length, max(0, -((self.start - stop) // self.step)))
         return Rows(self.start + before * self.step, self.step, max(0, upto - before))
 
     def phases(self, step: int) -> Iterator[Rows]:
         """The same rows, in steps of this size."""
         many = step // self.step
-        for first in range(min(many, self.count)):
-            yield Rows(self.start + first * self.step, step, -((first - self.count) // many))
+        for first in range(min(many, self.length)):
+            yield Rows(self.start + first * self.step, step, -((first - self.length) // many))
 
     def moved(self, tokens: int) -> Rows:
         return self._replace(start=self.start + tokens)
@@ -72,7 +72,7 @@ class Rect(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.queries.count and self.keys.count)
+        return not (self.queries.length and self.keys.length)
 
     def between(self, low: int | None = None, high: int | None = None) -> Rect:
         """The pairs with low <= key - query <= high too: no rows that meet none, and no limit that always holds."""
@@ -86,8 +86,8 @@ class Rect(NamedTuple):
             if high is not None:
                 keys = keys.inside(keys.start, queries.last + high + 1)
                 queries = queries.inside(keys.start - high, queries.last + 1)
-        if (low is not None and high is not None and low > high) or not (queries.count and keys.count):
-            return self._replace(queries=queries._replace(count=0), keys=keys._replace(count=0), low=None, high=None)
+        if (low is not None and high is not None and low > high) or not (queries.length and keys.length):
+            return self._replace(queries=queries._replace(length=0), keys=keys._replace(length=0), low=None, high=None)
         if low is not None and keys.start - queries.last >= low:
             low = None
         if high is not None and keys.last - queries.start <= high:
@@ -124,7 +124,7 @@ class Rect(NamedTuple):
         """How many (query, key) pairs there are."""
         if self.is_empty:
             return 0
-        most = self.queries.count * self.keys.count
+        most = self.queries.length * self.keys.length
         low = 0 if self.low is None else self._up_to(self.low - 1)
         high = most if self.high is None else self._up_to(self.high)
         return self.repeats * (high - low)
@@ -163,7 +163,12 @@ class Branch:
     kind: ClassVar[str]  # its name in `to_dict`
 
     _: KW_ONLY
-    heads: tuple[int, ...] | None = None
+    heads: Iterable[int] | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The heads, of a branch that names them."""
+        return tuple(self.heads or ())
 
     def __post_init__(self) -> None:
         if self.heads is not None:
@@ -194,9 +199,6 @@ class Branch:
     def without(self, rect: Rect, head: int, n: int) -> list[Rect] | None:
         """The pairs of a rectangle that this branch does not show; None if only `sees` can tell them."""
         return None
-
-    def pairs(self, head: int, queries: range, n: int, is_causal: bool) -> int:
-        return sum(rect.pairs() for rect in self.rects(head, queries, n, is_causal))
 
 
 def rising(name: str, values: Iterable[int]) -> tuple[int, ...]:

@@ -83,5 +83,5 @@ class Dilated(Branch):
 
 def _residue(rows: Rows, width: int, rate: int, crosses: bool) -> int | None:
     """That of all rows, counted from the start of their segment, modulo the rate; None if they differ."""
-    differ = (rows.count > 1 and rows.step % rate) or (crosses and width % rate)
+    differ = (rows.length > 1 and rows.step % rate) or (crosses and width % rate)
     return None if differ else rows.start % width % rate

@@ -35,7 +35,7 @@ def count_pairs(parts: Iterable[Part], head: int) -> int:
         total += 0 if but else rect.pairs()
         for one in rect.singles() if but and not rect.is_empty else ():
             start, step, count = one.queries
-            keys = one.keys.start + one.keys.step * torch.arange(one.keys.count)
+            keys = one.keys.start + one.keys.step * torch.arange(one.keys.length)
             rows = max(1, AT_ONCE // len(keys))
             for first in range(0, count, rows):
                 query = (start + step * torch.arange(first, min(count, first + rows))).unsqueeze(1)

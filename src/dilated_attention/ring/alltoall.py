@@ -116,8 +116,7 @@ class AllToAll(ParallelCall):
     def blocks(self, part: Part, q_per_kv: int, zeros: tuple[int, ...] = ()) -> tuple[Block, ...]:
         """With zero keys: a segment is computed whole, but without them."""
         segment, call = self.segments[part.segment], self.call
-        branch, tokens = call.pattern.branches_for(call.held.total)[segment.branch], segment.stop - segment.start
-        zeros: tuple[int, ...] = ()
+        branch, tokens = call.dilated.branches_for(call.held.total)[segment.branch], segment.stop - segment.start
         if call.adds_zeros:
             rows = (rows_at_offset(tokens, segment.dilation, offset) for _, offset in segment.heads)
             zeros = tuple(zeros_beside(branch, count, segment.sequence) for count in rows)

@@ -281,7 +281,7 @@ def _plan(call: Call, shards: Shards, latency: float, bandwidth: float, speed: f
     best = min(fitting, key=lambda name: exchanges[name].total_seconds)
     naive, hops = 2 * row * call.kv_heads * call.samples * (shards.tokens - min(lengths)), shards.ranks - 1
     ring = PassCost(hops, naive, naive, exchanges["ring"].forward.flops, hops * latency + naive / bandwidth)
-    return PlanCost(call.pattern, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best, cost)
+    return PlanCost(call.dilated, shards.tokens, shards.ranks, max(lengths), memory, exchanges, ring, best, cost)
 
 
 def _cost(

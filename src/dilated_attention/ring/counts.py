@@ -52,7 +52,7 @@ Tallies = defaultdict[tuple[str, int], Tally]  # by exchange and rank
 def count(call: Call, shards: Shards) -> Tallies:
     """``call``: of all tokens."""
     tallies: Tallies = defaultdict(Tally)
-    for branch, width in enumerate(call.pattern.segment_lengths):
+    for branch, width in enumerate(call.dilated.segment_lengths):
         pairs = _pairs_before(call, shards, branch)
         for rank, exchange in itertools.product(range(shards.ranks), EXCHANGES):
             tallies[exchange, rank].numbers[PAIRS] += pairs[rank + 1] - pairs[rank]
@@ -69,7 +69,7 @@ def count(call: Call, shards: Shards) -> Tallies:
 
 def _pairs_before(call: Call, shards: Shards, branch: int) -> list[int]:
     """(query, key) pairs of a branch whose query is before each rank's first token, and all of them."""
-    width, rate = call.pattern.branches[branch]
+    width, rate = call.dilated.branches[branch]
     heads, borders = Counter(offset for _, offset in call.placed(branch)), shards.cu_seqlens
 
     @functools.cache
@@ -104,7 +104,7 @@ def _seen(call: Call, queries: int, others: int) -> int:
 def _of_segment(call: Call, branch: int, shards: Shards) -> Tallies:
     """One segment that is cut into such shards, less the pairs of its queries, which are counted already."""
     tallies: Tallies = defaultdict(Tally)
-    tokens, rate = shards.tokens, call.pattern.dilation_rates[branch]
+    tokens, rate = shards.tokens, call.dilated.dilation_rates[branch]
     whole = SharedSegment(branch, rate, 0, tokens, tokens, tuple(call.placed(branch)))
     fields = Travelling.of(call.dtype, call.q_per_kv, call.head_dim, call.has_padding)
     for segment in split_by_members(whole, shards):

@@ -39,7 +39,7 @@ class ParallelCall(OneDevice):
     def __post_init__(self) -> None:
         call, self.rank = self.call, self.transport.rank
         self.samples, self.q_per_kv = call.samples, call.q_per_kv
-        self.segments = shared_segments(call.pattern, self.shards, call.held, self.rank)
+        self.segments = shared_segments(call.dilated, self.shards, call.held, self.rank)
 
     def work(self, call: Call, inputs: Inputs, choice: Choice, backward: bool = False) -> Work:
         if not backward:

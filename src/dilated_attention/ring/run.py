@@ -133,7 +133,7 @@ def _attend(inputs: Inputs, call: Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
         alike = call._replace(dtype=call.computed, queries=0, keys=0, total=0, device=torch.device(call.device.type))
         exchange = fastest_exchange(alike, shards, transport.backend)
     kind: type[ParallelCall] = AllToAll if exchange == "alltoall" else Circulation
-    if not crosses(call.pattern, shards) or not call.samples:
+    if not crosses(call.dilated, shards) or not call.samples:
         kind = ParallelCall
     start = shards.starts[transport.rank]
     placed = call._replace(start=start, key_start=start, total=shards.tokens)

@@ -114,7 +114,7 @@ class View:
         alike: dict[Any, list[int]] = {}
         for head in range(self.heads):
             kv_head = head * kv_heads // self.heads
-            runs = ((i, x.length, x.rate, x.offset_of(kv_head)) for i, x in enumerate(branches) if kv_head in x.heads)
+            runs = ((i, x.length, x.rate, x.offset_of(kv_head)) for i, x in enumerate(branches) if kv_head in x.members)
             alike.setdefault(tuple(runs), []).append(head)
         return [Kind(heads, runs) for runs, heads in alike.items() if self.head is None or self.head in heads]
 

@@ -33,7 +33,7 @@ class BufferedStream(Stream):
         # branch, segment length, first head, and the one after the last; None: all branches
         self.parts: list[tuple[int | None, int, int, int]] = [(None, self.longest, 0, call.kv_heads)]
         if self.straddles:
-            self.parts = [(index, x.length, x.heads[0], x.heads[-1] + 1) for index, x in enumerate(self.branches)]
+            self.parts = [(index, x.length, x.members[0], x.members[-1] + 1) for index, x in enumerate(self.branches)]
         self.done = [0] * len(self.parts)  # where the first segment of each begins that is not yet computed
         self.base = self.first = 0  # the first token that waits, and its row in the buffers
         # rows that go a few at a time need room to spare, lest the others be moved often
@@ -129,8 +129,9 @@ class BufferedStream(Stream):
         """
         call, inputs = self.call, Inputs(q, k, v)
         if branch is not None:
-            pattern = call.pattern if call.pattern.head_rule.splits_heads else call.pattern.alone(branch)
-            call = call._replace(pattern=pattern, first_head=self.branches[branch].heads[0], total_heads=call.kv_heads)
+            pattern = call.dilated if call.dilated.head_rule.splits_heads else call.dilated.alone(branch)
+            first = self.branches[branch].members[0]
+            call = call._replace(pattern=pattern, first_head=first, total_heads=call.kv_heads)
         call = call.of(q, k, None, 0)
         if before and call.adds_zeros:  # zero keys fill those up, as many as if all were one call
             total = before + q.shape[1]

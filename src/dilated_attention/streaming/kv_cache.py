@@ -50,7 +50,7 @@ class BranchCache:
 
     def __init__(self, branches: list[Dilated], rows: int, like: Tensor) -> None:
         """``like``: has the samples, head dim, dtype and device of the rows."""
-        tensor, heads = functools.partial(torch.tensor, device=like.device), branches[0].heads
+        tensor, heads = functools.partial(torch.tensor, device=like.device), branches[0].members
         self.branches, self.heads = branches, slice(heads[0], heads[-1] + 1)
         self.lengths = tensor([branch.length for branch in branches])
         self.rates = tensor([branch.rate for branch in branches])
@@ -107,7 +107,7 @@ class KVCache:
         alike: dict[tuple[int, tuple[int, ...]], list[Dilated]] = {}
         for branch in self.branches:
             rows = rows_of(branch, branch.length if self.tokens is None else self.tokens)
-            alike.setdefault((rows, branch.heads), []).append(branch)
+            alike.setdefault((rows, branch.members), []).append(branch)
         with any_mode():
             return [BranchCache(branches, rows, self.like) for (rows, _), branches in alike.items()]
 
@@ -267,7 +267,7 @@ def in_segment(branch: Dilated, before: int, x: Tensor, q_per_kv: int) -> Iterat
     stop = min(before + x.shape[1], branch.length)
     placed: list[Placed] = []
     counts = {}
-    for head in branch.heads:
+    for head in branch.members:
         offset = branch.offset_of(head)
         earlier, upto = (rows_at_offset(token, branch.rate, offset) for token in (before, stop))
         if upto > earlier:
@@ -277,7 +277,7 @@ def in_segment(branch: Dilated, before: int, x: Tensor, q_per_kv: int) -> Iterat
         (head, at), (head_step, step), (earlier, rows) = run.first, run.steps, counts[run.first[0]]
         heads, samples = (run.heads, head_step), x.shape[0]
         queries = View(0, samples, at, 1, stop - before, rows, branch.rate, head, *heads, step)
-        keys = View(0, samples, 0, 1, earlier, earlier, 1, head - branch.heads[0], *heads, 0)
+        keys = View(0, samples, 0, 1, earlier, earlier, 1, head - branch.members[0], *heads, 0)
         starts = tuple(before + at + i * step for i in range(run.heads))
         yield Block(0, branch.rate, branch.rate, queries, keys, None, None, starts, starts, 0)
 
@@ -292,14 +292,14 @@ class CausalStream(Stream):
 
     def held_bytes(self) -> int:
         call = self.call
-        rows = sum(len(branch.heads) * rows_of(branch, self.most) for branch in self.branches)
+        rows = sum(len(branch.members) * rows_of(branch, self.most) for branch in self.branches)
         return 2 * rows * call.samples * call.head_dim * call.dtype.itemsize
 
     @functools.cached_property
     def cache(self) -> KVCache:
         call = self.call
         like = torch.empty(call.samples, 0, call.kv_heads, call.head_dim, dtype=call.dtype, device=call.device)
-        return KVCache(call.pattern, like, tokens=1)
+        return KVCache(call.dilated, like, tokens=1)
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         for out, _ in self.cache.chunk(q, k, v, self.position, self.call.scale, cast(Backend, self.call.backend)):

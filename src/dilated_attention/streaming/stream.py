@@ -21,9 +21,9 @@ class Stream:
     """The work of a stream. Its call has the shapes of no tokens, alike for all chunks."""
 
     def __init__(self, call: Call, deliver: Callable[[Tensor], None], num_tokens: int | None) -> None:
-        lengths = call.pattern.segment_lengths
+        lengths = call.dilated.segment_lengths
         self.call, self.deliver, self.position = call, deliver, 0
-        self.branches = call.pattern.branches_for(call.kv_heads)
+        self.branches = call.dilated.branches_for(call.kv_heads)
         self.period = math.lcm(*lengths)  # the segments of all branches begin together every so many tokens
         self.longest = max(lengths)
         self.most = self.longest if num_tokens is None else min(num_tokens, self.longest)  # tokens of a segment

@@ -29,7 +29,7 @@ PROGRAMS_PER_PROCESSOR = 8  # wanted: each has a short chain of loads, and many 
 def numbers_of(branch: Branch) -> tuple[int, ...]:
     """A dilated branch as the kernel has it: length, rate, first and last head, and how heads give offsets."""
     assert isinstance(branch, Dilated)
-    heads = branch.heads or (0, -1)
+    heads = branch.members or (0, -1)
     places = (branch.neighbours, 0) if branch.offset == "head" else (1 << 30, branch.offset)
     return branch.length, branch.rate, heads[0], heads[-1] + 1, *places
 
@@ -56,7 +56,7 @@ def forward(call: Call, inputs: Inputs, config: DecodeConfig | None = None) -> t
         return out, lse
     group = heads // kv_heads
     c = configure(call) if config is None else config
-    branches = call.pattern.branches_for(call.held.total)
+    branches = call.dilated.branches_for(call.held.total)
     ends = sample_ends(padding) if call.adds_zeros and padding is not None else None
     tiles = triton.cdiv(group * queries, c.rows)
     parts, part_lse = out, lse
@@ -98,10 +98,10 @@ def configure(call: Call) -> DecodeConfig:
 def _most_tiles(call: Call, keys: int) -> int:
     """How many key tiles one head can meet at most."""
     tiles: Counter[int] = Counter()  # by the first head of a branch; heads that share one branch share all, or none
-    for branch in call.pattern.branches_for(call.held.total):
+    for branch in call.dilated.branches_for(call.held.total):
         rows = triton.cdiv(min(branch.length, call.keys), branch.rate)
         segments = min(triton.cdiv(call.queries - 1, branch.length) + 1, triton.cdiv(call.keys, branch.length))
-        tiles[branch.heads[0]] += segments * triton.cdiv(rows, keys)
+        tiles[branch.members[0]] += segments * triton.cdiv(rows, keys)
     return max(tiles.values())
 
 

@@ -113,7 +113,7 @@ def torch_faster_from(call: Call, form: str, backward: bool) -> int | None:
 def measured_as(call: Call) -> str:
     """The form of a call; "apart thin" where each of several launches has little to do for a row."""
     form = form_of(call, call.drops)
-    is_thin = form == "apart" and sum(width / rate**2 for width, rate in call.pattern.branches) < THIN
+    is_thin = form == "apart" and sum(width / rate**2 for width, rate in call.dilated.branches) < THIN
     return f"{form} thin" if is_thin else form
 
 
@@ -123,12 +123,12 @@ def form_of(call: Call, alone: bool) -> str:
     "dense": each segment is one dense problem; "nested": some pairs are computed once for several branches; "apart":
     several launches, each of which takes in what the others found; "": anything else, in one launch.
     """
-    if not isinstance(call.pattern, DilatedPattern) or call.pattern.dilation_rates == (1,):
+    if not isinstance(call.pattern, DilatedPattern) or call.dilated.dilation_rates == (1,):
         return "dense"
-    found = groups(call.pattern, call.is_causal, alone)
+    found = groups(call.dilated, call.is_causal, alone)
     if any(len(group) > 1 for group in found):
         return "nested"
-    return "apart" if len(found) > 1 and not call.pattern.head_rule.splits_heads else ""
+    return "apart" if len(found) > 1 and not call.dilated.head_rule.splits_heads else ""
 
 
 def kinds_of(form: str) -> tuple[str, ...]:

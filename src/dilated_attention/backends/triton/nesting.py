@@ -23,12 +23,12 @@ TILE = 64  # rows of the tiles that work is counted in
 def launches(call: Call) -> tuple[Nests, ...]:
     """What each launch of a call has to do, in their order: later launches take in what earlier ones found."""
     nests: list[Nest] = []
-    for group in groups(call.pattern, call.is_causal, call.drops):  # dropout draws for each branch anew
+    for group in groups(call.dilated, call.is_causal, call.drops):  # dropout draws for each branch anew
         placed = call.placed(group[-1])  # a nested branch's offset is that of the last, modulo its rate
         if placed:
             heads, offsets = zip(*placed, strict=True)
-            nests.append(Nest(group[0], *_numbers(call.pattern, group), heads[0], offsets))
-    if call.pattern.head_rule.splits_heads:  # different heads: all at once
+            nests.append(Nest(group[0], *_numbers(call.dilated, group), heads[0], offsets))
+    if call.dilated.head_rule.splits_heads:  # different heads: all at once
         return (tuple(nests),)
     return tuple((nest,) for nest in nests)
 

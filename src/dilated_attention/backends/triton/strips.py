@@ -85,11 +85,11 @@ def _strips(branch: int, rects: Iterable[Rect]) -> Iterator[tuple[int, Strip]]:
     for rect in rects:
         mine = rect.queries
         # at a limit of 0 the diagonal cuts off what no row meets, so that rows may be fewer than others'
-        alike = mine.start, mine.step, None if (rect.low, rect.high) == (0, None) else mine.count
+        alike = mine.start, mine.step, None if (rect.low, rect.high) == (0, None) else mine.length
         together.setdefault((alike, *rect[2:]), []).append(rect)
     taken: list[list[Rect]] = []
     for some in together.values():
-        longest = max(some, key=lambda rect: rect.queries.count)
+        longest = max(some, key=lambda rect: rect.queries.length)
         turn = next((i for i, others in enumerate(taken) if not _meets(longest, others)), len(taken))
         taken += [[]] if turn == len(taken) else []
         taken[turn].append(longest)
@@ -118,7 +118,7 @@ def _adjoined(keys: Iterable[Rows]) -> Iterator[Rows]:
     waiting: Rows | None = None
     for rows in sorted(keys):
         if waiting is not None and rows.step == waiting.step and rows.start == waiting.last + waiting.step:
-            waiting = waiting._replace(count=waiting.count + rows.count)
+            waiting = waiting._replace(length=waiting.length + rows.length)
             continue
         if waiting is not None:
             yield waiting
@@ -148,14 +148,14 @@ class Piece(NamedTuple):
 def pieces(strip: Strip, own: int, other: int) -> Iterator[Piece]:
     """The tables of a strip."""
     mine, met, low, high = strip.mine, strip.met, strip.low, strip.high
-    tiles, size, inner = -(-mine.count // own), own * mine.step, range(0)
+    tiles, size, inner = -(-mine.length // own), own * mine.step, range(0)
     if low is not None and high is not None and strip.repeats == 1 and len(met) == 1:
         inner = _inner(mine, met[0], low, high, own)
     if len(inner) < 3:
         inner = range(0)
     for some in (range(inner.start), range(inner.stop, tiles)) if inner else (range(tiles),):
         if some:
-            rows = Rows(mine.start + some.start * size, mine.step, min(mine.count - some.start * own, len(some) * own))
+            rows = Rows(mine.start + some.start * size, mine.step, min(mine.length - some.start * own, len(some) * own))
             yield Piece(0, strip.period, strip.repeats, _tiling(rows, met, low, high, own, other))
     if inner:
         at = mine.start + inner.start * size
@@ -167,12 +167,12 @@ def _inner(mine: Rows, met: Rows, low: int, high: int, own: int) -> range:
     """The tiles that are full and meet as many rows as any."""
     size = own * mine.step
     first = max(0, -((mine.start + low - met.start) // size))
-    last = min(mine.count // own, (met.last - high - (own - 1) * mine.step - mine.start) // size + 1)
+    last = min(mine.length // own, (met.last - high - (own - 1) * mine.step - mine.start) // size + 1)
     return range(first, max(first, last)) if met.step == mine.step else range(0)
 
 
 def _tiling(mine: Rows, met: tuple[Rows, ...], low: int | None, high: int | None, own: int, other: int) -> Tiling:
-    tiles = -(-mine.count // own)
+    tiles = -(-mine.length // own)
     base = mine.start + np.arange(tiles, dtype=np.int64) * own * mine.step
     last = np.minimum(base + (own - 1) * mine.step, mine.last)
     lists = [_runs_of(rows, base, last, low, high, other) for rows in met]
@@ -225,4 +225,4 @@ def shows_itself(strip: Strip) -> bool:
 
 def cover(strips: Strips, call: Call) -> bool:
     """Whether they have every row of every head."""
-    return sum(strip.heads * strip.mine.count * strip.repeats for strip in strips) == call.kv_heads * call.queries
+    return sum(strip.heads * strip.mine.length * strip.repeats for strip in strips) == call.kv_heads * call.queries

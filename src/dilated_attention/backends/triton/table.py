@@ -102,7 +102,7 @@ def stream_of_tables(device: torch.device) -> torch.cuda.Stream:
 
 def _made(demand: Demand) -> Table:
     if isinstance(demand.nests[0], Strip):
-        return _made_of_strips(demand)
+        return _made_of_strips(demand, demand.nests)
     nests, cu_seqlens = demand.nests, demand.cu_seqlens
     rows: list[Array] = []
     variants: list[int] = []
@@ -127,11 +127,11 @@ def _made(demand: Demand) -> Table:
     return _table(demand, sections, variants, parts, programs, steps, most, most == 1, len(cu_seqlens) > 2)
 
 
-def _made_of_strips(demand: Demand) -> Table:
+def _made_of_strips(demand: Demand, strips: Strips) -> Table:
     """Sections that are many are looked for as those of packed sequences are."""
     rows, parts, programs, tile = [], [], 0, 0
     end = demand.cu_seqlens[-1]
-    for strip in demand.nests:
+    for strip in strips:
         limits = (-NONE if strip.low is None else strip.low), (NONE if strip.high is None else strip.high)
         for piece in pieces(strip, demand.own, demand.other):
             tiles = len(piece.tiling.tiles)
@@ -142,9 +142,9 @@ def _made_of_strips(demand: Demand) -> Table:
             tile += tiles
     if len(rows) == 1:
         rows.append(rows[0]._replace(program=NEVER, periods=1, tiles=1))
-    variants = [0] * max(strip.heads for strip in demand.nests)
-    steps = max(rows.step for strip in demand.nests for rows in (strip.mine, *strip.met))
-    single = all(len(strip.met) == 1 for strip in demand.nests)
+    variants = [0] * max(strip.heads for strip in strips)
+    steps = max(rows.step for strip in strips for rows in (strip.mine, *strip.met))
+    single = all(len(strip.met) == 1 for strip in strips)
     return _table(demand, np.array(rows), variants, parts, programs, steps, 1, single, len(rows) > 2)
 
 
