@@ -68,8 +68,7 @@ def seen_through(call: Call, parts: list[Block], fold: bool) -> Tensor:
     for part in parts:
         q = part.queries.of(query_ids, call.q_per_kv).unflatten(2, (part.heads, -1)).transpose(1, 2)  # (b, h, L, g)
         k = part.keys.of(key_ids).transpose(1, 2)  # (b, h, L)
-        visible = torch.ones(q.shape[2], k.shape[2])
-        visible = visible.tril() if part.is_causal else visible
+        visible = torch.ones(q.shape[2], k.shape[2]).tril(10**9 if part.high is None else part.high)
         seen.index_put_((q[..., None], k[:, :, None, None]), visible[:, None], accumulate=True)
         seen.index_put_((q, torch.tensor(-1)), torch.tensor(float(part.zeros)), accumulate=True)
         # what dropout goes by
@@ -146,7 +145,7 @@ def test_the_densest_branch_goes_first_and_bare_rows_are_told() -> None:
         ("head_groups", [16, 64], [1, 4], (4, 8)), ("head_groups", [64, 16], [4, 1], (0, 4)),
     ):  # fmt: skip
         found = plan(call_of(DilatedPattern.of(rule, lengths, rates)))
-        assert [block.rate for block in found.blocks] == sorted(block.rate for block in found.blocks)
+        assert [block.key_step for block in found.blocks] == sorted(block.key_step for block in found.blocks)
         assert found.bare == bare
 
 

@@ -216,7 +216,7 @@ def nothing_to_take() -> Iterator[Chunk]:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"pattern": [8]}, TypeError, "must be a DilatedPattern, got list"),
+        ({"pattern": [8]}, TypeError, "must be a Pattern or a DilatedPattern, got list"),
         ({"chunks": 3}, TypeError, "iterable of .query, key, value., got int"),
         ({"enable_gqa": "no"}, TypeError, "enable_gqa must be True or False, got 'no'"),
         ({"max_bytes": 1.5}, TypeError, "max_bytes must be a whole number, got 1.5"),
