@@ -25,6 +25,10 @@ class Blocks(Branch):
         size: of a block, in tokens; the last one may be shorter.
         pairs: (query block, key block), which see each other; blocks beyond the sequence are left out.
         heads: the key/value heads that have the branch; None: all.
+
+    Examples:
+        >>> da.Pattern([da.Blocks(4, [(1, 0)])]).keys(query=5, head=0, num_tokens=8, num_heads=1)
+        (0, 1, 2, 3)
     """
 
     kind: ClassVar[str] = "blocks"
@@ -85,6 +89,10 @@ class Dense(Branch):
 
     Args:
         heads: the key/value heads that have the branch; None: all.
+
+    Examples:
+        >>> da.Pattern([da.Dense()]).keys(query=2, head=0, num_tokens=8, num_heads=1, is_causal=True)
+        (0, 1, 2)
     """
 
     kind: ClassVar[str] = "dense"

@@ -23,6 +23,10 @@ class Dilated(Branch):
         rate: every rate-th token of a segment takes part, as a query and as a key.
         offset: the first of them; "head" is the head's number modulo the rate.
         heads: the key/value heads that have the branch; None: all.
+
+    Examples:
+        >>> da.Pattern([da.Dilated(4, rate=2, offset=0)]).keys(query=6, head=0, num_tokens=8, num_heads=1)
+        (4, 6)
     """
 
     kind: ClassVar[str] = "dilated"

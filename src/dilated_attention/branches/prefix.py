@@ -21,6 +21,10 @@ class Prefix(Branch):
     Args:
         count: how many tokens.
         heads: the key/value heads that have the branch; None: all.
+
+    Examples:
+        >>> da.Pattern([da.Prefix(2)]).keys(query=7, head=0, num_tokens=8, num_heads=1)
+        (0, 1)
     """
 
     kind: ClassVar[str] = "prefix"
@@ -48,6 +52,10 @@ class Global(Branch):
     Args:
         tokens: an int: the first ones; else their positions.
         heads: the key/value heads that have the branch; None: all.
+
+    Examples:
+        >>> da.Pattern([da.Global([0, 6])]).keys(query=3, head=0, num_tokens=8, num_heads=1)
+        (0, 6)
     """
 
     kind: ClassVar[str] = "global"

@@ -22,6 +22,10 @@ class Strided(Branch):
         length: None: the keys are those of the whole sequence; else of the query's own segment of this many tokens,
             in which rate and offset count from its start.
         heads: the key/value heads that have the branch; None: all.
+
+    Examples:
+        >>> da.Pattern([da.Strided(3, offset=1)]).keys(query=0, head=0, num_tokens=8, num_heads=1)
+        (1, 4, 7)
     """
 
     kind: ClassVar[str] = "strided"

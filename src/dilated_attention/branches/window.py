@@ -23,6 +23,10 @@ class Window(Branch):
         right: how many later tokens; None: as many. A causal call has none.
         rate: of every rate-th token, counted from the query.
         heads: the key/value heads that have the branch; None: all.
+
+    Examples:
+        >>> da.Pattern([da.Window(2)]).keys(query=5, head=0, num_tokens=8, num_heads=1)
+        (3, 4, 5, 6, 7)
     """
 
     kind: ClassVar[str] = "window"
