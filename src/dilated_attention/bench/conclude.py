@@ -237,8 +237,6 @@ CLAIMS: tuple[tuple[str, str, float, tuple[str, str, str]], ...] = (
     ("ImprovedDilatedAttention takes less memory", "15–20 % less", 0.15, (*SAME, "peak_bytes")),
     ("Reusing buffers takes less memory", "40–60 % less", 0.4,
      ("RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks", "peak_bytes")),
-    ("Caching the plan takes less time", "25–40 % less", 0.25,
-     ("longnet, sdpa, plans not cached", "longnet, sdpa", "ms")),
     ("One fused qkv projection takes less time", "30–50 % less", 0.3,
      ("MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "ms")),
 )  # fmt: skip

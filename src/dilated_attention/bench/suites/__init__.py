@@ -38,8 +38,7 @@ DTYPES = {
 def named(given: Sequence[str]) -> list[str]:
     """The names in some texts, each of which may have several with commas between them."""
     names = [name for text in given for name in text.split(",")]
-    unknown = [name for name in names if name not in SUITES]
-    if unknown or not names:
+    if unknown := [name for name in names if name not in SUITES]:
         raise ValueError(f"unknown suite {', '.join(unknown)!r}: use one or more of {', '.join(SUITES)}")
     return names
 
@@ -61,7 +60,7 @@ def run(
 
     Where a suite needs one dtype only, it is the first. ``options`` are those of `Session`.
     """
-    chosen = [name for some in named(suites) for name in (ALL if some == "all" else [some])]
+    chosen = [name for some in suites for name in (ALL if some == "all" else [some])]
     # PyTorch's profiler, which counts memory, else prints two lines each time that it is used
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     session = Session(device, dtypes or DTYPES[device.type], **options)

@@ -34,9 +34,8 @@ PLAIN: dict[str, tuple[Group, ...]] = {
     # side by side: time, and memory by ranks
     "ring": (((*RINGS, *(f"{name}, {ranks} ranks" for ranks in known.RANKS for name in RINGS)),
               (4096, 8192, 16384), SHORT),),
-    # published optimisations, each without and with: one projection of qkv, cached plans, buffers
+    # published optimisations, each without and with: one projection of qkv, buffers
     "optimisations": ((MULTIHEAD[:2], (2048, 8192), SHORT),
-                      (("longnet, sdpa", known.UNPLANNED), (2048, 32768), SHORT),
                       (("RingDilatedAttention, 2 ranks", "RingDilatedAttentionProduction, 2 ranks"), (16384,), LONG)),
 }  # fmt: skip
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from dilated_attention.bench import implementations as known
 from dilated_attention.bench import probes
-from dilated_attention.bench.session import PATTERNS, Row, Session, Step, new_table
+from dilated_attention.bench.session import ERRORS, PATTERNS, Row, Session, Step
 from dilated_attention.bench.setting import BOTH, FORWARD, Implementation, Setting
 
 PROFILED = (
@@ -23,19 +24,23 @@ def profile(session: Session) -> list[Step]:
     setting, what = session.setting(PROFILED_AT, PATTERNS[0]), "kernels" if session.on_cuda else "operators"
     columns = ["implementation", "passes", what, "of these copies", "ms", "ms in copies", "the most"]
     note = f"{setting}; under the profiler, which makes everything slower. Copies: {', '.join(COPIES)} in the name."
-    table = new_table("profile", f"Where the time goes: {what}", note, columns)
-    functions = [one for one in known.everything() if one.kind == "function"]
+    title, functions = f"Where the time goes: {what}", [one for one in known.everything() if one.kind == "function"]
+    rows = {f"{title}: {one.name}": partial(kernels_of, session, setting, one) for one in known.named(*PROFILED)}
     return [
-        *(session.adding(table, f"{table['title']}: {one.name}", kernels_of, session, setting, one)
-          for one in known.named(*PROFILED)),
+        *session.table("profile", title, note, columns, rows),
         *(session.comparing("profile", functions, session.setting(tokens, PATTERNS[0])) for tokens in BACKENDS_AT),
-    ]  # fmt: skip
+    ]
 
 
 def kernels_of(session: Session, setting: Setting, one: Implementation) -> Iterator[Row]:
     """What one forward and backward runs; only those that are right are looked at."""
-    check = "it cannot run here" if one.why_not(setting) else session.check(one, setting)
-    if isinstance(check, str) or not check.right("out"):
+    if one.why_not(setting):
+        return
+    try:
+        check = session.check(one, setting)
+    except ERRORS:  # the page says that it failed
+        return
+    if not check.right("out"):
         return
     call = one.build(setting).call(BOTH if check.right() else FORWARD)
     call()
