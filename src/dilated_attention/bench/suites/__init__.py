@@ -17,11 +17,11 @@ import torch
 from dilated_attention.bench import machine
 from dilated_attention.bench.results import Record, load
 from dilated_attention.bench.session import Session, Step
-from dilated_attention.bench.suites import compared, decode, language, packed, profiled, slides, stream
+from dilated_attention.bench.suites import compared, decode, language, packed, slides, stream
 
 PLANS: dict[str, Callable[[Session], list[Step]]] = {
     **{name: partial(compared.plain, name) for name in ("quick", "copies", "improved", "ring")},
-    "profile": profiled.profile, "scaling": compared.scaling,
+    "profile": compared.profile, "scaling": compared.scaling,
     "optimisations": partial(compared.plain, "optimisations"), "kernels": compared.kernels, "decode": decode.steps,
     "stream": stream.steps, "packed": packed.steps, "slides": slides.steps, "language": language.steps,
 }  # fmt: skip
