@@ -1,9 +1,7 @@
-"""What follows from checks, measurements and tables: which to use for what, claims of others, the answer in a few
-sentences.
+"""What follows from checks and measurements: which to use for what, claims of others, the answer in a few sentences.
 
 A use case compares what computes the same thing. Two are equally fast if their quartiles overlap. What is wrong has no
-times, so it can win nothing. The other names of one function are left out. The claims are from the benchmark reports in
-the DarcStar fork of dilated-attention-pytorch.
+times, so it can win nothing.
 
 Legend: a record is one entry of results["measurements"]; "saved" is 1 - after / before.
 """

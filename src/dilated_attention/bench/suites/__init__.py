@@ -80,9 +80,7 @@ class Kept:
         """The exit code: 0, or that of an interrupted program."""
         try:
             run(names, device, dtypes, save=self.save, **options)
-        except KeyboardInterrupt:
-            if self.results is not None:
-                self.save({**self.results, "complete": False})
+        except KeyboardInterrupt:  # what there is was saved
             return INTERRUPTED
         return 0
 
