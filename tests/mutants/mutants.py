@@ -423,7 +423,7 @@ MUTANTS = [
       "bench/page/__init__.py", 'found["wrong" if bad else "right"].append(', 'found["right"].append('),
     M("prose-is-html", "Text of a results file is part of the page's HTML.", "bench/page/__init__.py",
       "str(escape(cell_text(value)))", "str(cell_text(value))"),
-    M("what-is-wrong-is-timed", "An implementation whose results are wrong gets a time.", "bench/compare.py",
+    M("what-is-wrong-is-timed", "An implementation whose results are wrong gets a time.", "bench/session.py",
       "if not check.right(*wanted):", "if False:"),
     M("names-move-the-cursor", "Control characters in a results file reach the terminal.", "bench/results.py",
       "escaped(leaf) if isinstance(leaf, str) else leaf", "leaf"),

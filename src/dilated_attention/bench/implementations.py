@@ -1,14 +1,13 @@
 """Everything that is compared: the yardstick, ours, and the baselines, each with the oracle it is checked against.
 
 Over ranks an implementation is built inside a rank for its shard of the tokens, and the oracle is that of the whole
-sequence. The mesh class has the sequence over two ranks, and the heads of each over two.
+sequence.
 
 Legend: query, key, value (B, N, H, D); x, out (B, N, E) with E = H * D for the modules that project.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,12 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from dilated_attention import blocks, compat
-from dilated_attention.backends import choose, triton
+from dilated_attention import compat
+from dilated_attention.backends import triton
 from dilated_attention.bench import baselines
 from dilated_attention.bench.run import Attention, oracle
 from dilated_attention.bench.setting import Build, Implementation, Setting, Subject
@@ -43,7 +41,7 @@ BACKENDS = ("auto", "triton", "sdpa", "eager", COMPILED)
 RANKS = (2, 4)
 DENSE, OVER_HEADS = "dense SDPA", "attention over heads"
 GATHER, SLICES = "copy and gather, index_select", "copy and gather, slicing"
-RELEASED, UNPLANNED = "gather-pad-scatter", "longnet, sdpa, plans not cached"
+RELEASED = "gather-pad-scatter"
 Module = TypeVar("Module", bound=nn.Module)
 MODULES: tuple[tuple[type[Any], str], ...] = (
     (DilatedAttention, "head_groups"), (compat.ImprovedDilatedAttention, "head_groups"),
@@ -60,21 +58,16 @@ def everything() -> list[Implementation]:
         *(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)) for kind in PROJECTING),
     ]
     over_ranks = [_spread(one, ranks) for ranks in RANKS for one in modules if one.name.startswith("Ring")]
-    mesh = Implementation(
-        "RingAdvancedDistributedDilatedAttention, 4 ranks", "ring", "head_groups", _on_mesh, ranks=4,
-        whole=partial(projecting, MultiheadDilatedAttention), why_not=_no_mesh,
-    )  # fmt: skip
     functions = [
         Implementation(f"{rule}, {how}", "function", rule, partial(_ours, rule, how), why_not=partial(_cannot, how))
         for rule, how in product(RULES, BACKENDS)
     ]
     yardstick = Implementation(DENSE, "baseline", "dense", _dense, ours=False)
-    return [yardstick, *functions, *modules, *over_ranks, mesh, *_baselines()]
+    return [yardstick, *functions, *modules, *over_ranks, *_baselines()]
 
 
 def named(*names: str) -> list[Implementation]:
-    unplanned = Implementation(UNPLANNED, "function", "longnet", _without_plans)
-    found = {one.name: one for one in (*everything(), unplanned)}
+    found = {one.name: one for one in everything()}
     return [found[name] for name in names]
 
 
@@ -118,10 +111,6 @@ def _cuda_half(setting: Setting) -> str | None:
     return _half_on_cuda(setting) if setting.on_cuda else "it runs on CUDA only"
 
 
-def _no_mesh(setting: Setting) -> str | None:
-    return "gloo gathers no CUDA tensors for DTensor, and NCCL wants a GPU for each rank" if setting.on_cuda else None
-
-
 def _cannot(how: str, setting: Setting) -> str | None:
     if how == COMPILED and setting.on_cuda and not triton.INSTALLED:
         return "torch.compile needs triton on CUDA"
@@ -152,20 +141,6 @@ def _ours(rule: str, how: str, setting: Setting) -> Subject:
     return replace(plain, attention=torch.compile(plain.attention, fullgraph=True, dynamic=False))
 
 
-def _without_plans(setting: Setting) -> Subject:
-    """Every cache of plans is emptied before each call."""
-    planned = _ours("longnet", "sdpa", setting)
-    members = [thing for module in (blocks, choose) for thing in vars(module).values()]
-    caches = [thing for thing in members if isinstance(thing, functools._lru_cache_wrapper)]
-
-    def attention(*qkv: Tensor) -> Tensor:
-        for cache in caches:
-            cache.cache_clear()
-        return planned.attention(*qkv)
-
-    return replace(planned, attention=attention)
-
-
 def _dense(setting: Setting, **options: Any) -> Subject:
     return subject(partial(baselines.dense, is_causal=setting.causal, **options), setting.pattern("dense"), setting)
 
@@ -176,10 +151,7 @@ def _module(kind: type[Any], rule: str, setting: Setting) -> Subject:
 
 
 def projecting(kind: type[MultiheadDilatedAttention], setting: Setting) -> Subject:
-    return _projecting(filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting), setting)
-
-
-def _projecting(made: Any, setting: Setting) -> Subject:
+    made = filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting)
     return _with_parameters(made, made.pattern, lambda x: made(x, is_causal=setting.causal)[0], setting)
 
 
@@ -225,20 +197,9 @@ def _projected(x: Tensor, of: dict[str, Tensor]) -> tuple[Tensor, ...]:
 # --- in a rank --------------------------------------------------------------------------------------------------
 
 
-def _sharded(build: Build, setting: Setting, group: dist.ProcessGroup | None = None) -> Subject:
+def _sharded(build: Build, setting: Setting) -> Subject:
     """With its shard of the inputs. A module finds its group when it is called."""
-    group, whole = group or dist.group.WORLD, build(setting)
+    whole, group = build(setting), dist.group.WORLD
     assert group is not None
     inputs = tuple(shard_sequence(x, group) for x in whole.inputs)
     return replace(whole, inputs=inputs, dout=shard_sequence(whole.dout, group), group=group)
-
-
-def _on_mesh(setting: Setting) -> Subject:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes a while
-
-    mesh = init_device_mesh(setting.device.type, (2, 2), mesh_dim_names=("sequence", "heads"))
-    sizes = (setting.width, setting.heads, *setting.segments("head_groups"))
-    made = compat.RingAdvancedDistributedDilatedAttention(*sizes, mesh, device=setting.device, dtype=setting.dtype)
-    state = filled(MultiheadDilatedAttention(*sizes), setting).state_dict()
-    set_model_state_dict(made, state, options=StateDictOptions(full_state_dict=True))
-    return _sharded(partial(_projecting, made), setting, mesh.get_group("sequence"))
