@@ -141,10 +141,13 @@ def test_the_commit_of_another_project_is_not_ours(tmp_path: Path, monkeypatch: 
     assert machine.git_state() == {"commit": "unknown", "dirty": None}
 
 
-@pytest.mark.parametrize(("ticks", "others"), [(0, 0.0), (10, 0.05), (150, 0.75)])
-def test_a_machine_that_others_use_is_too_busy(monkeypatch: pytest.MonkeyPatch, ticks: int, others: float) -> None:
-    """So many ticks of others, of 200 in all, while this process sleeps."""
-    told = iter([f"cpu 7 0 0 {100 - ticks} 0 0 0 0 9", f"cpu {7 + ticks} 0 0 {300 - 2 * ticks} 0 0 0 0 9"])
-    monkeypatch.setattr(Path, "exists", lambda file: True)
-    monkeypatch.setattr(Path, "read_text", lambda file, encoding: next(told))
-    assert machine.busy([]) == {"others": others, "too_busy": others > 0.25}
+@pytest.mark.parametrize(("seconds", "others"), [(1.0, 0.05), (15.0, 0.75), (-1.0, 0.0), (None, None)])
+def test_a_machine_that_others_use_is_too_busy(
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None, others: float | None
+) -> None:
+    """So much CPU time of others in ten seconds on two cores; None where no system tells."""
+    now, cpu = iter([0.0, 10.0]), iter([5.0, 5.0 + (seconds or 0)])
+    monkeypatch.setattr(machine.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda: None if seconds is None else next(cpu))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    assert machine.Load().note() == {"others": others, "too_busy": (others or 0) > 0.25}

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
@@ -58,12 +59,16 @@ def everything() -> list[Implementation]:
         *(Implementation(kind.__name__, "multihead", "head_groups", partial(projecting, kind)) for kind in PROJECTING),
     ]
     over_ranks = [_spread(one, ranks) for ranks in RANKS for one in modules if one.name.startswith("Ring")]
+    mesh = Implementation(
+        "RingAdvancedDistributedDilatedAttention, 4 ranks", "ring", "head_groups", _on_mesh, ranks=4,
+        whole=partial(projecting, MultiheadDilatedAttention), why_not=_no_mesh,
+    )  # fmt: skip
     functions = [
         Implementation(f"{rule}, {how}", "function", rule, partial(_ours, rule, how), why_not=partial(_cannot, how))
         for rule, how in product(RULES, BACKENDS)
     ]
     yardstick = Implementation(DENSE, "baseline", "dense", _dense, ours=False)
-    return [yardstick, *functions, *modules, *over_ranks, *_baselines()]
+    return [yardstick, *functions, *modules, *over_ranks, mesh, *_baselines()]
 
 
 def named(*names: str) -> list[Implementation]:
@@ -111,6 +116,10 @@ def _cuda_half(setting: Setting) -> str | None:
     return _half_on_cuda(setting) if setting.on_cuda else "it runs on CUDA only"
 
 
+def _no_mesh(setting: Setting) -> str | None:
+    return "gloo gathers no CUDA tensors for DTensor, and NCCL wants a GPU for each rank" if setting.on_cuda else None
+
+
 def _cannot(how: str, setting: Setting) -> str | None:
     if how == COMPILED and setting.on_cuda and not triton.INSTALLED:
         return "torch.compile needs triton on CUDA"
@@ -151,7 +160,10 @@ def _module(kind: type[Any], rule: str, setting: Setting) -> Subject:
 
 
 def projecting(kind: type[MultiheadDilatedAttention], setting: Setting) -> Subject:
-    made = filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting)
+    return _projecting(filled(kind(setting.width, setting.heads, *setting.segments("head_groups")), setting), setting)
+
+
+def _projecting(made: Any, setting: Setting) -> Subject:
     return _with_parameters(made, made.pattern, lambda x: made(x, is_causal=setting.causal)[0], setting)
 
 
@@ -197,9 +209,20 @@ def _projected(x: Tensor, of: dict[str, Tensor]) -> tuple[Tensor, ...]:
 # --- in a rank --------------------------------------------------------------------------------------------------
 
 
-def _sharded(build: Build, setting: Setting) -> Subject:
+def _sharded(build: Build, setting: Setting, group: dist.ProcessGroup | None = None) -> Subject:
     """With its shard of the inputs. A module finds its group when it is called."""
-    whole, group = build(setting), dist.group.WORLD
+    group, whole = group or dist.group.WORLD, build(setting)
     assert group is not None
     inputs = tuple(shard_sequence(x, group) for x in whole.inputs)
     return replace(whole, inputs=inputs, dout=shard_sequence(whole.dout, group), group=group)
+
+
+def _on_mesh(setting: Setting) -> Subject:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes a while
+
+    mesh = init_device_mesh(setting.device.type, (2, 2), mesh_dim_names=("sequence", "heads"))
+    sizes = (setting.width, setting.heads, *setting.segments("head_groups"))
+    made = compat.RingAdvancedDistributedDilatedAttention(*sizes, mesh, device=setting.device, dtype=setting.dtype)
+    state = filled(MultiheadDilatedAttention(*sizes), setting).state_dict()
+    set_model_state_dict(made, state, options=StateDictOptions(full_state_dict=True))
+    return _sharded(partial(_projecting, made), setting, mesh.get_group("sequence"))

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -91,21 +90,36 @@ def one_line(machine: dict[str, Any]) -> str:
     return f"{where} | {found} | commit {machine['commit'][:12]}{dirty}"
 
 
-def busy(samples: list[float]) -> dict[str, Any]:
-    """For the description of the machine: which share of its cores others take, and a verdict; only Linux tells.
+class Load:
+    """How busy the machine was with other work, from when this is made to the latest `note`."""
 
-    What is busy while this program sleeps is of others. That is added to ``samples``, of which the mean counts.
-    """
-    told = Path("/proc/stat")
-    if not told.exists():
-        return {"others": None, "too_busy": False}
-    time.sleep(0.3)  # threads of OpenMP may wait actively for so long
-    before = told.read_text("utf-8").split()[1:9]
-    time.sleep(0.2)
-    spent = [int(x) - int(y) for x, y in zip(told.read_text("utf-8").split()[1:9], before, strict=True)]
-    samples.append(1 - (spent[3] + spent[4]) / max(1, sum(spent)))  # those two are idle, and waiting for a disk
-    share = round(statistics.fmean(samples), 3)
-    return {"others": share, "too_busy": share > TOO_BUSY}
+    def __init__(self) -> None:
+        self.start, self.began = _cpu_seconds(), time.monotonic()
+
+    def note(self) -> dict[str, Any]:
+        """For the description of the machine: the share of the cores that others took, and a verdict.
+
+        Only Linux tells that share; time that the hypervisor gave to other machines is in it.
+        """
+        now, seconds = _cpu_seconds(), time.monotonic() - self.began
+        if now is None or self.start is None:
+            return {"others": None, "too_busy": False}
+        others = round(max(0.0, now - self.start) / seconds / (os.cpu_count() or 1), 3)
+        return {"others": others, "too_busy": others > TOO_BUSY}
+
+
+def _cpu_seconds() -> float | None:
+    """CPU time of the whole machine, less that of the processes of our group: ranks are in it."""
+    total, ours = Path("/proc/stat"), 0
+    if not total.exists():
+        return None
+    user, nice, system, _, _, irq, soft, steal = (int(x) for x in total.read_text("utf-8").split()[1:9])
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            fields = file.read_text("utf-8").rpartition(")")[2].split()  # a name may hold spaces
+            if int(fields[2]) == os.getpgrp():
+                ours += sum(int(x) for x in fields[11:15])  # its own time, and that of its children that ended
+    return (user + nice + system + irq + soft + steal - ours) / os.sysconf("SC_CLK_TCK")
 
 
 def write_json(file: Path, results: dict[str, Any]) -> None:

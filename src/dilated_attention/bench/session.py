@@ -57,14 +57,14 @@ class Session:
         """``seconds``: of timing per setting, shared by all. What would take longer than ``limit_ms`` is skipped."""
         self.device, self.dtypes, self.on_cuda = device, tuple(dtypes), device.type == "cuda"
         self.options: dict[str, Any] = {"dtype": dtypes[0], "device": device}
-        self.watch, self.busy = watch or Lines(), list[float]()
+        self.watch, self.load = watch or Lines(), machine.Load()
         default, self.limit_ms = (2.0, 2000.0) if self.on_cuda else (3.0, 4000.0)
         self.seconds = default if seconds is None else seconds
         self.share = 0.0  # of the run that is done
         lists = ("suites", "checks", "measurements", "tables", "claims", "recommendations")
         self.results: Record = {
             "schema": SCHEMA,
-            "machine": {**machine.describe(device, commit), **machine.busy(self.busy)},
+            "machine": {**machine.describe(device, commit), **self.load.note()},
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
             "complete": False,
             "seconds": 0.0,
@@ -83,7 +83,7 @@ class Session:
 
         def keep() -> None:
             self.results["seconds"] = time.monotonic() - began
-            self.results["machine"] |= machine.busy(self.busy)
+            self.results["machine"] |= self.load.note()
             self.results |= conclusions(self.results)
             save(self.results)
 
