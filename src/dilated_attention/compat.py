@@ -103,7 +103,7 @@ class RingAttentionV2Simple(RingDilatedAttention):
 class RingDilatedAttentionV2Collective(RingDilatedAttention):
     """Is RingDilatedAttention with the exchange "allgather": all key and value rows arrive in one step.
 
-    On NCCL it is one collective; on gloo a batch of messages, so that an error can name a missing rank.
+    Such a step is one batch of messages, which NCCL sends as it does an all-to-all.
     """
 
     exchange = "allgather"

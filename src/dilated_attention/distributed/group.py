@@ -100,31 +100,17 @@ class GroupTransport:
         self.wire = wire_device(self.group, self.device)
         self.staged = self.wire != self.device
         self.backend = backend_name(self.group, self.device) or "gloo"  # without one it goes through the host
-        self.names_peers = self.backend == "gloo"  # waiting has an end, and tells for whom
         self.agrees_on_host = backend_name(self.group, HOST) == "gloo"  # small messages to all need no device
 
-    def post(
-        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int], *, collective: bool = False
-    ) -> Pending:
-        """Begin one step. ``receives``: the bytes to come from each rank; ``name`` is for messages to people.
-
-        A collective step must be posted on every rank, also where it moves nothing.
-        """
+    def post(self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, int]) -> Pending:
+        """Begin one step. ``receives``: the bytes to come from each rank; ``name`` is for messages to people."""
         self._check_usable()
         sent = {peer: self._to_wire(message) for peer, message in sends.items() if message.numel()}
-        receives = {peer: count for peer, count in sorted(receives.items()) if count}
-        bytes_sent, bytes_received = sum(message.numel() for message in sent.values()), sum(receives.values())
-        self.stats.hops += bool(sent or receives)
-        self.stats.bytes_sent += bytes_sent
-        self.stats.bytes_received += bytes_received
-        # gloo's all-to-all is such a batch as well, but does not tell whose message is missing
-        if collective and not self.names_peers:
-            flat = self._buffer(bytes_received)
-            arriving = dict(zip(receives, torch.split(flat, list(receives.values())), strict=True))
-            works = self._collective(sent, receives, flat, name)
-        else:
-            arriving = {peer: self._buffer(count) for peer, count in receives.items()}
-            works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
+        arriving = {peer: self._buffer(count) for peer, count in receives.items() if count}
+        self.stats.hops += bool(sent or arriving)
+        self.stats.bytes_sent += sum(message.numel() for message in sent.values())
+        self.stats.bytes_received += sum(receives.values())
+        works = self._batch(sent, arriving, name, kind=f"{name} of call {self.number}")
         pending = Pending(self, name, works, sent, arriving, self.staged)
         if self.debug:  # the host waits, so that an error names the step in which it happened
             pending.finish()
@@ -146,7 +132,7 @@ class GroupTransport:
 
     def warm_up(self) -> None:
         """NCCL wants all ranks in the first call over a group: a batch over some of them may hang it for good."""
-        if not self.names_peers and self.agrees_on_host and self.group not in _warm:
+        if self.backend != "gloo" and self.agrees_on_host and self.group not in _warm:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
             _warm.add(self.group)
 
@@ -155,8 +141,7 @@ class GroupTransport:
         self.stats.hold(-sum(message.numel() for message in messages.values()))
         if reuse and self.buffers is not None and not self.staged:
             for message in messages.values():
-                if message.untyped_storage().nbytes() == message.numel():  # not one part of a collective's
-                    self.buffers.give(message)
+                self.buffers.give(message)
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -218,16 +203,6 @@ class GroupTransport:
             with self.naming(name, operation.group_peer):  # its connection may be closed already
                 works += dist.batch_isend_irecv([operation])
         return [(operation.group_peer, work) for operation, work in zip(operations, works, strict=True)]
-
-    def _collective(self, sent: dict[int, Tensor], receives: Mapping[int, int], flat: Tensor, name: str) -> Works:
-        """One all-to-all of uneven parts: empty but among the ranks that have something for each other."""
-        sending = torch.cat([flat.new_empty(0), *(sent[peer] for peer in sorted(sent))])
-        to_all = [sent[peer].numel() if peer in sent else 0 for peer in range(self.size)]
-        from_all = [receives.get(peer, 0) for peer in range(self.size)]
-        with self.naming(name, None):
-            work = dist.all_to_all_single(flat, sending, from_all, to_all, group=self.group, async_op=True)
-        sent[self.rank] = sending  # kept until it has left
-        return [(None, work)]
 
     @contextlib.contextmanager
     def naming(self, step: str, peer: int | None, began: float | None = None) -> Iterator[None]:
