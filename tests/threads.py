@@ -92,7 +92,7 @@ class FakeTransport:
     def warm_up(self) -> None:
         pass
 
-    def release(self, messages: Mapping[int, Tensor], *, reuse: bool = True) -> None:
+    def release(self, messages: Mapping[int, Tensor]) -> None:
         self.stats.hold(-sum(message.numel() for message in messages.values()))
 
     def closed_on_error(self) -> AbstractContextManager[None]:
