@@ -344,9 +344,9 @@ MUTANTS = [
     M("kept-rows-overwritten", "Of a causal stream, the rows of a chunk are kept in the place of earlier ones.",
       "streaming/kv_cache.py", "rows[:, already : already + view.rows, heads]", "rows[:, : view.rows, heads]"),
     M("stream-ends-as-a-sequence", "The last segment of a stream gets zero keys as if the stream began with it.",
-      "streaming/buffered.py", "branch, start if ends else 0)", "branch, 0)"),
+      "streaming/held.py", "branch, start if ends else 0)", "branch, 0)"),
     M("held-bytes-of-keys-alone", "A causal stream counts the memory of keys and not of values.",
-      "streaming/kv_cache.py", "return 2 * rows * call.samples", "return rows * call.samples"),
+      "streaming/held.py", "return 2 * rows * call.samples", "return rows * call.samples"),
     # --- language models ----------------------------------------------------------------------------------------
     M("heads-that-sit-out-overwrite", "Of a token, kept rows take also the heads that do not take part with it.",
       "streaming/kv_cache.py", "torch.where(slot.absent, self.kv[index], given)", "given"),
