@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from dilated_attention.backends.triton.cache import CACHE
 from tests.triton_kernels.runner import run
 
 pytest.importorskip("triton")
@@ -28,21 +26,6 @@ def test_interpreted(share: str) -> None:
 
 def test_compiled() -> None:
     assert run(COMPILED, options=("-m", "not slow")) >= 17
-
-
-def test_new_kernels_are_compiled_at_once_and_no_kernel_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilated_attention.backends.triton import launch, whole_call
-
-    compiled = []
-    monkeypatch.setattr(launch.Launch, "compile", lambda self: compiled.append(self.kind))
-    CACHE.clear()
-    for capturing, kinds in ((True, "ab"), (False, "abbc"), (False, "bde")):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_so=capturing: is_so)
-        launches = [launch.Launch(None, torch.device("cuda"), 1, (), kind, {}) for kind in kinds]
-        whole_call._compile(tuple(launches))
-    assert sorted(kind[3] for kind in compiled) == list("abcde")
-    CACHE.clear()
-    assert not CACHE.compiled
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dilated_attention import DilatedPattern, RingDilatedAttentionProduction, dilated_attention, functional, testing
-from dilated_attention.backends.triton import dispatch, launch, table
+from dilated_attention.backends.triton import dispatch, launch, table, whole_call
 from dilated_attention.backends.triton.cache import CACHE
 from dilated_attention.backends.triton.dispatch import TileConfig
 from dilated_attention.backends.triton.whole_call import Prepared
@@ -188,11 +188,11 @@ def test_nothing_to_do() -> None:
 
 def test_several_launches_sum_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to half precision in between, five branches would have twice the error."""
-    prepare, seen = launch.prepare, []
-    monkeypatch.setattr(launch, "prepare", lambda *given: seen.append(given[5]) or prepare(*given))
+    make_empty, seen = whole_call._empty_like, []
+    monkeypatch.setattr(whole_call, "_empty_like", lambda x, dtype: seen.append(dtype) or make_empty(x, dtype))
     for pattern in (ONE, longnet([16, 30], [1, 1])):
         assert dilated_attention(*make(20, 1, dtype=HALF), pattern, backend="triton").dtype is HALF
-    assert seen == [HALF, FULL, FULL]
+    assert seen == [HALF, FULL]
 
 
 # --- other tiles, other tables ----------------------------------------------------------------------------------
