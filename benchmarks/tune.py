@@ -223,7 +223,7 @@ class Problem(NamedTuple):
         }[kernel]
         strides = tuple(x.stride() for x in tensors[: 3 if kernel == "forward" else 4])
         fills = whole_call.fills(nests, 0)
-        made = launch.prepare(kernel, self.call, strides, nests, config, False, fills)
+        made = launch.prepare(kernel, self.call, strides, nests, config, q.dtype, False, fills)
 
         def start() -> dict[str, Tensor]:
             made(*tensors)

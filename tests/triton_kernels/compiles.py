@@ -6,7 +6,6 @@ Run by test_triton in a process of its own, as the driver that stands in for a G
 from __future__ import annotations
 
 import collections
-import itertools
 import os
 import re
 from types import SimpleNamespace
@@ -93,22 +92,17 @@ def compiled(
 ) -> Any:  # fmt: skip
     """The kernel that such a call would launch; grouped heads, and a gradient of lse."""
     driver.set_active(Driver(capability))
-    function = launch.KERNELS[kernel]
+    function, names = launch.KERNELS[kernel]
     made = Compiled(function)
-    monkeypatch.setitem(launch.KERNELS, kernel, made)
+    monkeypatch.setitem(launch.KERNELS, kernel, (made, names))
     q, k = torch.empty(samples, tokens, 4, dim, dtype=dtype), torch.empty(samples, tokens, 2, dim, dtype=dtype)
     padding = torch.zeros(samples, tokens, dtype=torch.bool) if masked else None
     call = Call(pattern, is_causal, 0.1, 0.1 if drops else 0.0).of(q, k, padding, 0)
     strides = tuple(x.stride() for x in (q, k, k, q)[: 3 if kernel == "forward" else 4])
     (nests, *_), fills = launches(call), pattern.dilation_rates[0] > 1
-    prepared = launch.prepare(kernel, call, strides, nests, config, again, fills, kernel == "dq")
-    dtypes = dict.fromkeys(("LSE", "DLSE", "STATS"), FULL)
-    dtypes |= {"PADDING_MASK": torch.bool if masked else dtype, "SEED": torch.int64 if drops else dtype}
-    if masked and call.adds_zeros:
-        dtypes["ENDS"] = torch.int64
-    names = itertools.takewhile(lambda name: name != "sections", function.arg_names)
-    prepared(*(torch.empty(16, dtype=dtypes.get(name, dtype)) for name in names))
-    monkeypatch.setitem(launch.KERNELS, kernel, function)
+    prepared = launch.prepare(kernel, call, strides, nests, config, dtype, again, fills, kernel == "dq")
+    prepared(*(torch.empty(16, dtype=dtype) for dtype in prepared.dtypes))
+    monkeypatch.setitem(launch.KERNELS, kernel, (function, names))
     (found,) = made.made
     return found
 

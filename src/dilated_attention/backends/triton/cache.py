@@ -20,6 +20,7 @@ class LaunchCache:
         self.nbytes: Counter[torch.device] = Counter()  # of all tables that are kept
         # launches kept until `clear`: a CUDA graph reads their tables, and does not say when the graph ends
         self.pinned: set[Hashable] = set()
+        self.compiled: set[Hashable] = set()  # kinds of kernels
         # what was dropped since the device was last waited for: another thread may still use it
         self._dropped: dict[torch.device, list[Any]] = {}
         self._making = threading.Lock()
@@ -55,7 +56,7 @@ class LaunchCache:
         for device in {key[0] for key in self.kept if key[0].type == "cuda"}:
             torch.cuda.synchronize(device)  # a kernel may still read a table
         with self._making:
-            for kept in (self.kept, self.nbytes, self._dropped, self.pinned):
+            for kept in (self.kept, self.nbytes, self._dropped, self.pinned, self.compiled):
                 kept.clear()
 
 

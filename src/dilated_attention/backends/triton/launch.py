@@ -25,16 +25,21 @@ from dilated_attention.backends.triton.tiling import Nests
 from dilated_attention.call import Call
 
 LOG2E = 1.4426950408889634
-KERNELS: dict[str, Any] = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+FLOAT = torch.float32
+KERNELS: dict[str, tuple[Any, str]] = {  # and the tensors that each takes
+    "forward": (forward_kernel, "q k v out lse padding ends seed"),
+    "dq": (dq_kernel, "q k v dout out lse dlse dq stats padding seed"),
+    "dkdv": (dkdv_kernel, "q k v dout stats dk dv padding seed"),
+}
 
 Strides = tuple[tuple[int, ...], ...]  # of q, k and v, and of dout in the backward pass
 
 
 def prepare(
-    kernel: str, call: Call, strides: Strides, nests: Nests, config: TileConfig, again: bool, fills: bool,
-    has_dlse: bool = False,
+    kernel: str, call: Call, strides: Strides, nests: Nests, config: TileConfig, out_dtype: torch.dtype, again: bool,
+    fills: bool, has_dlse: bool = False,
 ) -> Launch:  # fmt: skip
-    """A launch of a kernel.
+    """A launch of a kernel, which takes the tensors that KERNELS names.
 
     ``again``: results join those of earlier launches. ``fills``: rows without keys are written too (nests of one branch
     only).
@@ -51,15 +56,22 @@ def prepare(
     constants = Constants(
         found.parts, dim, *_columns(dim), *config[:2], call.is_causal, call.has_padding, call.drops,
         found.single, 1 + found.edges, found.ragged and found.edges,  # only masked tiles look at it
-        "ieee" if call.dtype is torch.float32 and not call.tf32 else "tf32",
+        "ieee" if call.dtype is FLOAT and not call.tf32 else "tf32",
         all(stride * call.dtype.itemsize % 16 == 0 for stride in aligned), again, fills,
         call.adds_zeros, shifted, has_dlse and kernel == "dq", call.q_per_kv > 1,
     )  # fmt: skip
+    q = call.dtype  # stands in for what is not there
+    dtypes = {
+        "out": out_dtype, "lse": FLOAT, "stats": FLOAT, "dlse": FLOAT if has_dlse else q,
+        "seed": torch.int64 if call.drops else q, "padding": torch.bool if call.has_padding else q,
+        "ends": torch.int64 if call.has_padding and call.adds_zeros else q,
+    }  # fmt: skip
+    function, names = KERNELS[kernel]
+    given = tuple(dtypes.get(name, q) for name in names.split())
     options = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers:
         options["maxnreg"] = config.registers
-    numbers = (*strides, *_numbers(call))
-    return Launch(KERNELS[kernel], call.device, found.programs, numbers, constants, options, found)
+    return Launch(function, call.device, found.programs, (*strides, *_numbers(call)), constants, options, given, found)
 
 
 def _columns(head_dim: int) -> tuple[int, int, int]:
@@ -86,18 +98,26 @@ class Launch:
 
     def __init__(
         self, kernel: Any, device: torch.device, programs: int, numbers: tuple[Any, ...], constants: Any,
-        options: dict[str, Any], found: Table | None = None,
+        options: dict[str, Any], dtypes: tuple[torch.dtype, ...] = (), found: Table | None = None,
     ) -> None:  # fmt: skip
-        """``numbers``: tuples of strides, and plain ones."""
-        self.kernel, self.device, self.options = kernel, device, options
+        """``numbers``: tuples of strides, and plain ones. ``dtypes``: of the tensors."""
+        self.kernel, self.device, self.dtypes, self.options = kernel, device, dtypes, options
         self.grid = (programs, 1, 1)
         self.on_device = device.type == "cuda"  # asked once, as torch makes a string of it
         self.found = found  # for as long as this is kept, so that others like it share it
         self.table = () if found is None else (found.sections, found.tiles, found.runs)
         self.nbytes = sum(x.nbytes for x in self.table)
         self.given = (*self.table, *numbers, constants)
+        # nearly what Triton compiles apart; the kernel by its id, as Triton would read all of its source for a hash
+        self.kind = (id(kernel), device, dtypes, constants, *options.items())
         self.tail: tuple[Any, ...] = ()
         self.runs: Any = None
+
+    def compile(self) -> None:
+        """Compile the kernel for tensors that are aligned as torch's are, and what launches it, without running it."""
+        with torch.cuda.device(self.device):
+            made = self.kernel.warmup(*self.dtypes, *self.given, grid=self.grid, **self.options)
+            made[self.grid]  # which Triton 3.6 compiles in C, for half a second
 
     def __call__(self, *tensors: Tensor) -> None:
         if self.on_device and self.device.index != torch.cuda.current_device():

@@ -7,6 +7,7 @@ Legend: q, out (B, N, H, D); k, v (B, N, Hk, D); lse (B, N, H); padding (B, N), 
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out if out.dtype is call.dtype else out.to(call.dtype), lse
 
 
-def _unrounded(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _unrounded(call: Call, inputs: Inputs, is_part: bool = False) -> tuple[Tensor, Tensor]:
     """The results, out maybe in float32."""
     q, k, v = _readable(*inputs[:3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -49,6 +50,11 @@ def _unrounded(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if most < call.kv_heads:
             return _some_heads_at_a_time(call, inputs._replace(q=q, k=k, v=v), lse, most)
         prepared = _prepared(call, strides)
+        together = prepared.launches
+        trains = not is_part and any(x.requires_grad for x in inputs[:3])
+        if trains and call.device.type == "cuda" and dispatch.preference(call, True)[0]:
+            together += _prepared(call, (*strides, torch.empty(q.shape, device="meta").stride())).launches
+        _compile(together)
     padding = ends = None
     if inputs.padding is not None:
         padding = inputs.padding.contiguous()
@@ -75,7 +81,7 @@ def _some_heads_at_a_time(call: Call, inputs: Inputs, lse: Tensor, most: int) ->
             heads=(last - first) * group, kv_heads=last - first, first_head=call.first_head + first,
             total_heads=call.held.total,
         )  # fmt: skip
-        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some))
+        _put(out[:, :, rows], lse[:, :, rows], *_unrounded(part, some, is_part=True))
     return out, lse
 
 
@@ -93,6 +99,7 @@ def backward(call: Call, inputs: Inputs, results: Outputs) -> Gradients:
     prepared = CACHE.kept.get((call.device, call, strides, has_dlse))
     if prepared is None:
         prepared = _prepared(call, strides, has_dlse)
+        _compile(prepared.launches)
     dq, dk, dv = (_empty_like(x, x.dtype) for x in (q, k, v))
     stats = torch.empty((call.samples, call.heads, call.queries, 2), dtype=torch.float32, device=q.device)
     if prepared.blank:
@@ -119,11 +126,22 @@ def _prepared(call: Call, strides: Strides, has_dlse: bool = False) -> Prepared:
             form = "nested" if len(nests[0].widths) > 1 else dispatch.form_of(call, alone=True)
             for name in names:
                 tile, flags = dispatch.config(name, call, form), (index > 0, fills(nests, index), has_dlse)
-                made.append(launch.prepare(name, call, strides, nests, tile, *flags))
+                made.append(launch.prepare(name, call, strides, nests, tile, dtype, *flags))
         return Prepared(tuple(made), dtype, _has_gaps(todo[0]) and not fills(todo[0], 0))
 
     found: Prepared = CACHE.get((call.device, call, strides, has_dlse), prepare)
     return found
+
+
+def _compile(launches: tuple[Launch, ...]) -> None:
+    """Compile the kernels that are new, all at once: one after the other they would take twice as long."""
+    if not launches[0].on_device or torch.cuda.is_current_stream_capturing():
+        return
+    new = {each.kind: each for each in launches if each.kind not in CACHE.compiled}
+    if len(new) > 1:
+        with ThreadPoolExecutor(len(new)) as pool:
+            list(pool.map(Launch.compile, new.values()))
+    CACHE.compiled.update(new)
 
 
 def _has_gaps(nests: Nests) -> bool:
