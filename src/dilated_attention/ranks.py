@@ -51,9 +51,8 @@ class Outcome:
 
 class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
     def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
-        failed = [x for x in outcomes if x.error_type]
-        told = [f"\nrank {x.rank}: {x.error_type}: {x.error}\n{x.traceback.rstrip()}" for x in failed]
-        super().__init__("\n".join([f"{what} failed on {len(failed)} of {len(outcomes)} ranks", *told]))
+        failed = [f"\nrank {x.rank}: {x.error_type}: {x.error}\n{x.traceback}" for x in outcomes if x.error_type]
+        super().__init__(f"{what} failed on {len(failed)} of {len(outcomes)} ranks\n" + "".join(failed))
 
 
 class Pool:
@@ -88,9 +87,9 @@ class Pool:
     ) -> list[Any]:
         """Calls ``function(*args)`` on every rank and returns the results, in the order of ranks.
 
-        If a rank fails, it raises RanksFailed, once the others have answered or ``timeout`` seconds have passed. With
-        ``check=False`` it raises nothing, and returns an `Outcome` for each rank. After a failure the ranks form a new
-        group, so that the next call does not receive what this one sent. If a rank died or hung, the pool is closed.
+        If a rank fails, it raises RanksFailed, once the others have answered or ``timeout`` seconds have passed; with
+        ``check=False`` it returns an `Outcome` for each rank instead. Then the ranks form a new group, so that the next
+        call does not receive what this one sent; or, if one died or hung, the pool is closed.
         """
         if self.broken:
             raise RuntimeError("this pool is broken or closed: make a new one, or ask pool() for one")

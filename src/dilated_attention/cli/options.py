@@ -11,8 +11,8 @@ import json
 import math
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,10 +79,14 @@ def _read(text: str, factors: Mapping[str, float], unit: str, what: str, least: 
     raise ArgumentTypeError(f"{text!r} is not {what}")
 
 
-def size(text: str) -> float:
-    """Bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³."""
-    what = "a size of a byte or more with its unit, such as 80GB or 24GiB"
-    return _read(text, DECIMAL, r"(?=\S)(?i:([kmgtp]i?)?b?)", what, 1)
+size = partial(  # in bytes: 80GB are 80 thousand million, 24GiB are 24 times 1024³
+    _read, factors=DECIMAL, unit=r"(?=\S)(?i:([kmgtp]i?)?b?)", least=1,
+    what="a size of a byte or more with its unit, such as 80GB or 24GiB",
+)  # fmt: skip
+speed = partial(  # operations per second; fewer than a million are a slip: a unit was left out
+    _read, factors=DECIMAL, unit="(?i:([kmgtp])?(?:flops|flop/s)?)", least=10**6,
+    what="operations per second such as 400T or 4e14, of 1M or more",
+)  # fmt: skip
 
 
 def bandwidth(text: str) -> float:
@@ -97,22 +101,16 @@ def latency(text: str) -> float:
     return _read(text, MICROSECONDS, "([muµμ])?s", "a time with its unit, such as 10us or 0.2ms", 0) / 10**6
 
 
-def speed(text: str) -> float:
-    """Operations per second. Fewer than a million are a slip: a unit was left out."""
-    what = "operations per second such as 400T or 4e14, of 1M or more"
-    return _read(text, DECIMAL, "(?i:([kmgtp])?(?:flops|flop/s)?)", what, 10**6)
-
-
 # --- the options ------------------------------------------------------------------------------------------------
 
-Option = Callable[[ArgumentParser], object]
+Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
 
 
 def option(*names: str, **how: Any) -> Option:
-    """An option or, by a name without dashes, an argument: what it needs of argparse. Help says its default."""
-    if how.get("default") not in (None, "", False):
+    """An option or, by a name without dashes, an argument. Help says its default."""
+    if how.get("default"):
         how["help"] += "  [default: %(default)s]"
-    return lambda parser: parser.add_argument(*names, **how)
+    return names, how
 
 
 def flag(name: str, text: str) -> Option:
