@@ -20,7 +20,7 @@ from dilated_attention.call import Call
 from dilated_attention.checks import check_int
 from dilated_attention.context_parallel import EXCHANGES
 from dilated_attention.pattern import MAX_BRANCHES, DilatedPattern, Rule
-from dilated_attention.ring.cost import LINKS, Memory, PlanCost, plan_cost
+from dilated_attention.ring.cost import LINKS, PlanCost, plan_cost
 from dilated_attention.units import bytes_text, flops_text, number_text
 
 ROWS = 2048  # of a segment, in every branch: what LongNet starts from, and enough to keep a kernel busy
@@ -73,36 +73,23 @@ class Workload:
         assumed, and over ranks they always run.
         """
         memory, over = cost.memory, cost.exchanges[exchange or cost.best]
-        held = memory.saved + over.held
-        forward = (held + memory.out_sums) * FORWARD_MORE
-        backward = (held + _gradients(memory) + over.sums) * BACKWARD_MORE
+        gradients = memory.q + memory.gradients  # that of out comes in
+        forward = (memory.saved + over.held + memory.out_sums) * FORWARD_MORE
+        backward = (memory.saved + over.held + gradients + over.sums) * BACKWARD_MORE
         if self.ranks == 1 and torch.cuda.is_available():
-            call, ours = self._call(cost), self.need_of_ours(cost)
-            forward = ours.inference if choose(call).is_whole else forward
-            backward = ours.training if choose(call, backward=True).is_whole else backward
+            kv_heads = self.kv_heads or self.heads
+            call = Call(
+                cost.pattern, self.is_causal, samples=self.batch, queries=self.tokens, keys=self.tokens,
+                heads=self.heads, kv_heads=kv_heads, head_dim=self.head_dim, dtype=self.dtype,
+                device=torch.device("cuda"), total=self.tokens,
+            )  # fmt: skip
+            if choose(call).is_whole:
+                share = nesting.heads_at_once(call) / kv_heads  # the results of some heads wait at a time
+                waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
+                forward = memory.saved + (waiting if len(nesting.launches(call)) > 1 else 0)
+            if choose(call, backward=True).is_whole:
+                backward = memory.saved + gradients + 2 * memory.lse  # two numbers per row, from launch to launch
         return Need(round(forward), round(max(forward, backward)))
-
-    def need_of_ours(self, cost: PlanCost) -> Need:
-        """What our own kernels take on one GPU."""
-        call, memory = self._call(cost), cost.memory
-        share = nesting.heads_at_once(call) / call.kv_heads  # the results of some heads wait at a time
-        waiting = memory.out_sums if share == 1 else (memory.out_sums + memory.lse) * share
-        forward = memory.saved + (waiting if len(nesting.launches(call)) > 1 else 0)
-        backward = memory.saved + _gradients(memory) + 2 * memory.lse  # two numbers per row, from launch to launch
-        return Need(round(forward), round(max(forward, backward)))
-
-    def _call(self, cost: PlanCost) -> Call:
-        """On one CUDA device."""
-        return Call(
-            cost.pattern, self.is_causal, samples=self.batch, queries=self.tokens, keys=self.tokens, heads=self.heads,
-            kv_heads=self.kv_heads or self.heads, head_dim=self.head_dim, dtype=self.dtype,
-            device=torch.device("cuda"), total=self.tokens,
-        )  # fmt: skip
-
-
-def _gradients(memory: Memory) -> int:
-    """Bytes of the gradients; that of out comes in."""
-    return memory.q + memory.gradients
 
 
 @dataclass(frozen=True)
@@ -203,12 +190,13 @@ def verdict(workload: Workload, cost: PlanCost, memory: int | None) -> list[str]
     if memory is None:
         return []
     need, room = workload.need(cost), bytes_text(memory)
+    training, inference = bytes_text(need.training), bytes_text(need.inference)
     if need.training <= memory:
-        return [f"training fits: it needs {bytes_text(need.training)} of {room}"]
+        return [f"training fits: it needs {training} of {room}"]
     last = f"no single change fits: another exchange, a smaller batch, another dtype, up to {MOST_TRIED:,} ranks"
     return [
-        f"training does not fit: it needs {bytes_text(need.training)}, and there are {room}",
-        f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {bytes_text(need.inference)}",
+        f"training does not fit: it needs {training}, and there are {room}",
+        f"inference {'fits' if need.inference <= memory else 'does not fit'}: it needs {inference}",
         *([*_changes(workload, cost, memory)] or [last]),
     ]
 

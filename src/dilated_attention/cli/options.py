@@ -125,10 +125,9 @@ def defaults(given: Namespace) -> dict[str, Any]:
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
         return {name: value if value is True else str(value) for name, value in json.loads(text)["options"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{source} holds nothing that `suggest --json` wrote ({type(error).__name__}: {error})"
-        ) from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{source} holds nothing that `suggest --json` wrote ({why})") from error
 
 
 def pattern(given: Namespace) -> DilatedPattern:
@@ -204,10 +203,7 @@ def device(text: str) -> torch.device:
     there = torch.cuda.device_count()
     known = ["cpu", *["cuda"][:there], *(f"cuda:{index}" for index in range(there))]
     if text and text not in known:
-        raise ValueError(
-            f"--device must be one of {', '.join(known)}, got {text!r}: torch {torch.__version__} sees {there} CUDA "
-            "devices"
-        )
+        raise ValueError(f"--device must be one of {', '.join(known)}, got {text!r}")
     return torch.device(text or known[min(there, 1)])
 
 
@@ -225,8 +221,6 @@ def workload(given: Namespace) -> Workload:
     """What `suggest` and `plan` are about; `suggest` has no speeds."""
     from dilated_attention.advice import Workload
 
-    names = (
-        "tokens", "heads", "head_dim", "kv_heads", "ranks", "batch", "latency", "bandwidth", "flops_per_second"
-    )  # fmt: skip
-    said = {name: getattr(given, name) for name in names if name in given}
+    known = Workload.__dataclass_fields__.keys() - {"dtype"}
+    said = {name: value for name, value in vars(given).items() if name in known}
     return Workload(**said, dtype=dtype(given.dtype), is_causal=given.causal)
