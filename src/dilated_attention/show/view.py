@@ -152,19 +152,17 @@ class View:
 
     @property
     def subtitle(self) -> str:
-        heads = _many(self.heads, "head")
-        if self.kv_heads not in (None, self.heads):
-            heads += f" on {_many(self.kv_heads or 1, 'key/value head')}"
+        shared = f" on {_many(self.kv_heads, 'key/value head')}" if self.kv_heads else ""
         drawn = f"; tokens {self.window[0]:,} to {self.window[1] - 1:,} are drawn" if self.window else ""
-        return f"{_many(self.tokens, 'token')}, {heads}, {'causal' if self.is_causal else 'not causal'}{drawn}"
+        causal = "causal" if self.is_causal else "not causal"
+        return f"{_many(self.tokens, 'token')}, {_many(self.heads, 'head')}{shared}, {causal}{drawn}"
 
     def caption(self, colour: Colour) -> str:
         """What the cells and their colours mean."""
-        size = self.cell_size
-        said = "A coloured cell is a key that the query sees."
+        size, said = self.cell_size, "A coloured cell is a key that the query sees."
         if size > 1:
-            said = f"A cell is {size:,} × {size:,} tokens. Its shade is the largest share of its pairs that one branch "
-            said += "computes."
+            shade = "Its shade is the largest share of its pairs that one branch computes."
+            said = f"A cell is {size:,} × {size:,} tokens. {shade}"
         return said if colour == "share" else f"{said} Its colour is the first branch that computes so much of it."
 
     def facts(self, most: int = MOST_PICTURES) -> list[str]:
