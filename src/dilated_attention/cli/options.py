@@ -180,10 +180,8 @@ def refusing() -> Iterator[None]:
     """Around the checking of arguments only: a ValueError in here is the user's, elsewhere it is a fault of ours."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:  # the last of a name that is too long, for example
         raise Refused(str(error)) from error
-    except OSError as error:  # a name that is too long, for example
-        raise Refused(f"{error.strerror or error}: {str(error.filename)[:60]!r}") from error
 
 
 def dtype(text: str) -> torch.dtype:
@@ -209,10 +207,8 @@ def device(text: str) -> torch.device:
 
 def file(name: str, path: Path, endings: tuple[str, ...]) -> Path:
     """A file that can be written, whose name says what it is."""
-    if path.suffix.lower() not in endings:
-        raise ValueError(f"{name} must end in {', '.join(endings)}, got {str(path)!r}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{name} must be a file in a folder that is there, got {path}")
+    if path.suffix.lower() not in endings or path.is_dir():
+        raise ValueError(f"{name} must be a file, and end in {', '.join(endings)}, got {str(path)!r}")
     charts.writable(path.parent, name)
     return path
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+OVERVIEW = 128  # stretches of several tokens
+
 
 def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, *, is_causal: bool) -> Tensor:
     """(stretches of queries, stretches of keys): the share of the cell's pairs that the branch computes, 0 to 1."""
@@ -42,7 +44,7 @@ def branch_shares(edges: Sequence[int], width: int, rate: int, offset: int, *, i
 
 
 def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Where a picture of the tokens [start, stop) is cut: each token for itself, or about ``most`` stretches.
+    """Where a picture of the tokens [start, stop) is cut: each token for itself if they are at most ``most``.
 
     Longer stretches are in step with ``numbers``, the segment lengths and dilation rates: of two, one divides the
     other. A stretch that is out of step with a rate would show a moiré that the pattern does not have. Where no length
@@ -50,7 +52,7 @@ def edges(start: int, stop: int, most: int, numbers: Iterable[int]) -> tuple[int
     """
     if stop - start <= most:
         return (*range(start, stop + 1),)
-    least, numbers = -(-(stop - start) // most), [x for x in numbers if 1 < x < stop - start]
+    least, numbers = -(-(stop - start) // min(most, OVERVIEW)), [x for x in numbers if 1 < x < stop - start]
 
     def misfit(size: int) -> float:
         return max((min(size, x) / max(size, x) for x in numbers if size % x and x % size), default=0.0)

@@ -25,7 +25,6 @@ Colour = Literal["share", "branch"]
 COLOURS: tuple[Colour, ...] = get_args(Colour)
 SHADES = 5
 MOST_CELLS = 512  # down and across: up to so many tokens each is a cell
-OVERVIEW = 128  # cells of more tokens, down and across
 MOST_KINDS, MOST_PICTURES = 64, 8  # kinds of heads that are looked at, and different pictures of them
 MOST_RANKS = 64  # more borders would hide the picture
 COUNTED = 2**16  # tokens that are looked at to say which rows get an output
@@ -100,9 +99,7 @@ class View:
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        start, stop = self.shown
-        most = self.cells if stop - start <= self.cells else min(self.cells, OVERVIEW)
-        return counts.edges(start, stop, most, (*self.pattern.segment_lengths, *self.pattern.dilation_rates))
+        return counts.edges(*self.shown, self.cells, (*self.pattern.segment_lengths, *self.pattern.dilation_rates))
 
     @cached_property
     def kinds(self) -> dict[Runs, list[int]]:
@@ -137,8 +134,8 @@ class View:
     @property
     def borders(self) -> list[int]:
         """The first tokens of all ranks but the first, as far as the picture shows them."""
-        start, stop = self.shown
-        return sorted({token for token in Shards.even(self.tokens, self.ranks or 1).starts if start < token < stop})
+        shown = range(self.shown[0] + 1, self.shown[1])
+        return sorted({token for token in Shards.even(self.tokens, self.ranks or 1).starts if token in shown})
 
     @property
     def branch_names(self) -> list[str]:
