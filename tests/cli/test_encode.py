@@ -205,7 +205,7 @@ def test_batches_fit_the_budget() -> None:
     [
         ("--pool max", "--pool: invalid choice: 'max'"),
         ("--layer 3", "--layer must be from 0 to 2, the depth of these weights, got 3"),
-        ("--table all.xls", "--table must end in .csv"),
+        ("--table all.xls", "--table must be a file, and end in .csv"),
         ("--thumbnails .", "--thumbnails must be a folder, and needs --attention"),
         ("--weights none.pth", "there are no weights at 'none.pth'"),
         ("--heads 5", "multiple of num_heads"),

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import os
-import re
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -22,25 +18,19 @@ on many devices, encode slides.
 Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
 """
 NEEDED = ("tokens", "segment_lengths", "dilation_rates")  # unless a suggestion has them
-COLOURS = {r"^[\w ]+:": "1", r"(?<![\w-])--?[a-zA-Z][\w-]*": "36", r"(?<=  )[A-Z][A-Z:.,]*": "33"}  # of help
 COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, convert, completion)
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for what is wrong, and help in colour on a terminal."""
-
-    def __init__(self, name: str, about: str, **more: Any) -> None:
-        lines = argparse.RawDescriptionHelpFormatter
-        super().__init__(name, description=about.strip(), formatter_class=lines, allow_abbrev=False, **more)
+    """One line for what is wrong."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")
 
-    def print_help(self, file: Any = None) -> None:
-        text = self.format_help()
-        for what, colour in COLOURS.items() if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ():
-            text = re.sub(what, rf"\033[{colour}m\g<0>\033[0m", text, flags=re.MULTILINE)
-        print(text, end="", file=file)
+
+def parser_of(name: str, about: str, **more: Any) -> Parser:
+    lines = argparse.RawDescriptionHelpFormatter
+    return Parser(name, description=about.strip(), formatter_class=lines, allow_abbrev=False, **more)
 
 
 def parsers() -> dict[str, Parser]:
@@ -48,18 +38,18 @@ def parsers() -> dict[str, Parser]:
     made = {}
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
-        parser = made[name] = Parser(f"{NAME} {name}", command.__doc__ or "")
-        for add in command.OPTIONS:
-            add(parser)
+        parser = made[name] = parser_of(f"{NAME} {name}", command.__doc__ or "")
+        for names, how in command.OPTIONS:
+            parser.add_argument(*names, **how)
         parser.set_defaults(run=command.run, parsers=made)
     return made
 
 
 def top(made: dict[str, Parser]) -> Parser:
     """What stands before a command."""
-    first_lines = "\n".join(f"  {name:<12}{(x.description or '').partition(chr(10))[0]}" for name, x in made.items())
+    first_lines = "\n".join(f"  {name:<12}{(x.description or '').splitlines()[0]}" for name, x in made.items())
     epilog = f"Commands, whose options --help after them lists:\n{first_lines}"
-    parser = Parser(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
+    parser = parser_of(NAME, ABOUT, usage="%(prog)s [-h] [--version] COMMAND ...", epilog=epilog)
     parser.add_argument("--version", action="version", version=f"{NAME} {dilated_attention.__version__}")
     return parser
 
@@ -71,8 +61,7 @@ def run(given: Sequence[str]) -> int:
     if words[0] in made:
         del words[0]
     elif not words[0].startswith("-"):
-        near = difflib.get_close_matches(words[0], made, 1)
-        parser.error(f"no such command: {words[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        parser.error(f"no such command: {words[0]!r}; there are {', '.join(made)}")
     try:
         with refusing():
             parser.set_defaults(**defaults(parser.parse_intermixed_args(words)))
