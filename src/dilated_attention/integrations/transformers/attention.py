@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
 from dilated_attention import functional
+from dilated_attention.checks import warn
 from dilated_attention.context_parallel import ContextParallel
 from dilated_attention.integrations.transformers.cache import DilatedLayer
 from dilated_attention.integrations.transformers.config import is_first, pattern_of
@@ -47,8 +49,15 @@ def attention(
     options.setdefault("is_causal", getattr(module, "is_causal", True))
     kept = getattr(key, "kept_by", None)  # the layer of a DilatedCache, which made these keys
     is_cached = bool(kept or options.get("use_cache") or key.shape[2] > query.shape[2])
-    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached)
-    if is_first(module):
+    looks = is_first(module)
+    if looks and not torch.compiler.is_compiling():
+        # GPT-2 tells its attention function nothing of output_attentions: who asked for them collects them here
+        options["output_attentions"] = options.get("output_attentions") or _weights_are_collected()
+        if "position_ids" not in options:
+            name = type(module).__name__
+            warn(f"{name} does not pass position_ids on: with packed documents, call the model with use_cache=False")
+    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached, looks=looks)
+    if looks:
         if kept is not None:
             kept.check_past(grid, len(query))
         check_positions(options.get("position_ids"), len(query), grid, options)
@@ -61,9 +70,13 @@ def attention(
 
 
 def read_grid(
-    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, refused: dict[str, str] = REFUSED
-) -> Grid:
-    """The grid of a call, or an error if something is asked for that cannot be honoured."""
+    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool,
+    refused: dict[str, str] = REFUSED, looks: bool = True,
+) -> Grid:  # fmt: skip
+    """The grid of a call, or an error if something is asked for that cannot be honoured.
+
+    ``looks``: whether to compare cu_seq_lens_q and cu_seq_lens_k, which one layer does.
+    """
     for name, what in refused.items():
         if isinstance(options.get(name), Tensor) or options.get(name):
             raise ValueError(f"dilated attention cannot honour {what}")
@@ -74,7 +87,9 @@ def read_grid(
             "dilated attention needs a mask of its own mask function: call register() before the model runs, and "
             "pass attention_mask as (batch, tokens)"
         )
-    ends = options.get("cu_seq_lens_q")
+    ends, keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if keys is not None and (ends is None or (looks and not torch.compiler.is_compiling() and _differ(ends, keys))):
+        raise ValueError("cu_seq_lens_k must be the same as cu_seq_lens_q: dilated attention is self-attention")
     if ends is None:
         return mask
     if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
@@ -82,6 +97,14 @@ def read_grid(
             "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
         )
     return Grid(tokens, tokens, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
+
+
+def _weights_are_collected() -> bool:
+    return "attentions" in (output_capturing._active_collector.get() or ())
+
+
+def _differ(ends: Any, others: Any) -> bool:
+    return torch.as_tensor(ends).tolist() != torch.as_tensor(others).tolist()
 
 
 def attend(
