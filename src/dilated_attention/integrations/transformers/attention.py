@@ -49,14 +49,14 @@ def attention(
     options.setdefault("is_causal", getattr(module, "is_causal", True))
     kept = getattr(key, "kept_by", None)  # the layer of a DilatedCache, which made these keys
     is_cached = bool(kept or options.get("use_cache") or key.shape[2] > query.shape[2])
-    looks = is_first(module)
+    looks = is_first(module)  # at what is in tensors, and at what is asked of the whole model
     if looks and not torch.compiler.is_compiling():
-        # GPT-2 tells its attention function nothing of output_attentions: who asked for them collects them here
-        options["output_attentions"] = options.get("output_attentions") or _weights_are_collected()
+        if "attentions" in (output_capturing._active_collector.get() or ()):  # GPT-2 does not pass this option on
+            options["output_attentions"] = True
         if "position_ids" not in options:
             name = type(module).__name__
             warn(f"{name} does not pass position_ids on: with packed documents, call the model with use_cache=False")
-    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached, looks=looks)
+    grid = read_grid(attention_mask, len(query), query.shape[2], options, is_cached)
     if looks:
         if kept is not None:
             kept.check_past(grid, len(query))
@@ -70,13 +70,9 @@ def attention(
 
 
 def read_grid(
-    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool,
-    refused: dict[str, str] = REFUSED, looks: bool = True,
-) -> Grid:  # fmt: skip
-    """The grid of a call, or an error if something is asked for that cannot be honoured.
-
-    ``looks``: whether to compare cu_seq_lens_q and cu_seq_lens_k, which one layer does.
-    """
+    mask: Any, samples: int, tokens: int, options: dict[str, Any], is_cached: bool, refused: dict[str, str] = REFUSED
+) -> Grid:
+    """The grid of a call, or an error if something is asked for that cannot be honoured."""
     for name, what in refused.items():
         if isinstance(options.get(name), Tensor) or options.get(name):
             raise ValueError(f"dilated attention cannot honour {what}")
@@ -88,10 +84,10 @@ def read_grid(
             "pass attention_mask as (batch, tokens)"
         )
     ends, keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
-    if keys is not None and (ends is None or (looks and not torch.compiler.is_compiling() and _differ(ends, keys))):
-        raise ValueError("cu_seq_lens_k must be the same as cu_seq_lens_q: dilated attention is self-attention")
-    if ends is None:
+    if ends is None and keys is None:
         return mask
+    if ends is None or (keys is not None and _differ(ends, keys)):
+        raise ValueError("cu_seq_lens_k must be the same as cu_seq_lens_q: dilated attention is self-attention")
     if (not mask.is_plain and mask.documents is None) or samples != 1 or is_cached:
         raise ValueError(
             "cu_seq_lens_q is for one row of packed tokens: leave attention_mask out, and pass use_cache=False"
@@ -99,12 +95,9 @@ def read_grid(
     return Grid(tokens, tokens, documents=cu_seqlens_on_host(ends, "cu_seq_lens_q"))  # of one row
 
 
-def _weights_are_collected() -> bool:
-    return "attentions" in (output_capturing._active_collector.get() or ())
-
-
 def _differ(ends: Any, others: Any) -> bool:
-    return torch.as_tensor(ends).tolist() != torch.as_tensor(others).tolist()
+    """In compiled code nobody looks at them."""
+    return not torch.compiler.is_compiling() and torch.as_tensor(ends).tolist() != torch.as_tensor(others).tolist()
 
 
 def attend(
