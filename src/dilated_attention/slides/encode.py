@@ -224,7 +224,7 @@ def write_table(job: Job, outcome: Outcome, file: Path) -> int:
     rows: list[list[Any]] = [["slide", "file", "tiles", *(f"e{number}" for number in range(job.model.embed_dim))]]
     for slide in sorted([*outcome.kept, *outcome.encoded], key=lambda slide: slide.name):
         with _reported(slide.path, outcome):
-            found = files.written(job.result(slide), [EMBEDDING])[0].get(EMBEDDING)
+            found: Any = files.written(job.result(slide), [EMBEDDING])[0].get(EMBEDDING)
             if getattr(found, "shape", None) != (job.model.embed_dim,):
                 raise BadFile(f"{job.result(slide)} was removed or damaged before {file} was written: run this again")
             texts = (charts.plain(str(text)) for text in (slide.name, slide.path))
