@@ -444,7 +444,7 @@ MUTANTS = [
     M("trains-where-it-infers", "plan says that training fits where inference does.", "cli/plan.py",
       '"yes" if need.training <= room', '"yes" if need.inference <= room'),
     M("skipped-and-exit-code-0", "encode ends with exit code 0 though it left out slides.", "cli/encode.py",
-      "code = int(bool(outcome.failed))", "code = 0"),
+      "code = code or int(bool(outcome.failed))", "pass"),
     M("a-causal-picture-of-later-keys", "The picture of a causal pattern shows later keys.", "show/counts.py",
       "    if not is_causal:\n        pairs", "    if True:\n        pairs"),
     M("keys-of-a-query-without-itself", "The list of what a causal query sees leaves out the query itself.",

@@ -123,8 +123,9 @@ def _run(job: Job, paths: Sequence[Path], table: Path, tile_size: float | None) 
     try:
         with watching() as bar, suppress(KeyboardInterrupt):
             work.run(job, paths, outcome, tile_size=tile_size, watch=partial(_step, bar))
-            code = int(bool(outcome.failed))
+            code = 0
         rows = work.write_table(job, outcome, table)
+        code = code or int(bool(outcome.failed))
     except OSError as error:  # of writing: what is wrong with a file that is read, is in the outcome
         code = 130
         raise options.Refused(f"cannot write {error.filename or job.out}: {error.strerror or error}") from error
