@@ -42,12 +42,18 @@ def test_without_a_command_it_helps(run: Any) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_helps_with_an_example(run: Any, command: str) -> None:
+def test_every_command_helps_with_an_example(run: Any, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run(command, "-h")
     assert (code, err) == (0, "")
     assert f"usage: dilated-attention {command}" in out
     assert re.search(rf"\nExample: .*dilated-attention {command}", out)
     assert "\x1b" not in out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    coloured = run(command, "-h").out
+    assert "\x1b[36m--help\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(command, "-h").out == out
 
 
 def test_help_comes_without_torch_and_without_what_is_not_installed(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tests.cli.conftest import Refused, Run
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/cpu/results.json"
 SHOW, PLAN, LARGE = "show -n 8k -w 2k,4k -r 1,2", "plan -n 4096 -w 1k -r 1", "-n 1M -w 2k,16k -r 1,8"
 LINES = [
-    ("sugest", "no such command: 'sugest'; there are bench, report, compare, show, suggest, "),
+    ("nonsense", "no such command: 'nonsense' (see dilated-attention --help)"),
+    ("sugest", "did you mean 'suggest'?"),
     ("plan --zzz", "unrecognized arguments: --zzz (see dilated-attention plan --help)"),
     ("plan", "missing -n/--tokens, -w/--segment-lengths, -r/--dilation-rates (see dilated-attention plan --help)"),
     ("plan -n", "-n/--tokens: expected one argument"),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -18,14 +22,21 @@ on many devices, encode slides.
 Example: dilated-attention show -n 64 -w 16,64 -r 1,4 --heads 4
 """
 NEEDED = ("tokens", "segment_lengths", "dilation_rates")  # unless a suggestion has them
+COLOURS = {r"^[\w ]+:": "1", r"(?<![\w-])--?[a-zA-Z][\w-]*": "36", r"(?<=  )[A-Z][A-Z:.,]*": "33"}  # of help
 COMMANDS = (bench, report, compare, show, suggest, plan, doctor, encode, convert, completion)
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for what is wrong."""
+    """One line for what is wrong, and help in colour on a terminal."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")
+
+    def print_help(self, file: Any = None) -> None:
+        text = self.format_help()
+        for what, colour in COLOURS.items() if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ():
+            text = re.sub(what, rf"\033[{colour}m\g<0>\033[0m", text, flags=re.MULTILINE)
+        print(text, end="", file=file)
 
 
 def parser_of(name: str, about: str, **more: Any) -> Parser:
@@ -61,7 +72,8 @@ def run(given: Sequence[str]) -> int:
     if words[0] in made:
         del words[0]
     elif not words[0].startswith("-"):
-        parser.error(f"no such command: {words[0]!r}; there are {', '.join(made)}")
+        near = difflib.get_close_matches(words[0], made, 1)
+        parser.error(f"no such command: {words[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     try:
         with refusing():
             parser.set_defaults(**defaults(parser.parse_intermixed_args(words)))

@@ -21,12 +21,16 @@ OPTIONS = (
 
 
 def run(given: Namespace) -> None:
+    source, target = given.source, given.target
     with options.refusing():
-        options.file("TARGET", given.target, (".safetensors",))
+        options.file("TARGET", target, (".safetensors",))
+        if not source.is_file():
+            raise ValueError(f"there is no file {source}")
+        if target.exists():
+            raise ValueError(f"{target} exists already: name another file, or remove it")
     from dilated_attention.models import SlideEncoder, weights
 
     with options.refusing():
-        source = weights.located(given.source, takes_plain_ids=False)
         SlideEncoder.from_pretrained(source, num_heads=1, global_pool=False)  # raises if they do not fit
-        weights.save(weights.read(source)[0], given.target)
-    print(f"written: {given.target}")
+        weights.save(weights.read(source)[0], target)
+    print(f"written: {target}")
